@@ -1,0 +1,1 @@
+"""Galley: speculative decoding served as microservices. Start at docs/structures.md."""
