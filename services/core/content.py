@@ -59,7 +59,7 @@ class Miss:
 
 
 def look_up(held: Sequence[int], start: int, tokens: Sequence[int], prefix: bytes) -> Hit | Miss:
-    """How much of a cache that holds `held` serves a request for `tokens` after [0, start) of hash `prefix`."""
+    """How much of `held` serves a request for `tokens` after a prefix [0, start) of hash `prefix`."""
     if len(held) < start:
         return Miss(len(held), prefix_hash(held))
     if prefix_hash(held[:start]) != prefix:

@@ -95,9 +95,9 @@ class Broken(OurFault):
 
 
 class TokenizerMismatch(OurFault):
-    """Draft and target do not share a tokenizer: FAILED_PRECONDITION, with both hashes."""
+    """Two parts do not share a tokenizer: FAILED_PRECONDITION, with both hashes."""
 
-    def __init__(self, draft_hash: str, target_hash: str) -> None:
-        super().__init__(f"the draft's tokenizer {draft_hash} is not the target's {target_hash}")
-        self.draft_hash = draft_hash
+    def __init__(self, part_hash: str, target_hash: str, part: str = "draft") -> None:
+        super().__init__(f"the {part}'s tokenizer {part_hash} is not the target's {target_hash}")
+        self.part_hash = part_hash
         self.target_hash = target_hash

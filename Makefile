@@ -1,0 +1,95 @@
+# Every command of the repository. `make` alone lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+# python3.11 where there is one, else python3 (scripts/setup.sh refuses what is older than 3.11).
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# An extra package index for torch, for instance https://download.pytorch.org/whl/cpu: PyPI's own build
+# for Linux brings several GB of CUDA libraries.
+TORCH_INDEX ?=
+
+# The prompt reaches the shell as an environment variable, never as program text: quotes, dollars and
+# newlines in it are only characters. (Exported by make itself it would be expanded first.)
+unexport PROMPT
+export GALLEY_DEMO_PROMPT := $(value PROMPT)
+export PYTHON VENV TORCH_INDEX
+
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# ------------------------------------------------------------------------------------- environment --
+
+.PHONY: setup setup-run
+setup: ## make .venv with everything that development needs (a second run is instant)
+	@scripts/setup.sh dev
+
+setup-run: ## make .venv with what running Galley needs, and no more
+	@scripts/setup.sh all
+
+.PHONY: clean
+clean: ## remove .venv and every cache
+	rm -rf $(VENV) .galley .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --------------------------------------------------------------------------------------------- run --
+
+.PHONY: demo
+demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), stop them
+	@$(BIN)/galley demo $${GALLEY_DEMO_PROMPT:+"$$GALLEY_DEMO_PROMPT"}
+
+.PHONY: bench-round prove-noise prove-tokens
+bench-round: setup ## measure rounds: every strategy and k against plain decoding
+	@$(BIN)/python -m bench.round
+
+prove-noise: setup ## no noise is infinite or NaN over 10^8 words
+	@$(BIN)/python -m bench.prove_noise
+
+prove-tokens: setup ## the same tokens as transformers, whatever the draft and k
+	@$(BIN)/python -m bench.prove_tokens
+
+# ------------------------------------------------------------------------------------------- check --
+
+.PHONY: test pytest
+test: setup lint check-generated helm-lint pytest ## all that CI runs
+
+pytest: setup
+	@echo "== tests"
+	@$(BIN)/python -m pytest
+
+.PHONY: lint
+lint: setup ## style, types, import walls, the wire
+	@echo "== ruff"
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@echo "== mypy"
+	@$(BIN)/mypy
+	@echo "== import walls"
+	@$(BIN)/lint-imports
+	@echo "== buf"
+	@$(BIN)/buf lint
+
+.PHONY: helm helm-lint
+helm: setup
+	@$(BIN)/python scripts/get_helm.py
+
+helm-lint: helm ## lint the chart
+	@echo "== helm lint"
+	@$(BIN)/helm lint --strict --quiet helm/galley
+
+# --------------------------------------------------------------------------------- generated files --
+
+.PHONY: proto manifests check-generated
+proto: setup ## write the stubs in services/common/pb anew
+	@scripts/proto.sh .
+
+manifests: helm ## render deploy/k8s from the chart
+	@scripts/manifests.sh deploy/k8s
+
+check-generated: helm ## fail if committed stubs or manifests are not what would be generated
+	@echo "== generated files"
+	@scripts/check_generated.sh

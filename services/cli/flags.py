@@ -1,0 +1,137 @@
+"""The flags that say how an answer is made, shared by every command that asks for one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from services.client.options import GenerateOptions, Speculation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SAMPLING, _LENGTH, _SPECULATION = "Sampling", "Length", "Speculation"
+
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        envvar="GALLEY_ENDPOINT",
+        help="The gateway, host:port. Default: the stack that `galley up` runs on this machine.",
+        metavar="HOST:PORT",
+    ),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="One JSON object a line for each event of the stream, for machines.")
+]
+Origins = Annotated[
+    bool,
+    typer.Option("--origins", help="Tell the tokens that came from the draft apart from the target's own."),
+]
+Timeout = Annotated[float | None, typer.Option(min=0.001, help="Deadline of the whole answer, in seconds.")]
+
+
+def answer_options(  # noqa: PLR0913  # one parameter a flag
+    *,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Tokens at most.", rich_help_panel=_LENGTH)
+    ] = None,
+    min_tokens: Annotated[int, typer.Option(min=0, help="Tokens at least.", rich_help_panel=_LENGTH)] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="Ends the answer; not part of it. May be given again.", rich_help_panel=_LENGTH),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after the model's end.", rich_help_panel=_LENGTH)
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help=">= 0; 0 is greedy. Default: 1.", rich_help_panel=_SAMPLING)
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="In (0, 1].", rich_help_panel=_SAMPLING)] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help=">= 1; 0 is off.", rich_help_panel=_SAMPLING)
+    ] = None,
+    min_p: Annotated[float | None, typer.Option(help="In [0, 1].", rich_help_panel=_SAMPLING)] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="In [-2, 2].", rich_help_panel=_SAMPLING)
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="In [-2, 2].", rich_help_panel=_SAMPLING)
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="In (0, 10]; 1 is off.", rich_help_panel=_SAMPLING)
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=2**64 - 1,
+            help="Of the noise. Default: the gateway draws one, and says it.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Give each token's logprob, and the N likeliest.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    k: Annotated[
+        int | None, typer.Option(min=0, help="Draft tokens a round.", rich_help_panel=_SPECULATION)
+    ] = None,
+    strategy: Annotated[
+        str, typer.Option(help="How to draft: ngram, model, ...", rich_help_panel=_SPECULATION)
+    ] = "",
+    no_speculation: Annotated[
+        bool, typer.Option("--no-speculation", help="Plain decoding.", rich_help_panel=_SPECULATION)
+    ] = False,
+    workload: Annotated[
+        str, typer.Option(help="A label under which acceptance is counted.", rich_help_panel=_SPECULATION)
+    ] = "",
+    idempotency_key: Annotated[
+        str, typer.Option(help="The same key and request join the same session.")
+    ] = "",
+    timeout: Timeout = None,
+) -> GenerateOptions:
+    """The client's options for these flags; bounds that the gateway knows better are left to it."""
+    if no_speculation and (k is not None or strategy):
+        raise typer.BadParameter("--no-speculation leaves no room for --k and --strategy")
+    return {
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "stop": stop or (),
+        "ignore_eos": ignore_eos,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "logprobs": logprobs,
+        "speculation": Speculation(off=no_speculation, k=k, strategy=strategy),
+        "workload": workload,
+        "idempotency_key": idempotency_key,
+        "timeout_s": timeout,
+    }
+
+
+def with_answer_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command(..., options)` the flags of `answer_options` in place of `options`."""
+    flags = inspect.signature(answer_options, eval_str=True).parameters
+    own = inspect.signature(command, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        options = answer_options(**{name: given.pop(name) for name in flags})
+        command(**given, options=options)
+
+    parameters = [*(p for name, p in own.items() if name != "options"), *flags.values()]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    # Typer reads both.
+    run.__dict__["__signature__"] = inspect.Signature(parameters)
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run

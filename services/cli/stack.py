@@ -1,0 +1,266 @@
+"""The local stack: Valkey, target, draft and gateway(s), each its own process, started as early as can be.
+
+    async with Stack(StackOptions(gateways=2)) as stack:
+        first, second = stack.gateways
+
+A part starts as soon as the parts that it needs are ready. If one cannot, the others are stopped and
+PartFailed is raised. Once they are up, a part that dies is not started again: `failure()` tells who died, and
+what to do about it is the caller's to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from services.cli.part import Facts, OnStatus, Part, PartFailed, PartSpec, PartStatus, ReadyBy, State, Told
+
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from types import TracebackType
+
+__all__ = [
+    "Facts",
+    "OnStatus",
+    "PartFailed",
+    "PartSpec",
+    "PartStatus",
+    "ReadyBy",
+    "Stack",
+    "StackOptions",
+    "State",
+    "Told",
+]
+
+# A unix socket's path may not be longer on Linux than 107 bytes.
+_MAX_RUN_DIR = 80
+SMALL_HOST_CORES = 4
+_BLAME_S = 1.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """What to start. None leaves a choice to the part that it concerns."""
+
+    model: str = ""
+    draft_model: str | None = None
+    strategies: tuple[str, ...] = ("ngram",)
+    k: int | None = None
+    dtype: str | None = None
+    # None: an embedded Valkey.
+    redis_url: str | None = None
+    gateways: int = 1
+    # Of the first gateway; 0 lets the system choose.
+    port: int = 0
+    # Further environment and, by part name ("target", "draft", "gateway", "valkey"), further arguments.
+    env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    extra_args: Mapping[str, Sequence[str]] = field(default_factory=lambda: MappingProxyType({}))
+    # None: 1 on a host of at most SMALL_HOST_CORES cores, where a second one waits for busy neighbours.
+    threads: int | None = None
+    # None: in a temporary directory, which goes with the stack.
+    log_dir: Path | None = None
+    data_dir: Path | None = None
+    start_timeout_s: float = 600.0
+    stop_grace_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StackDirs:
+    """Where the stack keeps what it writes; `run` is private to the user and short enough for a socket."""
+
+    run: Path
+    data: Path
+    logs: Path
+
+
+def ignore_status(_: PartStatus) -> None:
+    """Show nothing."""
+
+
+class Stack:
+    """The parts of one local stack. Use from the main thread: parts are tied to the life of the thread."""
+
+    def __init__(
+        self,
+        options: StackOptions,
+        on_status: OnStatus = ignore_status,
+        parts: Callable[[StackOptions, StackDirs], Sequence[PartSpec]] | None = None,
+    ) -> None:
+        if parts is None:
+            from services.cli.parts import stack_parts  # noqa: PLC0415  # it needs this module's types
+
+            parts = stack_parts
+        self.options = options
+        self.dirs = _make_dirs(options)
+        env = _environment(options)
+        self._parts = {
+            spec.name: Part(spec, self.dirs.logs / f"{spec.name}.log", env, on_status)
+            for spec in parts(options, self.dirs)
+        }
+        self._told: dict[str, Told] = {}
+        self._failed = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parts."""
+        return tuple(self._parts)
+
+    @property
+    def gateways(self) -> tuple[str, ...]:
+        """The addresses of the gateways, "host:port"."""
+        return tuple(self.address(name) for name in self._parts if name.startswith("gateway"))
+
+    def address(self, part: str) -> str:
+        """Where a ready part listens."""
+        return str(self._told[part]["address"])
+
+    def pid(self, part: str) -> int:
+        """Of a part's process."""
+        return self._parts[part].pid
+
+    def log(self, part: str) -> Path:
+        """The file that a part's output goes to."""
+        return self._parts[part].log
+
+    def send(self, part: str, sig: signal.Signals) -> None:
+        """Send a signal to a part."""
+        self._parts[part].send(sig)
+
+    async def kill(self, part: str) -> None:
+        """SIGKILL a part and wait for its end."""
+        await self._parts[part].kill()
+
+    async def restart(self, part: str) -> None:
+        """Start a part again that has ended; the others keep the address that they know of it."""
+        await self._start_part(self._parts[part])
+
+    async def __aenter__(self) -> Self:
+        if not self._told:
+            await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start everything; raises PartFailed, with nothing left running, if a part cannot."""
+        ready = {name: asyncio.Event() for name in self._parts}
+        try:
+            async with asyncio.TaskGroup() as group:
+                for part in self._parts.values():
+                    group.create_task(self._start_after(part, ready), name=f"start {part.spec.name}")
+        except BaseExceptionGroup as failures:
+            self._failed = True
+            await self.stop()
+            raise _first(failures) from None
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+
+    async def _start_after(self, part: Part, ready: Mapping[str, asyncio.Event]) -> None:
+        for name in part.spec.after:
+            await ready[name].wait()
+        await self._start_part(part)
+        ready[part.spec.name].set()
+
+    async def _start_part(self, part: Part) -> None:
+        self._told[part.spec.name] = await part.start(self._told, self.options.start_timeout_s)
+
+    async def failure(self) -> PartFailed:
+        """Wait until a part dies that nobody stopped."""
+        async with asyncio.TaskGroup() as group:
+            watches = [group.create_task(part.died()) for part in self._parts.values() if part.running]
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            for watch in watches:
+                watch.cancel()
+        self._failed = True
+        return done.pop().result()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do `work` for as long as all parts live; raises PartFailed if one dies meanwhile."""
+        working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self.failure())
+        try:
+            await asyncio.wait([working, dying], return_when=asyncio.FIRST_COMPLETED)
+            if working.done() and not working.cancelled() and working.exception() is not None:
+                # The death of a part may be the reason, noticed a moment later.
+                await asyncio.wait([dying], timeout=_BLAME_S)
+            if dying.done():
+                raise dying.result()
+            return working.result()
+        finally:
+            working.cancel()
+            dying.cancel()
+            await asyncio.wait([working, dying])
+
+    async def stop(self) -> None:
+        """Stop everything, those first that others do not depend on. Logs are kept if a part had failed."""
+        while running := [part for part in self._parts.values() if part.running]:
+            needed = {name for part in running for name in part.spec.after}
+            idle = [part for part in running if part.spec.name not in needed]
+            async with asyncio.TaskGroup() as group:
+                for part in idle:
+                    group.create_task(part.stop(self.options.stop_grace_s))
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        if not self._failed:
+            shutil.rmtree(self.dirs.run, ignore_errors=True)
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that came first; TaskGroup keeps their order."""
+    error: BaseException = failures
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _make_dirs(options: StackOptions) -> StackDirs:
+    run = Path(tempfile.mkdtemp(prefix="galley-"))
+    if len(str(run)) > _MAX_RUN_DIR:
+        run.rmdir()
+        run = Path(tempfile.mkdtemp(prefix="galley-", dir="/tmp"))
+    dirs = StackDirs(run, options.data_dir or run / "data", options.log_dir or run / "logs")
+    dirs.data.mkdir(parents=True, exist_ok=True)
+    dirs.logs.mkdir(parents=True, exist_ok=True)
+    return dirs
+
+
+def host_cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_of(options: StackOptions) -> int | None:
+    """Threads a service; None leaves the choice to torch."""
+    if options.threads is not None:
+        return options.threads
+    return 1 if host_cores() <= SMALL_HOST_CORES else None
+
+
+def _environment(options: StackOptions) -> dict[str, str]:
+    # Unbuffered: the last words of a part that is killed are in its log.
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    threads = threads_of(options)
+    if threads is not None:
+        env["OMP_NUM_THREADS"] = str(threads)
+    # All gateways of a stack make the same session id of an idempotency key.
+    env.setdefault("GALLEY_GATEWAY_ID_SECRET", secrets.token_hex(32))
+    return {**env, **options.env}

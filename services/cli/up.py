@@ -1,0 +1,129 @@
+"""`galley up`: the stack, kept running until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from services.cli.endpoint import announce, withdraw
+from services.cli.faults import fail, fail_part
+from services.cli.part import PartFailed
+from services.cli.progress import StackProgress
+from services.cli.stack import Stack, StackOptions
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine
+
+T = TypeVar("T")
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Model = Annotated[str, typer.Option(help="Target model: hub id, directory or GGUF. Default: the small one.")]
+DraftModel = Annotated[
+    str | None, typer.Option(help="Model of the strategy `model`; its tokenizer must be the target's.")
+]
+Strategies = Annotated[
+    list[str] | None, typer.Option("--strategy", help="A draft strategy to serve; may be given again.")
+]
+DType = Annotated[str | None, typer.Option(help="float32 or bfloat16. Default: what suits this machine.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads a service. Default: 1 on small machines.")]
+RedisUrl = Annotated[
+    str | None, typer.Option(help="Your own Redis 7 or Valkey, in place of the embedded one.")
+]
+LogDir = Annotated[Path | None, typer.Option(help="Keep the parts' logs here.", file_okay=False)]
+
+
+def up(  # noqa: PLR0913  # one parameter a flag
+    *,
+    model: Model = "",
+    draft_model: DraftModel = None,
+    strategy: Strategies = None,
+    k: Annotated[
+        int | None, typer.Option(min=0, help="Draft tokens a round, where a request says none.")
+    ] = None,
+    dtype: DType = None,
+    threads: Threads = None,
+    redis_url: RedisUrl = None,
+    gateways: Annotated[int, typer.Option(min=1, help="Gateways over one store.")] = 1,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of the first gateway; 0 lets the system choose.")
+    ] = 0,
+    log_dir: LogDir = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Keep the embedded store's data here.", file_okay=False)
+    ] = None,
+) -> None:
+    """Start the stack, print its endpoint, keep it running until Ctrl-C."""
+    options = StackOptions(
+        model=model,
+        draft_model=draft_model,
+        strategies=strategies_of(strategy, draft_model),
+        k=k,
+        dtype=dtype,
+        threads=threads,
+        redis_url=redis_url,
+        gateways=gateways,
+        port=port,
+        log_dir=log_dir,
+        data_dir=data_dir,
+    )
+    run_stack(_keep_up(options, Console(highlight=False)))
+
+
+def strategies_of(named: list[str] | None, draft_model: str | None) -> tuple[str, ...]:
+    """As named; else what can be served: n-gram lookup, and the draft model first if there is one."""
+    if named:
+        return tuple(named)
+    return ("model", "ngram") if draft_model else ("ngram",)
+
+
+async def _keep_up(options: StackOptions, console: Console) -> None:
+    async with shown_stack(options, console) as stack:
+        told = announce(stack.gateways[0])
+        try:
+            for address in stack.gateways:
+                console.print(Text.assemble("gateway at ", (address, "bold")))
+            console.print(Text("galley generate, galley chat and galley resume find it; Ctrl-C stops it"))
+            await stack.run(asyncio.Event().wait())
+        finally:
+            withdraw(told)
+
+
+@contextlib.asynccontextmanager
+async def shown_stack(options: StackOptions, console: Console) -> AsyncIterator[Stack]:
+    """A running stack, whose start was shown."""
+    progress = StackProgress(console)
+    stack = Stack(options, progress.show)
+    progress.expect(stack.parts)
+    with progress:
+        await stack.start()
+    async with stack:
+        yield stack
+
+
+def run_stack(work: Coroutine[object, object, T]) -> T | None:
+    """Run `work` to its end, or until a signal asks to stop: None. Exits 1 if a part of the stack fails."""
+    try:
+        return asyncio.run(_until_signal(work))
+    except PartFailed as failed:
+        raise fail_part(failed) from None
+    except (OSError, ValueError) as error:
+        raise fail(error) from None
+
+
+async def _until_signal(work: Coroutine[object, object, T]) -> T | None:
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    for sig in _STOP_SIGNALS:
+        loop.add_signal_handler(sig, task.cancel)
+    try:
+        await asyncio.wait([task])
+        return None if task.cancelled() else task.result()
+    finally:
+        for sig in _STOP_SIGNALS:
+            loop.remove_signal_handler(sig)

@@ -1,0 +1,60 @@
+"""What a client may ask for, in plain Python: nothing here needs grpc or protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation; `role` is "system", "user" or "assistant"."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How the answer is drafted: `Speculation()` leaves it to the gateway.
+
+    `k` or `strategy` fixes both; what is left out of them is the gateway's default.
+    """
+
+    off: bool = False
+    k: int | None = None
+    strategy: str = ""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What `GalleyClient.generate` takes by keyword; names and bounds as in the proto.
+
+    `timeout_s` is the deadline of the whole stream in seconds. Left out or None: the proto's own default.
+    """
+
+    model: str
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int | None
+    speculation: Speculation
+    workload: str
+    idempotency_key: str
+    priority: int
+    timeout_s: float | None
+
+
+# Text to complete as it stands, a conversation for the chat template, or token ids.
+Prompt = str | Sequence[Message] | Sequence[int]

@@ -1,0 +1,82 @@
+"""Configuration of a service: one frozen value, from flags and environment, validated loudly at the edge."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pydantic_core import ErrorDetails
+
+S = TypeVar("S", bound=BaseSettings)
+
+
+def settings_config(env_prefix: str) -> SettingsConfigDict:
+    """The settings of Settings: subclasses set `model_config = settings_config("GALLEY_TARGET_")`."""
+    return SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=env_prefix,
+        cli_kebab_case="all",
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+    )
+
+
+class ServiceSettings(BaseSettings):
+    """What every server process can be told."""
+
+    model_config = settings_config("GALLEY_")
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(0, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
+    ready_fd: int | None = Field(
+        None, ge=0, description="File descriptor that is told, in JSON lines, how the start goes."
+    )
+    die_with_parent: bool = Field(False, description="End when the process that started this one ends.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+    log_format: Literal["json", "console"] = Field(
+        "json", description="One JSON object a line, or for people."
+    )
+    drain_timeout_s: float = Field(
+        25.0,
+        ge=0,
+        le=3600,
+        description="Longest time for work under way to finish after SIGTERM, in seconds.",
+    )
+    max_message_bytes: int = Field(
+        4 * 2**20, ge=1024, le=64 * 2**20, description="Largest request message accepted, in bytes."
+    )
+
+
+def parse_settings(cls: type[S], argv: Sequence[str], prog: str, description: str) -> S:
+    """Read `cls` from flags, then environment, then defaults; exits 2 with a message if a value is wrong."""
+
+    class Parsed(cls):  # type: ignore[valid-type,misc]  # a settings class is read by subclassing it
+        model_config = SettingsConfigDict(cli_prog_name=prog)
+
+    Parsed.__doc__ = description
+    try:
+        parsed = CliApp.run(Parsed, cli_args=list(argv))
+    except ValidationError as error:
+        prefix = str(cls.model_config.get("env_prefix", ""))
+        for problem in error.errors():
+            print(f"{prog}: error: {_explain(problem, prefix)}", file=sys.stderr)  # noqa: T201  # before logs
+        raise SystemExit(2) from None
+    return cls.model_construct(**{name: getattr(parsed, name) for name in cls.model_fields})
+
+
+def _explain(problem: ErrorDetails, env_prefix: str) -> str:
+    name = ".".join(str(part) for part in problem["loc"])
+    if not name:
+        return problem["msg"]
+    flag, variable = "--" + name.replace("_", "-"), f"{env_prefix}{name}".upper()
+    return f"{flag} (or {variable}): {problem['msg']}"

@@ -1,0 +1,56 @@
+"""Wrapping gRPC method handlers, whatever their kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
+    # A servicer's method: a coroutine function, or an async generator function if it answers a stream.
+    Behavior: TypeAlias = Callable[..., Any]
+
+
+class WrappingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+    """Wraps the methods of every service but the standard ones (health, reflection)."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Find the method's handler and wrap it; a method that is not served stays so."""
+        handler: Handler | None = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith("/grpc."):
+            return handler  # type: ignore[return-value]  # None is how grpc says "no such method"
+        return self.wrap(handler, method)
+
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """The handler that serves `method` (/package.Service/Name) instead of `handler`."""
+        raise NotImplementedError
+
+
+def wrap_handler(
+    handler: Handler,
+    *,
+    unary: Callable[[Behavior], Behavior],
+    stream: Callable[[Behavior], Behavior],
+    deserializer: Callable[[bytes], Any] | None = None,
+) -> Handler:
+    """A handler that behaves as `handler` wrapped by `unary` or `stream`, by the kind of its *response*."""
+    read = deserializer or handler.request_deserializer
+    write = handler.response_serializer
+    behavior: Any = (
+        handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
+    )
+    if handler.request_streaming and handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(stream(behavior), read, write)
+    if handler.request_streaming:
+        return grpc.stream_unary_rpc_method_handler(unary(behavior), read, write)
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(stream(behavior), read, write)
+    return grpc.unary_unary_rpc_method_handler(unary(behavior), read, write)

@@ -1,0 +1,112 @@
+"""Answering batches of items, by unary call and by stream alike: each by itself, none harmed by another."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from services.common.status import item_status, log_internal
+from services.core.errors import GalleyError, Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+
+    from services.common.pb.galley.v1 import galley_pb2 as pb
+
+I = TypeVar("I")  # noqa: E741  # item
+A = TypeVar("A")
+
+# Items of one stream that are not answered, or answered and not fetched: beyond, the stream is not read on.
+MAX_OPEN_ITEMS = 1024
+
+
+async def answer_or_status(
+    answer: Coroutine[Any, Any, A], refuse: Callable[[pb.ItemStatus], A], session_id: str
+) -> A:
+    """The answer; or the status of what it raised, given to `refuse`. Cancellation passes."""
+    try:
+        return await answer
+    except GalleyError as error:
+        return refuse(item_status(error))
+    except Exception as error:  # noqa: BLE001  # one item must not fail its batch
+        log_internal(error, session_id=session_id)
+        return refuse(item_status(error))
+
+
+async def answer_all(items: Iterable[I], answer: Callable[[I], Coroutine[Any, Any, A]]) -> list[A]:
+    """The answer to each item, in order; begun in order. Cancelling cancels all."""
+    return list(await asyncio.gather(*(answer(item) for item in items)))
+
+
+async def answer_stream(
+    requests: AsyncIterator[Any],
+    answer: Callable[[Any], Coroutine[Any, Any, A]],
+    draining: asyncio.Event,
+) -> AsyncIterator[list[A]]:
+    """Answers to the `items` of `requests` as they complete, several at a time if several are there.
+
+    Ends with the requests. Once `draining`, it reads no further, gives the answers that are due, and raises
+    Unavailable. What reading raises is raised after the answers due. Closing it cancels what is under way.
+    """
+    stream = _Stream(answer)
+    reader = asyncio.ensure_future(stream.read(requests))
+    reader.add_done_callback(stream.wake)
+    drain = asyncio.ensure_future(draining.wait())
+    drain.add_done_callback(lambda _: reader.cancel())
+    try:
+        while answers := await stream.next_answers(reader):
+            yield answers
+        if draining.is_set():
+            raise Unavailable("the replica is draining")
+        reader.result()
+    finally:
+        drain.cancel()
+        reader.cancel()
+        await asyncio.gather(drain, reader, *stream.cancel(), return_exceptions=True)
+
+
+class _Stream(Generic[I, A]):
+    """The open items of one stream."""
+
+    def __init__(self, answer: Callable[[I], Coroutine[Any, Any, A]]) -> None:
+        self._answer = answer
+        self._room = asyncio.Semaphore(MAX_OPEN_ITEMS)
+        self._open: set[asyncio.Task[A]] = set()
+        self._answered: list[asyncio.Task[A]] = []
+        self._changed = asyncio.Event()
+
+    async def read(self, requests: AsyncIterator[Any]) -> None:
+        """Begin the items of all requests, as far as there is room."""
+        async for request in requests:
+            for item in request.items:
+                await self._room.acquire()
+                task = asyncio.ensure_future(self._answer(item))
+                self._open.add(task)
+                task.add_done_callback(self._put)
+
+    async def next_answers(self, reader: asyncio.Task[None]) -> list[A]:
+        """All that are there, at least one; none once the reader has ended and all are answered."""
+        while not self._answered and (self._open or not reader.done()):
+            self._changed.clear()
+            await self._changed.wait()
+        answered, self._answered = self._answered, []
+        for _ in answered:
+            self._room.release()
+        return [task.result() for task in answered]
+
+    def wake(self, _: object) -> None:
+        """Look again."""
+        self._changed.set()
+
+    def cancel(self) -> list[asyncio.Task[A]]:
+        """Cancel what is open; the tasks, to be waited for."""
+        tasks = list(self._open)
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    def _put(self, task: asyncio.Task[A]) -> None:
+        self._open.discard(task)
+        if not task.cancelled():
+            self._answered.append(task)
+        self._changed.set()

@@ -1,0 +1,35 @@
+"""Ties the life of a process to that of the one that started it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Have the kernel send SIGTERM to this process when its parent ends; Linux only, elsewhere nothing.
+
+    `parent_pid` is the expected parent, if known: it may have ended before this was called. Raises OSError
+    if the kernel refuses.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid() if parent_pid is None else parent_pid
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        # It ended in between, so the signal will never come.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def limit_threads(count: int) -> None:
+    """Have every thread's numeric kernels use `count` threads; call before torch or numpy is imported.
+
+    Set in the environment, because a library's own setter holds for the calling thread alone.
+    """
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(count)

@@ -1,0 +1,225 @@
+"""Starting, serving and stopping a gRPC server: health, reflection, limits, signals, in one way for all.
+
+The order of a start: bind the port (so that a taken port is known at once), build the service (which may
+load a model), serve, tell that it is ready. The order of a stop: NOT_SERVING, drain, stop, close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from services.common.config import ServiceSettings, parse_settings
+from services.common.deserialize import DeserializeInterceptor
+from services.common.logs import get_logger, start_logging
+from services.common.process import die_with_parent
+from services.common.readiness import Readiness
+from services.common.status import StatusInterceptor
+from services.common.telemetry import Telemetry, start_telemetry
+from services.core.errors import CallerFault
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+_LOG = get_logger(__name__)
+
+# grpc refuses larger messages by itself and says RESOURCE_EXHAUSTED; up to here we name field and bound.
+_HARD_LIMIT_FACTOR = 16
+# For what is still open when a service says that it has drained, such as health watches.
+_STOP_GRACE_S = 0.5
+
+
+class Service(Protocol):
+    """What a server serves: `grpc_services` are the full names that health and reflection show."""
+
+    grpc_services: Sequence[str]
+
+    async def drain(self) -> None:
+        """Refuse new work and finish what is under way; may be cancelled when time is up."""
+
+    async def close(self) -> None:
+        """Give everything back; called once, after the server has stopped."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a service may use while it is built."""
+
+    readiness: Readiness = field(default_factory=lambda: Readiness(None))
+    telemetry: Telemetry = field(default_factory=Telemetry)
+
+
+class CannotBind(Exception):
+    """The address cannot be listened on."""
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that serves at `address` (host:port) until it is stopped."""
+
+    address: str
+    service: Service
+    _server: grpc.aio.Server
+    _health: HealthServicer
+    _drain_timeout_s: float
+
+    async def stop(self) -> None:
+        """Refuse new work, finish what is under way within the drain timeout, and give everything back."""
+        await self._health.enter_graceful_shutdown()
+        try:
+            async with asyncio.timeout(self._drain_timeout_s):
+                await self.service.drain()
+        except TimeoutError:
+            _LOG.warning("drain timeout passed; ending what is still under way")
+        await self._server.stop(_STOP_GRACE_S)
+        await self.service.close()
+
+
+async def start_server(
+    settings: ServiceSettings,
+    build: Callable[[grpc.aio.Server, Parts], Awaitable[Service]],
+    parts: Parts | None = None,
+) -> RunningServer:
+    """Start serving in the running event loop, without touching the process; raises CannotBind."""
+    parts = parts or Parts()
+    server = grpc.aio.server(
+        interceptors=[
+            *parts.telemetry.server_interceptors(),
+            StatusInterceptor(),
+            DeserializeInterceptor(settings.max_message_bytes),
+        ],
+        options=[
+            # Two processes that share a port by accident would each get half of the calls.
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", _HARD_LIMIT_FACTOR * settings.max_message_bytes),
+            ("grpc.max_send_message_length", -1),
+        ],
+    )
+    address = _bind(server, settings.host, settings.port)
+    try:
+        service = await build(server, parts)
+        health_servicer = await _add_standard_services(server, service.grpc_services)
+        await server.start()
+    except BaseException:
+        await server.stop(None)
+        raise
+    for name in ("", *service.grpc_services):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return RunningServer(address, service, server, health_servicer, settings.drain_timeout_s)
+
+
+async def run_service(
+    settings: ServiceSettings,
+    name: str,
+    build: Callable[[grpc.aio.Server, Parts], Awaitable[Service]],
+) -> None:
+    """Serve until SIGTERM or SIGINT, then stop gracefully."""
+    stopped = _stop_signal()
+    parts = Parts(Readiness(settings.ready_fd), start_telemetry(f"galley-{name}"))
+    parts.readiness.stage("starting")
+    try:
+        running = await _unless(stopped, start_server(settings, build, parts))
+        if running is None:
+            return
+        # What a start leaves behind (modules, a model) lives as long as the process; do not walk it again.
+        gc.collect()
+        gc.freeze()
+        _LOG.info("serving", address=running.address)
+        parts.readiness.ready(running.address)
+        await stopped.wait()
+        _LOG.info("stopping")
+        await running.stop()
+        _LOG.info("stopped")
+    finally:
+        parts.readiness.close()
+        await asyncio.to_thread(parts.telemetry.shutdown)
+
+
+S = TypeVar("S", bound=ServiceSettings)
+
+
+def main_of(
+    settings_type: type[S],
+    name: str,
+    description: str,
+    build: Callable[[S], Callable[[grpc.aio.Server, Parts], Awaitable[Service]]],
+    argv: Sequence[str] | None = None,
+) -> None:
+    """The whole of a service's `__main__`: returns when it has stopped, exits 1 if it cannot start."""
+    arguments = sys.argv[1:] if argv is None else argv
+    settings = parse_settings(settings_type, arguments, f"python -m services.{name}", description)
+    if settings.die_with_parent:
+        die_with_parent()
+    start_logging(f"galley-{name}", settings.log_level, settings.log_format)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(run_service(settings, name, build(settings)))
+    except (CannotBind, CallerFault) as error:
+        _LOG.error("cannot start", problem=str(error))  # the message says it all
+        raise SystemExit(1) from None
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int) -> str:
+    shown = f"[{host}]" if ":" in host else host
+    try:
+        bound = server.add_insecure_port(f"{shown}:{port}")
+    except RuntimeError as error:
+        raise CannotBind(f"cannot listen on {shown}:{port}; is it in use?") from error
+    if bound == 0:
+        raise CannotBind(f"cannot listen on {shown}:{port}; is it in use?")
+    return f"{shown}:{bound}"
+
+
+async def _add_standard_services(server: grpc.aio.Server, grpc_services: Sequence[str]) -> HealthServicer:
+    servicer = HealthServicer()
+    for name in ("", *grpc_services):
+        await servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection(
+        (*grpc_services, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    )
+    return servicer
+
+
+def _stop_signal() -> asyncio.Event:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    return stopped
+
+
+R = TypeVar("R")
+
+
+async def _unless(stopped: asyncio.Event, work: Awaitable[R]) -> R | None:
+    """The result of `work`, or None if the process was told to stop before it was done."""
+    task, stop = asyncio.ensure_future(work), asyncio.ensure_future(stopped.wait())
+    try:
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stop.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    return None
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop  # noqa: PLC0415  # not there on every platform
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,130 @@
+"""OpenTelemetry traces: W3C context over every hop, exported by OTLP where the environment asks for it.
+
+Off (no OTEL_EXPORTER_OTLP_ENDPOINT) costs next to nothing: no provider, no interceptor, no thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from services.common.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from opentelemetry.sdk.trace import TracerProvider
+
+_LOG = logging.getLogger(__name__)
+_PROPAGATOR = TraceContextTextMapPropagator()
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_FLUSH_S = 3.0
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """The traces of one process; `provider` is None where they are off."""
+
+    provider: TracerProvider | None = None
+
+    @property
+    def on(self) -> bool:
+        """Are spans exported?"""
+        return self.provider is not None
+
+    def tracer(self, name: str) -> trace.Tracer:
+        """A tracer of this process; its spans cost nothing where telemetry is off."""
+        return self.provider.get_tracer(name) if self.provider else trace.NoOpTracer()
+
+    def client_interceptors(self) -> list[Any]:
+        """For `grpc.aio.insecure_channel(..., interceptors=)`."""
+        if self.provider is None:
+            return []
+        from opentelemetry.instrumentation.grpc import aio_client_interceptors, filters  # noqa: PLC0415
+
+        keep = filters.negate(filters.health_check())
+        return list(aio_client_interceptors(tracer_provider=self.provider, filter_=keep))  # type: ignore[no-untyped-call]  # untyped
+
+    def server_interceptors(self) -> list[Any]:
+        """For `grpc.aio.server(interceptors=)`, before all others."""
+        if self.provider is None:
+            return []
+        from opentelemetry.instrumentation.grpc import aio_server_interceptor, filters  # noqa: PLC0415
+
+        keep = filters.negate(filters.health_check())
+        return [aio_server_interceptor(tracer_provider=self.provider, filter_=keep)]  # type: ignore[no-untyped-call]  # untyped
+
+    def shutdown(self) -> None:
+        """Send what is left, for at most 3 s; a collector that is away must not hold up an exit."""
+        if self.provider is None:
+            return
+        worker = threading.Thread(target=self.provider.shutdown, name="telemetry-flush", daemon=True)
+        worker.start()
+        worker.join(_FLUSH_S)
+
+
+def start_telemetry(service_name: str, *, as_global: bool = True) -> Telemetry:
+    """Read the `OTEL_*` environment; `as_global` makes the provider the process's own, for libraries."""
+    if not _wanted():
+        return Telemetry()
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+
+    resource = Resource.create(
+        {
+            "service.name": os.environ.get("OTEL_SERVICE_NAME") or service_name,
+            "service.namespace": "galley",
+            "service.version": __version__,
+        }
+    )
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    if as_global:
+        trace.set_tracer_provider(provider)
+    return Telemetry(provider)
+
+
+def traceparent() -> str:
+    """The W3C traceparent of the current span; empty where there is none."""
+    if not trace.get_current_span().get_span_context().is_valid:
+        return ""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier)
+    return carrier.get("traceparent", "")
+
+
+def context_from(parent: str) -> Context:
+    """The context that `traceparent` names; an empty one if it names none."""
+    if not parent:
+        return Context()
+    return _PROPAGATOR.extract({"traceparent": parent}, context=Context())
+
+
+def links_to(parents: Iterable[str]) -> list[trace.Link]:
+    """Links to the spans that `traceparent`s name, for a span that serves several requests at once."""
+    spans = (trace.get_current_span(context_from(parent)).get_span_context() for parent in parents if parent)
+    return [trace.Link(span) for span in spans if span.is_valid]
+
+
+def _wanted() -> bool:
+    if not any(os.environ.get(name) for name in _ENDPOINTS):
+        return False
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    if os.environ.get("OTEL_TRACES_EXPORTER", "otlp").lower() == "none":
+        return False
+    protocol = next((os.environ[name] for name in _PROTOCOLS if os.environ.get(name)), "grpc")
+    if protocol != "grpc":
+        _LOG.warning("traces are off: OTEL_EXPORTER_OTLP_PROTOCOL is %s, only grpc is served", protocol)
+        return False
+    return True

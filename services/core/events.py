@@ -1,0 +1,234 @@
+"""What the session machine is told (events) and what it asks for (effects).
+
+Requests to a pool carry a `request_id`; their replies echo it, and a reply to a request that has been given
+up is dropped. All times are nanoseconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.core.answer import Chunk, Ending, NumericsChanged
+    from services.core.errors import GalleyError
+    from services.core.records import PositionLogprobs, TokenRecord
+
+
+class Pool(enum.Enum):
+    """Where a request goes."""
+
+    DRAFT = "draft"
+    TARGET = "target"
+
+
+# --------------------------------------------------------------------------------------- events --
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """As the replica measured it."""
+
+    queue_ns: int = 0
+    compute_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """The draft's guesses for positions [position, position + len(tokens))."""
+
+    request_id: int
+    position: int
+    prefix_hash: bytes
+    tokens: tuple[int, ...]
+    cache_len: int
+    timing: Timing = field(default_factory=Timing)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The target's verdict: `accepted` draft tokens, then at most one token of its own."""
+
+    request_id: int
+    position: int
+    tokens: tuple[int, ...]
+    accepted: int
+    verified: int
+    cache_len: int
+    fingerprint: str
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    timing: Timing = field(default_factory=Timing)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMissed:
+    """The replica holds `have` tokens of this hash, and not the prefix that the request named."""
+
+    request_id: int
+    have: int
+    prefix_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request came to nothing: no reply in time, no connection, or a status of its own."""
+
+    request_id: int
+    message: str
+    retryable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The log now holds the first `length` tokens of the session."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed:
+    """The store refused (Fenced, UnknownSession, LogLost) or was away for too long (StoreUnavailable)."""
+
+    error: GalleyError
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStored:
+    """The store knows that the session has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The client's transport took all output tokens below `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """The time asked for by WakeAt has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """This gateway is going down: end at the next round boundary; the session stays resumable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The client went away, or its deadline passed."""
+
+    error: GalleyError
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The session was ended for good, and the store knows."""
+
+
+Event = (
+    Proposed
+    | Verified
+    | CacheMissed
+    | Failed
+    | Committed
+    | StoreFailed
+    | FinishStored
+    | Taken
+    | Woken
+    | Draining
+    | Interrupted
+    | Aborted
+)
+
+# -------------------------------------------------------------------------------------- effects --
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Tokens [start, start + len(tokens)) after a prefix of hash `prefix_hash`."""
+
+    start: int
+    tokens: tuple[int, ...]
+    prefix_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Ask the draft for up to `k` tokens."""
+
+    request_id: int
+    slice: Slice
+    k: int
+    strategy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Ask the target to check `draft_tokens`."""
+
+    request_id: int
+    slice: Slice
+    draft_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Append `tokens` to a log of `expected_len` tokens; what the pools cache is news for the KV directory."""
+
+    expected_len: int
+    tokens: tuple[int, ...]
+    records: tuple[TokenRecord, ...]
+    draft_cache_len: int = 0
+    target_cache_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Send to the client; the log holds it."""
+
+    items: tuple[Chunk | NumericsChanged, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFinish:
+    """Mark the session as ended, at `log_len` tokens."""
+
+    ending: Ending
+    log_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Tell the machine when this time has come."""
+
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """For telemetry: one round from first request to verdict."""
+
+    position: int
+    started_ns: int
+    ended_ns: int
+    drafted: int
+    verified: int
+    accepted: int
+    confirmed: int
+    draft_wait_ns: int
+    verify_wait_ns: int
+    draft: Timing
+    target: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The stream is over: with an ending, or with an error after which the session may be resumable."""
+
+    ending: Ending | None = None
+    error: GalleyError | None = None
+
+
+Effect = Propose | Verify | Commit | Emit | StoreFinish | WakeAt | RoundEnded | End

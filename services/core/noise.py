@@ -1,0 +1,120 @@
+"""Gumbel noise that is a function of (seed, position, token), the same on every machine.
+
+The words are Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3",
+SC'11, section 3): key = (seed_lo, seed_hi), counter = (token >> 2, position_lo, position_hi, domain), and the
+word of a token is output[token & 3]. Draft and target add the same noise to their own log-probabilities and
+take the argmax, so that the draft guesses what the target will sample (Daliri, Musco, Suresh, "Coupling
+without Communication and Drafter-Invariant Speculative Decoding", arXiv 2408.07978).
+
+Words are integers and agree to the bit everywhere (tests/core/golden). `gumbel` takes two logarithms of them
+and agrees to 1e-6 between libraries; only the target's decides.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    _Words = NDArray[np.uint64]
+
+# The last word of a counter: what the noise is for. Uses that must not be correlated take different domains.
+GUMBEL: Final = 0
+SPOIL: Final = 1  # The oracle draft's choice of which tokens to spoil.
+
+LANES: Final = 4  # Words of one Philox block: the tokens 4 b .. 4 b + 3 share block b.
+
+ROUNDS: Final = 10
+MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
+WEYL: Final = (0x9E3779B9, 0xBB67AE85)
+
+_MASK: Final = 0xFFFFFFFF
+_LOW = np.uint64(_MASK)
+_HALF = np.uint64(32)
+_M0, _M1 = (np.uint64(multiplier) for multiplier in MULTIPLIERS)
+
+# What `gumbel` can give at most and at least: at the words 0 and 2**32 - 1.
+GUMBEL_MAX: Final = -math.log(-math.log1p(-(0.5 * 2.0**-32)))
+GUMBEL_MIN: Final = -math.log(-math.log1p(-((2.0**32 - 0.5) * 2.0**-32)))
+
+
+def halves(value: int) -> tuple[int, int]:
+    """The low and the high 32 bits of a 64-bit `value`; raises ValueError if it is not one."""
+    if not 0 <= value < 2**64:
+        raise ValueError(f"must be in [0, 2**64), is {value}")
+    return value & _MASK, value >> 32
+
+
+def round_keys(key: tuple[int, int]) -> list[tuple[int, int]]:
+    """The key of each round: a Weyl sequence."""
+    return [((key[0] + i * WEYL[0]) & _MASK, (key[1] + i * WEYL[1]) & _MASK) for i in range(ROUNDS)]
+
+
+def philox4x32(counter: NDArray[np.uint32], key: tuple[int, int]) -> NDArray[np.uint32]:
+    """Philox 4x32-10 of each `counter` [..., 4] under `key`; the words [..., 4]."""
+    lanes = np.ascontiguousarray(counter.reshape(-1, LANES).T, dtype=np.uint64)  # [4, n]
+    return _philox(lanes, key).reshape(counter.shape)
+
+
+def block_words(
+    seed: int, position: int, blocks: NDArray[np.int64], domain: int = GUMBEL
+) -> NDArray[np.uint32]:
+    """The words [n, 4] of the tokens 4 b .. 4 b + 3 of each block b in `blocks` [n]."""
+    lanes = np.empty((LANES, len(blocks)), dtype=np.uint64)
+    lanes[0] = blocks
+    lanes[1:] = np.array([[*halves(position), domain]], dtype=np.uint64).T
+    return _philox(lanes, halves(seed))
+
+
+def words(
+    seed: int, position: int, token_ids: Sequence[int] | NDArray[np.integer], domain: int = GUMBEL
+) -> NDArray[np.uint32]:
+    """The word [n] of each of `token_ids` [n] at `position`; raises ValueError for one not in [0, 2**34)."""
+    tokens = np.asarray(token_ids, dtype=np.int64)
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= LANES << 32):
+        raise ValueError("a token id must be in [0, 2**34)")
+    blocks = block_words(seed, position, tokens >> 2, domain)  # [n, 4]
+    return np.take_along_axis(blocks, (tokens & 3)[..., None], axis=-1)[..., 0]
+
+
+def gumbel(of_words: NDArray[np.uint32]) -> NDArray[np.float64]:
+    """Standard Gumbel noise of the words, elementwise, within [GUMBEL_MIN, GUMBEL_MAX]; falls as words rise.
+
+    The half keeps t off 0 and 1 and float64 keeps it exact: in float32 t would round to 1, and the noise be
+    infinite, for about one position in a thousand of a vocabulary of 49152.
+    """
+    t = (of_words.astype(np.float64) + 0.5) * 2.0**-32
+    noise: NDArray[np.float64] = -np.log(-np.log1p(-t))
+    return noise
+
+
+def _philox(lanes: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint32]:
+    """The ten rounds over `lanes` [4, n], which they overwrite; the words [n, 4].
+
+    In place: on a whole vocabulary that is three times as fast as the same lines with temporaries.
+    """
+    c0, c1, c2, c3 = lanes
+    p0, p1 = np.empty_like(c0), np.empty_like(c2)
+    for k0, k1 in round_keys(key):
+        np.multiply(c0, _M0, out=p0)  # 32 x 32 -> 64 bits: exact
+        np.multiply(c2, _M1, out=p1)
+        _mix(p1, c1, np.uint64(k0), out=c0)
+        _mix(p0, c3, np.uint64(k1), out=c2)
+        np.bitwise_and(p1, _LOW, out=c1)
+        np.bitwise_and(p0, _LOW, out=c3)
+    out = np.empty((lanes.shape[1], LANES), dtype=np.uint32)
+    out.T[:] = lanes
+    return out
+
+
+def _mix(product: _Words, lane: _Words, key: np.uint64, out: _Words) -> None:
+    """`out` = the high half of `product` ^ `lane` ^ `key`."""
+    np.right_shift(product, _HALF, out=out)
+    np.bitwise_xor(out, lane, out=out)
+    np.bitwise_xor(out, key, out=out)

@@ -1,0 +1,84 @@
+"""What is known of each output token besides its id, and how the log keeps it.
+
+One record a token, in order. Encoding: a flags byte (1: proposed by the draft, 2: logprobs follow, 4: a
+fingerprint follows: from this token on another target build computes); then, in this order, as flagged,
+the fingerprint (length byte, UTF-8) and the logprobs (float32 of the chosen token, a uint16 count, then
+uint32 id and float32 each). All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_FROM_DRAFT, _LOGPROBS, _FINGERPRINT = 1, 2, 4
+_CHOSEN = struct.Struct("<fH")
+_TOP = struct.Struct("<If")
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Natural logs under the model's own distribution: the chosen token's, and the likeliest, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """`fingerprint` is set on the first token of a target build, so on the first of a session too."""
+
+    from_draft: bool = False
+    logprobs: PositionLogprobs | None = None
+    fingerprint: str | None = None
+
+
+def encode_records(records: Iterable[TokenRecord]) -> bytes:
+    """The bytes that a commit appends to the session's meta."""
+    return b"".join(_encode(record) for record in records)
+
+
+def _encode(record: TokenRecord) -> bytes:
+    flags = _FROM_DRAFT if record.from_draft else 0
+    body = b""
+    if record.fingerprint is not None:
+        flags |= _FINGERPRINT
+        name = record.fingerprint.encode()
+        body += bytes([len(name)]) + name
+    if record.logprobs is not None:
+        flags |= _LOGPROBS
+        body += _CHOSEN.pack(record.logprobs.logprob, len(record.logprobs.top))
+        body += b"".join(_TOP.pack(*entry) for entry in record.logprobs.top)
+    return bytes([flags]) + body
+
+
+def decode_records(data: bytes) -> list[TokenRecord]:
+    """The inverse of `encode_records`; raises ValueError if `data` is cut short."""
+    try:
+        return list(_decode(memoryview(data)))
+    except (IndexError, struct.error) as error:
+        raise ValueError("the session's meta is cut short") from error
+
+
+def _decode(data: memoryview) -> Iterator[TokenRecord]:
+    at = 0
+    while at < len(data):
+        flags = data[at]
+        at += 1
+        fingerprint = None
+        if flags & _FINGERPRINT:
+            size = data[at]
+            fingerprint = bytes(data[at + 1 : at + 1 + size]).decode()
+            at += 1 + size
+        logprobs = None
+        if flags & _LOGPROBS:
+            logprob, count = _CHOSEN.unpack_from(data, at)
+            at += _CHOSEN.size
+            top = tuple(_TOP.unpack_from(data, at + i * _TOP.size) for i in range(count))
+            at += count * _TOP.size
+            logprobs = PositionLogprobs(logprob, top)
+        yield TokenRecord(bool(flags & _FROM_DRAFT), logprobs, fingerprint)

@@ -1,0 +1,10 @@
+"""The names of the draft strategies, as they stand on the wire and in the configuration."""
+
+from __future__ import annotations
+
+MODEL = "model"
+NGRAM = "ngram"
+ORACLE = "oracle"
+NONE = "none"
+
+STRATEGIES = (MODEL, NGRAM, ORACLE, NONE)

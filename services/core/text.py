@@ -1,0 +1,111 @@
+"""Output tokens to text, one token at a time.
+
+What a token adds to the text is a pure function of the tokens up to it, so that a stream which is resumed
+anywhere concatenates exactly. Text is held back while it ends in an unfinished UTF-8 character, and while
+its tail may yet become a stop string.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_CONTEXT_TOKENS = 5
+"""Tokens of the prompt that are decoded along, for decoders that treat the start of a text specially."""
+
+_MAX_HELD_TOKENS = 16
+"""A UTF-8 character has at most four bytes: more tokens than this without one are simply not UTF-8."""
+
+_REPLACEMENT = "�"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one token added; `stop` is the stop string that it completed, cut from the text."""
+
+    text: str
+    stop: str | None = None
+
+
+class TextStream:
+    """Decodes incrementally and looks for stop strings."""
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str] = ()
+    ) -> None:
+        self._decoder = _IncrementalDecoder(decode, prompt)
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, token: int, *, may_stop: bool = True) -> Piece:
+        """Add one token; with `may_stop` false its text passes without a look for stop strings."""
+        self._held += self._decoder.push(token)
+        if not may_stop:
+            return Piece(self._release(len(self._held)))
+        found = self._find_stop()
+        if found is not None:
+            at, stop = found
+            text = self._release(at)
+            self._held = ""
+            return Piece(text, stop)
+        return Piece(self._release(len(self._held) - self._possible_stop()))
+
+    def flush(self) -> str:
+        """The text that was held back, for when no token follows."""
+        return self._release(len(self._held)) + self._decoder.flush()
+
+    def _find_stop(self) -> tuple[int, str] | None:
+        """The stop string that starts first; of several at one place the one listed first."""
+        hits = [
+            (at, order, stop) for order, stop in enumerate(self._stops) if (at := self._held.find(stop)) >= 0
+        ]
+        if not hits:
+            return None
+        at, _, stop = min(hits)
+        return at, stop
+
+    def _possible_stop(self) -> int:
+        """The length of the longest tail that is the beginning of a stop string."""
+        return max((_overlap(self._held, stop) for stop in self._stops), default=0)
+
+    def _release(self, length: int) -> str:
+        text, self._held = self._held[:length], self._held[length:]
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+class _IncrementalDecoder:
+    """Decodes a sliding window, so that each token costs a constant; the window starts in settled text."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> None:
+        self._decode = decode
+        self._window = list(prompt[-_CONTEXT_TOKENS:])
+        self._settled = len(self._window)
+
+    def push(self, token: int) -> str:
+        self._window.append(token)
+        text = self._new_text()
+        held = len(self._window) - self._settled
+        if not text or (text.endswith(_REPLACEMENT) and held < _MAX_HELD_TOKENS):
+            return ""
+        del self._window[: self._settled]
+        self._settled = len(self._window)
+        return text
+
+    def flush(self) -> str:
+        text = self._new_text()
+        self._settled = len(self._window)
+        return text
+
+    def _new_text(self) -> str:
+        before = self._decode(self._window[: self._settled])
+        return self._decode(self._window)[len(before) :]

@@ -1,0 +1,39 @@
+"""The values that cross the engine's seam."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from services.engine.cache import SessionCache
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a model is. `context_window` counts tokens; `dtype` and `device` are torch's names.
+
+    `deterministic`: a position's logits have the same bits in any batch, chunk and prefill split.
+    """
+
+    name: str
+    directory: Path
+    context_window: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    tokenizer_hash: str
+    deterministic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Feed `tokens` after those that `cache` holds; the logits of the last `want_logits` of them are wanted."""
+
+    cache: SessionCache
+    tokens: Sequence[int]
+    want_logits: int

@@ -1,0 +1,48 @@
+"""The name of a target build: the same name, the same bits."""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import torch
+
+from services.engine import attention
+from services.engine.probe import probe_logits
+from services.engine.store import file_digest
+
+if TYPE_CHECKING:
+    from services.engine.model import CausalModel
+
+# Raised with every change to the engine that may change a bit of a logit.
+ENGINE_REVISION = 1
+_DIGEST_BYTES = 8
+_BUILD_FILES = ("*.safetensors", "config.json")
+
+
+def fingerprint(model: CausalModel) -> str:
+    """16 hex digits over all that the bits depend on, and over the logits of a fixed probe prompt.
+
+    Takes one forward pass; the weights' digest is remembered between starts.
+    """
+    directory = model.info.directory
+    files = sorted(path for pattern in _BUILD_FILES for path in directory.glob(pattern))
+    build = {
+        "weights": {path.name: file_digest(path) for path in files},
+        "dtype": model.info.dtype,
+        "engine_revision": ENGINE_REVISION,
+        "attention": attention.NAME,
+        "torch": torch.__version__,
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "device": _device_kind(model.info.device),
+        "tensor_parallel": 1,
+    }
+    digest = blake2b(json.dumps(build, sort_keys=True).encode(), digest_size=_DIGEST_BYTES)
+    digest.update(probe_logits(model).cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _device_kind(device: str) -> str:
+    kind = torch.device(device).type
+    return torch.cuda.get_device_name(device) if kind == "cuda" else kind

@@ -1,0 +1,65 @@
+"""From a GGUF file to a plain model directory in float32: done once, for it takes seconds and a gigabyte.
+
+`from_pretrained(gguf_file=...)` gives a model that cannot be saved again ("quantized with gguf"), so the
+model is made from its configuration and the unpacked tensors are put in.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.utils import logging as transformers_logging
+
+from services.engine.errors import UnsupportedModel
+from services.engine.loading import causal_class
+from services.engine.support import refuse_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def convert(source: Path, out: Path) -> None:
+    """Write the model in `source` to the existing directory `out`; raises UnsupportedModel."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    config = _read_config(source)
+    refuse_config(config, causal_class(config))
+    _build(source, config).save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer.save_pretrained(out, save_jinja_files=False)
+    _tidy(out / "tokenizer_config.json")
+
+
+def _read_config(source: Path) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModel(f"{source}: is not a GGUF that transformers can read: {error}") from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _build(source: Path, config: Any) -> Any:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    content = load_gguf_checkpoint(
+        str(source), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
+    )
+    missing, unexpected = model.load_state_dict(content["tensors"], strict=False)
+    model.tie_weights()
+    tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()  # noqa: SLF001  # no public name
+    if unexpected or set(missing) - tied:
+        raise UnsupportedModel(f"{source}: tensors do not fit {config.model_type}: {missing}, {unexpected}")
+    return model
+
+
+def _tidy(path: Path) -> None:
+    """Drop what only says how this very object was loaded."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("is_local", "local_files_only"):
+        content.pop(name, None)
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,83 @@
+"""Loading a model's weights with transformers, our attention in place, everything unservable refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from services.engine import attention
+from services.engine.errors import UnsupportedModel
+from services.engine.support import refuse_config, refuse_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def default_dtype(device: str) -> torch.dtype:
+    """bfloat16 where the device multiplies it natively (there it verifies 5 to 8 rows at the cost of one)."""
+    if torch.device(device).type == "cpu":
+        flags = torch.cpu.get_capabilities()
+        native = bool(flags.get("avx512_bf16") or flags.get("amx_bf16"))
+    else:
+        native = True
+    return torch.bfloat16 if native else torch.float32
+
+
+def parse_dtype(name: str, device: str) -> torch.dtype:
+    """The dtype of a name in DTYPES, or of "auto". Raises UnsupportedModel for another."""
+    if name == "auto":
+        return default_dtype(device)
+    if name not in DTYPES:
+        raise UnsupportedModel(f"dtype must be auto or one of {', '.join(DTYPES)}, is {name!r}")
+    return DTYPES[name]
+
+
+def load_config(directory: Path) -> Any:
+    """The transformers configuration of a servable model; raises UnsupportedModel."""
+    refuse_files(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModel(f"{directory}: transformers does not know this model: {error}") from error
+    refuse_config(config, causal_class(config))
+    return config
+
+
+def causal_class(config: Any) -> Any:
+    """The causal language model class of a configuration, or None."""
+    mapping = AutoModelForCausalLM._model_mapping  # noqa: SLF001  # there is no public way to ask
+    return mapping[type(config)] if type(config) in mapping else None
+
+
+def load_module(directory: Path, config: Any, *, dtype: torch.dtype, device: str) -> Any:
+    """The model in evaluation mode on `device`, from safetensors only."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    attention.register()
+    module = AutoModelForCausalLM.from_pretrained(
+        directory,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention.NAME,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+    return module.to(device).eval()
+
+
+def eos_token_ids(directory: Path, config: Any) -> tuple[int, ...]:
+    """The model's own end tokens: of generation_config.json where there is one, else of config.json."""
+    ids = None
+    if (directory / "generation_config.json").is_file():
+        ids = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
+    if ids is None:
+        ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)

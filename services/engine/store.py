@@ -1,0 +1,50 @@
+"""The cache directory of this machine: converted models, and digests of large files."""
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+from pathlib import Path
+
+_READ_BYTES = 1 << 20
+
+
+def cache_dir() -> Path:
+    """$GALLEY_CACHE_DIR, else $XDG_CACHE_HOME/galley, else ~/.cache/galley. It may not exist yet."""
+    own = os.environ.get("GALLEY_CACHE_DIR")
+    if own:
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "galley"
+
+
+def file_digest(path: Path) -> str:
+    """The blake2b-128 of the file's content, in hex.
+
+    Remembered in the cache directory under path, size and time of change, so that a second start does not
+    read gigabytes. Where the cache cannot be written it is only slower.
+    """
+    path = path.resolve()
+    stat = path.stat()
+    key = blake2b(f"{path}|{stat.st_size}|{stat.st_mtime_ns}".encode(), digest_size=16).hexdigest()
+    note = cache_dir() / "digests" / key
+    try:
+        return note.read_text(encoding="ascii")
+    except OSError:
+        digest = _digest(path)
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        scratch = note.with_name(f"{key}.{os.getpid()}")
+        scratch.write_text(digest, encoding="ascii")
+        scratch.replace(note)
+    except OSError:
+        pass
+    return digest
+
+
+def _digest(path: Path) -> str:
+    state = blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            state.update(block)
+    return state.hexdigest()

@@ -1,0 +1,84 @@
+"""The model that a gateway serves: what target and draft say of themselves, and the tokenizer that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.core.answer import SessionSpec
+from services.core.strategies import STRATEGIES
+from services.gateway.validation import Model
+
+if TYPE_CHECKING:
+    from services.gateway.pools import DraftPool, NoDraft
+    from services.gateway.tokenizer import Tokenizer
+    from services.gateway.validation import GenerateSpec, Limits
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`info` is the target's; `default_k` and `default_strategy` are what AUTO means for now."""
+
+    name: str
+    info: pb.GetTargetInfoResponse
+    tokenizer: Tokenizer
+    draft: DraftPool | NoDraft
+    limits: Limits
+    max_sessions: int
+    default_k: int
+    default_strategy: str
+
+    def request_model(self) -> Model:
+        """What a request is checked against."""
+        return Model(self.name, self.info.context_window, self.info.vocab_size, self._strategies())
+
+    def _strategies(self) -> tuple[str, ...]:
+        """The draft's, once it has told them; until then every name may turn out to be one."""
+        return tuple(self.draft.info.strategies) if self.draft.info is not None else STRATEGIES
+
+    def spec(self, asked: GenerateSpec, session_id: str, arrival_ns: int) -> SessionSpec:
+        """The session that a request asks for."""
+        k, strategy = self._speculation(asked)
+        own_ends = () if asked.ignore_eos else self.info.eos_token_ids
+        return SessionSpec(
+            session_id=session_id,
+            prompt=tuple(asked.prompt),
+            sampling=asked.sampling,
+            max_position=asked.max_position,
+            vocab_size=self.info.vocab_size,
+            stop_token_ids=frozenset({*asked.stop_token_ids, *own_ends}),
+            stop_strings=tuple(asked.stop),
+            min_tokens=asked.min_tokens,
+            logprobs=asked.logprobs,
+            k=k,
+            strategy=strategy,
+            workload=asked.workload,
+            arrival_ns=arrival_ns,
+            priority=asked.priority,
+        )
+
+    def _speculation(self, asked: GenerateSpec) -> tuple[int, str]:
+        wanted = asked.speculation
+        strategy = wanted.strategy or self.default_strategy
+        if wanted.mode == "off":
+            return 0, ""
+        if wanted.mode == "fixed" and wanted.k is not None:
+            return wanted.k, strategy
+        return self.default_k, strategy
+
+    def describe(self) -> pb.GetModelInfoResponse:
+        """What clients may know."""
+        return pb.GetModelInfoResponse(
+            model=self.name,
+            context_window=self.info.context_window,
+            vocab_size=self.info.vocab_size,
+            tokenizer_hash=self.info.tokenizer_hash,
+            fingerprint=self.info.fingerprint,
+            deterministic=self.info.deterministic,
+            max_draft_tokens=self.limits.max_draft_tokens,
+            strategies=self.draft.info.strategies if self.draft.info is not None else (),
+            dtype=self.info.dtype,
+            device=self.info.device,
+            max_sessions=self.max_sessions,
+        )

@@ -1,0 +1,255 @@
+"""The thin shell around the session machine: carries out its effects and tells it what came of them.
+
+One runner serves one stream. It decides nothing: what to do next is the machine's business, how to do it is
+the ports'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+
+from services.common.logs import get_logger
+from services.core import events as ev
+from services.core.answer import Chunk, NumericsChanged
+from services.core.errors import Broken, Cancelled, DeadlinePassed, GalleyError
+from services.core.finish import encode_ending
+from services.core.records import encode_records
+from services.core.store import Directory, Held
+from services.gateway.patience import SECOND, patiently
+from services.gateway.spans import RoundSpans
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from services.core.ports import Clock, DraftPort, Replica, TargetPort
+    from services.core.session import Session
+    from services.core.store import Ownership, SessionStore
+    from services.gateway.patience import Timeouts
+
+_SEND_GRACE_S = 5.0
+"""How long a stream that ends with an error waits for a client to read what was confirmed before."""
+
+_T = TypeVar("_T")
+_log = get_logger(__name__)
+
+Item: TypeAlias = Chunk | NumericsChanged
+Send: TypeAlias = Callable[[Item], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What a runner needs of the world."""
+
+    store: SessionStore
+    draft: DraftPort
+    target: TargetPort
+    clock: Clock
+
+
+class SessionRunner:
+    """Runs one session until its stream ends."""
+
+    def __init__(
+        self,
+        session: Session,
+        owner: Ownership,
+        ports: Ports,
+        timeouts: Timeouts,
+        deadline_ns: int | None,
+    ) -> None:
+        """`deadline_ns` is a time of the clock port, None for none."""
+        self.session = session
+        self._owner = owner
+        self._ports = ports
+        self._timeouts = timeouts
+        self._deadline_ns = deadline_ns
+        self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._outbox: asyncio.Queue[tuple[Item, ...] | None] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timers: list[asyncio.TimerHandle] = []
+        self._spans = RoundSpans(session.spec.session_id)
+        self._end: ev.End | None = None
+
+    def tell(self, event: ev.Event) -> None:
+        """Put an event before the machine; never blocks."""
+        self._inbox.put_nowait(event)
+
+    async def run(self, send: Send) -> ev.End:
+        """Drive the session; returns how the stream ends once the client has all that belongs before."""
+        sender = asyncio.create_task(self._send_all(send))
+        try:
+            self._watch_deadline()
+            self._spawn(self._keep_alive())
+            self._carry_out(self.session.start(self._now()))
+            while self._end is None:
+                event = await self._inbox.get()
+                self._carry_out(self.session.step(event, self._now()))
+            await self._finish_sending(sender, self._end)
+            return self._end
+        finally:
+            await self._stop(sender)
+
+    # ------------------------------------------------------------------------------- effects --
+
+    def _carry_out(self, effects: list[ev.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ev.Propose():
+                    self._spawn_in_round(self._propose(effect))
+                case ev.Verify():
+                    self._spawn_in_round(self._verify(effect))
+                case ev.Commit():
+                    self._spawn(self._commit(effect))
+                case ev.StoreFinish():
+                    self._spawn(self._store_finish(effect))
+                case ev.Emit():
+                    self._outbox.put_nowait(effect.items)
+                case ev.WakeAt():
+                    self._call_at(effect.at_ns, ev.Woken())
+                case ev.RoundEnded():
+                    self._spans.end(effect)
+                case ev.End():
+                    self._end = effect
+                    self._outbox.put_nowait(None)
+
+    async def _propose(self, effect: ev.Propose) -> None:
+        port, timeout = self._ports.draft, self._timeouts.draft_ns
+        try:
+            async with asyncio.timeout(timeout / SECOND):
+                reply: ev.Event = await port.propose(self.session.spec, effect, self._within(timeout))
+        except TimeoutError:
+            reply = ev.Failed(effect.request_id, "the draft is late")
+        self.tell(reply)
+
+    async def _verify(self, effect: ev.Verify) -> None:
+        port, timeout = self._ports.target, self._timeouts.target_ns
+        try:
+            async with asyncio.timeout(timeout / SECOND):
+                reply: ev.Event = await port.verify(self.session.spec, effect, self._within(timeout))
+        except TimeoutError:
+            reply = ev.Failed(effect.request_id, "the target is late")
+        self.tell(reply)
+
+    async def _commit(self, effect: ev.Commit) -> None:
+        meta = encode_records(effect.records)
+        directory = self._directory(effect)
+
+        async def commit() -> int:
+            return await self._ports.store.commit(
+                self._owner, effect.expected_len, effect.tokens, meta, directory
+            )
+
+        await self._store_op(commit, ev.Committed)
+
+    async def _store_finish(self, effect: ev.StoreFinish) -> None:
+        record = encode_ending(effect.ending)
+
+        async def finish() -> None:
+            await self._ports.store.finish(self._owner, effect.log_len, record)
+
+        await self._store_op(finish, lambda _: ev.FinishStored())
+
+    async def _store_op(self, call: Callable[[], Awaitable[_T]], event: Callable[[_T], ev.Event]) -> None:
+        try:
+            result = await patiently(call, self._store_deadline_ns(), self._ports.clock)
+        except GalleyError as error:
+            self.tell(ev.StoreFailed(error))
+        else:
+            self.tell(event(result))
+
+    def _directory(self, effect: ev.Commit) -> Directory:
+        return Directory(
+            draft=_held(self._ports.draft.replica, effect.draft_cache_len),
+            target=_held(self._ports.target.replica, effect.target_cache_len),
+        )
+
+    async def _keep_alive(self) -> None:
+        """Renew the session's life in the store, however slow its client is."""
+        while True:
+            await asyncio.sleep(self._timeouts.renew_ns / SECOND)
+
+            async def renew() -> None:
+                await self._ports.store.renew(self._owner)
+
+            try:
+                await patiently(renew, self._store_deadline_ns(), self._ports.clock)
+            except GalleyError as error:
+                self.tell(ev.StoreFailed(error))
+                return
+
+    # ---------------------------------------------------------------------------------- time --
+
+    def _now(self) -> int:
+        return self._ports.clock.now_ns()
+
+    def _remaining(self) -> int | None:
+        return None if self._deadline_ns is None else max(0, self._deadline_ns - self._now())
+
+    def _within(self, timeout_ns: int) -> int:
+        remaining = self._remaining()
+        return timeout_ns if remaining is None else min(timeout_ns, remaining)
+
+    def _store_deadline_ns(self) -> int:
+        return self._timeouts.store_deadline_ns(self._now(), self._deadline_ns)
+
+    def _watch_deadline(self) -> None:
+        if self._deadline_ns is not None:
+            self._call_at(
+                self._deadline_ns, ev.Interrupted(DeadlinePassed("the deadline of the call has passed"))
+            )
+
+    def _call_at(self, at_ns: int, event: ev.Event) -> None:
+        delay = max(0, at_ns - self._now()) / SECOND
+        self._timers.append(asyncio.get_running_loop().call_later(delay, self.tell, event))
+
+    # ----------------------------------------------------------------------------- the client --
+
+    async def _send_all(self, send: Send) -> None:
+        while (items := await self._outbox.get()) is not None:
+            for item in items:
+                await send(item)
+                if isinstance(item, Chunk):
+                    self.tell(ev.Taken(item.index + len(item.tokens)))
+
+    async def _finish_sending(self, sender: asyncio.Task[None], end: ev.End) -> None:
+        if end.error is None:
+            await sender
+        elif not isinstance(end.error, DeadlinePassed | Cancelled):
+            await asyncio.wait({sender}, timeout=_SEND_GRACE_S)
+
+    # --------------------------------------------------------------------------------- tasks --
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _spawn_in_round(self, work: Coroutine[None, None, None]) -> None:
+        """A task takes the context in which it is made, and with it the span that its calls belong to."""
+        self._spans.begin()
+        with self._spans.current():
+            self._spawn(work)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        """A port that raises what it must not is our fault; the stream ends instead of hanging."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a port raised", exc_info=error)
+            self.tell(ev.Interrupted(Broken(f"a port raised {type(error).__name__}")))
+
+    async def _stop(self, sender: asyncio.Task[None]) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        tasks = {*self._tasks, sender}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._spans.abandon()
+
+
+def _held(replica: Replica | None, length: int) -> Held | None:
+    return None if replica is None else Held(replica.address, replica.incarnation, length)

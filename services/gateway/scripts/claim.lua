@@ -1,0 +1,32 @@
+-- Own a session, making it first where asked to.
+-- ARGV: principal, nonce, ttl_ms, finished_ttl_ms, body_hash ('' = must exist), prompt_len, prompt,
+--       then name, value of each field to store.
+
+local principal, nonce, ttl_ms, finished_ttl_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local body_hash, prompt_len, prompt = ARGV[5], ARGV[6], ARGV[7]
+local creating = body_hash ~= ''
+
+local held = redis.call('HMGET', SESSION, 'principal', 'nonce', 'state', 'body_hash')
+
+if not held[1] then
+  if not creating then return {'unknown'} end
+  local now = redis.call('TIME')
+  local created_ms = string.format('%d%03d', now[1], math.floor(now[2] / 1000))
+  redis.call('DEL', LOG, META)
+  redis.call('HSET', SESSION, 'principal', principal, 'body_hash', body_hash, 'prompt_len', prompt_len,
+    'epoch', 1, 'nonce', nonce, 'state', 'live', 'finish', '', 'created_ms', created_ms, unpack(ARGV, 8))
+  redis.call('SET', LOG, prompt)
+  redis.call('SET', META, '')
+else
+  if creating and (held[1] ~= principal or held[4] ~= body_hash) then return {'reused'} end
+  if held[1] ~= principal then return {'unknown'} end
+  if not whole() then return {'lost'} end
+  -- The same nonce is a repeat of a claim whose answer was lost.
+  if held[2] ~= nonce then
+    redis.call('HINCRBY', SESSION, 'epoch', 1)
+    redis.call('HSET', SESSION, 'nonce', nonce)
+  end
+end
+
+touch(held[3] == 'finished' and finished_ttl_ms or ttl_ms)
+return {'ok', redis.call('HGETALL', SESSION), redis.call('GET', LOG), redis.call('GET', META)}

@@ -1,0 +1,25 @@
+-- Put before every other script. KEYS of all: the session's hash, its log, its meta.
+-- A refusal is a list whose first element names it.
+
+local SESSION, LOG, META = KEYS[1], KEYS[2], KEYS[3]
+local TOKEN_BYTES = 4
+
+local function touch(ttl_ms)
+  for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ttl_ms) end
+end
+
+-- Is the session whole? All keys change together, so only eviction or a foreign hand makes it not so.
+local function whole()
+  local prompt_len = tonumber(redis.call('HGET', SESSION, 'prompt_len'))
+  return redis.call('STRLEN', LOG) >= prompt_len * TOKEN_BYTES and redis.call('EXISTS', META) == 1
+end
+
+-- nil if (epoch, nonce) is the session's owner and may change it, else the refusal.
+local function refusal(epoch, nonce)
+  local held = redis.call('HMGET', SESSION, 'epoch', 'nonce', 'state')
+  if not held[1] then return {'unknown'} end
+  if held[3] == 'finished' then return {'ended'} end
+  if held[1] ~= epoch or held[2] ~= nonce then return {'fenced'} end
+  if not whole() then return {'lost'} end
+  return nil
+end

@@ -1,0 +1,7 @@
+-- Put off the expiry.
+-- ARGV: epoch, nonce, ttl_ms.
+
+local refused = refusal(ARGV[1], ARGV[2])
+if refused then return refused end
+touch(ARGV[3])
+return {'ok'}

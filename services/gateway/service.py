@@ -1,0 +1,177 @@
+"""Putting a gateway together, and taking it down again."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING
+
+import grpc
+
+from services.common.logs import get_logger
+from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.core.errors import TargetUnavailable, TokenizerMismatch
+from services.core.session import SessionLimits
+from services.gateway.clock import MonotonicClock
+from services.gateway.model import ServedModel
+from services.gateway.patience import SECOND, Timeouts
+from services.gateway.pools import DraftPool, NoDraft, TargetPool
+from services.gateway.runner import Ports
+from services.gateway.servicer import GenerationServicer
+from services.gateway.store import RedisStore
+from services.gateway.streams import Streams
+from services.gateway.tokenizer import Tokenizer
+from services.gateway.validation import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from services.common.server import Parts
+    from services.gateway.settings import GatewaySettings
+
+_log = get_logger(__name__)
+_PAIRING_TIMEOUT_S = 5.0
+_HAND_OVER_SHARE = 0.6
+"""Share of the drain timeout in which streams may end by themselves before they are handed over."""
+
+
+class GatewayService:
+    """What the server serves."""
+
+    grpc_services: Sequence[str] = ("galley.v1.Generation",)
+
+    def __init__(
+        self, streams: Streams, store: RedisStore, channels: list[grpc.aio.Channel], drain_timeout_s: float
+    ) -> None:
+        self._streams = streams
+        self._store = store
+        self._channels = channels
+        self._drain_timeout_s = drain_timeout_s
+
+    async def drain(self) -> None:
+        """Refuse new streams; let the open ones end, or hand them over at a round boundary."""
+        self._streams.refuse_new()
+        try:
+            async with asyncio.timeout(self._drain_timeout_s * _HAND_OVER_SHARE):
+                await self._streams.wait_idle()
+        except TimeoutError:
+            self._streams.hand_over()
+            await self._streams.wait_idle()
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._store.close()
+        for channel in self._channels:
+            await channel.close(None)
+
+
+def build(settings: GatewaySettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
+    """How `services.common.server` makes a gateway of its settings."""
+
+    async def build_gateway(server: grpc.aio.Server, parts: Parts) -> GatewayService:
+        return await _build(settings, server, parts)
+
+    return build_gateway
+
+
+async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Parts) -> GatewayService:
+    parts.readiness.stage("loading the tokenizer")
+    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
+    channels: list[grpc.aio.Channel] = []
+    parts.readiness.stage("waiting for the target")
+    target = await _meet_target(settings, tokenizer, channels, parts)
+    parts.readiness.stage("pairing with the draft")
+    draft = await _meet_draft(settings, target, channels, parts)
+    parts.readiness.stage("connecting to the session store")
+    store = RedisStore(settings.redis_url, settings.session_ttl_s, settings.finished_ttl_s)
+    await store.ping()
+    clock = MonotonicClock()
+    streams = Streams(
+        Ports(store, draft, target, clock),
+        tokenizer.decode,
+        SessionLimits(
+            window=settings.window,
+            buffer=settings.buffer,
+            target_timeout_ns=int(settings.target_timeout_s * SECOND),
+        ),
+        _timeouts(settings),
+        settings.max_sessions,
+    )
+    model = _served_model(settings, tokenizer, target, draft)
+    secret = settings.id_secret.get_secret_value().encode() or secrets.token_bytes(32)
+    rpc.add_GenerationServicer_to_server(GenerationServicer(streams, model, clock, secret), server)
+    return GatewayService(streams, store, channels, settings.drain_timeout_s)
+
+
+async def _meet_target(
+    settings: GatewaySettings, tokenizer: Tokenizer, channels: list[grpc.aio.Channel], parts: Parts
+) -> TargetPool:
+    channel = _open(settings.target, channels, parts)
+    try:
+        target = await TargetPool.meet(channel, settings.target, settings.startup_timeout_s)
+    except grpc.aio.AioRpcError as error:
+        raise TargetUnavailable(f"no target at {settings.target}: {error.details()}") from error
+    if target.info.tokenizer_hash != tokenizer.hash:
+        raise TokenizerMismatch(tokenizer.hash, target.info.tokenizer_hash, "gateway")
+    return target
+
+
+async def _meet_draft(
+    settings: GatewaySettings, target: TargetPool, channels: list[grpc.aio.Channel], parts: Parts
+) -> DraftPool | NoDraft:
+    """A draft that is away is paired with later; one of another tokenizer is refused now."""
+    if not settings.draft:
+        return NoDraft()
+    draft = DraftPool(_open(settings.draft, channels, parts), settings.draft, target.info.tokenizer_hash)
+    try:
+        await draft.pair(_PAIRING_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        _log.warning("no draft yet", address=settings.draft, reason=error.details())
+    return draft
+
+
+def _open(address: str, channels: list[grpc.aio.Channel], parts: Parts) -> grpc.aio.Channel:
+    channel = grpc.aio.insecure_channel(
+        address,
+        interceptors=parts.telemetry.client_interceptors(),
+        options=[
+            ("grpc.max_receive_message_length", -1),
+            ("grpc.max_send_message_length", -1),
+            # A replica that comes back must be found at once, not after a long back-off.
+            ("grpc.initial_reconnect_backoff_ms", 50),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ],
+    )
+    channels.append(channel)
+    return channel
+
+
+def _timeouts(settings: GatewaySettings) -> Timeouts:
+    return Timeouts(
+        store_ns=int(settings.store_timeout_s * SECOND),
+        target_ns=int(settings.target_timeout_s * SECOND),
+        draft_ns=int(settings.draft_timeout_s * SECOND),
+        renew_ns=int(settings.session_ttl_s * SECOND / 3),
+    )
+
+
+def _served_model(
+    settings: GatewaySettings, tokenizer: Tokenizer, target: TargetPool, draft: DraftPool | NoDraft
+) -> ServedModel:
+    max_draft_tokens = min(settings.max_draft_tokens, target.info.max_draft_tokens)
+    name = settings.model_name or target.info.model
+    limits = Limits(
+        default_max_tokens=settings.default_max_tokens,
+        max_draft_tokens=max_draft_tokens,
+    )
+    k = 0 if isinstance(draft, NoDraft) else min(settings.k, max_draft_tokens)
+    return ServedModel(
+        name=name,
+        info=target.info,
+        tokenizer=tokenizer,
+        draft=draft,
+        limits=limits,
+        max_sessions=settings.max_sessions,
+        default_k=k,
+        default_strategy=settings.strategy,
+    )

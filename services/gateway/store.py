@@ -1,0 +1,325 @@
+"""The session store in Redis (7.0's command set; Valkey too): one server-side script for each change.
+
+A cancelled caller never leaves a connection with an unread reply: each command runs in a task of its own
+that is shielded from its caller and ends when the reply is read or the socket times out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from dataclasses import dataclass
+from hashlib import sha1
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+
+from redis import asyncio as redis_asyncio
+from redis import exceptions as redis_errors
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from services.core.content import token_bytes, tokens_of
+from services.core.errors import (
+    Broken,
+    Fenced,
+    KeyReused,
+    LogLost,
+    StoreUnavailable,
+    UnknownSession,
+)
+from services.core.store import (
+    UNCHANGED,
+    Directory,
+    Held,
+    LogBehind,
+    NewSession,
+    Ownership,
+    SessionEnded,
+    SessionStore,
+    State,
+    StoredSession,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+T = TypeVar("T")
+
+NONCE_BYTES = 16
+DEFAULT_TTL_S = 300.0
+DEFAULT_FINISHED_TTL_S = 3600.0
+DEFAULT_CALL_TIMEOUT_S = 2.0
+DEFAULT_MAX_CONNECTIONS = 32
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 0.5
+
+_SCRIPTS = Path(__file__).parent / "scripts"
+_POOLS = ("draft", "target")
+_OWN_FIELDS = frozenset(
+    {"principal", "body_hash", "prompt_len", "epoch", "nonce", "state", "finish", "created_ms"}
+    | {f"{pool}_{what}" for pool in _POOLS for what in ("replica", "incarnation", "kv_len")}
+)
+# Error replies that pass: the server is loading, is no master, is short of memory or disk, is busy, ...
+_PASSING_REPLIES = frozenset(
+    {"LOADING", "READONLY", "CLUSTERDOWN", "MOVED", "ASK", "TRYAGAIN", "MASTERDOWN"}
+    | {"OOM", "MISCONF", "NOREPLICAS", "BUSY", "UNBLOCKED"}
+)
+_PASSING_ERRORS = (
+    redis_errors.ConnectionError,
+    redis_errors.TimeoutError,
+    redis_errors.ReadOnlyError,
+    redis_errors.ClusterError,
+    redis_errors.AskError,
+    redis_errors.TryAgainError,
+    redis_errors.OutOfMemoryError,
+    OSError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Script:
+    text: str
+    sha: str
+
+
+def _load(name: str) -> _Script:
+    text = (_SCRIPTS / "owner.lua").read_text() + (_SCRIPTS / f"{name}.lua").read_text()
+    return _Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+class RedisStore(SessionStore):
+    """Sessions at `url` (redis://, rediss:// for TLS, unix://; user, password and database as in redis-py).
+
+    `ttl_s` is how long a live session outlasts its last change or renewal, `finished_ttl_s` how long a
+    finished one can be resumed. Every call is one attempt, bounded by about twice `call_timeout_s`
+    (connecting, then the reply); see `retrying`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        ttl_s: float = DEFAULT_TTL_S,
+        finished_ttl_s: float = DEFAULT_FINISHED_TTL_S,
+        *,
+        call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
+        max_connections: int = DEFAULT_MAX_CONNECTIONS,
+        new_nonce: Callable[[], bytes] = lambda: secrets.token_bytes(NONCE_BYTES),
+    ) -> None:
+        pool = redis_asyncio.BlockingConnectionPool.from_url(
+            url,
+            max_connections=max_connections,
+            timeout=call_timeout_s,
+            socket_timeout=call_timeout_s,
+            socket_connect_timeout=call_timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            driver_info=None,  # CLIENT SETINFO is not in 7.0
+        )
+        self._redis = redis_asyncio.Redis.from_pool(pool)
+        self._ttl_ms = _milliseconds(ttl_s)
+        self._finished_ttl_ms = _milliseconds(finished_ttl_s)
+        self._new_nonce = new_nonce
+        self._running: set[asyncio.Task[Any]] = set()
+        self._claim = _load("claim")
+        self._commit = _load("commit")
+        self._finish = _load("finish")
+        self._abort = _load("abort")
+        self._renew = _load("renew")
+
+    async def ping(self) -> None:
+        """Raise StoreUnavailable unless the server answers."""
+        await self._shielded(self._attempt("PING"))
+
+    async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
+        """See `SessionStore`. Raises ValueError if a field has a name that the store uses itself."""
+        if not new.prompt or not new.body_hash:
+            raise ValueError("a session needs a prompt and a body hash")
+        if taken := _OWN_FIELDS & new.fields.keys():
+            raise ValueError(f"names of fields that the store uses itself: {sorted(taken)}")
+        fields = [part for pair in new.fields.items() for part in pair]
+        prompt = token_bytes(new.prompt)
+        return await self._own(
+            new.session_id, new.principal, nonce, new.body_hash, len(new.prompt), prompt, *fields
+        )
+
+    async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
+        """See `SessionStore`."""
+        return await self._own(session_id, principal, nonce, b"", 0, b"")
+
+    async def _own(
+        self, session_id: str, principal: str, nonce: bytes | None, *rest: bytes | str | int
+    ) -> StoredSession:
+        nonce = nonce or self._new_nonce()
+        reply = await self._run(
+            self._claim, session_id, principal, nonce, self._ttl_ms, self._finished_ttl_ms, *rest
+        )
+        return _stored(session_id, *reply)
+
+    async def commit(
+        self,
+        owner: Ownership,
+        expected_len: int,
+        tokens: Sequence[int],
+        meta: bytes,
+        directory: Directory = UNCHANGED,
+    ) -> int:
+        """See `SessionStore`."""
+        reply = await self._run(
+            self._commit,
+            owner.session_id,
+            owner.epoch,
+            owner.nonce,
+            expected_len,
+            token_bytes(tokens),
+            meta,
+            self._ttl_ms,
+            *_directory_fields(directory),
+        )
+        return int(reply[0])
+
+    async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
+        """See `SessionStore`."""
+        await self._run(
+            self._finish,
+            owner.session_id,
+            owner.epoch,
+            owner.nonce,
+            expected_len,
+            finish,
+            self._finished_ttl_ms,
+        )
+
+    async def renew(self, owner: Ownership) -> None:
+        """See `SessionStore`."""
+        await self._run(self._renew, owner.session_id, owner.epoch, owner.nonce, self._ttl_ms)
+
+    async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
+        """See `SessionStore`."""
+        await self._run(self._abort, session_id, principal, self._new_nonce(), finish, self._finished_ttl_ms)
+
+    async def close(self) -> None:
+        """See `SessionStore`."""
+        while self._running:
+            await asyncio.wait(self._running)
+        await self._redis.aclose(close_connection_pool=True)
+
+    async def _run(self, script: _Script, session_id: str, *args: bytes | str | int) -> list[Any]:
+        """What the script answers after its "ok"; raises as its refusal says."""
+        key = f"galley:{{{session_id}}}"
+        reply = await self._shielded(self._evaluate(script, 3, key, f"{key}:log", f"{key}:meta", *args))
+        outcome, *rest = cast("list[Any]", reply)
+        if outcome != b"ok":
+            _refuse(session_id, outcome.decode(), rest)
+        return rest
+
+    async def _evaluate(self, script: _Script, *args: bytes | str | int) -> object:
+        try:
+            return await self._attempt("EVALSHA", script.sha, *args)
+        except redis_errors.NoScriptError:
+            return await self._attempt("EVAL", script.text, *args)
+
+    async def _attempt(self, *command: bytes | str | int) -> object:
+        try:
+            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]  # is untyped
+        except redis_errors.NoScriptError:
+            raise
+        except (redis_errors.RedisError, OSError) as error:
+            if _passes(error):
+                raise StoreUnavailable(f"the session store does not answer: {error}") from error
+            raise Broken(f"the session store refused a command: {error}") from error
+
+    async def _shielded(self, attempt: Awaitable[T]) -> T:
+        task = asyncio.ensure_future(attempt)
+        self._running.add(task)
+        task.add_done_callback(self._forget)
+        return await asyncio.shield(task)
+
+    def _forget(self, task: asyncio.Future[Any]) -> None:
+        self._running.discard(cast("asyncio.Task[Any]", task))
+        if not task.cancelled():
+            task.exception()  # seen: its caller may have gone away
+
+
+async def retrying(
+    op: Callable[[], Awaitable[T]],
+    *,
+    until_s: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], Awaitable[object]],
+) -> T:
+    """Call `op` until it does not raise StoreUnavailable, but start no call later than `until_s` on `clock`.
+
+    The pause between calls doubles from FIRST_PAUSE_S to LONGEST_PAUSE_S. Raises the last StoreUnavailable.
+    """
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return await op()
+        except StoreUnavailable:
+            left_s = until_s - clock()
+            if left_s <= 0:
+                raise
+        await sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _passes(error: Exception) -> bool:
+    return isinstance(error, _PASSING_ERRORS) or str(error).partition(" ")[0] in _PASSING_REPLIES
+
+
+def _refuse(session_id: str, outcome: str, rest: list[Any]) -> NoReturn:
+    match outcome:
+        case "unknown":
+            raise UnknownSession(session_id)
+        case "reused":
+            raise KeyReused
+        case "fenced":
+            raise Fenced(session_id)
+        case "ended":
+            raise SessionEnded(session_id)
+        case "behind":
+            raise LogBehind(session_id, int(rest[0]))
+        case "lost":
+            raise LogLost(f"the log of session {session_id!r} does not agree with its owner's")
+        case _:
+            raise Broken(f"the session store answered {outcome!r}")
+
+
+def _stored(session_id: str, flat: list[bytes], log: bytes, meta: bytes) -> StoredSession:
+    values = dict(zip((name.decode() for name in flat[::2]), flat[1::2], strict=True))
+    return StoredSession(
+        ownership=Ownership(session_id, int(values["epoch"]), values["nonce"]),
+        principal=values["principal"].decode(),
+        fields={name: value for name, value in values.items() if name not in _OWN_FIELDS},
+        prompt_len=int(values["prompt_len"]),
+        tokens=tokens_of(log),
+        meta=meta,
+        state=cast("State", values["state"].decode()),
+        finish=values["finish"],
+        created_ms=int(values["created_ms"]),
+        directory=Directory(*(_held(values, pool) for pool in _POOLS)),
+    )
+
+
+def _held(values: Mapping[str, bytes], pool: str) -> Held | None:
+    if f"{pool}_replica" not in values:
+        return None
+    return Held(
+        values[f"{pool}_replica"].decode(),
+        values[f"{pool}_incarnation"].decode(),
+        int(values[f"{pool}_kv_len"]),
+    )
+
+
+def _directory_fields(directory: Directory) -> list[str | int]:
+    fields: list[str | int] = []
+    for pool, held in zip(_POOLS, (directory.draft, directory.target), strict=True):
+        if held is not None:
+            fields += [f"{pool}_replica", held.replica, f"{pool}_incarnation", held.incarnation]
+            fields += [f"{pool}_kv_len", held.kv_len]
+    return fields
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, math.ceil(seconds * 1000))

@@ -1,0 +1,159 @@
+"""How an answer counts, how a goal is judged, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.harness import (
+    BENCH,
+    LOOP_GRAM,
+    PROMPT_SETS,
+    Answer,
+    Block,
+    at_least,
+    at_most,
+    commit,
+    cpu_per_token,
+    load_prompts,
+    loop_start,
+    machine,
+    prompt_hash,
+    result_path,
+    share_cut,
+    tokens_per_s,
+    write_record,
+)
+from bench.stats import Interval
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+# ----------------------------------------------------------------------------------------- prompts --
+
+
+@pytest.mark.parametrize("name", PROMPT_SETS)
+def test_a_set_has_enough_prompts_all_different(name: str) -> None:
+    prompts = load_prompts(name)
+    assert len(prompts) >= 24
+    assert len({prompt.id for prompt in prompts}) == len(prompts)
+    assert len({prompt.text for prompt in prompts}) == len(prompts)
+    assert all(prompt.text.strip() for prompt in prompts)
+
+
+def test_the_prompts_are_those_that_the_readme_names() -> None:
+    readme = (BENCH / "prompts" / "README.md").read_text(encoding="utf-8")
+    named = dict(re.findall(r"`(\w+)\.jsonl` \| `([0-9a-f]{64})`", readme))
+    assert named == {name: prompt_hash(name) for name in PROMPT_SETS}
+
+
+# ------------------------------------------------------------------------------------------- loops --
+
+
+def test_an_answer_without_a_loop_counts_whole() -> None:
+    assert loop_start(list(range(100))) == 100
+    assert loop_start([]) == 0
+
+
+def test_an_eight_gram_seen_twice_is_no_loop() -> None:
+    gram = list(range(LOOP_GRAM))
+    assert loop_start([*gram, 99, *gram, 98]) == 18
+
+
+def test_a_loop_begins_where_its_gram_came_again() -> None:
+    gram = list(range(LOOP_GRAM))
+    assert loop_start([50, 51, *gram, 99, *gram, 98, *gram]) == 2 + LOOP_GRAM + 1
+
+
+def test_one_token_over_and_over_is_a_loop() -> None:
+    assert loop_start([7] * 9) == 9
+    assert loop_start([1, 2, *[7] * 10]) == 3
+
+
+@given(st.lists(st.integers(0, 3), max_size=60))
+def test_the_counted_part_has_no_loop_and_the_answer_has_one_if_cut(tokens: list[int]) -> None:
+    cut = loop_start(tokens)
+    assert loop_start(tokens[:cut]) == cut
+    grams = [tuple(tokens[at : at + LOOP_GRAM]) for at in range(len(tokens) - LOOP_GRAM + 1)]
+    assert (cut < len(tokens)) == any(grams.count(gram) >= 3 for gram in grams)
+
+
+# ------------------------------------------------------------------------------------------ blocks --
+
+
+def answer(tokens: list[int], token_s: float = 0.5, cpu_s: float = 0.0) -> Answer:
+    at_s = tuple(token_s * (at + 1) for at in range(len(tokens)))
+    return Answer("p", 3, tuple(tokens), at_s, wall_s=token_s * len(tokens), cpu_s=cpu_s)
+
+
+def test_speed_ends_with_the_last_counted_token() -> None:
+    looping = answer([1, 2, *[7] * 18], token_s=0.5, cpu_s=40.0)
+    assert looping.counted == 3
+    assert looping.counted_s == 1.5
+    assert looping.counted_cpu_s == pytest.approx(6.0)
+    block = Block(0, "plain", "chat", 0.0, (looping, answer([1, 2, 3, 4, 5], token_s=0.1, cpu_s=2.0)))
+    assert tokens_per_s([block]) == pytest.approx(8 / 2.0)
+    assert cpu_per_token([block]) == pytest.approx(8.0 / 8)
+    assert share_cut([block]) == pytest.approx(17 / 25)
+
+
+def test_an_empty_answer_costs_its_time() -> None:
+    empty = Answer("p", 3, (), (), wall_s=0.4, cpu_s=0.1)
+    assert (empty.counted, empty.counted_s, empty.counted_cpu_s) == (0, 0.4, pytest.approx(0.1))
+
+
+# ------------------------------------------------------------------------------------------- goals --
+
+
+@pytest.mark.parametrize(
+    ("median", "low", "met"),
+    [(2.1, 2.0, True), (2.0, 1.93, True), (2.1, 1.91, False), (1.99, 1.98, False)],
+)
+def test_at_least(*, median: float, low: float, met: bool) -> None:
+    assert at_least("g", "speed", Interval(median, low, 3.0, 7), 2.0).met is met
+
+
+@pytest.mark.parametrize(
+    ("median", "high", "met"), [(2.9, 3.0, True), (3.0, 3.11, True), (2.9, 3.2, False), (3.01, 3.02, False)]
+)
+def test_at_most(*, median: float, high: float, met: bool) -> None:
+    assert at_most("g", "cost", Interval(median, 1.0, high, 7), 3.0).met is met
+
+
+def test_a_goal_is_one_line() -> None:
+    met = at_least("speed", "rewrite", Interval(2.5, 2.25, 2.75, 7), 2.0, "x")
+    assert str(met) == "speed | rewrite | 2.50 [2.25, 2.75]x | >= 2x | met"
+    missed = at_most("cost", "round", Interval(4.0, 3.5, 4.5, 7), 3.0, " ms")
+    assert str(missed) == "cost | round | 4.00 [3.50, 4.50] ms | <= 3 ms | missed"
+
+
+# ------------------------------------------------------------------------------------------ record --
+
+
+def test_a_run_never_overwrites_another(tmp_path: Path) -> None:
+    names = []
+    for run in range(3):
+        path = result_path("round", "abc", tmp_path)
+        write_record(path, {"run": run})
+        names.append(path.relative_to(tmp_path).as_posix())
+    assert names == ["round/abc.json", "round/abc-2.json", "round/abc-3.json"]
+    assert [json.loads((tmp_path / name).read_text())["run"] for name in names] == [0, 1, 2]
+
+
+def test_the_machine_is_named() -> None:
+    found = machine()
+    assert found["cpu"]
+    assert found["cores"] >= 1
+    assert found["memory_gib"] > 0
+    assert found["versions"]["numpy"]
+    assert json.dumps(found)
+
+
+def test_the_commit_is_a_hash_or_unknown() -> None:
+    assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?|unknown", commit())

@@ -1,0 +1,124 @@
+"""A gateway that tells a script over real gRPC, for tests of clients."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_status import rpc_status
+
+from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.common.status import rich_status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SESSION = "session-1"
+
+
+@dataclass(frozen=True)
+class Said:
+    """One chunk: its tokens share one origin."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    from_draft: bool = False
+
+
+SCRIPT = (Said((11,), "Hello"), Said((12, 13), ", wor", from_draft=True), Said((14,), "ld!\n"))
+
+
+@dataclass
+class FakeGateway(rpc.GenerationServicer):
+    """Answers every request with `script`; raises `error` before chunk `fail_at`, or waits there if `hang`."""
+
+    script: tuple[Said, ...] = SCRIPT
+    error: Exception | None = None
+    fail_at: int = 0
+    hang: bool = False
+    requests: list[pb.GenerateRequest | pb.ResumeRequest | pb.AbortRequest] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    deadline_s: float | None = None
+
+    def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        self.deadline_s = context.time_remaining()
+        for event in self._events(0, context):
+            yield pb.GenerateResponse(event=event)
+
+    def Resume(  # noqa: N802
+        self, request: pb.ResumeRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.ResumeResponse]:
+        self.requests.append(request)
+        for event in self._events(request.next_index, context):
+            yield pb.ResumeResponse(event=event)
+
+    def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:  # noqa: N802
+        self.requests.append(request)
+        self._maybe_fail(0, context)
+        return pb.AbortResponse()
+
+    def GetModelInfo(  # noqa: N802
+        self, request: pb.GetModelInfoRequest, context: grpc.ServicerContext
+    ) -> pb.GetModelInfoResponse:
+        self._maybe_fail(0, context)
+        return pb.GetModelInfoResponse(model="tiny", strategies=["ngram"])
+
+    def _events(self, next_index: int, context: grpc.ServicerContext) -> Iterator[pb.StreamEvent]:
+        context.add_callback(self.cancelled.set)
+        yield pb.StreamEvent(
+            started=pb.Started(session_id=SESSION, seed=2**63, prompt_tokens=5, model="tiny")
+        )
+        index = 0
+        for number, said in enumerate(self.script):
+            self._maybe_fail(number, context)
+            size = len(said.token_ids)
+            if index >= next_index:
+                yield pb.StreamEvent(
+                    chunk=pb.Chunk(
+                        index=index,
+                        token_ids=said.token_ids,
+                        text=said.text,
+                        from_draft=[said.from_draft] * size,
+                    )
+                )
+            index += size
+        stats = pb.SpeculationStats(rounds=2, drafted=4, verified=4, accepted=2)
+        yield pb.StreamEvent(
+            finished=pb.Finished(
+                reason=pb.Finished.REASON_STOP,
+                stop="!",
+                usage=pb.Usage(prompt_tokens=5, output_tokens=index),
+                speculation=stats,
+            )
+        )
+
+    def _maybe_fail(self, number: int, context: grpc.ServicerContext) -> None:
+        if number != self.fail_at:
+            return
+        if self.hang:
+            self.cancelled.wait()
+        if self.error is not None:
+            context.abort_with_status(rpc_status.to_status(rich_status(self.error)))
+
+
+@contextlib.contextmanager
+def serving(gateway: FakeGateway) -> Iterator[str]:
+    """The address at which `gateway` serves."""
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        server = grpc.server(pool)
+        rpc.add_GenerationServicer_to_server(gateway, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            gateway.cancelled.set()
+            server.stop(None).wait()

@@ -1,0 +1,96 @@
+"""What the store keeps comes back as it was."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.core.answer import Ending, Reason, SessionSpec
+from services.core.content import Hit, Miss, look_up, prefix_hash, token_bytes, tokens_of
+from services.core.finish import decode_ending, encode_ending
+from services.core.params import SamplingParams
+from services.core.records import PositionLogprobs, TokenRecord, decode_records, encode_records
+from services.core.spec_codec import decode_spec, encode_spec
+
+float32 = st.floats(width=32, allow_nan=False)
+token_ids = st.integers(0, 2**32 - 1)
+logprobs = st.builds(
+    PositionLogprobs, float32, st.lists(st.tuples(token_ids, float32), max_size=4).map(tuple)
+)
+records = st.builds(
+    TokenRecord, st.booleans(), st.none() | logprobs, st.none() | st.text("abc0", max_size=40)
+)
+tokens = st.lists(st.integers(0, 9), max_size=12)
+
+
+@given(st.lists(records, max_size=8))
+def test_records(given_records: list[TokenRecord]) -> None:
+    assert decode_records(encode_records(given_records)) == given_records
+
+
+@given(st.lists(records, max_size=4), st.lists(records, max_size=4))
+def test_records_append(first: list[TokenRecord], then: list[TokenRecord]) -> None:
+    assert decode_records(encode_records(first) + encode_records(then)) == first + then
+
+
+def test_a_plain_token_costs_one_byte() -> None:
+    assert len(encode_records([TokenRecord(), TokenRecord(from_draft=True)])) == 2
+
+
+def test_cut_records_are_refused() -> None:
+    whole = encode_records([TokenRecord(logprobs=PositionLogprobs(-1.0, ((3, -1.0),)))])
+    with pytest.raises(ValueError, match="cut short"):
+        decode_records(whole[:-1])
+
+
+@given(st.lists(token_ids))
+def test_tokens(given_tokens: list[int]) -> None:
+    data = token_bytes(given_tokens)
+    assert data == b"".join(struct.pack("<I", token) for token in given_tokens)
+    assert tokens_of(data) == given_tokens
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [Ending(Reason.STOP, "\n\n"), Ending(Reason.STOP, 2), Ending(Reason.LENGTH), Ending(Reason.ABORTED)],
+)
+def test_endings(ending: Ending) -> None:
+    assert decode_ending(encode_ending(ending)) == ending
+
+
+def test_specs() -> None:
+    spec = SessionSpec(
+        session_id="s",
+        prompt=(5, 6),
+        sampling=SamplingParams(temperature=0.1 + 0.2, seed=2**64 - 1, logit_bias={3: -100.0}),
+        max_position=99,
+        vocab_size=1000,
+        stop_token_ids=frozenset({2, 1}),
+        stop_strings=("é\n", '"'),
+        logprobs=0,
+        k=4,
+        strategy="ngram",
+        tenant_salt=b"\x00\xff",
+    )
+    assert decode_spec(encode_spec(spec), (5, 6)) == spec
+
+
+@given(tokens, tokens, st.integers(0, 12))
+def test_a_cache_serves_exactly_what_agrees(held: list[int], wanted: list[int], start: int) -> None:
+    start = min(start, len(wanted))
+    found = look_up(held, start, wanted[start:], prefix_hash(wanted[:start]))
+    if isinstance(found, Hit):
+        assert held[: found.agree] == wanted[: found.agree]
+        beyond = found.agree
+        assert beyond in {len(held), len(wanted)} or held[beyond] != wanted[beyond]
+    else:
+        assert isinstance(found, Miss)
+        assert held[:start] != wanted[:start]
+        assert prefix_hash(held[: found.have]) == found.prefix_hash
+
+
+def test_other_tokens_at_the_same_length_are_a_miss() -> None:
+    assert isinstance(look_up([1, 2, 9], 3, [4], prefix_hash([1, 2, 3])), Miss)

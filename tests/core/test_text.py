@@ -1,0 +1,85 @@
+"""Incremental text: no broken UTF-8, nothing lost, stop strings wherever they fall."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.core.text import TextStream
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """One token a byte, as the worst byte-level tokenizer would."""
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def pieces(tokens: Sequence[int], stops: Sequence[str] = ()) -> tuple[list[str], str | None]:
+    stream = TextStream(decode, (), stops)
+    texts = []
+    for token in tokens:
+        piece = stream.push(token)
+        texts.append(piece.text)
+        if piece.stop is not None:
+            return texts, piece.stop
+    texts[-1:] = [texts[-1] + stream.flush()] if texts else []
+    return texts, None
+
+
+@given(st.text(max_size=60))
+def test_pieces_of_valid_text_concatenate_and_none_is_broken(text: str) -> None:
+    texts, _ = pieces(text.encode())
+    assert "".join(texts) == text
+    for piece in texts:
+        assert "\ufffd" not in piece or "\ufffd" in text
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_concatenate(data: bytes) -> None:
+    """Bytes that are no UTF-8 come out as replacement characters, and never hold the stream up for long."""
+    texts, _ = pieces(data)
+    clean = decode(data).replace("\ufffd", "")
+    assert "".join(texts).replace("\ufffd", "") == clean
+
+
+@given(st.text("ab<>", max_size=40), st.lists(st.text("ab<>", min_size=1, max_size=4), max_size=3))
+def test_stops_cut_where_the_first_one_starts(text: str, stops: list[str]) -> None:
+    texts, stop = pieces(text.encode(), stops)
+    ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
+    if not ends:
+        assert stop is None
+        assert "".join(texts) == text
+    else:
+        first_end = min(end for end, _ in ends)
+        assert stop in stops
+        assert len(texts) == first_end, "found with the token that completes it"
+        assert "".join(texts) == text[: min(at for end, at in ends if end == first_end)]
+
+
+@given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=3), max_size=2), st.data())
+def test_the_text_of_a_token_depends_on_the_tokens_before_it_alone(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    tokens = text.encode()
+    cut = data.draw(st.integers(0, len(tokens)))
+    whole, again = TextStream(decode, (), stops), TextStream(decode, (), stops)
+    first = [whole.push(token).text for token in tokens]
+    assert [again.push(token).text for token in tokens[:cut]] == first[:cut]
+
+
+def test_a_stop_string_is_not_looked_for_while_it_may_not_stop() -> None:
+    stream = TextStream(decode, (), ["b"])
+    assert stream.push(ord("b"), may_stop=False).text == "b"
+    assert stream.push(ord("b")).stop == "b"
+
+
+def test_text_that_goes_on_from_a_prompt_keeps_its_leading_space() -> None:
+    """Sentencepiece decoders drop the first space of a text; the prompt is decoded along to keep it."""
+    words = {0: "▁Hello", 1: "▁world"}
+
+    def strip_first(tokens: Sequence[int]) -> str:
+        return "".join(words[token] for token in tokens).replace("▁", " ").removeprefix(" ")
+
+    assert TextStream(strip_first, (0,)).push(1).text == " world"
+    assert TextStream(strip_first, ()).push(1).text == "world"

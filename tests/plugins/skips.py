@@ -1,0 +1,87 @@
+"""A skip that is not on the written list fails the run.
+
+`tests/allowed_skips.txt` holds one line a permitted skip: `node id pattern | words of the reason`. A pattern
+is a glob over the node id (write `*` for the parameters); the words must occur in the reason that pytest gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+LIST_NAME = "allowed_skips.txt"
+_ALLOWED = pytest.StashKey[tuple["AllowedSkip", ...]]()
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedSkip:
+    """One line of the list."""
+
+    pattern: str
+    reason: str
+
+    def covers(self, node_id: str, reason: str) -> bool:
+        """Is this skip of this test the one that the line means?"""
+        return fnmatchcase(node_id, self.pattern) and self.reason in reason
+
+
+def parse(text: str) -> tuple[AllowedSkip, ...]:
+    """The lines of the list; raises ValueError for one that gives no reason."""
+    lines = (line.strip() for line in text.splitlines())
+    return tuple(_parse_line(line) for line in lines if line and not line.startswith("#"))
+
+
+def _parse_line(line: str) -> AllowedSkip:
+    pattern, bar, reason = (part.strip() for part in line.partition("|"))
+    if not (pattern and bar and reason):
+        raise ValueError(f"{LIST_NAME}: {line!r} is not `node id pattern | reason`")
+    return AllowedSkip(pattern, reason)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Read the list once."""
+    path = config.rootpath / "tests" / LIST_NAME
+    config.stash[_ALLOWED] = parse(path.read_text()) if path.exists() else ()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn the skip of a test into a failure unless it is listed."""
+    report = yield
+    # An expected failure is reported as a skip too; strictness about those is pytest's own.
+    if not hasattr(report, "wasxfail"):
+        _judge(report, item.config)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for a whole file that is skipped when it is read."""
+    report = yield
+    _judge(report, collector.config)
+    return report
+
+
+def _judge(report: pytest.TestReport | pytest.CollectReport, config: pytest.Config) -> None:
+    if not report.skipped:
+        return
+    reason = _reason(report.longrepr)
+    if any(line.covers(report.nodeid, reason) for line in config.stash[_ALLOWED]):
+        return
+    report.outcome = "failed"
+    report.longrepr = f"skipped ({reason}), and not listed in tests/{LIST_NAME}"
+
+
+def _reason(longrepr: object) -> str:
+    """What a skip gives as its reason: (path, line, "Skipped: reason")."""
+    if isinstance(longrepr, tuple):
+        return str(longrepr[2]).removeprefix("Skipped: ")
+    return str(longrepr)
