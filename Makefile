@@ -12,7 +12,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # for Linux brings several GB of CUDA libraries.
 TORCH_INDEX ?=
 
-# The prompt reaches the shell as an environment variable, never as program text: quotes, dollars and
+# The prompt reaches the demo as an environment variable, never as program text: quotes, dollars and
 # newlines in it are only characters. (Exported by make itself it would be expanded first.)
 unexport PROMPT
 export GALLEY_DEMO_PROMPT := $(value PROMPT)
@@ -40,7 +40,7 @@ clean: ## remove .venv and every cache
 
 .PHONY: demo
 demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), stop them
-	@$(BIN)/galley demo $${GALLEY_DEMO_PROMPT:+"$$GALLEY_DEMO_PROMPT"}
+	@$(BIN)/galley demo
 
 .PHONY: bench-round prove-noise prove-tokens
 bench-round: setup ## measure rounds: every strategy and k against plain decoding

@@ -144,9 +144,11 @@ class TransformersSide:
     """transformers' `generate` in this process, plain and with prompt lookup, on the same weights."""
 
     def __init__(self, model_dir: Path, dtype: str, threads: int) -> None:
-        import torch  # noqa: PLC0415 - only where the peer is asked for
+        import torch  # noqa: PLC0415  # only where the peer is asked for
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no types for it
         torch.set_num_threads(threads)
         self._torch = torch
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)

@@ -175,14 +175,14 @@ def tokens_per_s(blocks: Sequence[Block]) -> float:
 
 
 def cpu_per_token(blocks: Sequence[Block]) -> float:
-    """CPU seconds of all processes of the arm's side per counted token."""
-    return sum(block.cpu_s for block in blocks) / sum(block.tokens for block in blocks)
+    """CPU seconds of all processes of the arm's side per counted token (of all, if there is none)."""
+    return sum(block.cpu_s for block in blocks) / max(1, sum(block.tokens for block in blocks))
 
 
 def share_cut(blocks: Sequence[Block]) -> float:
     """The share of tokens that stand in a loop and do not count."""
     given = sum(len(answer.tokens) for block in blocks for answer in block.answers)
-    return 1 - sum(block.tokens for block in blocks) / given
+    return 1 - sum(block.tokens for block in blocks) / given if given else 0.0
 
 
 # ------------------------------------------------------------------------------------------- goals --

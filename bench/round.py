@@ -1,9 +1,9 @@
 """`make bench-round`: what a round costs and what speculation gains, on the default model in bfloat16.
 
-Arms: plain (our k = 0, speculation off), ngram at k = 4 and 8, a model draft at k = 4 (the target's own first
-layers, untrained), and transformers' `generate`, plain and with prompt lookup. Gateway, draft, target and
-Valkey are real processes, one OpenMP thread each; the peer may use every core that they have together
-(--peer-threads). One stream at a time.
+Arms: plain (our k = 0, speculation off), ngram at k = 4 and 8, a model draft at k = 4 (two of the target's
+own layers, untrained: it costs what a draft costs and is hardly ever right), and transformers' `generate`,
+plain and with prompt lookup. Gateway, draft, target and Valkey are real processes, one OpenMP thread each;
+the peer may use every core that they have together (--peer-threads). One stream at a time.
 
 The budget. A pair is every prompt set at every temperature, answered by every arm in turn, so that the blocks
 that are compared lie seconds apart; the order of the arms rotates from pair to pair. Each pair takes the next
@@ -14,7 +14,7 @@ together about 13 s, so 7 pairs x 4 sets x 2 temperatures x 1 prompt take 12 to 
 `--quick` only shows that everything runs: its figures mean nothing, and its goals are not judged.
 
 What counts is in bench/harness.py. Speed is counted tokens over the time from the request to the last of
-them, time to first token included. CPU seconds are those of all our server processes, or of the peer's process.
+them, time to first token included. CPU seconds are those of all our server processes, or of the peer's one.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RoundOptions:
     max_tokens: int = 64
     dtype: str = "bfloat16"
     model: str = ""
-    draft_layers: int = 6
+    draft_layers: str = "0,1"
     threads: int = 1
     peer_threads: int = 1
     seed: int = 20261121
@@ -196,18 +196,16 @@ def prepare_model(model: str) -> Path:
     return _say_directory("services.engine.prepare", *([model] if model else []))
 
 
-def truncate_model(model_dir: Path, to: Path, layers: int) -> Path:
-    """The target's first `layers` layers as a draft model of their own, untrained."""
-    _say_directory("services.engine.truncate", str(model_dir), str(to), "--layers", str(layers))
-    return to
+def truncate_model(model_dir: Path, out: Path, layers: str) -> Path:
+    """Some of the target's layers ("0,1") as a draft model of their own, untrained."""
+    return _say_directory("services.engine.truncate", str(model_dir), "--layers", layers, "--out", str(out))
 
 
 def _say_directory(module: str, *arguments: str) -> Path:
     done = subprocess.run(
         (sys.executable, "-P", "-m", module, *arguments), check=True, stdout=subprocess.PIPE, text=True
     )
-    lines = done.stdout.strip().splitlines()
-    return Path(lines[-1]) if lines else Path()
+    return Path(done.stdout.strip().splitlines()[-1])
 
 
 # ------------------------------------------------------------------------------------------ report --
@@ -379,7 +377,9 @@ def parse_options(argv: Sequence[str]) -> tuple[RoundOptions, Path | None]:
     parser.add_argument("--max-tokens", type=int, default=default.max_tokens)
     parser.add_argument("--dtype", default=default.dtype)
     parser.add_argument("--model", default=default.model, help="default: the stack's own")
-    parser.add_argument("--draft-layers", type=int, default=default.draft_layers, help="of the model draft")
+    parser.add_argument(
+        "--draft-layers", default=default.draft_layers, help="of the target, for the model draft"
+    )
     parser.add_argument("--threads", type=int, default=default.threads, help="OpenMP threads a service")
     parser.add_argument("--peer-threads", type=int, default=default.peer_threads)
     parser.add_argument("--seed", type=int, default=default.seed)

@@ -40,8 +40,11 @@ def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
 
 
 def ratio_interval(ours: Sequence[float], base: Sequence[float], seed: int = 0) -> Interval:
-    """The median of ours[i] / base[i] over the pairs; ValueError unless there are as many of both."""
-    return median_interval([a / b for a, b in zip(ours, base, strict=True)], seed)
+    """The median of ours[i] / base[i] over the pairs; pairs whose base is 0 say nothing and are left out.
+
+    ValueError unless there are as many of both, and one pair to count.
+    """
+    return median_interval([a / b for a, b in zip(ours, base, strict=True) if b], seed)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

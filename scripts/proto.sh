@@ -4,9 +4,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?usage: scripts/proto.sh OUT}
-venv=${VENV:-.venv}
+bin=$(cd "${VENV:-.venv}/bin" && pwd)
 
 mapfile -t protos < <(find proto -name '*.proto' | LC_ALL=C sort)
-PATH=$PWD/$venv/bin:$PATH "$venv/bin/python" -m grpc_tools.protoc -Iservices/common/pb=proto \
+PATH=$bin:$PATH "$bin/python" -m grpc_tools.protoc -Iservices/common/pb=proto \
   --python_out="$out" --grpc_python_out="$out" --mypy_out=quiet:"$out" --mypy_grpc_out=quiet:"$out" \
   "${protos[@]}"

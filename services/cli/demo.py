@@ -91,12 +91,12 @@ async def _demo(options: StackOptions, console: Console, prompt: str, max_tokens
 
     async with shown_stack(options, console) as stack, GalleyClient(stack.gateways[0]) as client:
         try:
-            return await stack.run(_compare(client, console, prompt, max_tokens))
+            return await stack.run(compare(client, console, prompt, max_tokens))
         except GalleyRpcError as error:
             raise fail(error) from None
 
 
-async def _compare(client: GalleyClient, console: Console, prompt: str, max_tokens: int) -> bool:
+async def compare(client: GalleyClient, console: Console, prompt: str, max_tokens: int) -> bool:
     """Show the answer and what was measured; True if the tokens with and without speculation are the same."""
     from services.cli.render import OriginView, draft_style, legend  # noqa: PLC0415  # protobuf is slow to load
 

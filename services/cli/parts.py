@@ -8,19 +8,19 @@ model (fetch, convert) ─┬─ target ─┼─ gateway, gateway-2, ...
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.cli.part import Facts, PartSpec, ReadyBy
 from services.cli.stack import StackDirs, StackOptions, threads_of
+from services.common.defaults import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 def stack_parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
-    """The parts that `options` ask for; raises ValueError if they cannot be."""
-    if options.gateways < 1:
-        raise ValueError("a stack has at least one gateway")
+    """The parts that `options` ask for."""
     parts = [] if options.redis_url else [_valkey(options, dirs)]
     parts.append(_prepare("model", options.model))
     if options.draft_model:
@@ -87,6 +87,7 @@ def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSp
             "--model",
             facts["model"]["line"],
         ]
+        args += ["--model-name", _served_name(options.model)]
         args += ["--target", facts["target"]["address"], "--draft", facts["draft"]["address"]]
         args += ["--redis-url", options.redis_url or f"unix://{facts['valkey']['address']}"]
         if options.k is not None:
@@ -94,6 +95,12 @@ def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSp
         return python_module("services.gateway", *args, *options.extra_args.get("gateway", ()))
 
     return PartSpec(name, command, after=after)
+
+
+def _served_name(model: str) -> str:
+    """What clients may call it: the name that the user gave, or the last part of a path."""
+    path = Path(model)
+    return path.name if model and path.exists() else model or DEFAULT_MODEL
 
 
 def _common(options: StackOptions, port: int = 0) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, astuple, dataclass
-from pathlib import Path  # noqa: TC003 - Typer reads the annotation
+from pathlib import Path  # noqa: TC003  # Typer reads the annotation
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -76,7 +76,7 @@ class _Peak:
     break_even_alpha: float | None
 
 
-def plan(  # noqa: PLR0913 - a command's options
+def plan(  # noqa: PLR0913  # a command's options
     *,
     tokens: Annotated[int, typer.Option(help="Output tokens.")] = 12,
     k: Annotated[int, typer.Option(help="Draft tokens a round.")] = 4,

@@ -101,6 +101,8 @@ class Stack:
 
             parts = stack_parts
         self.options = options
+        if options.gateways < 1:
+            raise ValueError("a stack has at least one gateway")
         self.dirs = _make_dirs(options)
         env = _environment(options)
         self._parts = {
@@ -123,6 +125,15 @@ class Stack:
     def address(self, part: str) -> str:
         """Where a ready part listens."""
         return str(self._told[part]["address"])
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """The parts whose process runs."""
+        return tuple(name for name, part in self._parts.items() if part.running)
+
+    def told(self, part: str) -> Told:
+        """What a part said when it was ready."""
+        return self._told[part]
 
     def pid(self, part: str) -> int:
         """Of a part's process."""
@@ -215,11 +226,12 @@ class Stack:
             async with asyncio.TaskGroup() as group:
                 for part in idle:
                     group.create_task(part.stop(self.options.stop_grace_s))
-        self._clean_up()
-
-    def _clean_up(self) -> None:
         if not self._failed:
-            shutil.rmtree(self.dirs.run, ignore_errors=True)
+            self.forget()
+
+    def forget(self) -> None:
+        """Remove what the stack wrote into its temporary directory, logs of a failure included."""
+        shutil.rmtree(self.dirs.run, ignore_errors=True)
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

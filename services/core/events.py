@@ -175,7 +175,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Append `tokens` to a log of `expected_len` tokens; what the pools cache is news for the KV directory."""
+    """Append `tokens` to a log of `expected_len`; what the pools cache goes to the KV directory."""
 
     expected_len: int
     tokens: tuple[int, ...]

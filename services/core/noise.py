@@ -35,9 +35,9 @@ MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 
 _MASK: Final = 0xFFFFFFFF
-_LOW = np.uint64(_MASK)
-_HALF = np.uint64(32)
-_M0, _M1 = (np.uint64(multiplier) for multiplier in MULTIPLIERS)
+_LOW = np.array(_MASK, dtype=np.uint64)
+_HALF = np.array(32, dtype=np.uint64)
+_MULTIPLIERS = np.array(MULTIPLIERS, dtype=np.uint64)[:, None]  # [2, 1]
 
 # What `gumbel` can give at most and at least: at the words 0 and 2**32 - 1.
 GUMBEL_MAX: Final = -math.log(-math.log1p(-(0.5 * 2.0**-32)))
@@ -94,27 +94,21 @@ def gumbel(of_words: NDArray[np.uint32]) -> NDArray[np.float64]:
     return noise
 
 
-def _philox(lanes: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint32]:
+def _philox(lanes: _Words, key: tuple[int, int]) -> NDArray[np.uint32]:
     """The ten rounds over `lanes` [4, n], which they overwrite; the words [n, 4].
 
-    In place: on a whole vocabulary that is three times as fast as the same lines with temporaries.
+    In place, even and odd lanes side by side: on a whole vocabulary three times as fast as with temporaries.
     """
-    c0, c1, c2, c3 = lanes
-    p0, p1 = np.empty_like(c0), np.empty_like(c2)
-    for k0, k1 in round_keys(key):
-        np.multiply(c0, _M0, out=p0)  # 32 x 32 -> 64 bits: exact
-        np.multiply(c2, _M1, out=p1)
-        _mix(p1, c1, np.uint64(k0), out=c0)
-        _mix(p0, c3, np.uint64(k1), out=c2)
-        np.bitwise_and(p1, _LOW, out=c1)
-        np.bitwise_and(p0, _LOW, out=c3)
-    out = np.empty((lanes.shape[1], LANES), dtype=np.uint32)
-    out.T[:] = lanes
-    return out
-
-
-def _mix(product: _Words, lane: _Words, key: np.uint64, out: _Words) -> None:
-    """`out` = the high half of `product` ^ `lane` ^ `key`."""
-    np.right_shift(product, _HALF, out=out)
-    np.bitwise_xor(out, lane, out=out)
-    np.bitwise_xor(out, key, out=out)
+    even, odd = lanes[0::2], lanes[1::2]  # [2, n]
+    product = np.empty_like(even)
+    crossed = product[::-1]  # each half of the state takes the other's product
+    keys = np.array(round_keys(key), dtype=np.uint64)[:, :, None]  # [rounds, 2, 1]
+    for of_round in keys:
+        np.multiply(even, _MULTIPLIERS, out=product)  # 32 x 32 -> 64 bits: exact
+        np.right_shift(crossed, _HALF, out=even)
+        np.bitwise_xor(even, odd, out=even)
+        np.bitwise_xor(even, of_round, out=even)
+        np.bitwise_and(crossed, _LOW, out=odd)
+    words_of = np.empty((lanes.shape[1], LANES), dtype=np.uint32)
+    words_of.T[:] = lanes
+    return words_of

@@ -91,7 +91,7 @@ def _mask(run: Run, window: int | None, group: int, dtype: torch.dtype, device: 
     return mask.view(tiles, 1, TILE, run.keys).repeat(1, 1, group, 1)
 
 
-def ragged_attention(  # noqa: PLR0913  # the signature is transformers'
+def ragged_attention(  # noqa: PLR0913, PLR0917  # the signature is transformers'
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,

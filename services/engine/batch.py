@@ -32,7 +32,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Feed `tokens` after those that `cache` holds; the logits of the last `want_logits` of them are wanted."""
+    """Feed `tokens` after those that `cache` holds; of the last `want_logits` rows the logits are wanted."""
 
     cache: SessionCache
     tokens: Sequence[int]

@@ -6,31 +6,35 @@ model is made from its configuration and the unpacked tensors are put in.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, AutoTokenizer, modeling_gguf_pytorch_utils
 
 from services.engine.errors import UnsupportedModel
-from services.engine.loading import causal_class
+from services.engine.loading import CAUSAL_LM, causal_class, silence
 from services.engine.support import refuse_config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
+_READER: Any = modeling_gguf_pytorch_utils
+
+
 def convert(source: Path, out: Path) -> None:
     """Write the model in `source` to the existing directory `out`; raises UnsupportedModel."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    silence()
     config = _read_config(source)
     refuse_config(config, causal_class(config))
     _build(source, config).save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer.save_pretrained(out, save_jinja_files=False)
+    for path in out.iterdir():
+        path.chmod(0o644)
     _tidy(out / "tokenizer_config.json")
 
 
@@ -45,10 +49,12 @@ def _read_config(source: Path) -> Any:
 
 
 def _build(source: Path, config: Any) -> Any:
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    content = load_gguf_checkpoint(
-        str(source), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
-    )
+    model = CAUSAL_LM.from_config(config, dtype=torch.float32)
+    # Its progress bar cannot be switched off; what goes wrong comes as an exception.
+    with contextlib.redirect_stderr(io.StringIO()):
+        content = _READER.load_gguf_checkpoint(
+            str(source), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
+        )
     missing, unexpected = model.load_state_dict(content["tensors"], strict=False)
     model.tie_weights()
     tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()  # noqa: SLF001  # no public name

@@ -15,6 +15,10 @@ from services.engine.support import refuse_config, refuse_files
 if TYPE_CHECKING:
     from pathlib import Path
 
+# transformers' annotations promise more than its functions keep.
+CAUSAL_LM: Any = AutoModelForCausalLM
+_LOGGING: Any = transformers_logging
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,16 +54,15 @@ def load_config(directory: Path) -> Any:
 
 def causal_class(config: Any) -> Any:
     """The causal language model class of a configuration, or None."""
-    mapping = AutoModelForCausalLM._model_mapping  # noqa: SLF001  # there is no public way to ask
-    return mapping[type(config)] if type(config) in mapping else None
+    mapping = CAUSAL_LM._model_mapping  # noqa: SLF001  # there is no public way to ask
+    return mapping.get(type(config), None)
 
 
 def load_module(directory: Path, config: Any, *, dtype: torch.dtype, device: str) -> Any:
     """The model in evaluation mode on `device`, from safetensors only."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    silence()
     attention.register()
-    module = AutoModelForCausalLM.from_pretrained(
+    module = CAUSAL_LM.from_pretrained(
         directory,
         config=config,
         dtype=dtype,
@@ -69,6 +72,12 @@ def load_module(directory: Path, config: Any, *, dtype: torch.dtype, device: str
         use_safetensors=True,
     )
     return module.to(device).eval()
+
+
+def silence() -> None:
+    """Keep transformers' warnings and progress bars to itself."""
+    _LOGGING.set_verbosity_error()
+    _LOGGING.disable_progress_bar()
 
 
 def eos_token_ids(directory: Path, config: Any) -> tuple[int, ...]:

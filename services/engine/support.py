@@ -28,7 +28,7 @@ def refuse_raw_config(config: dict[str, Any]) -> None:
 
 
 def refuse_config(config: Any, model_class: Any) -> None:
-    """Raise UnsupportedModel for a transformers configuration (and its model class) with other state than KV."""
+    """Raise UnsupportedModel for a configuration, or a model class, with other sequence state than KV."""
     refuse_raw_config(config.to_dict())
     name = config.model_type
     if model_class is None:

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from services.engine.errors import UnsupportedModel
-from services.engine.loading import load_config
+from services.engine.loading import CAUSAL_LM, load_config, silence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,8 +31,8 @@ def truncate_model(directory: Path, layers: Sequence[int], out: Path) -> Path:
         raise UnsupportedModel(
             f"layers must be some of 0 to {config.num_hidden_layers - 1}, are {list(layers)}"
         )
-    transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, use_safetensors=True)
+    silence()
+    model = CAUSAL_LM.from_pretrained(directory, local_files_only=True, use_safetensors=True)
     decoder = model.base_model
     if not isinstance(getattr(decoder, "layers", None), torch.nn.ModuleList):
         raise UnsupportedModel(f"{config.model_type}: is not built like Llama")

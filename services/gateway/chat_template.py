@@ -120,7 +120,7 @@ class _SafeDict:
 class _SafeNamespace(Namespace):
     """`namespace`, without names that begin with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805, B902  # `namespace(self=...)` must work
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `namespace(self=...)` must work
         self, *rest = args
         attributes = dict(*rest, **kwargs)
         for name in attributes:
@@ -143,10 +143,10 @@ def _raise_exception(message: str) -> None:
 
 def _tojson(
     value: Any,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002  # called by templates
+    ensure_ascii: bool = False,  # called by templates
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002
+    sort_keys: bool = False,
 ) -> str:
     """Jinja's own escapes HTML."""
     return json.dumps(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from services.common.codec import logprobs_message
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.core.answer import Chunk, Ending, NumericsChanged, Reason
-from services.core.session import Session
-from services.core.stats import SpeculationStats
+
+if TYPE_CHECKING:
+    from services.core.session import Session
+    from services.core.stats import SpeculationStats
 
 _REASONS = {
     Reason.STOP: pb.Finished.REASON_STOP,

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-
 from services.common.logs import get_logger
 from services.core import events as ev
 from services.core.answer import Chunk, NumericsChanged

@@ -72,7 +72,7 @@ class Streams:
     async def create(
         self, spec: SessionSpec, principal: str, body_hash: bytes, deadline_ns: int | None
     ) -> SessionRunner:
-        """Store a new session, or join the one of the same id and body. Raises KeyReused, StoreUnavailable."""
+        """Store a new session, or join the one of its id and body. Raises KeyReused, StoreUnavailable."""
         new = NewSession(spec.session_id, principal, body_hash, {SPEC_FIELD: encode_spec(spec)}, spec.prompt)
         nonce = secrets.token_bytes(NONCE_BYTES)
         stored = await self._store_call(lambda: self._ports.store.create(new, nonce), deadline_ns)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -102,7 +103,12 @@ def _directory(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
-    return Path(snapshot_download(model, allow_patterns=list(FILES)))
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"{model!r} is no directory, and no model that the hub gives: {error}"
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -113,7 +119,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} holds no JSON object")  # noqa: TRY004  # the file is at fault, not a type
     return value
 
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from services.common.process import limit_threads
-from services.common.server import Parts
+    from services.common.server import Parts
     from services.target.verifier import Verifier
 
 _DESCRIPTION = "A Galley target: verifies draft tokens of many sessions at once with the trusted model."

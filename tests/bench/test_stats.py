@@ -39,6 +39,7 @@ def test_one_pair_says_nothing_about_its_spread() -> None:
 def test_ratios_are_taken_pair_by_pair() -> None:
     # The machine got twice as slow half-way; each pair still says 2.
     assert ratio_interval([20.0, 10.0, 4.0], [10.0, 5.0, 2.0]).median == 2.0
+    assert ratio_interval([20.0, 1.0, 10.0], [10.0, 0.0, 5.0]).count == 2
     with pytest.raises(ValueError, match="shorter"):
         ratio_interval([1.0, 2.0], [1.0])
 

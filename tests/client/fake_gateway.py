@@ -35,7 +35,7 @@ SCRIPT = (Said((11,), "Hello"), Said((12, 13), ", wor", from_draft=True), Said((
 
 @dataclass
 class FakeGateway(rpc.GenerationServicer):
-    """Answers every request with `script`; raises `error` before chunk `fail_at`, or waits there if `hang`."""
+    """Answers with `script`; raises `error` before chunk `fail_at`, or waits there to `hang`."""
 
     script: tuple[Said, ...] = SCRIPT
     error: Exception | None = None
@@ -45,7 +45,7 @@ class FakeGateway(rpc.GenerationServicer):
     cancelled: threading.Event = field(default_factory=threading.Event)
     deadline_s: float | None = None
 
-    def Generate(  # noqa: N802
+    def Generate(
         self, request: pb.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateResponse]:
         self.requests.append(request)
@@ -53,19 +53,19 @@ class FakeGateway(rpc.GenerationServicer):
         for event in self._events(0, context):
             yield pb.GenerateResponse(event=event)
 
-    def Resume(  # noqa: N802
+    def Resume(
         self, request: pb.ResumeRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.ResumeResponse]:
         self.requests.append(request)
         for event in self._events(request.next_index, context):
             yield pb.ResumeResponse(event=event)
 
-    def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:  # noqa: N802
+    def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:
         self.requests.append(request)
         self._maybe_fail(0, context)
         return pb.AbortResponse()
 
-    def GetModelInfo(  # noqa: N802
+    def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.ServicerContext
     ) -> pb.GetModelInfoResponse:
         self._maybe_fail(0, context)

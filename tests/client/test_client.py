@@ -91,7 +91,7 @@ async def test_options_reach_the_wire() -> None:
         (Speculation(strategy="model"), pb.Speculation.MODE_FIXED),
     ],
 )
-async def test_speculation_modes(speculation: Speculation, mode: pb.Speculation.Mode) -> None:
+async def test_speculation_modes(speculation: Speculation, mode: pb.Speculation.Mode.ValueType) -> None:
     gateway = FakeGateway()
     with serving(gateway) as address:
         async with GalleyClient(address) as client:
@@ -105,7 +105,7 @@ async def test_speculation_modes(speculation: Speculation, mode: pb.Speculation.
 async def test_a_mixed_prompt_is_refused() -> None:
     async with GalleyClient("127.0.0.1:1") as client:
         with pytest.raises(TypeError, match="mixture"):
-            client.generate([Message("user", "Hi"), 1])  # type: ignore[list-item]  # that is the point
+            client.generate([Message("user", "Hi"), 1])  # type: ignore[arg-type]  # that is the point
 
 
 async def test_a_refusal_names_the_field() -> None:

@@ -6,9 +6,9 @@ whatever the machine does can be compared with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from services.core import events as ev
 from services.core.answer import Answer, Chunk, SessionSpec
@@ -18,6 +18,9 @@ from services.core.params import SamplingParams
 from services.core.records import PositionLogprobs, TokenRecord
 from services.core.session import Phase, Session, SessionLimits
 from services.core.store import LogBehind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 VOCAB = 8
 STOP_TOKEN = 7

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.text import TextStream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def decode(tokens: Sequence[int]) -> str:

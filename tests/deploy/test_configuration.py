@@ -13,7 +13,7 @@ from tests.deploy.settings_of import parse_env, settings_of, variables_of
 
 # What the chart decides by itself, and what means nothing in a cluster.
 CHART_DECIDES = {
-    "gateway": {"draft", "id_secret", "model", "redis_url", "target"},
+    "gateway": {"draft", "id_secret", "model", "redis_url", "startup_timeout_s", "target"},
     "draft": {"tokenizer"},
     "target": {"model"},
 }

@@ -156,7 +156,7 @@ def draw(rule: Verify, seeds: int, length: int) -> Draws:
 
 @cache
 def real_draws() -> Draws:
-    return draw(verify, seeds=1050, length=100)
+    return draw(verify, seeds=1000, length=100)
 
 
 def check_distribution(tokens: Ints) -> None:
@@ -200,14 +200,14 @@ def test_guesses_match_as_often_as_the_closed_form_says() -> None:
 
 
 def test_mutant_ratio_test_with_shared_noise_is_caught() -> None:
-    draws = draw(ratio_test_with_shared_noise, seeds=150, length=100)
+    draws = draw(ratio_test_with_shared_noise, seeds=100, length=100)
     with pytest.raises(AssertionError):
         check_distribution(draws.tokens)
 
 
 def test_the_ratio_test_with_its_own_noise_is_not_biased() -> None:
     """So the mutant is caught for its noise."""
-    check_distribution(draw(ratio_test_with_its_own_noise, seeds=150, length=100).tokens)
+    check_distribution(draw(ratio_test_with_its_own_noise, seeds=100, length=100).tokens)
 
 
 def test_mutant_position_off_by_one_misses_the_match_rate() -> None:

@@ -1,7 +1,7 @@
 """A skip that is not on the written list fails the run.
 
 `tests/allowed_skips.txt` holds one line a permitted skip: `node id pattern | words of the reason`. A pattern
-is a glob over the node id (write `*` for the parameters); the words must occur in the reason that pytest gives.
+is a glob over the node id (write `*` for the parameters); the words must occur in the reason it gives.
 """
 
 from __future__ import annotations

@@ -1,0 +1,154 @@
+"""Prove that every draft, k and company gives the same tokens: `make prove-tokens`, the long form of
+tests/e2e/test_same_tokens.py.
+
+The real default model in float32 through real processes. Greedy: 24 prompts of 96 tokens must equal
+transformers' own `generate`, near ties (two best logits within 1e-4) excused and printed. At temperatures
+0.8 and 1.2, with top-p, top-k, min-p and penalties: our own plain decoding for the same seed.
+Every draft (none, ngram, model, oracle at three rates of spoiled tokens), k in {1, 4, 8}, alone and eight at a
+time. Writes bench/results/tokens/<commit>.json; exits 1 if a token differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.harness import commit, machine, result_path, write_record
+from services.client.options import GenerateOptions
+from services.common.defaults import DEFAULT_MODEL
+from services.engine.prepare import resolve_model
+from services.engine.truncate import truncate_model
+from services.gateway.tokenizer import Tokenizer
+from tests.e2e.matrix import Answer, Case, accepted_per_round, all_cases, ask_all
+from tests.e2e.prompts import PROMPTS, encode
+from tests.e2e.reference import Reference
+from tests.e2e.stacks import DRAFT_LAYERS, Clients, running_clients
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PLAIN = Case("off", 0, 8)
+KINDS: dict[str, GenerateOptions] = {
+    "greedy": GenerateOptions(temperature=0.0),
+    "T0.8 top_p": GenerateOptions(temperature=0.8, seed=101, top_p=0.95),
+    "T1.2 top_k min_p penalties": GenerateOptions(
+        temperature=1.2,
+        seed=102,
+        top_k=50,
+        min_p=0.02,
+        frequency_penalty=0.4,
+        presence_penalty=0.3,
+        repetition_penalty=1.1,
+    ),
+}
+
+
+def main() -> int:
+    """Exit status 0 if no token differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many (default: all)")
+    parser.add_argument("--max-tokens", type=int, default=96, help="a prompt (default: %(default)s)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="galley-prove-") as folder:
+        record = asyncio.run(_prove(Path(folder), arguments.prompts, arguments.max_tokens))
+    write_record(result_path("tokens", record["commit"]), record)
+    return 1 if record["differences"] else 0
+
+
+async def _prove(folder: Path, count: int, max_tokens: int) -> dict[str, Any]:
+    model = resolve_model(DEFAULT_MODEL)
+    reference = Reference(model)
+    prompts = PROMPTS[:count]
+    prompt_tokens = encode(Tokenizer.load(str(model)), prompts)
+    draft = truncate_model(model, list(DRAFT_LAYERS), folder / "draft")
+    began = time.monotonic()
+    proof = Proof(reference, prompts, prompt_tokens)
+    async with running_clients(folder, draft) as clients:
+        for kind, options in KINDS.items():
+            await proof.run(clients, kind, {**options, "max_tokens": max_tokens})
+    return {
+        "commit": commit(),
+        "machine": machine(),
+        "prompts": len(prompts),
+        "max_tokens": max_tokens,
+        "seconds": round(time.monotonic() - began),
+        **proof.record(),
+    }
+
+
+class Proof:
+    """Runs all cases and counts what it finds."""
+
+    def __init__(
+        self, reference: Reference, prompts: Sequence[Any], prompt_tokens: Sequence[Sequence[int]]
+    ) -> None:
+        self._reference = reference
+        self._prompts = prompts
+        self._prompt_tokens = prompt_tokens
+        self._cases: list[dict[str, Any]] = []
+        self._differences: list[str] = []
+        self._excuses: list[str] = []
+        self._accepted_counts: set[int] = set()
+
+    async def run(self, clients: Clients, kind: str, options: GenerateOptions) -> None:
+        """All cases of one kind of sampling."""
+        expected = await self._expected(clients, options)
+        clients.teach([[*p, *a] for p, a in zip(self._prompt_tokens, expected, strict=True)])
+        for case in all_cases():
+            began = time.monotonic()
+            answers = await ask_all(clients.of(case), self._prompts, options, case)
+            for number, (answer, tokens) in enumerate(zip(answers, expected, strict=True)):
+                self._compare(f"{kind}, {case}, prompt {number}", number, answer, tokens)
+            self._count(kind, case, answers, time.monotonic() - began)
+
+    async def _expected(self, clients: Clients, options: GenerateOptions) -> list[list[int]]:
+        if options["temperature"] == 0.0:
+            length = options["max_tokens"] or 0
+            return [self._reference.greedy(prompt, length) for prompt in self._prompt_tokens]
+        return [list(answer.tokens) for answer in await ask_all(clients.main, self._prompts, options, PLAIN)]
+
+    def _compare(self, what: str, number: int, answer: Answer, expected: Sequence[int]) -> None:
+        if list(answer.tokens) == list(expected):
+            return
+        try:
+            excuse = self._reference.excuse(self._prompt_tokens[number], answer.tokens, expected)
+        except AssertionError as difference:
+            self._differences.append(f"{what}: {difference}")
+        else:
+            self._excuses.append(f"{what}: {excuse}")
+            print("excused:", self._excuses[-1], flush=True)
+
+    def _count(self, kind: str, case: Case, answers: Sequence[Answer], seconds: float) -> None:
+        for answer in answers:
+            self._accepted_counts |= accepted_per_round(answer)
+        counted = {
+            "kind": kind,
+            "case": str(case),
+            "tokens": sum(len(answer.tokens) for answer in answers),
+            "drafted": sum(answer.stats.drafted for answer in answers),
+            "accepted": sum(answer.stats.accepted for answer in answers),
+            "rounds": sum(answer.stats.rounds for answer in answers),
+            "seconds": round(seconds, 1),
+        }
+        self._cases.append(counted)
+        print(counted, "differences:", len(self._differences), flush=True)
+
+    def record(self) -> dict[str, Any]:
+        """What was found."""
+        return {
+            "seeds": [options.get("seed") for options in KINDS.values()],
+            "compared_tokens": sum(case["tokens"] for case in self._cases),
+            "differences": self._differences,
+            "excuses": self._excuses,
+            "accepted_counts": sorted(self._accepted_counts),
+            "cases": self._cases,
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""A part that only acts: tells stages, is ready, waits for SIGTERM. Flags make it misbehave."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+
+
+def main() -> int:
+    flags = argparse.ArgumentParser()
+    flags.add_argument("--ready-fd", type=int)
+    flags.add_argument("--say", action="append", default=[])
+    flags.add_argument("--die", type=int)
+    flags.add_argument("--mute", action="store_true")
+    flags.add_argument("--garble", action="store_true")
+    flags.add_argument("--stubborn", action="store_true")
+    given = flags.parse_args()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    for word in given.say:
+        sys.stdout.write(f"{word}\n")
+    with os.fdopen(given.ready_fd, "w", buffering=1) as pipe:
+        print(json.dumps({"stage": "loading"}), file=pipe)
+        if given.garble:
+            print("not JSON", file=pipe)
+        if given.die is not None:
+            return int(given.die)
+        if not given.mute:
+            print(json.dumps({"stage": "ready", "address": f"127.0.0.1:{os.getpid()}"}), file=pipe)
+            pipe.close()
+        while True:
+            signal.sigwait([signal.SIGTERM])
+            if not given.stubborn:
+                return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

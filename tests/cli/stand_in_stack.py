@@ -1,0 +1,47 @@
+"""Stacks of stand-ins and a real Valkey, for tests of the supervisor."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from services.cli.part import Facts, PartSpec, ReadyBy
+from services.cli.parts import stack_parts
+from services.cli.stack import Stack, StackDirs, StackOptions, ignore_status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from services.cli.part import OnStatus
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+
+
+def stand_in(name: str, *flags: str, after: tuple[str, ...] = ()) -> PartSpec:
+    def command(facts: Facts) -> list[str]:
+        heard = [f"--say={part} at {facts[part]['address']}" for part in after]
+        return [sys.executable, str(STAND_IN), *flags, *heard]
+
+    return PartSpec(name, command, after=after)
+
+
+def once(name: str, code: str) -> PartSpec:
+    return PartSpec(name, lambda _: [sys.executable, "-c", code], ready_by=ReadyBy.EXIT)
+
+
+def valkey(options: StackOptions, dirs: StackDirs) -> PartSpec:
+    return next(part for part in stack_parts(options, dirs) if part.name == "valkey")
+
+
+def stack_of(
+    *specs: PartSpec,
+    on_status: OnStatus = ignore_status,
+    options: StackOptions | None = None,
+    with_valkey: bool = False,
+) -> Stack:
+    def parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
+        return [valkey(options, dirs), *specs] if with_valkey else specs
+
+    table: Callable[[StackOptions, StackDirs], Sequence[PartSpec]] = parts
+    return Stack(options or StackOptions(stop_grace_s=10), on_status, table)

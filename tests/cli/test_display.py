@@ -1,0 +1,102 @@
+"""What people see: where the tokens come from, how a start goes."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from services.cli.part import PartStatus, State
+from services.cli.progress import StackProgress
+from services.cli.render import OriginView, legend, mean_acceptance_length, reason
+from services.common.pb.galley.v1 import galley_pb2 as pb
+
+GREEN, UNDERLINE, RESET = "\x1b[32m", "\x1b[4m", "\x1b[0m"
+
+
+def _chunk(text: str, *, from_draft: bool) -> pb.StreamEvent:
+    return pb.StreamEvent(chunk=pb.Chunk(token_ids=[1], text=text, from_draft=[from_draft]))
+
+
+def _shown(console: Console) -> str:
+    view = OriginView(console)
+    for text, from_draft in (
+        ("The", False),
+        (" cat", True),
+        ("", False),
+        (" [b]sat", True),
+        (" down", False),
+    ):
+        view.show(_chunk(text, from_draft=from_draft))
+    view.close()
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _console(*, terminal: bool, no_color: bool = False) -> Console:
+    return Console(
+        file=io.StringIO(),
+        force_terminal=terminal,
+        no_color=no_color,
+        color_system="standard" if terminal else None,
+        width=20,
+        legacy_windows=False,
+    )
+
+
+def test_tokens_of_the_draft_are_green_and_nothing_is_wrapped_or_taken_for_markup() -> None:
+    shown = _shown(_console(terminal=True))
+    assert shown == f"The{GREEN} cat{RESET}{GREEN} [b]sat{RESET} down\n"
+
+
+def test_without_colours_they_are_underlined() -> None:
+    shown = _shown(_console(terminal=True, no_color=True))
+    assert shown == f"The{UNDERLINE} cat{RESET}{UNDERLINE} [b]sat{RESET} down\n"
+
+
+def test_without_a_terminal_they_are_in_brackets() -> None:
+    assert _shown(_console(terminal=False)) == "The[ cat [b]sat] down\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_legend_explains_it(terminal: bool) -> None:
+    text = legend(_console(terminal=terminal)).plain
+    assert "draft" in text
+    assert "target" in text
+
+
+def test_mean_acceptance_length() -> None:
+    assert mean_acceptance_length(pb.SpeculationStats(rounds=4, accepted=6)) == 2.5
+    assert mean_acceptance_length(pb.SpeculationStats()) == 0
+
+
+def test_why_an_answer_ended() -> None:
+    assert reason(pb.Finished(reason=pb.Finished.REASON_LENGTH)) == "length"
+    assert reason(pb.Finished(reason=pb.Finished.REASON_STOP, stop_token_id=2)) == "stop token 2"
+
+
+def test_a_start_is_told_in_plain_lines_without_a_terminal() -> None:
+    console = _console(terminal=False)
+    progress = StackProgress(console)
+    progress.expect(["target"])
+    with progress:
+        progress.show(PartStatus("target", State.STARTING, "loading model", 0.2))
+        progress.show(PartStatus("target", State.READY, "ready", 1.25, "127.0.0.1:4711"))
+    progress.show(PartStatus("target", State.STOPPED, "stopped", 9.0))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "target: loading model\ntarget: ready (1.2 s) 127.0.0.1:4711\n"
+
+
+def test_a_start_is_a_live_table_on_a_terminal() -> None:
+    console = _console(terminal=True)
+    console.width = 80
+    progress = StackProgress(console)
+    progress.expect(["target", "gateway"])
+    with progress:
+        progress.show(PartStatus("target", State.READY, "ready", 1.25, "127.0.0.1:4711"))
+    assert isinstance(console.file, io.StringIO)
+    target, gateway = console.file.getvalue().rstrip().splitlines()[-3:-1]
+    assert "✔" in target
+    assert "127.0.0.1:4711" in target
+    assert "waiting" in gateway

@@ -1,0 +1,276 @@
+"""The supervisor: starts in order, shows it, blames the right part, leaves no process behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import redis.asyncio
+
+from services.cli import guard
+from services.cli.part import PartFailed, PartStatus, State
+from services.cli.parts import stack_parts
+from services.cli.stack import Stack, StackOptions
+from tests.cli.ends import Ends
+from tests.cli.stand_in_stack import once, stack_of, stand_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+
+
+async def test_parts_start_when_those_they_need_are_ready() -> None:
+    seen: list[PartStatus] = []
+    specs = [
+        stand_in("gateway", after=("target", "draft")),
+        stand_in("target"),
+        stand_in("draft", after=("target",)),
+    ]
+    async with stack_of(*specs, on_status=seen.append) as stack:
+        assert stack.gateways == (f"127.0.0.1:{stack.pid('gateway')}",)
+        assert stack.log("gateway").read_text() == (
+            f"target at 127.0.0.1:{stack.pid('target')}\ndraft at 127.0.0.1:{stack.pid('draft')}\n"
+        )
+    ready = [status.name for status in seen if status.state is State.READY]
+    assert ready == ["target", "draft", "gateway"]
+    assert [s.stage for s in seen if s.name == "target"] == [
+        "starting",
+        "loading",
+        "ready",
+        "stopping",
+        "stopped",
+    ]
+    stopped = [status.name for status in seen if status.stage == "stopped"]
+    assert stopped == ["gateway", "draft", "target"]
+
+
+async def test_a_stop_leaves_no_process_and_no_file() -> None:
+    stack = stack_of(stand_in("target"), with_valkey=True)
+    async with stack:
+        ends = Ends([stack.pid("target"), stack.pid("valkey")])
+    with ends:
+        assert ends.all_within(0)
+    assert not stack.dirs.run.exists()
+
+
+async def test_a_part_that_ignores_sigterm_is_killed() -> None:
+    async with stack_of(stand_in("target", "--stubborn"), options=StackOptions(stop_grace_s=0.1)) as stack:
+        ends = Ends([stack.pid("target")])
+    with ends:
+        assert ends.all_within(0)
+
+
+async def test_the_store_is_durable_private_and_has_no_port() -> None:
+    async with stack_of(with_valkey=True) as stack:
+        socket = stack.address("valkey")
+        for path in (socket, str(stack.dirs.run)):
+            assert os.stat(path).st_mode & 0o077 == 0  # noqa: PTH116  # pathlib counts as blocking here
+        async with redis.asyncio.from_url(f"unix://{socket}", decode_responses=True) as store:
+            config = await store.config_get("port", "appendonly", "appendfsync", "save", "protected-mode")
+            assert config == {
+                "port": "0",
+                "appendonly": "yes",
+                "appendfsync": "everysec",
+                "save": "",
+                "protected-mode": "yes",
+            }
+            await store.set("galley", "kept")
+        await stack.kill("valkey")
+        await stack.restart("valkey")
+        async with redis.asyncio.from_url(f"unix://{socket}", decode_responses=True) as store:
+            assert await store.get("galley") == "kept"
+
+
+async def test_a_part_that_dies_at_start_is_blamed_and_the_others_are_stopped() -> None:
+    specs = [stand_in("target"), stand_in("draft", "--say=no such model", "--die=3", after=("target",))]
+    stack = stack_of(*specs)
+    with pytest.raises(PartFailed, match="draft ended with exit code 3 before it was ready") as caught:
+        await stack.start()
+    assert "no such model" in caught.value.tail
+    assert caught.value.log.exists()
+    assert not stack.running
+    stack.forget()
+
+
+async def test_a_command_that_does_not_exist_is_blamed() -> None:
+    spec = stand_in("target")
+    object.__setattr__(spec, "command", lambda _: ["/no/such/command"])
+    stack = stack_of(spec)
+    with pytest.raises(PartFailed) as caught:
+        await stack.start()
+    assert "No such file" in caught.value.tail
+    stack.forget()
+
+
+@pytest.mark.parametrize(
+    ("flag", "problem"), [("--mute", "not ready after 1 s"), ("--garble", "where a JSON object was due")]
+)
+async def test_a_part_that_says_nothing_or_nonsense_is_given_up(flag: str, problem: str) -> None:
+    stack = stack_of(stand_in("target", flag), options=StackOptions(start_timeout_s=1))
+    with pytest.raises(PartFailed, match=problem):
+        await stack.start()
+    assert not stack.running
+    stack.forget()
+
+
+async def test_a_part_that_runs_once_hands_on_its_last_line() -> None:
+    seen: list[PartStatus] = []
+    spec = once("model", "print('converting'); print('/models/tiny')")
+    async with stack_of(spec, on_status=seen.append) as stack:
+        assert stack.told("model") == {"line": "/models/tiny"}
+    assert [status.stage for status in seen] == ["starting", "converting", "/models/tiny", "ready"]
+
+
+async def test_a_part_that_runs_once_may_fail() -> None:
+    stack = stack_of(once("model", "raise SystemExit('no such model')"))
+    with pytest.raises(PartFailed, match="model ended with exit code 1") as caught:
+        await stack.start()
+    assert caught.value.tail == "no such model"
+    stack.forget()
+
+
+async def test_work_ends_when_a_part_dies() -> None:
+    async with stack_of(stand_in("target"), stand_in("draft")) as stack:
+
+        async def work() -> None:
+            stack.send("draft", signal.SIGKILL)
+            await asyncio.Event().wait()
+
+        with pytest.raises(PartFailed, match="draft was killed by SIGKILL"):
+            await stack.run(work())
+    stack.forget()
+
+
+async def test_work_that_fails_because_a_part_died_is_explained_by_that() -> None:
+    async with stack_of(stand_in("target")) as stack:
+
+        async def work() -> None:
+            stack.send("target", signal.SIGKILL)
+            raise ConnectionError
+
+        with pytest.raises(PartFailed, match="target was killed by SIGKILL"):
+            await stack.run(work())
+    stack.forget()
+
+
+async def test_work_that_is_done_gives_its_result() -> None:
+    async with stack_of(stand_in("target")) as stack:
+        assert await stack.run(asyncio.sleep(0, 7)) == 7
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
+    loading = asyncio.Event()
+
+    def note(status: PartStatus) -> None:
+        if status.stage == "loading":
+            loading.set()
+
+    stack = stack_of(stand_in("target", "--mute"), on_status=note)
+    starting = asyncio.ensure_future(stack.start())
+    await loading.wait()
+    with Ends([stack.pid("target")]) as ends:
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert ends.all_within(0)
+    assert not stack.dirs.run.exists()
+
+
+async def test_only_the_main_thread_may_start_parts() -> None:
+    stack = stack_of(stand_in("target"))
+    failures: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            asyncio.run(stack.start())
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    assert "main thread" in str(failures)
+    stack.forget()
+
+
+@pytest.fixture
+def supervisor() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.cli.supervise"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_outlives_the_supervisor(supervisor: subprocess.Popen[str], sig: signal.Signals) -> None:
+    assert supervisor.stdout is not None
+    told = json.loads(supervisor.stdout.readline())
+    with Ends([*told["pids"], supervisor.pid]) as ends:
+        supervisor.send_signal(sig)
+        assert ends.all_within(10)
+    run = Path(told["run"])
+    assert run.exists() == (sig is signal.SIGKILL)
+    if run.exists():
+        for path in sorted(run.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        run.rmdir()
+
+
+def test_the_guard_starts_nothing_for_a_parent_that_has_gone() -> None:
+    command = [sys.executable, "-I", "-S", guard.__file__, "1", "/bin/echo", "started"]
+    ended = subprocess.run(command, capture_output=True, check=False, timeout=10)
+    assert ended.returncode == 70
+    assert ended.stdout == b""
+
+
+def test_the_real_parts_are_wired_to_one_another(tmp_path: Path) -> None:
+    options = StackOptions(
+        model="tiny", k=3, gateways=2, threads=1, extra_args={"gateway": ["--max-sessions", "2"]}
+    )
+    stack = Stack(options)
+    parts = {part.name: part for part in stack_parts(options, stack.dirs)}
+    stack.forget()
+    assert list(parts) == ["valkey", "model", "target", "draft", "gateway", "gateway-2"]
+    facts = {
+        "model": {"line": "/models/tiny"},
+        "target": {"address": "127.0.0.1:1"},
+        "draft": {"address": "127.0.0.1:2"},
+        "valkey": {"address": "/run/valkey.sock"},
+    }
+    command = " ".join(parts["gateway-2"].command(facts))
+    for flags in (
+        "services.gateway",
+        "--port 0",
+        "--model /models/tiny",
+        "--model-name tiny",
+        "--target 127.0.0.1:1 --draft 127.0.0.1:2",
+        "--redis-url unix:///run/valkey.sock",
+        "--k 3",
+        "--max-sessions 2",
+    ):
+        assert flags in command
+    for name in ("target", "draft"):
+        assert "--threads 1" in " ".join(parts[name].command(facts))
+
+
+def test_a_store_of_ones_own_replaces_the_embedded_one() -> None:
+    options = StackOptions(redis_url="redis://store:6379/0")
+    stack = Stack(options)
+    stack.forget()
+    assert "valkey" not in stack.parts
+
+
+def test_a_stack_has_a_gateway() -> None:
+    with pytest.raises(ValueError, match="at least one gateway"):
+        Stack(StackOptions(gateways=0))

@@ -1,0 +1,116 @@
+"""The settings under which one prompt must give one answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.client.client import GalleyClient
+from services.client.options import GenerateOptions, Prompt, Speculation
+from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.core import strategies
+
+SPOILS = (0.0, 0.3, 0.7)
+DRAFT_LENGTHS = (1, 4, 8)
+CONCURRENCIES = (1, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`spoil` is the oracle's rate of wrong tokens; None for other strategies."""
+
+    strategy: str
+    k: int
+    concurrency: int
+    spoil: float | None = None
+
+    def __str__(self) -> str:
+        spoil = "" if self.spoil is None else f"-spoil{self.spoil}"
+        return f"{self.strategy}{spoil}-k{self.k}-x{self.concurrency}"
+
+    @property
+    def speculation(self) -> Speculation:
+        if self.strategy == "off":
+            return Speculation(off=True)
+        return Speculation(k=self.k, strategy=self.strategy)
+
+
+def all_cases() -> list[Case]:
+    """Every strategy with every k, alone and eight at a time."""
+    drafts: list[tuple[str, float | None]] = [
+        (strategies.NONE, None),
+        (strategies.NGRAM, None),
+        (strategies.MODEL, None),
+        *((strategies.ORACLE, spoil) for spoil in SPOILS),
+    ]
+    return [
+        *(Case("off", 0, concurrency) for concurrency in CONCURRENCIES),
+        *(
+            Case(strategy, k, concurrency, spoil)
+            for strategy, spoil in drafts
+            for k in DRAFT_LENGTHS
+            for concurrency in CONCURRENCIES
+        ),
+    ]
+
+
+def pairwise_cases() -> list[Case]:
+    """A subset in which every strategy meets every k, both concurrencies, and every k both concurrencies."""
+    cases = [Case("off", 0, 8)]
+    for at, (strategy, spoil) in enumerate(
+        [
+            (strategies.NONE, None),
+            (strategies.NGRAM, None),
+            (strategies.MODEL, None),
+            *((strategies.ORACLE, spoil) for spoil in SPOILS),
+        ]
+    ):
+        for step, k in enumerate(DRAFT_LENGTHS):
+            cases.append(Case(strategy, k, CONCURRENCIES[(at + step) % 2], spoil))
+    return cases
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a stream gave."""
+
+    tokens: tuple[int, ...]
+    text: str
+    from_draft: tuple[bool, ...]
+    stats: pb.SpeculationStats
+
+
+async def ask(client: GalleyClient, prompt: Prompt, options: GenerateOptions) -> Answer:
+    """One answer to its end."""
+    tokens: list[int] = []
+    text = ""
+    from_draft: list[bool] = []
+    stats = pb.SpeculationStats()
+    async for event in client.generate(prompt, **options):
+        if event.WhichOneof("event") == "chunk":
+            tokens += event.chunk.token_ids
+            text += event.chunk.text
+            from_draft += event.chunk.from_draft
+        elif event.WhichOneof("event") == "finished":
+            stats = event.finished.speculation
+    return Answer(tuple(tokens), text, tuple(from_draft), stats)
+
+
+async def ask_all(
+    client: GalleyClient, prompts: Sequence[Prompt], options: GenerateOptions, case: Case
+) -> list[Answer]:
+    """The answers to all prompts, `case.concurrency` at a time."""
+    places = asyncio.Semaphore(case.concurrency)
+
+    async def one(prompt: Prompt) -> Answer:
+        async with places:
+            return await ask(client, prompt, {**options, "speculation": case.speculation})
+
+    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+
+def accepted_per_round(answer: Answer) -> set[int]:
+    """Which counts of accepted tokens occurred: `accepted_at[i]` rounds accepted more than i."""
+    at_least = [answer.stats.rounds, *answer.stats.accepted_at, 0]
+    return {count for count in range(len(at_least) - 1) if at_least[count] > at_least[count + 1]}

@@ -1,0 +1,93 @@
+"""Real processes for the end-to-end tests: one target, one Valkey, and a gateway for each draft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.cli.part import Facts, PartSpec
+from services.cli.parts import python_module, stack_parts
+from services.cli.stack import Stack, StackDirs, StackOptions
+from services.client.client import GalleyClient
+from services.core import strategies
+from tests.e2e.matrix import SPOILS, Case
+
+DRAFT_LAYERS = (0, 1, 28, 29)
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """A client for each draft that answers are compared over; `main` is of the first of two like gateways."""
+
+    stack: Stack
+    main: GalleyClient
+    oracles: dict[float, GalleyClient]
+    answers: Path
+
+    def of(self, case: Case) -> GalleyClient:
+        """Whose draft can do what the case asks."""
+        return self.main if case.spoil is None else self.oracles[case.spoil]
+
+    def teach(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Tell the oracles what the target will say: prompt and answer."""
+        with self.answers.open("a") as file:
+            file.writelines(json.dumps({"tokens": list(tokens)}) + "\n" for tokens in sequences)
+
+
+@asynccontextmanager
+async def running_clients(folder: Path, draft_model: Path) -> AsyncIterator[Clients]:
+    """The whole system in float32; oracle drafts know what `teach` tells them."""
+    answers = folder / "answers.jsonl"
+    answers.touch()
+    options = StackOptions(
+        dtype="float32",
+        gateways=2,
+        draft_model=str(draft_model),
+        strategies=(strategies.MODEL, strategies.NGRAM, strategies.NONE),
+        extra_args={"gateway": ["--draft-timeout-s", "30"], "target": ["--max-sessions", "64"]},
+    )
+
+    def parts(options: StackOptions, dirs: StackDirs) -> list[PartSpec]:
+        oracles = [part for spoil in SPOILS for part in _oracle_parts(answers, spoil)]
+        return [*stack_parts(options, dirs), *oracles]
+
+    async with AsyncExitStack() as cleanup:
+        stack = await cleanup.enter_async_context(Stack(options, parts=parts))
+        main = await cleanup.enter_async_context(GalleyClient(stack.address("gateway")))
+        oracles = {
+            spoil: await cleanup.enter_async_context(GalleyClient(stack.address(_oracle_gateway(spoil))))
+            for spoil in SPOILS
+        }
+        yield Clients(stack, main, oracles, answers)
+
+
+def _oracle_gateway(spoil: float) -> str:
+    return f"gateway-oracle-{spoil}"
+
+
+def _oracle_parts(answers: Path, spoil: float) -> list[PartSpec]:
+    """A draft that knows the answers and spoils its tokens at a rate, and a gateway that pairs with it."""
+    draft = f"draft-oracle-{spoil}"
+
+    def draft_command(facts: Facts) -> list[str]:
+        return python_module(
+            "services.draft",
+            *("--tokenizer", facts["model"]["line"], "--strategies", strategies.ORACLE),
+            *("--oracle-answers", str(answers), "--oracle-spoil", str(spoil)),
+        )
+
+    def gateway_command(facts: Facts) -> list[str]:
+        return python_module(
+            "services.gateway",
+            *("--model", facts["model"]["line"]),
+            *("--target", facts["target"]["address"], "--draft", facts[draft]["address"]),
+            *("--redis-url", f"unix://{facts['valkey']['address']}", "--draft-timeout-s", "30"),
+        )
+
+    return [
+        PartSpec(draft, draft_command, after=("model",)),
+        PartSpec(_oracle_gateway(spoil), gateway_command, after=("model", "valkey", "target", draft)),
+    ]

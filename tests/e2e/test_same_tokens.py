@@ -1,0 +1,103 @@
+"""The same tokens whatever the draft, k and company: the design's rule 3, on the real default model.
+
+Here a pairwise subset on short answers; `make prove-tokens` runs the whole product on long ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from services.client.options import GenerateOptions
+from services.gateway.tokenizer import Tokenizer
+from tests.e2e.matrix import Answer, Case, accepted_per_round, ask_all, pairwise_cases
+from tests.e2e.prompts import PROMPTS, encode
+from tests.e2e.reference import Reference
+from tests.e2e.stacks import Clients
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+MAX_TOKENS = 24
+SUBSET = PROMPTS[::3]
+PLAIN = Case("off", 0, 8)
+GREEDY = GenerateOptions(temperature=0.0, max_tokens=MAX_TOKENS)
+SAMPLED = [
+    GenerateOptions(temperature=0.8, seed=11, top_p=0.95, max_tokens=MAX_TOKENS),
+    GenerateOptions(
+        temperature=1.2,
+        seed=12,
+        top_k=50,
+        min_p=0.02,
+        max_tokens=MAX_TOKENS,
+        frequency_penalty=0.4,
+        presence_penalty=0.3,
+        repetition_penalty=1.1,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def prompt_tokens(default_model_dir: Path) -> list[list[int]]:
+    return encode(Tokenizer.load(str(default_model_dir)), SUBSET)
+
+
+@pytest.fixture(scope="module")
+def greedy_answers(reference: Reference, prompt_tokens: list[list[int]]) -> list[list[int]]:
+    return [reference.greedy(prompt, MAX_TOKENS) for prompt in prompt_tokens]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def taught(
+    clients: Clients, prompt_tokens: list[list[int]], greedy_answers: list[list[int]]
+) -> Clients:
+    clients.teach([[*p, *a] for p, a in zip(prompt_tokens, greedy_answers, strict=True)])
+    return clients
+
+
+@pytest.mark.parametrize("case", pairwise_cases(), ids=str)
+async def test_greedy_equals_transformers(
+    case: Case,
+    taught: Clients,
+    reference: Reference,
+    prompt_tokens: list[list[int]],
+    greedy_answers: list[list[int]],
+) -> None:
+    prompts = SUBSET if case.concurrency > 1 else SUBSET[:3]
+    answers = await ask_all(taught.of(case), prompts, GREEDY, case)
+    for prompt, answer, expected in zip(prompt_tokens, answers, greedy_answers, strict=False):
+        excuse = reference.excuse(prompt, answer.tokens, expected)
+        if excuse:
+            print(f"{case}: {excuse}")  # noqa: T201  # each excuse is shown
+    _check_speculation(case, answers)
+
+
+def _check_speculation(case: Case, answers: Sequence[Answer]) -> None:
+    drafted = sum(answer.stats.drafted for answer in answers)
+    accepted = sum(answer.stats.accepted for answer in answers)
+    if case.strategy in {"off", "none"}:
+        assert drafted == 0
+    if case.spoil == 0.0:
+        assert accepted == drafted > 0
+    if case.strategy == "model":
+        assert drafted > 0
+    assert sum(sum(answer.from_draft) for answer in answers) == accepted
+
+
+@pytest.mark.parametrize("options", SAMPLED, ids=["T0.8-top_p", "T1.2-penalties"])
+async def test_sampled_tokens_are_those_of_plain_decoding(
+    options: GenerateOptions, taught: Clients, prompt_tokens: list[list[int]]
+) -> None:
+    plain = await ask_all(taught.main, SUBSET, options, PLAIN)
+    taught.teach([[*p, *a.tokens] for p, a in zip(prompt_tokens, plain, strict=True)])
+    accepted_counts: set[int] = set()
+    for case in pairwise_cases()[1:]:
+        prompts = SUBSET if case.concurrency > 1 else SUBSET[:2]
+        answers = await ask_all(taught.of(case), prompts, options, case)
+        for answer, expected in zip(answers, plain, strict=False):
+            assert answer.tokens == expected.tokens, case
+            assert answer.text == expected.text, case
+            accepted_counts |= accepted_per_round(answer)
+    assert accepted_counts >= set(range(9)), "every accepted count from 0 to k occurred"

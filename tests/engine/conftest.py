@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.common.defaults import DEFAULT_MODEL
+from services.engine.loading import silence
+from services.engine.model import CausalModel
+from services.engine.prepare import resolve_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    MakeModel = Callable[[Any], Path]
+
+
+@pytest.fixture(scope="session")
+def default_model_dir() -> Path:
+    return resolve_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def default_model(default_model_dir: Path) -> CausalModel:
+    """The default model in float32, on one thread."""
+    return CausalModel.load(default_model_dir, dtype=torch.float32, device="cpu", threads=1)
+
+
+@pytest.fixture(scope="session")
+def default_reference(default_model_dir: Path) -> Any:
+    """The default model as transformers alone would run it."""
+    auto: Any = AutoModelForCausalLM
+    return auto.from_pretrained(default_model_dir, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+@pytest.fixture
+def make_model(tmp_path: Path) -> MakeModel:
+    """Saves a model of random weights, large enough to be told apart, with a tokenizer to hash."""
+
+    def make(config: Any) -> Path:
+        silence()
+        torch.manual_seed(7)
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(config)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.15)
+        directory = tmp_path / str(config.model_type)
+        model.save_pretrained(directory)
+        vocabulary = {f"t{index}": index for index in range(config.vocab_size)}
+        (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+        return directory
+
+    return make

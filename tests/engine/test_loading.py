@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from services.common.defaults import DEFAULT_MODEL
+from services.common.tokenizer_hash import NoTokenizer, tokenizer_hash
+from services.engine import prepare
+from services.engine.errors import UnsupportedModel
+from services.engine.loading import default_dtype, eos_token_ids, load_config, parse_dtype
+from services.engine.model import CausalModel, Rows
+from services.engine.prepare import resolve_model
+from services.engine.store import cache_dir, file_digest
+from services.engine.truncate import main as truncate_main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GALLEY_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def model_files(directory: Path, config: dict[str, Any], weights: str = "model.safetensors") -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / weights).write_bytes(b"")
+    return directory
+
+
+# --- where a model is found
+
+
+def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GALLEY_CACHE_DIR", "/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert cache_dir() == Path("/a")
+    monkeypatch.delenv("GALLEY_CACHE_DIR")
+    assert cache_dir() == Path("/b/galley")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "galley"
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    directory = model_files(tmp_path / "m", {"model_type": "llama"})
+    assert resolve_model(str(directory)) == directory
+
+
+def test_a_hub_id_is_downloaded_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = model_files(tmp_path / "m", {"model_type": "llama"})
+    asked: list[tuple[str, list[str]]] = []
+
+    def download(hub_id: str, *, allow_patterns: list[str]) -> str:
+        asked.append((hub_id, allow_patterns))
+        return str(directory)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model("someone/model") == directory
+    ((hub_id, patterns),) = asked
+    assert hub_id == "someone/model"
+    assert "*.safetensors" in patterns
+    assert not any("bin" in pattern or pattern == "*" or "py" in pattern for pattern in patterns)
+
+
+def test_a_hub_id_that_is_not_at_hand_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(hub_id: str, *, allow_patterns: list[str]) -> str:
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(UnsupportedModel, match=r"someone/model: not in the hub's cache"):
+        resolve_model("someone/model")
+
+
+@pytest.mark.parametrize("spec", ["not a/hub id/at all", "/no/such/file.gguf"])
+def test_a_name_of_nothing_is_refused(spec: str) -> None:
+    with pytest.raises(UnsupportedModel):
+        resolve_model(spec)
+
+
+def test_a_digest_follows_the_content(tmp_path: Path, own_cache: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"one")
+    first = file_digest(path)
+    assert file_digest(path) == first
+    path.write_bytes(b"other")
+    assert file_digest(path) != first
+    assert len(list((own_cache / "digests").iterdir())) == 2
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "x", "auto_map": {"AutoModelForCausalLM": "m.M"}}, "code from its repository"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_type": "gemma3", "text_config": {"a": 1}}, "several models"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantized"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_before_loading(
+    config: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        resolve_model(str(model_files(tmp_path / "m", config)))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (transformers.MambaConfig(num_hidden_layers=1), "recurrent state"),
+        (transformers.T5Config(), "encoder-decoder"),
+        (transformers.BloomConfig(n_layer=1), "AttentionInterface"),
+        (transformers.ViTConfig(), "no causal language model"),
+        (transformers.Qwen3NextConfig(num_hidden_layers=4), "recurrent state|layers of type"),
+        (
+            transformers.LlamaConfig(
+                **SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+            ),
+            "dynamic rotary embedding",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_a_model_with_other_state_than_kv_is_refused(config: Any, reason: str, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_config(tmp_path)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    directory = model_files(tmp_path / "m", {"model_type": "llama"}, "pytorch_model.bin")
+    with pytest.raises(UnsupportedModel, match="pickled"):
+        resolve_model(str(directory))
+    (directory / "pytorch_model.bin").unlink()
+    with pytest.raises(UnsupportedModel, match=r"no \*\.safetensors"):
+        resolve_model(str(directory))
+    (directory / "config.json").unlink()
+    with pytest.raises(UnsupportedModel, match=r"no config\.json"):
+        resolve_model(str(directory))
+
+
+def test_attention_that_is_not_ours_is_refused(make_model: Callable[[Any], Path]) -> None:
+    directory = make_model(transformers.GptOssConfig(**SMALL, head_dim=16, num_local_experts=2))
+    with pytest.raises(UnsupportedModel, match=r"s_aux"):
+        CausalModel.load(directory, dtype=torch.float32, device="cpu")
+
+
+# --- what is read
+
+
+def test_a_tokenizer_is_named_by_what_its_ids_stand_for(tmp_path: Path) -> None:
+    def hash_of(content: dict[str, Any]) -> str:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        return tokenizer_hash(tmp_path)
+
+    plain = hash_of({"model": {"vocab": {"a": 0, "b": 1}}})
+    assert len(plain) == 32
+    assert hash_of({"model": {"vocab": {"b": 1, "a": 0}}, "added_tokens": []}) == plain
+    assert hash_of({"model": {"vocab": [["a", 0.0], ["b", -1.5]]}}) == plain
+    assert hash_of({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1, "content": "b"}]}) == plain
+    assert hash_of({"model": {"vocab": {"a": 1, "b": 0}}}) != plain
+    assert hash_of({"model": {"vocab": {"a": 0, "b": 1, "c": 2}}}) != plain
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"model": {}}', '{"model": {"vocab": 3}}'])
+def test_no_tokenizer_is_a_clear_error(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(NoTokenizer, match=r"tokenizer\.json"):
+        tokenizer_hash(tmp_path)
+
+
+def test_end_tokens_come_from_the_generation_config(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**SMALL, eos_token_id=[3, 4])
+    assert eos_token_ids(tmp_path, config) == (3, 4)
+    transformers.GenerationConfig(eos_token_id=5).save_pretrained(tmp_path)
+    assert eos_token_ids(tmp_path, config) == (5,)
+
+
+def test_dtypes_have_names() -> None:
+    assert parse_dtype("float32", "cpu") == torch.float32
+    assert parse_dtype("auto", "cpu") == default_dtype("cpu")
+    with pytest.raises(UnsupportedModel, match="int8"):
+        parse_dtype("int8", "cpu")
+
+
+def test_a_truncated_model_keeps_the_named_layers(
+    make_model: Callable[[Any], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = make_model(transformers.LlamaConfig(**SMALL))
+    out = tmp_path / "shallow"
+    assert truncate_main([str(directory), "--layers", "0,3", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    model = CausalModel.load(out, dtype=torch.float32, device="cpu")
+    assert model.info.tokenizer_hash == tokenizer_hash(directory)
+    assert len(model.forward([Rows(model.new_cache(), [1, 2], 1)])) == 1
+    assert load_config(out).num_hidden_layers == 2
+    with pytest.raises(UnsupportedModel, match="layers must be"):
+        truncate_main([str(directory), "--layers", "4", "--out", str(out)])
+
+
+# --- the default model
+
+
+def _prepare(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.engine.prepare", *arguments],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.model
+def test_the_default_model_is_converted_once_though_two_ask(tmp_path: Path) -> None:
+    environment = {"GALLEY_CACHE_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    both = [_prepare(**environment) for _ in range(2)]
+    answers = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], answers
+    (first, errors), (second, _) = answers
+    assert first == second
+    assert first.count("\n") == 1
+    assert errors == ""
+    directory = Path(first.strip())
+    assert directory.name.startswith(f"{DEFAULT_MODEL}-")
+    assert [path.name for path in (tmp_path / "models").iterdir() if not path.name.startswith(".")] == [
+        directory.name
+    ]
+    before = (directory / "model.safetensors").stat().st_mtime_ns
+    third, _ = _prepare(**environment).communicate(timeout=60)
+    assert third == first
+    assert (directory / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.model
+def test_the_default_model_brings_its_chat_template_and_end_token(
+    default_model_dir: Path, default_model: CausalModel
+) -> None:
+    settings = json.loads((default_model_dir / "tokenizer_config.json").read_text())
+    assert "<|im_start|>" in settings["chat_template"]
+    assert "quantization_config" not in json.loads((default_model_dir / "config.json").read_text())
+    assert default_model.info.eos_token_ids == (2,)
+    assert default_model.info.context_window == 8192
+    tokenizer = transformers.AutoTokenizer.from_pretrained(default_model_dir)
+    assert tokenizer.decode(tokenizer.encode(" It is 12345 days.\n\n  ça")) == " It is 12345 days.\n\n  ça"
+
+
+def test_the_command_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main(["/no/such.gguf"]) == 1
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert "no such file" in error

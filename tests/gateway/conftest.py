@@ -1,0 +1,33 @@
+"""Servers and stores for the gateway's tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.gateway.servers import BINARIES, VALKEY, Server, running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session", params=BINARIES)
+def shared_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """One server of each kind for all tests that do not hurt it."""
+    with running(request.param) as server:
+        yield server
+
+
+@pytest.fixture(params=BINARIES)
+def own_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server that the test may pause, kill and start again."""
+    with running(request.param) as server:
+        yield server
+
+
+@pytest.fixture
+def valkey() -> Iterator[Server]:
+    """A fresh Valkey."""
+    with running(VALKEY) as server:
+        yield server

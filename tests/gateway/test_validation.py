@@ -1,0 +1,355 @@
+"""Every bound of a request, with the field and the bound named; and what a good one comes to."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.core.errors import InvalidField, Unimplemented, UnknownSession
+from services.core.params import SamplingParams
+from services.gateway.validation import (
+    GenerateSpec,
+    Limits,
+    Model,
+    ResumeSpec,
+    SpeculationSpec,
+    body_hash,
+    check_model,
+    parse_generate,
+    parse_resume,
+    parse_session_id,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+LIMITS = Limits(default_max_tokens=20, max_text_bytes=200, max_messages=3)
+MODEL = Model("m", context_window=64, vocab_size=300, strategies=("model", "ngram"))
+SEED = 2**63 + 1
+
+
+class Bytes:
+    """Every byte is a token; `calls` tells whether a prompt was tokenized at all."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.calls += 1
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode("".join(f"{message['role']}:{message['content']};" for message in messages))
+
+
+def request(**fields: Any) -> pb.GenerateRequest:
+    if not fields.keys() & {"text", "messages", "token_ids"}:
+        fields["text"] = "abc"
+    return pb.GenerateRequest(**fields)
+
+
+def parse(**fields: Any) -> GenerateSpec:
+    return parse_generate(request(**fields), LIMITS, Bytes(), MODEL, lambda: SEED)
+
+
+def sampling(**fields: Any) -> dict[str, Any]:
+    return {"sampling": pb.SamplingParams(**fields)}
+
+
+def chat(*messages: tuple[str, str]) -> dict[str, Any]:
+    made = [pb.ChatMessage(role=role, content=content) for role, content in messages]
+    return {"messages": pb.ChatMessages(messages=made)}
+
+
+def ids(*tokens: int) -> dict[str, Any]:
+    return {"token_ids": pb.TokenIds(ids=tokens)}
+
+
+def speculation(**fields: Any) -> dict[str, Any]:
+    return {"speculation": pb.Speculation(**fields)}
+
+
+# --------------------------------------------------------------------------------------- good requests --
+
+
+def test_a_bare_request_gets_the_defaults() -> None:
+    assert parse() == GenerateSpec(
+        prompt=tuple(b"abc"),
+        sampling=SamplingParams(seed=SEED),
+        max_position=23,
+        min_tokens=0,
+        stop=(),
+        stop_token_ids=(),
+        ignore_eos=False,
+        logprobs=None,
+        speculation=SpeculationSpec(),
+        workload="",
+        priority=0,
+        idempotency_key="",
+        body_hash=body_hash(request()),
+    )
+
+
+def test_everything_that_is_set_is_kept() -> None:
+    spec = parse(
+        model="m",
+        **ids(1, 2, 299),
+        **sampling(
+            temperature=0,
+            top_p=0.5,
+            top_k=7,
+            min_p=0.25,
+            frequency_penalty=-2,
+            presence_penalty=2,
+            repetition_penalty=10,
+            logit_bias={0: -100, 299: 100},
+            seed=0,
+        ),
+        max_tokens=61,
+        min_tokens=61,
+        stop=["x", "y" * 256, "x"],
+        stop_token_ids=[5, 299, 5],
+        ignore_eos=True,
+        logprobs=0,
+        workload="team-a/chat.v1:x_Y",
+        **speculation(mode=pb.Speculation.MODE_FIXED, k=0, strategy="ngram"),
+        idempotency_key="k" * 256,
+        priority=-3,
+        n=1,
+    )
+    assert spec.prompt == (1, 2, 299)
+    assert spec.sampling == SamplingParams(
+        temperature=0.0,
+        top_p=0.5,
+        top_k=7,
+        min_p=0.25,
+        frequency_penalty=-2.0,
+        presence_penalty=2.0,
+        repetition_penalty=10.0,
+        logit_bias={0: -100.0, 299: 100.0},
+        seed=0,
+    )
+    assert (spec.max_position, spec.min_tokens) == (64, 61)
+    assert spec.stop == ("x", "y" * 256)
+    assert spec.stop_token_ids == (5, 299)
+    assert spec.ignore_eos
+    assert spec.logprobs == 0
+    assert spec.speculation == SpeculationSpec("fixed", 0, "ngram")
+    assert (spec.workload, spec.priority) == ("team-a/chat.v1:x_Y", -3)
+    assert spec.idempotency_key == "k" * 256
+
+
+def test_a_zero_that_is_set_is_not_a_default() -> None:
+    assert parse(**sampling(temperature=0)).sampling.temperature == 0.0
+    assert parse(**sampling()).sampling.temperature == 1.0
+    assert parse(**sampling(seed=0)).sampling.seed == 0
+    assert parse(**sampling(top_k=0, min_p=0)).sampling == SamplingParams(seed=SEED)
+
+
+def test_max_tokens_unset_is_the_default_or_what_fits() -> None:
+    assert parse(text="a" * 40).max_position == 60
+    assert parse(text="a" * 63).max_position == 64
+
+
+def test_messages_go_through_the_chat_template() -> None:
+    assert bytes(parse(**chat(("user", "hi"))).prompt) == b"user:hi;"
+    assert bytes(parse(**chat(("user", ""))).prompt) == b"user:;"
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        (pb.Speculation.MODE_UNSPECIFIED, "auto"),
+        (pb.Speculation.MODE_AUTO, "auto"),
+        (pb.Speculation.MODE_OFF, "off"),
+        (pb.Speculation.MODE_FIXED, "fixed"),
+    ],
+)
+def test_modes(mode: pb.Speculation.Mode.ValueType, name: str) -> None:
+    assert parse(**speculation(mode=mode)).speculation == SpeculationSpec(name, None, "")  # type: ignore[arg-type]  # a literal, by parameter
+
+
+# ---------------------------------------------------------------------------------------- bad requests --
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"text": ""}, "text", "empty"),
+    ({"text": "a" * 64}, "text", "64 tokens"),
+    ({"text": "a" * 201}, "text", "200 bytes"),
+    ({"text": "é" * 101}, "text", "200 bytes"),
+    (chat(), "messages.messages", "1 to 3"),
+    (chat(*[("user", "x")] * 4), "messages.messages", "1 to 3"),
+    (chat(("user", "x"), ("", "x")), "messages.messages[1].role", "empty"),
+    (chat(("r" * 65, "x")), "messages.messages[0].role", "64 bytes"),
+    (chat(("user", "x" * 150), ("user", "x" * 51)), "messages", "200 bytes"),
+    (ids(), "token_ids.ids", "empty"),
+    (ids(1, 2, 3, 300), "token_ids.ids[3]", "[0, 300)"),
+    (ids(2**32 - 1), "token_ids.ids[0]", "[0, 300)"),
+    (ids(*[1] * 64), "token_ids", "context window of 64"),
+    ({"model": "other"}, "model", "'m'"),
+    ({"n": 0}, "n", "must be 1"),
+    ({"n": 2}, "n", "must be 1"),
+    ({"max_tokens": 0}, "max_tokens", ">= 1"),
+    ({"max_tokens": 62}, "max_tokens", "room for 61"),
+    ({"max_tokens": 2**32 - 1}, "max_tokens", "64"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "max_tokens (4)"),
+    ({"min_tokens": 21}, "min_tokens", "max_tokens (20)"),
+    (sampling(temperature=-0.5), "sampling.temperature", ">= 0"),
+    (sampling(temperature=math.nan), "sampling.temperature", ">= 0"),
+    (sampling(temperature=math.inf), "sampling.temperature", "finite"),
+    (sampling(top_p=0), "sampling.top_p", "(0, 1]"),
+    (sampling(top_p=1.5), "sampling.top_p", "(0, 1]"),
+    (sampling(top_p=math.nan), "sampling.top_p", "(0, 1]"),
+    (sampling(min_p=-0.5), "sampling.min_p", "[0, 1]"),
+    (sampling(frequency_penalty=2.5), "sampling.frequency_penalty", "[-2, 2]"),
+    (sampling(presence_penalty=-2.5), "sampling.presence_penalty", "[-2, 2]"),
+    (sampling(repetition_penalty=0), "sampling.repetition_penalty", "(0, 10]"),
+    (sampling(logit_bias={300: 1}), "sampling.logit_bias[300]", "[0, 300)"),
+    (sampling(logit_bias={1: 101}), "sampling.logit_bias[1]", "[-100, 100]"),
+    (sampling(logit_bias={1: math.nan}), "sampling.logit_bias[1]", "[-100, 100]"),
+    (speculation(k=17), "speculation.k", "[0, 16]"),
+    (speculation(mode=pb.Speculation.MODE_OFF, k=17), "speculation.k", "[0, 16]"),
+    (speculation(strategy="magic"), "speculation.strategy", "model, ngram"),
+    (speculation(mode=9), "speculation.mode", "9"),
+    ({"logprobs": 21}, "logprobs", "[0, 20]"),
+    ({"stop": ["x"] * 17}, "stop", "at most 16"),
+    ({"stop": ["x", ""]}, "stop[1]", "1 to 256 bytes"),
+    ({"stop": ["é" * 129]}, "stop[0]", "1 to 256 bytes"),
+    ({"stop_token_ids": [1, 300]}, "stop_token_ids[1]", "[0, 300)"),
+    ({"stop_token_ids": [1] * 257}, "stop_token_ids", "at most 256"),
+    ({"idempotency_key": "é" * 129}, "idempotency_key", "256 bytes"),
+    ({"workload": "w" * 65}, "workload", "64"),
+    ({"workload": "two words"}, "workload", "letters, digits"),
+    ({"workload": "line\n"}, "workload", "letters, digits"),
+]
+
+
+@pytest.mark.parametrize(("fields", "field", "bound"), BAD, ids=lambda value: str(value)[:40])
+def test_a_bad_field_is_named_with_its_bound(fields: dict[str, Any], field: str, bound: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        parse(**fields)
+    assert caught.value.field == field
+    assert bound in caught.value.problem
+
+
+def test_no_input_at_all() -> None:
+    with pytest.raises(InvalidField, match="text, messages, token_ids"):
+        parse_generate(pb.GenerateRequest(), LIMITS, Bytes(), MODEL, lambda: SEED)
+
+
+def test_what_is_not_served_yet_is_refused_by_name() -> None:
+    with pytest.raises(Unimplemented, match="structured_output"):
+        parse(structured_output=pb.StructuredOutput())
+
+
+def test_a_text_that_comes_to_no_token() -> None:
+    class Silent(Bytes):
+        def encode(self, text: str) -> list[int]:
+            return []
+
+    with pytest.raises(InvalidField, match="text: must come to at least one token"):
+        parse_generate(request(), LIMITS, Silent(), MODEL, lambda: SEED)
+
+
+@pytest.mark.parametrize(
+    "fields", [fields for fields, field, _ in BAD if field.split(".")[0] not in {"text", "messages"}]
+)
+def test_what_can_be_refused_without_tokenizing_is(fields: dict[str, Any]) -> None:
+    tokenizer = Bytes()
+    with pytest.raises(InvalidField) as caught:
+        parse_generate(request(**fields), LIMITS, tokenizer, MODEL, lambda: SEED)
+    needs_the_prompt = "room for" in caught.value.problem or "(20)" in caught.value.problem
+    assert tokenizer.calls == (1 if needs_the_prompt else 0)
+
+
+def test_too_long_a_text_is_not_tokenized() -> None:
+    tokenizer = Bytes()
+    with pytest.raises(InvalidField):
+        parse_generate(request(text="a" * 201), LIMITS, tokenizer, MODEL, lambda: SEED)
+    assert tokenizer.calls == 0
+
+
+def test_a_long_bad_value_is_not_echoed_whole() -> None:
+    with pytest.raises(InvalidField) as caught:
+        parse(model="x" * 10_000)
+    assert len(str(caught.value)) < 200
+
+
+# ----------------------------------------------------------------------------------------- body hashes --
+
+
+def test_the_body_hash_is_of_all_but_the_key() -> None:
+    plain = parse(**sampling(logit_bias={1: 1, 2: 2})).body_hash
+    keyed = parse(**sampling(logit_bias={2: 2, 1: 1}), idempotency_key="key").body_hash
+    assert plain == keyed
+    assert len(plain) == 32
+    others = [
+        {"text": "abd"},
+        {"max_tokens": 20},
+        {"priority": 1},
+        sampling(temperature=0),
+        sampling(temperature=1),
+        ids(*b"abc"),
+    ]
+    hashes = {parse(**other).body_hash for other in others} | {parse().body_hash, plain}
+    assert len(hashes) == len(others) + 2
+
+
+def test_hashing_leaves_the_request_as_it_was() -> None:
+    asked = request(idempotency_key="key")
+    body_hash(asked)
+    assert asked.idempotency_key == "key"
+
+
+# ------------------------------------------------------------------------------------ the other calls --
+
+ID = "0123456789abcdef" * 2
+
+
+def test_resume() -> None:
+    assert parse_resume(pb.ResumeRequest(session_id=ID)) == ResumeSpec(ID, 0, b"")
+    asked = pb.ResumeRequest(session_id=ID, next_index=7, seen_hash=b"h" * 16)
+    assert parse_resume(asked) == ResumeSpec(ID, 7, b"h" * 16)
+    with pytest.raises(InvalidField, match="seen_hash: must be empty or 16 bytes, is 3 bytes"):
+        parse_resume(pb.ResumeRequest(session_id=ID, seen_hash=b"abc"))
+
+
+@pytest.mark.parametrize("bad", [ID.upper(), ID[1:], ID + "0", "x}{y", ID + "\n", "9" * 10_000])
+def test_what_cannot_be_a_session_is_unknown(bad: str) -> None:
+    with pytest.raises(UnknownSession) as caught:
+        parse_session_id(bad)
+    assert len(str(caught.value)) < 200
+
+
+def test_an_empty_session_id_is_a_bad_field() -> None:
+    with pytest.raises(InvalidField, match="session_id"):
+        parse_resume(pb.ResumeRequest())
+
+
+def test_the_name_of_the_model() -> None:
+    check_model("", MODEL)
+    check_model("m", MODEL)
+    with pytest.raises(InvalidField, match="must be 'm' or empty, is 'M'"):
+        check_model("M", MODEL)
+
+
+# --------------------------------------------------------------------------------------- any bytes at all --
+
+
+@given(st.binary(max_size=60))
+def test_any_message_is_taken_or_refused_by_name(data: bytes) -> None:
+    from google.protobuf.message import DecodeError
+
+    try:
+        asked = pb.GenerateRequest.FromString(data)
+    except DecodeError:
+        return
+    try:
+        spec = parse_generate(asked, LIMITS, Bytes(), MODEL, lambda: SEED)
+    except (InvalidField, Unimplemented):
+        return
+    assert 0 < len(spec.prompt) < spec.max_position <= MODEL.context_window
