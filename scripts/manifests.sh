@@ -11,12 +11,15 @@ trap 'rm -rf "$rendered"' EXIT
 
 mkdir -p "$out"
 rm -f "$out"/*.yaml
-cp "$rendered"/galley/templates/*.yaml "$out/"
+for file in "$rendered"/galley/templates/*.yaml; do
+  # Without the blank lines that helm leaves at the end.
+  printf '%s\n' "$(<"$file")" >"$out/$(basename "$file")"
+done
 {
   echo "# Rendered from helm/galley by \`make manifests\`; change the chart, not these files."
   echo "apiVersion: kustomize.config.k8s.io/v1beta1"
   echo "kind: Kustomization"
   echo "namespace: galley"
   echo "resources:"
-  (cd "$rendered/galley/templates" && LC_ALL=C ls -- *.yaml) | sed 's/^/  - /'
+  (cd "$rendered/galley/templates" && printf '  - %s\n' *.yaml)
 } >"$out/kustomization.yaml"

@@ -50,8 +50,14 @@ class GenerationServicer(rpc.GenerationServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Start a session, or join the one of the same idempotency key."""
         with self.streams.admit():
-            asked = parse_generate(
-                request, self.model.limits, self.model.tokenizer, self.model.request_model(), _draw_seed
+            # In a thread: a long prompt takes the tokenizer longer than other streams should wait.
+            asked = await asyncio.to_thread(
+                parse_generate,
+                request,
+                self.model.limits,
+                self.model.tokenizer,
+                self.model.request_model(),
+                _draw_seed,
             )
             session_id = session_id_for(ANONYMOUS, asked.idempotency_key, self.id_secret)
             spec = self.model.spec(asked, session_id, time.time_ns())

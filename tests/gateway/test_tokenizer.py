@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from services.common.defaults import DEFAULT_MODEL
 from services.common.tokenizer_hash import tokenizer_hash
 from services.core.errors import InvalidField
+from services.engine.prepare import resolve_model
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.tokenizer import Tokenizer
 
@@ -50,8 +51,6 @@ CHATS = [
 
 @pytest.fixture(scope="module")
 def default_model() -> Path:
-    from services.engine.prepare import resolve_model
-
     return resolve_model(DEFAULT_MODEL)
 
 
@@ -62,7 +61,7 @@ def real(default_model: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def reference(default_model: Path) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # noqa: PLC0415  # takes seconds, and most tests here do without
 
     return AutoTokenizer.from_pretrained(str(default_model))
 
@@ -84,7 +83,7 @@ def test_chats_are_encoded_as_by_transformers(real: Tokenizer, reference: Any) -
 def test_tokens_are_decoded_as_by_transformers(real: Tokenizer, reference: Any) -> None:
     for text in TEXTS:
         ids = reference(text)["input_ids"]
-        for start in range(0, min(len(ids), 4)):
+        for start in range(min(len(ids), 4)):
             cut = ids[start:]
             theirs = reference.decode(cut, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             assert real.decode(cut) == theirs

@@ -1,0 +1,60 @@
+"""The world that the tests of the whole gateway live in."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.gateway.servers import VALKEY, Server, running
+from tests.service import tokenizer_files
+from tests.service.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_files.write(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def shared_store() -> Iterator[Server]:
+    """One Valkey for all tests that do not hurt it."""
+    with running(VALKEY) as server:
+        yield server
+
+
+@pytest.fixture
+def own_store() -> Iterator[Server]:
+    """A Valkey that the test may pause, kill and start again."""
+    with running(VALKEY) as server:
+        yield server
+
+
+@pytest.fixture
+async def world(shared_store: Server, tokenizer: Path) -> AsyncIterator[World]:
+    """Valkey, target and draft; the gateways are the test's to start."""
+    async with _world(shared_store, tokenizer) as world:
+        yield world
+
+
+@pytest.fixture
+async def frail_world(own_store: Server, tokenizer: Path) -> AsyncIterator[World]:
+    """The same around `own_store`."""
+    async with _world(own_store, tokenizer) as world:
+        yield world
+
+
+@asynccontextmanager
+async def _world(store: Server, tokenizer: Path) -> AsyncIterator[World]:
+    # Not pytest's tmp_path: the path of a unix socket may have 107 bytes only.
+    with tempfile.TemporaryDirectory(prefix="galley-") as directory:
+        async with World(Path(directory), tokenizer, store.url) as world:
+            yield world

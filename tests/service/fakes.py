@@ -1,0 +1,247 @@
+"""A target and a draft over real gRPC whose answers are known beforehand, and which fail at command."""
+
+from __future__ import annotations
+
+import asyncio
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from services.common.codec import logprobs_message
+from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.core.acceptance import confirm
+from services.core.content import Miss, look_up, prefix_hash
+from tests.service.truth import CONTEXT, END, VOCAB, logprobs_of, true_next
+from tests.service.waiting import Gate, Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MAX_DRAFT_TOKENS = 16
+STRATEGIES = ("model", "ngram")
+
+
+class Replica:
+    """What both fakes are: a server on a unix socket, which can go and come back, with a gate before it.
+
+    `calls` is every item that came, `answered` how many passed the gate, `cancelled` how many were given up.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.address = f"unix:{directory / name}"
+        self.gate = Gate()
+        self.watch = Watch()
+        self.calls: list[Any] = []
+        self.metadata: list[dict[str, str | bytes]] = []
+        self.answered = 0
+        self.cancelled = 0
+        self.failure: grpc.StatusCode | None = None
+        self.failures_left = 0
+        self.incarnations = 0
+        self._held: dict[str, list[int]] = {}
+        self._server: grpc.aio.Server | None = None
+
+    def _serve(self, server: grpc.aio.Server) -> None:
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        """Serve, as a new process would: with empty caches."""
+        self.incarnations += 1
+        self._held.clear()
+        self._server = grpc.aio.server()
+        self._serve(self._server)
+        self._server.add_insecure_port(self.address)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Go away at once."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(None)
+
+    def forget(self) -> None:
+        """Be another process at the same address: nothing is cached."""
+        self.incarnations += 1
+        self._held.clear()
+
+    def fail(self, code: grpc.StatusCode, times: int) -> None:
+        """Fail the next calls, whole."""
+        self.failure, self.failures_left = code, times
+
+    async def called(self, times: int) -> None:
+        await self.watch.until(lambda: len(self.calls) >= times)
+
+    async def has_answered(self, times: int) -> None:
+        await self.watch.until(lambda: self.answered >= times)
+
+    async def was_given_up(self, times: int = 1) -> None:
+        await self.watch.until(lambda: self.cancelled >= times)
+
+    async def _enter(self, item: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self.calls.append(item)
+        self.metadata.append(dict(context.invocation_metadata() or ()))
+        self.watch.changed()
+        try:
+            await self.gate.enter()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            self.watch.changed()
+            raise
+        self.answered += 1
+        self.watch.changed()
+        if self.failures_left > 0 and self.failure is not None:
+            self.failures_left -= 1
+            await context.abort(self.failure, "as told")
+
+    def _admit(self, part: pb.SessionSlice) -> Miss | list[int]:
+        """The confirmed tokens, if the cache agrees in content."""
+        held = self._held.get(part.session_id, [])
+        found = look_up(held, part.start, part.tokens, part.prefix_hash)
+        return found if isinstance(found, Miss) else [*held[: part.start], *part.tokens]
+
+
+class FakeTarget(Replica, rpc.TargetServicer):
+    """Says `true_next`, checks drafts by the one rule of acceptance, and counts what it was asked."""
+
+    def __init__(self, directory: Path, tokenizer_hash: str) -> None:
+        super().__init__(directory, "target")
+        self.tokenizer_hash = tokenizer_hash
+        self.fingerprint = "build-1"
+        self.item_failure: grpc.StatusCode | None = None
+        self.misses = 0
+        self.spoil: Callable[[pb.VerifyResult], None] = lambda _: None
+
+    def _serve(self, server: grpc.aio.Server) -> None:
+        rpc.add_TargetServicer_to_server(self, server)
+
+    async def GetTargetInfo(self, request: pb.GetTargetInfoRequest, context: Any) -> pb.GetTargetInfoResponse:
+        return pb.GetTargetInfoResponse(
+            model="tiny",
+            tokenizer_hash=self.tokenizer_hash,
+            context_window=CONTEXT,
+            vocab_size=VOCAB,
+            eos_token_ids=[END],
+            fingerprint=self.fingerprint,
+            deterministic=True,
+            incarnation=f"target-{self.incarnations}",
+            max_draft_tokens=MAX_DRAFT_TOKENS,
+            dtype="float32",
+            device="none",
+        )
+
+    async def Verify(
+        self, request: pb.VerifyRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.VerifyResponse:
+        [item] = request.items
+        await self._enter(item, context)
+        answer = pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
+        if self.item_failure is not None:
+            answer.status.code = self.item_failure.value[0]
+            answer.status.message = "the logits are not numbers"
+        else:
+            self._answer(item, answer)
+        return pb.VerifyResponse(answers=[answer])
+
+    def _answer(self, item: pb.VerifyItem, answer: pb.VerifyAnswer) -> None:
+        part = item.slice
+        tokens = self._admit(part)
+        if isinstance(tokens, Miss):
+            self.misses += 1
+            answer.cache_miss.have, answer.cache_miss.prefix_hash = tokens.have, tokens.prefix_hash
+            return
+        stops = frozenset(part.stop_token_ids)
+        verdict = confirm(
+            item.draft_tokens,
+            _samples(tokens, item),
+            position=len(tokens),
+            max_position=part.max_position,
+            stop_token_ids=stops,
+            output_len=len(tokens) - part.prompt_len,
+            min_tokens=part.min_tokens,
+        )
+        held = self._held[part.session_id] = [*tokens, *verdict.tokens[:-1]]
+        answer.result.position = len(tokens)
+        answer.result.tokens.extend(verdict.tokens)
+        answer.result.accepted = verdict.accepted
+        answer.result.verified = len(item.draft_tokens)
+        answer.result.kv_len = len(held)
+        answer.result.fingerprint = self.fingerprint
+        answer.result.timing.compute_ns = 1000
+        if item.HasField("logprobs"):
+            answer.result.logprobs.extend(
+                logprobs_message(logprobs_of(token, item.logprobs)) for token in verdict.tokens
+            )
+        self.spoil(answer.result)
+
+
+def _samples(tokens: list[int], item: pb.VerifyItem) -> list[int]:
+    """The target's own token at each position, given the draft tokens before it."""
+    part = item.slice
+    samples = []
+    context = list(tokens)
+    for guess in (*item.draft_tokens, None):
+        banned = (
+            frozenset(part.stop_token_ids) if len(context) - part.prompt_len < part.min_tokens else frozenset()
+        )
+        samples.append(true_next(context, part.sampling.seed, banned))
+        if guess is not None:
+            context.append(guess)
+    return samples
+
+
+class FakeDraft(Replica, rpc.DraftServicer):
+    """Guesses what the target will say, each token spoiled with chance `spoil_rate`; or tells a `lie`."""
+
+    def __init__(self, directory: Path, tokenizer_hash: str) -> None:
+        super().__init__(directory, "draft")
+        self.tokenizer_hash = tokenizer_hash
+        self.spoil_rate = 0.0
+        self.lie: Callable[[pb.ProposeItem, pb.ProposeAnswer], None] = lambda _item, _answer: None
+        self.before_answering: Callable[[], Any] | None = None
+
+    def _serve(self, server: grpc.aio.Server) -> None:
+        rpc.add_DraftServicer_to_server(self, server)
+
+    async def GetDraftInfo(self, request: pb.GetDraftInfoRequest, context: Any) -> pb.GetDraftInfoResponse:
+        return pb.GetDraftInfoResponse(
+            model="tiny-draft",
+            tokenizer_hash=self.tokenizer_hash,
+            strategies=STRATEGIES,
+            default_strategy=STRATEGIES[0],
+            incarnation=f"draft-{self.incarnations}",
+            max_draft_tokens=MAX_DRAFT_TOKENS,
+            vocab_size=VOCAB,
+        )
+
+    async def Propose(
+        self, request: pb.ProposeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ProposeResponse:
+        [item] = request.items
+        await self._enter(item, context)
+        if self.before_answering is not None:
+            await self.before_answering()
+        answer = pb.ProposeAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
+        tokens = self._admit(item.slice)
+        if isinstance(tokens, Miss):
+            answer.cache_miss.have, answer.cache_miss.prefix_hash = tokens.have, tokens.prefix_hash
+        else:
+            self._propose(item, tokens, answer.result)
+        self.lie(item, answer)
+        return pb.ProposeResponse(answers=[answer])
+
+    def _propose(self, item: pb.ProposeItem, tokens: list[int], result: pb.ProposeResult) -> None:
+        result.position, result.prefix_hash = len(tokens), prefix_hash(tokens)
+        for _ in range(item.k):
+            token = true_next(tokens, item.slice.sampling.seed)
+            tokens.append((token + 1) % VOCAB if self._spoils(len(tokens)) else token)
+        self._held[item.slice.session_id] = tokens
+        result.draft_tokens.extend(tokens[result.position :])
+        result.kv_len = len(tokens)
+        result.timing.compute_ns = 500
+
+    def _spoils(self, position: int) -> bool:
+        """By position alone, so that two sessions of one request have the same rounds."""
+        return blake2b(position.to_bytes(4, "little"), digest_size=1).digest()[0] < 256 * self.spoil_rate

@@ -1,0 +1,35 @@
+"""A tokenizer whose token ids are the bytes of UTF-8."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role != 'user' %}"
+    "{{ raise_exception('only users speak here') }}{% endif %}"
+    "<|user|>{{ message.content }}{% endfor %}<|assistant|>"
+)
+
+
+def write(directory: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json."""
+    fast = Tokenizer(models.BPE(vocab={char: byte for byte, char in _byte_chars().items()}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>"])
+    fast.save(str(directory / "tokenizer.json"))
+    config = {"chat_template": TEMPLATE, "eos_token": "<|end|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def _byte_chars() -> dict[int, str]:
+    """Each byte's character in byte-level BPE: itself if it is printable, else one from U+0100 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

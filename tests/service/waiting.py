@@ -1,0 +1,52 @@
+"""Waiting without sleeping."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PATIENCE_S = 20.0
+
+
+class Watch:
+    """Tells those who wait that something may have changed."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def changed(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():
+                await self._event.wait()
+
+
+class Gate:
+    """Open at first; closed, it lets pass as many as were permitted."""
+
+    def __init__(self) -> None:
+        self._watch = Watch()
+        self._open = True
+        self._permits = 0
+
+    def close(self) -> None:
+        self._open = False
+
+    def open(self) -> None:
+        self._open = True
+        self._watch.changed()
+
+    def permit(self, count: int = 1) -> None:
+        self._permits += count
+        self._watch.changed()
+
+    async def enter(self) -> None:
+        await self._watch.until(lambda: self._open or self._permits > 0)
+        if not self._open:
+            self._permits -= 1

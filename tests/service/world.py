@@ -1,0 +1,201 @@
+"""One Valkey, one fake target, one fake draft, and as many real gateways as a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from services.client.client import GalleyClient, GalleyRpcError
+from services.common.server import RunningServer, start_server
+from services.common.tokenizer_hash import tokenizer_hash
+from services.core.records import PositionLogprobs
+from services.gateway.service import build
+from services.gateway.settings import GatewaySettings
+from tests.service.fakes import FakeDraft, FakeTarget
+from tests.service.truth import SEED, text_of, true_output
+from tests.service.waiting import PATIENCE_S
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Sequence
+    from pathlib import Path
+
+    import grpc
+
+    from services.client.client import TokenStream
+    from services.common.pb.galley.v1 import galley_pb2 as pb
+
+PROMPT = "Tell me more."
+PROMPT_TOKENS = list(PROMPT.encode())
+MAX_TOKENS = 40
+
+
+@dataclass
+class Heard:
+    """What a client heard of one stream, or of several that go on from one another."""
+
+    tokens: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    changes: list[tuple[int, str]] = field(default_factory=list)
+    started: pb.Started | None = None
+    finished: pb.Finished | None = None
+    first_index: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def hear(self, event: pb.StreamEvent) -> None:
+        match event.WhichOneof("event"):
+            case "started":
+                self.started = event.started
+            case "chunk":
+                chunk = event.chunk
+                assert chunk.index == self.first_index + len(self.tokens), "an index twice or skipped"
+                assert len(chunk.from_draft) == len(chunk.token_ids)
+                self.tokens += chunk.token_ids
+                self.texts.append(chunk.text)
+                self.from_draft += chunk.from_draft
+                self.logprobs += [
+                    PositionLogprobs(entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))
+                    for entry in chunk.logprobs
+                ]
+            case "numerics_changed":
+                self.changes.append((event.numerics_changed.index, event.numerics_changed.fingerprint))
+            case "finished":
+                self.finished = event.finished
+
+    async def listen(self, stream: TokenStream, until: int | None = None) -> Heard:
+        """Hear the stream to its end, or until `until` tokens are there."""
+        async with asyncio.timeout(PATIENCE_S):
+            while until is None or len(self.tokens) < until:
+                try:
+                    self.hear(await anext(stream))
+                except StopAsyncIteration:
+                    break
+        return self
+
+
+async def hear(stream: TokenStream, until: int | None = None, first_index: int = 0) -> Heard:
+    return await Heard(first_index=first_index).listen(stream, until)
+
+
+async def refused(answer: Awaitable[object]) -> GalleyRpcError:
+    """The status that a call ends with."""
+    with pytest.raises(GalleyRpcError) as caught:
+        await answer
+    return caught.value
+
+
+def must_be_true(heard: Heard, max_tokens: int = MAX_TOKENS, seed: int = SEED) -> None:
+    """The stream is what the target alone says to PROMPT."""
+    truth = true_output(PROMPT_TOKENS, max_tokens, seed)
+    assert heard.tokens == truth
+    assert heard.text == text_of(truth)
+    assert heard.finished is not None
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """A real gateway, and a client of it."""
+
+    running: RunningServer
+    client: GalleyClient
+
+    @property
+    def address(self) -> str:
+        return self.running.address
+
+    def ask(self, prompt: str | Sequence[int] = PROMPT, **options: Any) -> TokenStream:
+        """A stream of MAX_TOKENS tokens, unless the options say otherwise."""
+        asked = {"max_tokens": MAX_TOKENS, "seed": SEED, "ignore_eos": True, **options}
+        return self.client.generate(prompt, **asked)  # type: ignore[misc]  # the options of the tests' own making
+
+    async def idle(self) -> None:
+        """Wait until no stream is open here and none of its tasks is left; fails if some stay."""
+        streams = cast("Any", self.running.service)._streams
+        async with asyncio.timeout(PATIENCE_S):
+            await streams.wait_idle()
+            ours = [task for task in asyncio.all_tasks() if _is_gateways(task)]
+            if ours:
+                await asyncio.wait(ours)
+        assert not streams._running
+
+
+def _is_gateways(task: asyncio.Task[Any]) -> bool:
+    name = getattr(task.get_coro(), "__qualname__", "")
+    return name.startswith(("_Pump.", "SessionRunner."))
+
+
+class World:
+    """Use as an async context; everything that it started ends with it."""
+
+    def __init__(self, directory: Path, tokenizer: Path, redis_url: str) -> None:
+        self.tokenizer = tokenizer
+        self.tokenizer_hash = tokenizer_hash(tokenizer)
+        self.redis_url = redis_url
+        self.target = FakeTarget(directory, self.tokenizer_hash)
+        self.draft = FakeDraft(directory, self.tokenizer_hash)
+        self._gateways: list[Gateway] = []
+        self._unhandled: list[dict[str, Any]] = []
+
+    def settings(self, **given: object) -> GatewaySettings:
+        return GatewaySettings.model_validate(
+            {
+                "target": self.target.address,
+                "draft": self.draft.address,
+                "redis_url": self.redis_url,
+                "model": str(self.tokenizer),
+                "max_message_bytes": 1 << 16,
+                # Generous: machines of tests are slow, and what is late is tested on purpose.
+                "draft_timeout_s": 10,
+                "drain_timeout_s": 5,
+                "window": 1000,
+                "buffer": 1000,
+                "id_secret": "the same at all gateways",
+                **given,
+            }
+        )
+
+    async def gateway(self, **given: object) -> Gateway:
+        """A gateway with these settings."""
+        settings = self.settings(**given)
+        running = await start_server(settings, build(settings))
+        client = await GalleyClient(running.address).__aenter__()
+        self._gateways.append(Gateway(running, client))
+        return self._gateways[-1]
+
+    async def __aenter__(self) -> World:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: self._unhandled.append(what))
+        await self.target.start()
+        await self.draft.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.target.gate.open()
+        self.draft.gate.open()
+        for gateway in self._gateways:
+            await gateway.client.__aexit__(None, None, None)
+            await gateway.running.stop()
+        await self.draft.stop()
+        await self.target.stop()
+        assert not self._unhandled, "an exception that nobody handled"
+
+
+async def raw(call: Any) -> AsyncIterator[pb.StreamEvent]:
+    """The events of a call made with a bare stub."""
+    async for response in call:
+        yield response.event
+
+
+def field_of(error: GalleyRpcError) -> str:
+    [(name, _)] = error.violations
+    return name
+
+
+def code_of(error: GalleyRpcError) -> grpc.StatusCode:
+    return error.code
