@@ -71,10 +71,14 @@ def _target(options: StackOptions) -> PartSpec:
 
 def _draft(options: StackOptions) -> PartSpec:
     def command(facts: Facts) -> list[str]:
-        args = [*_common(options), *_threads(options), "--tokenizer", facts["model"]["line"]]
-        args += ["--strategies", ",".join(options.strategies)]
+        args = [*_common(options), *_threads(options)]
         if options.draft_model:
-            args += ["--model", facts["draft-model"]["line"]]
+            dtype = ("--dtype", options.dtype) if options.dtype else ()
+            args += ["--model", facts["draft-model"]["line"], *dtype]
+        else:
+            args += ["--tokenizer", facts["model"]["line"]]
+        if options.strategies:
+            args += ["--default-strategy", options.strategies[0]]
         return python_module("services.draft", *args, *options.extra_args.get("draft", ()))
 
     return PartSpec("draft", command, after=("model", "draft-model") if options.draft_model else ("model",))

@@ -54,7 +54,8 @@ class StackOptions:
 
     model: str = ""
     draft_model: str | None = None
-    strategies: tuple[str, ...] = ("ngram",)
+    # The draft serves all that it can; the first of these is its default.
+    strategies: tuple[str, ...] = ()
     k: int | None = None
     dtype: str | None = None
     # None: an embedded Valkey.

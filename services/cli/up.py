@@ -28,8 +28,11 @@ Model = Annotated[str, typer.Option(help="Target model: hub id, directory or GGU
 DraftModel = Annotated[
     str | None, typer.Option(help="Model of the strategy `model`; its tokenizer must be the target's.")
 ]
-Strategies = Annotated[
-    list[str] | None, typer.Option("--strategy", help="A draft strategy to serve; may be given again.")
+Strategy = Annotated[
+    str,
+    typer.Option(
+        help="How to draft where a request says nothing: ngram, model, none. Default: model if any."
+    ),
 ]
 DType = Annotated[str | None, typer.Option(help="float32 or bfloat16. Default: what suits this machine.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads a service. Default: 1 on small machines.")]
@@ -43,7 +46,7 @@ def up(  # noqa: PLR0913  # one parameter a flag
     *,
     model: Model = "",
     draft_model: DraftModel = None,
-    strategy: Strategies = None,
+    strategy: Strategy = "",
     k: Annotated[
         int | None, typer.Option(min=0, help="Draft tokens a round, where a request says none.")
     ] = None,
@@ -76,11 +79,11 @@ def up(  # noqa: PLR0913  # one parameter a flag
     run_stack(_keep_up(options, Console(highlight=False)))
 
 
-def strategies_of(named: list[str] | None, draft_model: str | None) -> tuple[str, ...]:
-    """As named; else what can be served: n-gram lookup, and the draft model first if there is one."""
+def strategies_of(named: str, draft_model: str | None) -> tuple[str, ...]:
+    """As named; else the draft model if there is one; else what the draft makes of it."""
     if named:
-        return tuple(named)
-    return ("model", "ngram") if draft_model else ("ngram",)
+        return (named,)
+    return ("model",) if draft_model else ()
 
 
 async def _keep_up(options: StackOptions, console: Console) -> None:

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     Behavior: TypeAlias = Callable[..., Any]
 
 
-class WrappingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+class WrappingInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the methods of every service but the standard ones (health, reflection)."""
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
+    ) -> Handler | None:
         """Find the method's handler and wrap it; a method that is not served stays so."""
-        handler: Handler | None = await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or method.startswith("/grpc."):
-            return handler  # type: ignore[return-value]  # None is how grpc says "no such method"
+            return handler
         return self.wrap(handler, method)
 
     def wrap(self, handler: Handler, method: str) -> Handler:

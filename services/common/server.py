@@ -40,9 +40,11 @@ _STOP_GRACE_S = 0.5
 
 
 class Service(Protocol):
-    """What a server serves: `grpc_services` are the full names that health and reflection show."""
+    """What a server serves."""
 
-    grpc_services: Sequence[str]
+    @property
+    def grpc_services(self) -> Sequence[str]:
+        """The full names that health and reflection show."""
 
     async def drain(self) -> None:
         """Refuse new work and finish what is under way; may be cancelled when time is up."""

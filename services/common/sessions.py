@@ -1,4 +1,4 @@
-"""What a replica keeps of each session, bounded by number and by tokens; the least recently used goes first."""
+"""What a replica keeps of each session, bounded by number and by tokens: least recently used goes first."""
 
 from __future__ import annotations
 

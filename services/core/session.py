@@ -321,7 +321,7 @@ class Session:
             self._trouble_since = self._round.verify_ns
         if not event.retryable:
             self._end_with(Broken(f"the target refused: {event.message}"))
-        elif now - self._trouble_since >= self._limits.target_timeout_ns:
+        elif now + self._retry - self._trouble_since >= self._limits.target_timeout_ns:
             self._end_with(TargetUnavailable(f"no verdict from the target: {event.message}"))
         else:
             self.phase = Phase.BACKING_OFF
@@ -403,16 +403,20 @@ class Session:
         if self.phase is not Phase.SEALING or self._logged < len(self.answer.tokens):
             return
         if self._finished is not None:
-            self._end(ev.End(ending=self._finished))
+            self._conclude(self._finished)
         elif self.answer.ending is not None:
             self.phase = Phase.FINISHING
             self._emit_effect(ev.StoreFinish(self.answer.ending, self._logged))
 
     def _on_finish_stored(self, _event: ev.FinishStored, _now: int) -> None:
+        self._conclude(self.answer.ending)
+
+    def _conclude(self, ending: Ending | None) -> None:
+        """Say how the answer ended, unless the client has more of it than there is."""
         if self.logged_output < self._stream_from:
             self._end_with(LogLost(f"the client has {self._stream_from} tokens of {self.logged_output}"))
         else:
-            self._end(ev.End(ending=self.answer.ending))
+            self._end(ev.End(ending=ending))
 
     def _on_draining(self, _event: ev.Draining, now: int) -> None:
         self._draining = True
@@ -441,6 +445,9 @@ class Session:
 
     def _on_aborted(self, _event: ev.Aborted, _now: int) -> None:
         self._end(ev.End(ending=Ending(Reason.ABORTED)))
+
+    def _on_aborted_too_late(self, _event: ev.Aborted, _now: int) -> None:
+        """The end is on its way to the store: which of the two it took first, its answer tells."""
 
     def _on_interrupted(self, event: ev.Interrupted, _now: int) -> None:
         self._end_with(event.error)
@@ -474,6 +481,7 @@ class Session:
         **dict.fromkeys([(phase, ev.StoreFailed) for phase in _LIVE], _on_store_failed),
         **dict.fromkeys([(phase, ev.Interrupted) for phase in _LIVE], _on_interrupted),
         **dict.fromkeys([(phase, ev.Aborted) for phase in _LIVE], _on_aborted),
+        (Phase.FINISHING, ev.Aborted): _on_aborted_too_late,
     }
 
 

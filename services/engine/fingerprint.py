@@ -7,8 +7,9 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import torch
+import transformers
 
-from services.engine import attention
+from services.engine import attention, packing
 from services.engine.probe import probe_logits
 from services.engine.store import file_digest
 
@@ -33,7 +34,11 @@ def fingerprint(model: CausalModel) -> str:
         "dtype": model.info.dtype,
         "engine_revision": ENGINE_REVISION,
         "attention": attention.NAME,
+        "matmul": "packed"
+        if packing.serves(getattr(torch, model.info.dtype), model.info.device)
+        else "torch",
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "isa": torch.backends.cpu.get_cpu_capability(),
         "device": _device_kind(model.info.device),
         "tensor_parallel": 1,

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from services.engine import attention
+from services.engine import attention, packing
 from services.engine.errors import UnsupportedModel
 from services.engine.support import refuse_config, refuse_files
 
@@ -24,11 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def default_dtype(device: str) -> torch.dtype:
     """bfloat16 where the device multiplies it natively (there it verifies 5 to 8 rows at the cost of one)."""
-    if torch.device(device).type == "cpu":
-        flags = torch.cpu.get_capabilities()
-        native = bool(flags.get("avx512_bf16") or flags.get("amx_bf16"))
-    else:
-        native = True
+    native = torch.device(device).type != "cpu" or packing.native_bfloat16()
     return torch.bfloat16 if native else torch.float32
 
 
@@ -71,7 +67,10 @@ def load_module(directory: Path, config: Any, *, dtype: torch.dtype, device: str
         trust_remote_code=False,
         use_safetensors=True,
     )
-    return module.to(device).eval()
+    module = module.to(device).eval()
+    if packing.serves(dtype, device):
+        packing.pack_linears(module)
+    return module
 
 
 def silence() -> None:

@@ -148,6 +148,7 @@ class CausalModel:
         }
         if not wanted:
             self._module.base_model(**arguments)
+            self._expect_layers(plan)
             return torch.empty(0, self.info.vocab_size, device=self._device)
         kept = self._tensor(wanted + [0] * (MIN_ROWS - len(wanted)))
         output = self._module(**arguments, logits_to_keep=kept).logits

@@ -97,6 +97,8 @@ def _converted(source: Path, name: str) -> Path:
 def _convert(source: Path, target: Path) -> None:
     from services.engine.gguf import convert  # noqa: PLC0415  # imports torch, which a second start does without
 
+    for stale in target.parent.glob(f".{target.name}.*/"):  # of a process that was killed; we hold the lock
+        shutil.rmtree(stale, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         convert(source, scratch)

@@ -10,7 +10,7 @@ from services.engine.prepare import resolve_model
 
 
 def load_model(spec: str, *, dtype: str, device: str, threads: int) -> CausalModel:
-    """The model that `spec` names, resolved and loaded; raises UnsupportedModel. Blocks, at first for long."""
+    """The model that `spec` names, resolved and loaded; raises UnsupportedModel. Blocks, long at first."""
     return CausalModel.load(
         resolve_model(spec),
         dtype=parse_dtype(dtype, device),

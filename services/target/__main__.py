@@ -48,9 +48,7 @@ def load_verifier(settings: TargetSettings) -> Verifier:
     from services.target.fingerprint import fingerprint_of  # noqa: PLC0415
     from services.target.verifier import Verifier  # noqa: PLC0415
 
-    model = load_model(
-        settings.model, dtype=settings.dtype, device=settings.device, threads=settings.threads
-    )
+    model = load_model(settings.model, dtype=settings.dtype, device=settings.device, threads=settings.threads)
     return Verifier(
         model,
         fingerprint_of(model),

@@ -34,11 +34,11 @@ class TargetService(rpc.TargetServicer):
         self._incarnation = secrets.token_hex(8)
         self._batcher: Batcher[VerifyJob, VerifyOutcome] = Batcher(self._step, max_waiting=max_waiting)
 
-    async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:  # noqa: N802, ARG002
+    async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:  # noqa: ARG002
         """Answer all items of one request."""
         return pb.VerifyResponse(answers=await answer_all(request.items, self._answer))
 
-    async def VerifyStream(  # noqa: N802
+    async def VerifyStream(
         self,
         request_iterator: AsyncIterator[pb.VerifyStreamRequest],
         context: Any,  # noqa: ARG002
@@ -47,7 +47,7 @@ class TargetService(rpc.TargetServicer):
         async for answers in answer_stream(request_iterator, self._answer, self._batcher.draining):
             yield pb.VerifyStreamResponse(answers=answers)
 
-    async def GetTargetInfo(  # noqa: N802
+    async def GetTargetInfo(
         self,
         request: pb.GetTargetInfoRequest,  # noqa: ARG002
         context: Any,  # noqa: ARG002

@@ -65,6 +65,7 @@ def test_every_manifest_is_valid(manifests: list[Manifest]) -> None:
         ({"gateway": {"settings": {"kk": 2}}}, "kk"),
         ({"gateway": {"port": 80}}, "port"),
         ({"gateway": {"resources": {"request": {}}}}, "request"),
+        ({"model": "example/model"}, "draft.settings.model"),
         ({"redis": {"url": "redis://store"}}, "exactly one"),
         ({"redis": {"embedded": {"enabled": False}}}, "exactly one"),
         ({"redis": {"url": "http://store", "embedded": {"enabled": False}}}, "/redis/url"),

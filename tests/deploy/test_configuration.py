@@ -11,10 +11,10 @@ import yaml
 from tests.deploy.render import CHART, ROLES, ROOT, container, default_values, env, render, workloads
 from tests.deploy.settings_of import parse_env, settings_of, variables_of
 
-# What the chart decides by itself, and what means nothing in a cluster.
+# What the chart decides by itself or keeps for tests, and what means nothing in a cluster.
 CHART_DECIDES = {
     "gateway": {"draft", "id_secret", "model", "redis_url", "startup_timeout_s", "target"},
-    "draft": {"tokenizer"},
+    "draft": {"oracle_answers", "oracle_spoil", "tokenizer"},
     "target": {"model"},
 }
 CHART_DECIDES_FOR_ALL = {"drain_timeout_s", "host", "log_format", "log_level", "port"}
@@ -26,7 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "redis": {"embedded": {"enabled": False}, "existingSecret": {"name": "store"}},
         "gateway": {"idSecret": {"name": "ids"}},
     },
-    "another model": {"model": "example/model", "logLevel": "debug"},
+    "a directory": {"model": "/models/other", "logLevel": "debug"},
+    "hub models": {"model": "example/big", "draft": {"settings": {"model": "example/small"}}},
     "no draft": {"draft": {"enabled": False}},
 }
 
@@ -75,6 +76,16 @@ def test_the_schema_offers_every_setting_that_is_not_the_charts(role: str) -> No
     assert settings_of_schema(role) == (
         fields - CHART_DECIDES[role] - CHART_DECIDES_FOR_ALL - NOT_IN_A_CLUSTER
     )
+
+
+def test_target_gateway_and_draft_share_a_tokenizer() -> None:
+    rendered = workloads(render({"model": "/models/other"}))
+    assert env(rendered["target"])["GALLEY_TARGET_MODEL"] == "/models/other"
+    assert env(rendered["gateway"])["GALLEY_GATEWAY_MODEL"] == "/models/other"
+    assert env(rendered["draft"])["GALLEY_DRAFT_TOKENIZER"] == "/models/other"
+    own = env(workloads(render(VARIANTS["hub models"]))["draft"])
+    assert own["GALLEY_DRAFT_MODEL"] == "example/small"
+    assert "GALLEY_DRAFT_TOKENIZER" not in own
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from services.core.errors import Broken
+from services.engine import packing
 from services.engine.fingerprint import fingerprint
 from services.engine.model import MAX_ROWS, CausalModel, Rows
 from services.engine.tiles import PAGE, TILE, lay_out
@@ -114,6 +115,20 @@ def test_no_bit_depends_on_chunks_or_company(
     for _ in range(3):
         for prompt, mine in zip(ragged(model, prompts, rng, 90), alone, strict=True):
             assert torch.equal(prompt, mine)
+
+
+def test_packed_weights_give_the_logits_of_plain_ones(
+    make_model: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_model(CONFIGS["qwen2"]())
+    tokens = tokens_of(random.Random(9), 40)
+    packed = load(directory, torch.bfloat16)
+    monkeypatch.setattr(packing, "serves", lambda dtype, device: False)
+    plain = load(directory, torch.bfloat16)
+    assert packed.info.deterministic
+    assert plain.info.deterministic
+    ours, theirs = whole(packed, tokens), whole(plain, tokens)
+    assert float((ours - theirs).norm() / theirs.norm()) < 0.02
 
 
 def test_rejected_tokens_leave_no_trace(make_model: Callable[[Any], Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 COOLDOWN_S = 0.25  # services.core.session.SessionLimits.draft_cooldown_ns
-
-Lie = "Callable[[pb.ProposeItem, pb.ProposeAnswer], None]"
 
 
 def random_tokens(item: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
@@ -166,7 +165,7 @@ async def test_a_draft_that_was_killed_is_used_again_when_it_is_back(world: Worl
     assert not any(heard.from_draft)
 
     await world.draft.start()
-    async with _patience():
+    async with asyncio.timeout(PATIENCE_S):
         while not any(heard.from_draft):  # gRPC comes to know of it within a second
             heard = await hear(gateway.ask())
             must_be_true(heard)
@@ -189,7 +188,7 @@ async def test_a_gateway_starts_without_its_draft_and_pairs_later(world: World) 
     heard = await hear(gateway.ask())
     must_be_true(heard)
     await world.draft.start()
-    async with _patience():
+    async with asyncio.timeout(PATIENCE_S):
         while not any(heard.from_draft):
             heard = await hear(gateway.ask())
 
@@ -209,7 +208,7 @@ async def test_a_draft_that_comes_back_with_another_tokenizer_is_logged_and_not_
     world.draft.tokenizer_hash = "another"
     await world.draft.start()
     with capture_logs() as logs:
-        async with _patience():
+        async with asyncio.timeout(PATIENCE_S):
             while not any("another" in str(line.get("reason")) for line in logs):
                 heard = await hear(gateway.ask())
                 must_be_true(heard)
@@ -217,9 +216,3 @@ async def test_a_draft_that_comes_back_with_another_tokenizer_is_logged_and_not_
     [*_, line] = [line for line in logs if "another" in str(line.get("reason"))]
     assert world.tokenizer_hash in line["reason"]
     assert not world.draft.calls
-
-
-def _patience() -> object:
-    import asyncio
-
-    return asyncio.timeout(PATIENCE_S)

@@ -1,0 +1,47 @@
+"""Runs a draft replica: `python -m services.draft`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.common.server import main_of
+from services.draft.loading import load_drafter
+from services.draft.servicer import DraftService
+from services.draft.settings import DraftSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    import grpc
+
+    from services.common.server import Parts
+
+_DESCRIPTION = (
+    "A Galley draft: proposes the next tokens of many sessions at once, by a cheap model or by none."
+)
+
+
+def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[DraftService]]:
+    """How to build the service of these settings."""
+
+    async def build_service(server: grpc.aio.Server, parts: Parts) -> DraftService:
+        if settings.model is not None:
+            parts.readiness.stage("loading model", detail=settings.model)
+        loaded = await asyncio.to_thread(load_drafter, settings)
+        tracer = parts.telemetry.tracer(__name__)
+        service = DraftService(loaded.drafter, loaded.info, tracer, max_waiting=settings.max_waiting)
+        rpc.add_DraftServicer_to_server(service, server)
+        return service
+
+    return build_service
+
+
+def main() -> None:
+    """Serve until told to stop."""
+    main_of(DraftSettings, "draft", _DESCRIPTION, build)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""ProposeItem and ProposeAnswer as the drafter's values, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.common.slices import read_slice
+from services.core.content import Miss
+from services.core.errors import GalleyError, InvalidField, Unimplemented
+from services.draft.drafter import ProposeJob
+
+if TYPE_CHECKING:
+    from services.common.batching import Done
+    from services.draft.drafter import ProposeOutcome
+
+# Of a draft without a model: it takes whatever the wire can carry.
+ANY_VOCABULARY = 2**32
+_ANY_LENGTH = 2**32
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInfo:
+    """What a draft says of itself; `vocab_size` is 0 where it has no model."""
+
+    model: str
+    tokenizer_hash: str
+    strategies: tuple[str, ...]
+    default_strategy: str
+    max_draft_tokens: int
+    vocab_size: int
+
+
+def read_item(item: pb.ProposeItem, info: DraftInfo) -> ProposeJob:
+    """Raises InvalidField or Unimplemented, naming the field, before any work is done for the item."""
+    if item.features:
+        raise Unimplemented("features")
+    read = read_slice(item.slice, vocab_size=info.vocab_size or ANY_VOCABULARY, context_window=_ANY_LENGTH)
+    if item.k > info.max_draft_tokens:
+        raise InvalidField("k", f"must be <= {info.max_draft_tokens}, is {item.k}")
+    strategy = item.strategy or info.default_strategy
+    if strategy not in info.strategies:
+        raise InvalidField("strategy", f"must be one of {', '.join(info.strategies)}, is {strategy!r}")
+    return ProposeJob(read, item.k, strategy)
+
+
+def answer_of(item: pb.ProposeItem, done: Done[ProposeOutcome]) -> pb.ProposeAnswer:
+    """Raises the outcome if it is an error."""
+    outcome = done.outcome
+    if isinstance(outcome, GalleyError):
+        raise outcome
+    answer = pb.ProposeAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
+    if isinstance(outcome, Miss):
+        answer.cache_miss.have = outcome.have
+        answer.cache_miss.prefix_hash = outcome.prefix_hash
+        return answer
+    answer.result.CopyFrom(
+        pb.ProposeResult(
+            position=outcome.position,
+            prefix_hash=outcome.prefix_hash,
+            draft_tokens=outcome.draft_tokens,
+            kv_len=outcome.kv_len,
+            timing=pb.Timing(queue_ns=done.queue_ns, compute_ns=done.compute_ns),
+        )
+    )
+    return answer

@@ -1,0 +1,76 @@
+"""From settings to strategies and what the draft says of itself; torch is imported for a model alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.common.logs import get_logger
+from services.common.process import limit_threads
+from services.common.tokenizer_hash import tokenizer_hash
+from services.draft.drafter import Drafter
+from services.draft.items import DraftInfo
+from services.draft.strategies.ngram import NgramStrategy
+from services.draft.strategies.none import NoneStrategy
+
+if TYPE_CHECKING:
+    from services.draft.settings import DraftSettings
+    from services.draft.strategies.base import Strategy
+    from services.engine.model import CausalModel
+
+_LOG = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A drafter that is ready to be served."""
+
+    drafter: Drafter
+    info: DraftInfo
+
+
+def load_drafter(settings: DraftSettings) -> Loaded:
+    """Load what the settings name; blocks. Raises CallerFault if a model or tokenizer cannot be served."""
+    strategies: dict[str, Strategy] = {
+        "ngram": NgramStrategy(settings.ngram_min_n, settings.ngram_max_n),
+        "none": NoneStrategy(),
+    }
+    if settings.oracle_answers is not None:
+        from services.draft.strategies.oracle import OracleStrategy  # noqa: PLC0415  # for tests alone
+
+        strategies["oracle"] = OracleStrategy(settings.oracle_answers, settings.oracle_spoil)
+    model = _load_model(settings)
+    if model is not None:
+        from services.draft.strategies.model import ModelStrategy  # noqa: PLC0415  # imports torch
+
+        strategies["model"] = ModelStrategy(model)
+    info = DraftInfo(
+        model=model.info.name if model else "",
+        tokenizer_hash=_tokenizer_hash(settings, model),
+        strategies=tuple(sorted(strategies)),
+        default_strategy=settings.default_strategy,
+        max_draft_tokens=settings.max_draft_tokens,
+        vocab_size=model.info.vocab_size if model else 0,
+    )
+    drafter = Drafter(strategies, max_sessions=settings.max_sessions, max_tokens=settings.max_kv_tokens)
+    return Loaded(drafter, info)
+
+
+def _load_model(settings: DraftSettings) -> CausalModel | None:
+    if settings.model is None:
+        return None
+    limit_threads(settings.threads)
+    from services.engine.serving import load_model  # noqa: PLC0415  # imports torch
+
+    return load_model(settings.model, dtype=settings.dtype, device=settings.device, threads=settings.threads)
+
+
+def _tokenizer_hash(settings: DraftSettings, model: CausalModel | None) -> str:
+    if model is not None:
+        return model.info.tokenizer_hash
+    if settings.tokenizer is not None:
+        return tokenizer_hash(settings.tokenizer)
+    _LOG.warning(
+        "neither --model nor --tokenizer is given: no gateway can tell that this draft fits its target"
+    )
+    return ""

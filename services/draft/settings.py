@@ -1,0 +1,60 @@
+"""How a draft is configured: flags and GALLEY_DRAFT_* environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from services.common.config import ServiceSettings, settings_config
+
+
+class DraftSettings(ServiceSettings):
+    """What the draft process can be told."""
+
+    model_config = settings_config("GALLEY_DRAFT_")
+
+    model: str | None = Field(
+        None,
+        min_length=1,
+        description="Hub id, or directory or GGUF file of a model with the target's tokenizer; "
+        "without one the strategy `model` is not offered.",
+    )
+    tokenizer: Path | None = Field(
+        None, description="Directory of the target's tokenizer.json, where no model is given."
+    )
+    default_strategy: Literal["ngram", "model", "oracle", "none"] = Field(
+        "ngram", description="Strategy of items that name none."
+    )
+    ngram_min_n: int = Field(2, ge=1, le=64, description="Shortest suffix that ngram matches, in tokens.")
+    ngram_max_n: int = Field(4, ge=1, le=64, description="Longest suffix that ngram matches, in tokens.")
+    oracle_answers: Path | None = Field(
+        None, description='File of known sessions, a JSON object {"tokens": [...]} a line; for tests.'
+    )
+    oracle_spoil: float = Field(0.0, ge=0, le=1, description="Chance that the oracle spoils a token.")
+    max_draft_tokens: int = Field(16, ge=1, le=256, description="Most tokens that an item may ask for.")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto",
+        description="Of weights and KV; auto is bfloat16 where the device computes in it, else float32.",
+    )
+    device: str = Field("cpu", min_length=1, description="Torch device, such as cpu or cuda:0.")
+    threads: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Threads of the CPU kernels; more than one stalls beside other busy processes.",
+    )
+    max_sessions: int = Field(256, ge=1, le=65536, description="Sessions whose tokens and KV are kept.")
+    max_kv_tokens: int = Field(65536, ge=1, description="Tokens kept over all sessions.")
+    max_waiting: int = Field(1024, ge=1, description="Most items that wait for a step; more are refused.")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.ngram_min_n > self.ngram_max_n:
+            raise ValueError(f"--ngram-min-n {self.ngram_min_n} is above --ngram-max-n {self.ngram_max_n}")
+        if self.default_strategy == "model" and self.model is None:
+            raise ValueError("--default-strategy model needs --model")
+        if self.default_strategy == "oracle" and self.oracle_answers is None:
+            raise ValueError("--default-strategy oracle needs --oracle-answers")
+        return self

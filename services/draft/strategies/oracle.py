@@ -1,0 +1,79 @@
+"""Proposes what the target will say, read from a file, with some tokens spoiled: for tests and benchmarks."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from services.core.noise import SPOIL, words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from services.draft.strategies.base import DraftJob, DraftSession, Proposal
+
+
+class OracleStrategy:
+    """Knows whole sessions, prompt and answer, from `answers`: one JSON object {"tokens": [...]} a line.
+
+    A token is spoiled with probability `spoil`, decided by the noise of (seed, position): the same for every
+    k and every repetition. The file is read on when a session matches nothing and the file has grown.
+    """
+
+    def __init__(self, answers: Path, spoil: float) -> None:
+        self._file = answers
+        self._spoil = spoil
+        self._read_bytes = 0
+        self._answers: list[list[int]] = []
+        self._matched: WeakKeyDictionary[DraftSession, list[int]] = WeakKeyDictionary()
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """See `Strategy.propose`."""
+        return [self._propose(job) for job in jobs]
+
+    def _propose(self, job: DraftJob) -> list[int]:
+        answer = self._answer_to(job.session)
+        if answer is None:
+            return []
+        start = len(job.session.tokens)
+        guesses = answer[start : start + job.k]
+        seed = job.slice.sampling.seed
+        return [self._spoiled(token, seed, start + i) for i, token in enumerate(guesses)]
+
+    def _spoiled(self, token: int, seed: int, position: int) -> int:
+        word = int(words(seed, position, [0], SPOIL)[0])
+        if word >= self._spoil * 2**32:
+            return token
+        # Another one that every vocabulary of two has.
+        return token - 1 if token else 1
+
+    def _answer_to(self, session: DraftSession) -> list[int] | None:
+        answer = self._matched.get(session)
+        if answer is not None and _begins(answer, session.tokens):
+            return answer
+        answer = self._search(session.tokens)
+        if answer is None and self._read_on():
+            answer = self._search(session.tokens)
+        if answer is not None:
+            self._matched[session] = answer
+        return answer
+
+    def _search(self, tokens: list[int]) -> list[int] | None:
+        # The latest first: what was written anew holds.
+        return next((answer for answer in reversed(self._answers) if _begins(answer, tokens)), None)
+
+    def _read_on(self) -> bool:
+        """Read the whole lines that were added; were there any?"""
+        with self._file.open("rb") as file:
+            file.seek(self._read_bytes)
+            added = file.read()
+        added = added[: added.rfind(b"\n") + 1]
+        self._read_bytes += len(added)
+        self._answers += [json.loads(line)["tokens"] for line in added.splitlines() if line.strip()]
+        return bool(added)
+
+
+def _begins(answer: list[int], tokens: list[int]) -> bool:
+    return answer[: len(tokens)] == tokens

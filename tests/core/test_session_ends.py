@@ -1,0 +1,60 @@
+"""How a session ends, where two things happen at once."""
+
+from __future__ import annotations
+
+from services.core import events as ev
+from services.core.answer import Answer, Ending, Reason
+from services.core.errors import LogLost, TargetUnavailable
+from services.core.records import TokenRecord
+from services.core.session import Phase, Session, SessionLimits
+from services.core.store import SessionEnded
+from tests.core.session_world import MS, World, decode, spec
+
+
+def resumed(stream_from: int, ending: Ending) -> list[ev.Effect]:
+    """The effects of resuming a finished session of three output tokens."""
+    answer = Answer(spec(), decode)
+    for token in (1, 2, 3):
+        answer.absorb(token, TokenRecord())
+    return Session(answer, stream_from=stream_from, finished=ending).start(0)
+
+
+def test_a_client_that_has_more_than_a_finished_answer_gets_data_loss() -> None:
+    for ending in (Ending(Reason.STOP, 7), Ending(Reason.ABORTED)):
+        [end] = resumed(4, ending)
+        assert isinstance(end, ev.End)
+        assert isinstance(end.error, LogLost)
+
+
+def test_a_client_that_has_all_of_a_finished_answer_is_told_its_end() -> None:
+    assert resumed(3, Ending(Reason.ABORTED)) == [ev.End(ending=Ending(Reason.ABORTED))]
+
+
+def finishing() -> World:
+    world = World(spec(max_position=4), SessionLimits())
+    while world.session.phase is not Phase.FINISHING:
+        world.store() if "commit" in world.waiting else world.reply()
+    return world
+
+
+def test_an_abort_that_comes_while_the_end_is_being_stored_leaves_the_word_to_the_store() -> None:
+    """What the store took first is what every resume will say; so the stream must say it too."""
+    world = finishing()
+    world.tell(ev.Aborted())
+    assert not world.over
+    world.store()
+    assert world.end == ev.End(ending=Ending(Reason.LENGTH))
+
+    world = finishing()
+    world.tell(ev.Aborted())
+    world.tell(ev.StoreFailed(SessionEnded(world.spec.session_id)))
+    assert world.end == ev.End(ending=Ending(Reason.ABORTED))
+
+
+def test_a_target_that_hangs_is_not_asked_once_more_when_its_time_is_as_good_as_over() -> None:
+    """Timers of an event loop may fire a moment early."""
+    world = World(spec(k=0), SessionLimits(target_timeout_ns=100 * MS, retry_ns=50 * MS))
+    world.now += 98 * MS  # and one more with the event
+    world.reply(fail=True)
+    assert world.end is not None
+    assert isinstance(world.end.error, TargetUnavailable)
