@@ -5,7 +5,8 @@ The real default model in float32 through real processes. Greedy: 24 prompts of 
 transformers' own `generate`, near ties (two best logits within 1e-4) excused and printed. At temperatures
 0.8 and 1.2, with top-p, top-k, min-p and penalties: our own plain decoding for the same seed.
 Every draft (none, ngram, model, oracle at three rates of spoiled tokens), k in {1, 4, 8}, alone and eight at a
-time. Writes bench/results/tokens/<commit>.json; exits 1 if a token differs.
+time; sampled answers are shorter. Several stacks share the cases, one core each. Writes
+bench/results/tokens/<commit>.json; exits 1 if a token differs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,33 +54,50 @@ def main() -> int:
     """Exit status 0 if no token differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many (default: all)")
-    parser.add_argument("--max-tokens", type=int, default=96, help="a prompt (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=96, help="of a greedy answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sampled-tokens", type=int, default=32, help="of a sampled one (default: %(default)s)"
+    )
+    parser.add_argument("--stacks", type=int, default=2, help="that share the cases (default: %(default)s)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="galley-prove-") as folder:
-        record = asyncio.run(_prove(Path(folder), arguments.prompts, arguments.max_tokens))
+        record = asyncio.run(_prove(Path(folder), arguments))
     write_record(result_path("tokens", record["commit"]), record)
     return 1 if record["differences"] else 0
 
 
-async def _prove(folder: Path, count: int, max_tokens: int) -> dict[str, Any]:
+async def _prove(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     model = resolve_model(DEFAULT_MODEL)
-    reference = Reference(model)
-    prompts = PROMPTS[:count]
+    prompts = PROMPTS[: arguments.prompts]
     prompt_tokens = encode(Tokenizer.load(str(model)), prompts)
     draft = truncate_model(model, list(DRAFT_LAYERS), folder / "draft")
     began = time.monotonic()
-    proof = Proof(reference, prompts, prompt_tokens)
-    async with running_clients(folder, draft) as clients:
+    proof = Proof(Reference(model), prompts, prompt_tokens)
+    async with AsyncExitStack() as cleanup:
+        stacks = [
+            await cleanup.enter_async_context(running_clients(_made(folder / f"stack-{number}"), draft))
+            for number in range(arguments.stacks)
+        ]
         for kind, options in KINDS.items():
-            await proof.run(clients, kind, {**options, "max_tokens": max_tokens})
+            greedy = options["temperature"] == 0.0
+            length = arguments.max_tokens if greedy else arguments.sampled_tokens
+            await proof.run(stacks, kind, {**options, "max_tokens": length})
     return {
         "commit": commit(),
         "machine": machine(),
         "prompts": len(prompts),
-        "max_tokens": max_tokens,
+        "max_tokens": arguments.max_tokens,
+        "sampled_tokens": arguments.sampled_tokens,
         "seconds": round(time.monotonic() - began),
         **proof.record(),
     }
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 class Proof:
@@ -95,16 +114,32 @@ class Proof:
         self._excuses: list[str] = []
         self._accepted_counts: set[int] = set()
 
-    async def run(self, clients: Clients, kind: str, options: GenerateOptions) -> None:
-        """All cases of one kind of sampling."""
-        expected = await self._expected(clients, options)
-        clients.teach([[*p, *a] for p, a in zip(self._prompt_tokens, expected, strict=True)])
-        for case in all_cases():
-            began = time.monotonic()
-            answers = await ask_all(clients.of(case), self._prompts, options, case)
-            for number, (answer, tokens) in enumerate(zip(answers, expected, strict=True)):
-                self._compare(f"{kind}, {case}, prompt {number}", number, answer, tokens)
-            self._count(kind, case, answers, time.monotonic() - began)
+    async def run(self, stacks: Sequence[Clients], kind: str, options: GenerateOptions) -> None:
+        """All cases of one kind of sampling; each stack takes the next case when it is done with one."""
+        expected = await self._expected(stacks[0], options)
+        for clients in stacks:
+            clients.teach([[*p, *a] for p, a in zip(self._prompt_tokens, expected, strict=True)])
+        cases = iter(all_cases())
+
+        async def work(clients: Clients) -> None:
+            for case in cases:
+                await self._check(clients, kind, options, case, expected)
+
+        await asyncio.gather(*(work(clients) for clients in stacks))
+
+    async def _check(  # one case and all that it needs
+        self,
+        clients: Clients,
+        kind: str,
+        options: GenerateOptions,
+        case: Case,
+        expected: Sequence[Sequence[int]],
+    ) -> None:
+        began = time.monotonic()
+        answers = await ask_all(clients.of(case), self._prompts, options, case)
+        for number, (answer, tokens) in enumerate(zip(answers, expected, strict=True)):
+            self._compare(f"{kind}, {case}, prompt {number}", number, answer, tokens)
+        self._count(kind, case, answers, time.monotonic() - began)
 
     async def _expected(self, clients: Clients, options: GenerateOptions) -> list[list[int]]:
         if options["temperature"] == 0.0:

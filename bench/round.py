@@ -7,9 +7,10 @@ the peer may use every core that they have together (--peer-threads). One stream
 
 The budget. A pair is every prompt set at every temperature, answered by every arm in turn, so that the blocks
 that are compared lie seconds apart; the order of the arms rotates from pair to pair. Each pair takes the next
-`--prompts` prompts of each set. An answer of 64 tokens takes about 2.3 s at 28 tokens/s, and all six arms
-together about 13 s, so 7 pairs x 4 sets x 2 temperatures x 1 prompt take 12 to 15 minutes on two cores.
-`--prompts 3 --pairs 8` sees all 24 prompts of each set and takes about 45. Fewer sets or arms
+`--prompts` prompts of each set. An answer of 96 tokens takes about 3.5 s at 28 tokens/s, and all six arms
+together about 20 s, so 7 pairs x 4 sets x 2 temperatures x 1 prompt take 15 to 20 minutes on two cores, or
+two thirds of that with `--max-tokens 64`, which cuts most answers on `rewrite` in the middle of the copy.
+`--prompts 3 --pairs 8` sees all 24 prompts of each set and takes an hour. Fewer sets or arms
 (`--sets rewrite --arms plain,ngram-4,ngram-8 --prompts 3 --pairs 8`) make a sharper answer to one question.
 `--quick` only shows that everything runs: its figures mean nothing, and its goals are not judged.
 
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 ARMS = (PLAIN, "ngram-4", "ngram-8", "model-4", PEER_PLAIN, PEER_LOOKUP)
 TEMPERATURES = (0.0, 0.7)
 WARM_UP = -1
+_FILE_WIDTH = 150
 _SERVERS = ("valkey", "target", "draft", "gateway")
 
 
@@ -84,7 +86,7 @@ class RoundOptions:
     temperatures: tuple[float, ...] = TEMPERATURES
     pairs: int = MIN_PAIRS
     prompts: int = 1
-    max_tokens: int = 64
+    max_tokens: int = 96
     dtype: str = "bfloat16"
     model: str = ""
     draft_layers: str = "0,1"
@@ -239,7 +241,8 @@ def report(
         console.print(table)
     for name in options.sets:
         cut = share_cut([block for block in blocks if block.prompt_set == name])
-        console.print(f"{name}: sha256 {prompt_hash(name)}, {cut:.1%} of the tokens cut as loops")
+        said = f"{name}: sha256 {prompt_hash(name)}, {cut:.1%} of the tokens cut as loops"
+        console.print(said, highlight=False, soft_wrap=True)
     if root is not None:
         path = result_path("round", where.commit, root)
         record = _record(options, blocks, where) | {
@@ -427,6 +430,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run it; 0 however the goals stand, for a missed goal is a finding and no error."""
     options, root = parse_options(sys.argv[1:] if argv is None else argv)
     console = Console()
+    # Into a file or a pipe: wide enough for the tables, whatever the terminal is.
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
     where = Surroundings(commit(), machine())
     blocks = asyncio.run(measure(options, console))
     report(options, blocks, console, where, root)

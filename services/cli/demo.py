@@ -19,7 +19,7 @@ from services.cli.up import (
     DType,
     LogDir,
     Model,
-    Strategies,
+    Strategy,
     run_stack,
     shown_stack,
     strategies_of,
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from services.common.pb.galley.v1 import galley_pb2 as pb
 
 # Much of the answer can be looked up in the prompt: that is where n-gram drafts show what they can do.
-DEFAULT_PROMPT = """Copy this passage word for word, but write Alice in place of Tom:
+DEFAULT_PROMPT = """Write this passage again, word for word:
 
-Tom lived in a small house by the sea. Every morning Tom walked down to the harbour to watch the boats \
-come in. One day Tom found an old brass compass in the sand, and Tom took it to the lighthouse keeper, \
-who told Tom that it had belonged to a captain who never came home."""
+The old lighthouse stands on a cliff above the sea. Every evening the keeper climbs the stairs and lights \
+the lamp. Ships far out on the water see the light and turn away from the rocks. In the morning the keeper \
+puts out the lamp, writes the weather in his book and goes down to sleep. Nobody in the village has ever \
+seen him, but all of them know that the lamp has never been dark."""
 _SEED = 1
 _WARM_UP_TOKENS = 8
 
@@ -65,7 +66,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer, at most.")] = 96,
     model: Model = "",
     draft_model: DraftModel = None,
-    strategy: Strategies = None,
+    strategy: Strategy = "",
     dtype: DType = None,
     log_dir: LogDir = None,
 ) -> None:
@@ -98,7 +99,7 @@ async def _demo(options: StackOptions, console: Console, prompt: str, max_tokens
 
 async def compare(client: GalleyClient, console: Console, prompt: str, max_tokens: int) -> bool:
     """Show the answer and what was measured; True if the tokens with and without speculation are the same."""
-    from services.cli.render import OriginView, draft_style, legend  # noqa: PLC0415  # protobuf is slow to load
+    from services.cli.render import OriginView, legend  # noqa: PLC0415  # protobuf is slow to load
 
     drafted: GenerateOptions = {
         "max_tokens": max_tokens,
@@ -118,7 +119,8 @@ async def compare(client: GalleyClient, console: Console, prompt: str, max_token
     with _busy(console, "the same again, without speculation"):
         without = await _timed(client, prompt, plain)
     console.print()
-    console.print(_summary(with_draft, without, str(draft_style(console))))
+    console.print(_summary(with_draft, without))
+    console.print(Text(f"session {with_draft.session_id}, plain {without.session_id}"), soft_wrap=True)
     return with_draft.token_ids == without.token_ids
 
 
@@ -143,12 +145,12 @@ async def _timed(
     return Timed(tuple(stream.token_ids), stream.session_id, first_token_s, total_s, stream.finished)
 
 
-def _summary(with_draft: Timed, without: Timed, style: str) -> Table:
+def _summary(with_draft: Timed, without: Timed) -> Table:
     from services.cli.render import mean_acceptance_length  # noqa: PLC0415  # protobuf is slow to load
 
     on, off = with_draft.finished.speculation, without.finished.speculation
     table = Table("", title="Summary", title_justify="left")
-    table.add_column("speculation", justify="right", style=style)
+    table.add_column("speculation", justify="right")
     table.add_column("plain", justify="right")
     for name, one, other in (
         ("prompt tokens", with_draft.finished.usage.prompt_tokens, without.finished.usage.prompt_tokens),
@@ -166,7 +168,6 @@ def _summary(with_draft: Timed, without: Timed, style: str) -> Table:
     table.add_row("tokens/s", f"{with_draft.tokens_per_s:.1f}", f"{without.tokens_per_s:.1f}")
     table.add_row("speed-up", f"{with_draft.tokens_per_s / without.tokens_per_s:.2f}×", "")
     table.add_row("same tokens", "yes" if with_draft.token_ids == without.token_ids else "NO", "")
-    table.add_row("session", with_draft.session_id, without.session_id)
     return table
 
 

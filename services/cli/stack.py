@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +25,7 @@ from services.cli.part import Facts, OnStatus, Part, PartFailed, PartSpec, PartS
 
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Coroutine, Mapping
     from types import TracebackType
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "PartFailed",
     "PartSpec",
     "PartStatus",
+    "PartTable",
     "ReadyBy",
     "Stack",
     "StackOptions",
@@ -84,6 +86,10 @@ class StackDirs:
     logs: Path
 
 
+# Which parts to run. None where it may be given: services.cli.parts.stack_parts.
+PartTable = Callable[[StackOptions, StackDirs], Sequence[PartSpec]]
+
+
 def ignore_status(_: PartStatus) -> None:
     """Show nothing."""
 
@@ -95,7 +101,7 @@ class Stack:
         self,
         options: StackOptions,
         on_status: OnStatus = ignore_status,
-        parts: Callable[[StackOptions, StackDirs], Sequence[PartSpec]] | None = None,
+        parts: PartTable | None = None,
     ) -> None:
         if parts is None:
             from services.cli.parts import stack_parts  # noqa: PLC0415  # it needs this module's types

@@ -16,7 +16,7 @@ from services.cli.endpoint import announce, withdraw
 from services.cli.faults import fail, fail_part
 from services.cli.part import PartFailed
 from services.cli.progress import StackProgress
-from services.cli.stack import Stack, StackOptions
+from services.cli.stack import PartTable, Stack, StackOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -99,10 +99,12 @@ async def _keep_up(options: StackOptions, console: Console) -> None:
 
 
 @contextlib.asynccontextmanager
-async def shown_stack(options: StackOptions, console: Console) -> AsyncIterator[Stack]:
+async def shown_stack(
+    options: StackOptions, console: Console, parts: PartTable | None = None
+) -> AsyncIterator[Stack]:
     """A running stack, whose start was shown."""
     progress = StackProgress(console)
-    stack = Stack(options, progress.show)
+    stack = Stack(options, progress.show, parts)
     progress.expect(stack.parts)
     with progress:
         await stack.start()

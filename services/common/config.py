@@ -77,6 +77,6 @@ def parse_settings(cls: type[S], argv: Sequence[str], prog: str, description: st
 def _explain(problem: ErrorDetails, env_prefix: str) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     if not name:
-        return problem["msg"]
+        return problem["msg"].removeprefix("Value error, ")
     flag, variable = "--" + name.replace("_", "-"), f"{env_prefix}{name}".upper()
     return f"{flag} (or {variable}): {problem['msg']}"

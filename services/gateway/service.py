@@ -18,7 +18,7 @@ from services.gateway.patience import SECOND, Timeouts
 from services.gateway.pools import DraftPool, NoDraft, TargetPool
 from services.gateway.runner import Ports
 from services.gateway.servicer import GenerationServicer
-from services.gateway.store import RedisStore
+from services.gateway.store import DEFAULT_CALL_TIMEOUT_S, RedisStore
 from services.gateway.streams import Streams
 from services.gateway.tokenizer import Tokenizer
 from services.gateway.validation import Limits
@@ -49,8 +49,18 @@ class GatewayService:
         self._drain_timeout_s = drain_timeout_s
 
     async def drain(self) -> None:
-        """Refuse new streams; let the open ones end, or hand them over at a round boundary."""
+        """Refuse new streams; let the open ones end, or hand them over at a round boundary.
+
+        Cancelled, it cuts off what is left: whoever reads it is told to go on elsewhere.
+        """
         self._streams.refuse_new()
+        try:
+            await self._wait_or_hand_over()
+        except asyncio.CancelledError:
+            self._streams.cut_off()
+            raise
+
+    async def _wait_or_hand_over(self) -> None:
         try:
             async with asyncio.timeout(self._drain_timeout_s * _HAND_OVER_SHARE):
                 await self._streams.wait_idle()
@@ -83,7 +93,7 @@ async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Part
     parts.readiness.stage("pairing with the draft")
     draft = await _meet_draft(settings, target, channels, parts)
     parts.readiness.stage("connecting to the session store")
-    store = RedisStore(settings.redis_url, settings.session_ttl_s, settings.finished_ttl_s)
+    store = _open_store(settings, parts)
     await store.ping()
     clock = MonotonicClock()
     streams = Streams(
@@ -144,6 +154,22 @@ def _open(address: str, channels: list[grpc.aio.Channel], parts: Parts) -> grpc.
     )
     channels.append(channel)
     return channel
+
+
+def _open_store(settings: GatewaySettings, parts: Parts) -> RedisStore:
+    store = RedisStore(
+        settings.redis_url,
+        settings.session_ttl_s,
+        settings.finished_ttl_s,
+        call_timeout_s=min(DEFAULT_CALL_TIMEOUT_S, settings.store_timeout_s),
+    )
+    if parts.telemetry.on:
+        from opentelemetry.instrumentation.redis import RedisInstrumentor  # noqa: PLC0415  # off costs nothing
+
+        # Its spans name commands, never their arguments: tokens do not leave by this way.
+        client = store._redis  # noqa: SLF001  # an instance is all that can be traced without patching redis
+        RedisInstrumentor.instrument_client(client, tracer_provider=parts.telemetry.provider)
+    return store
 
 
 def _timeouts(settings: GatewaySettings) -> Timeouts:

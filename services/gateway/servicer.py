@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from opentelemetry import trace
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from services.core.answer import Chunk, NumericsChanged
+    from services.core.answer import Chunk, Ending, NumericsChanged
     from services.core.ports import Clock
     from services.gateway.model import ServedModel
     from services.gateway.runner import SessionRunner
@@ -102,24 +103,32 @@ class GenerationServicer(rpc.GenerationServicer):
     ) -> AsyncIterator[pb.StreamEvent]:
         """The events of a session; its work ends with the call, whichever way the call ends."""
         session_id = runner.session.spec.session_id
-        with (
-            _tracer.start_as_current_span(name, attributes={"galley.session_id": session_id}),
-            bound_contextvars(session_id=session_id),
-            self.streams.running(runner),
-        ):
-            pump = _Pump(runner)
+        span = _tracer.start_span(name, attributes={"galley.session_id": session_id})
+        # Current only where nothing is yielded: a generator may be closed in another context than its own.
+        current = partial(trace.use_span, span)
+        with bound_contextvars(session_id=session_id), self.streams.running(runner):
+            with current():
+                pump = _Pump(runner)
             # The generator may be left without a word when the client goes; the call's end is always told.
             context.add_done_callback(pump.stop_with)  # type: ignore[arg-type]  # the stubs want a class
             try:
                 yield events_pb.started(runner.session, self.model.name)
                 while not isinstance(item := await pump.next(), ev.End):
                     yield events_pb.item(item)
-                _log.info("stream ended", error=item.error and str(item.error))
-                if item.ending is None:
-                    raise item.error or Broken("a stream ended without a reason")
-                yield events_pb.finished(runner.session, item.ending)
+                with current():
+                    ending = _ending(item)
+                yield events_pb.finished(runner.session, ending)
             finally:
                 pump.stop()
+                span.end()
+
+
+def _ending(end: ev.End) -> Ending:
+    """How the answer ended; raises what kept it from ending."""
+    _log.info("stream ended", error=end.error and str(end.error))
+    if end.ending is None:
+        raise end.error or Broken("a stream ended without a reason")
+    return end.ending
 
 
 def _draw_seed() -> int:
@@ -145,7 +154,8 @@ class _Pump:
     async def _run(self, runner: SessionRunner) -> None:
         try:
             end = await runner.run(self._items.put)
-        except GalleyError as error:
+        except Exception as error:  # noqa: BLE001  # whatever it is, a client must not wait for ever
             _log.error("session failed", exc_info=error)
-            end = ev.End(error=error)
+            fault = f"a session's shell raised {type(error).__name__}"
+            end = ev.End(error=error if isinstance(error, GalleyError) else Broken(fault))
         await self._items.put(end)

@@ -125,6 +125,11 @@ class Streams:
         for runner in self._running.values():
             runner.tell(ev.Draining())
 
+    def cut_off(self) -> None:
+        """End every stream at once, wherever it stands; resumable, for nothing of it is here alone."""
+        for runner in self._running.values():
+            runner.tell(ev.Interrupted(Unavailable("this gateway is shutting down; resume at another")))
+
     def _session(self, stored: StoredSession, stream_from: int = 0, seen_hash: bytes = b"") -> Session:
         answer = self._answer(stored)
         finished = decode_ending(stored.finish) if stored.state == "finished" else None

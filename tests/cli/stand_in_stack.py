@@ -11,7 +11,7 @@ from services.cli.parts import stack_parts
 from services.cli.stack import Stack, StackDirs, StackOptions, ignore_status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from services.cli.part import OnStatus
 
@@ -43,5 +43,4 @@ def stack_of(
     def parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
         return [valkey(options, dirs), *specs] if with_valkey else specs
 
-    table: Callable[[StackOptions, StackDirs], Sequence[PartSpec]] = parts
-    return Stack(options or StackOptions(stop_grace_s=10), on_status, table)
+    return Stack(options or StackOptions(stop_grace_s=10), on_status, parts)

@@ -1,4 +1,4 @@
-"""Run as a process of its own: a stack with a real Valkey, whose pids it prints before it waits for ever."""
+"""Run as a process of its own: a stack with a real Valkey, whose pids it prints; then it waits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import asyncio
 import json
 import sys
 
-from tests.cli.stand_in_stack import stack_of, stand_in
+from rich.console import Console
+
+from services.cli.stack import StackOptions
+from services.cli.up import run_stack, shown_stack
+from tests.cli.stand_in_stack import stand_in, valkey
 
 
-async def main() -> None:
-    stack = stack_of(stand_in("target"), stand_in("gateway", after=("target", "valkey")), with_valkey=True)
-    async with stack:
+async def keep_up() -> None:
+    console = Console(stderr=True)
+
+    specs = [stand_in("target"), stand_in("gateway", after=("target", "valkey"))]
+    async with shown_stack(
+        StackOptions(), console, lambda options, dirs: [valkey(options, dirs), *specs]
+    ) as stack:
         told = {"pids": [stack.pid(part) for part in stack.parts], "run": str(stack.dirs.run)}
         sys.stdout.write(f"{json.dumps(told)}\n")
         sys.stdout.flush()
@@ -19,4 +27,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    run_stack(keep_up())

@@ -212,15 +212,17 @@ def supervisor() -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_no_process_outlives_the_supervisor(supervisor: subprocess.Popen[str], sig: signal.Signals) -> None:
     assert supervisor.stdout is not None
     told = json.loads(supervisor.stdout.readline())
     with Ends([*told["pids"], supervisor.pid]) as ends:
         supervisor.send_signal(sig)
         assert ends.all_within(10)
+    killed = sig is signal.SIGKILL
+    assert supervisor.wait() == (-sig if killed else 0)
     run = Path(told["run"])
-    assert run.exists() == (sig is signal.SIGKILL)
+    assert run.exists() == killed
     if run.exists():
         for path in sorted(run.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()

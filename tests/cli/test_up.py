@@ -75,6 +75,7 @@ def test_a_stack_answers_resumes_at_its_other_gateway_and_leaves_no_process(
     with Ends([child.pid for child in children]) as ends:
         stack.send_signal(signal.SIGKILL)
         assert ends.all_within(10)
+    stack.wait()
     after = _galley(env, "generate", "x")
     assert after.returncode == 1
     assert "no stack runs here" in after.stderr

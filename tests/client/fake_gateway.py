@@ -53,9 +53,7 @@ class FakeGateway(rpc.GenerationServicer):
         for event in self._events(0, context):
             yield pb.GenerateResponse(event=event)
 
-    def Resume(
-        self, request: pb.ResumeRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.ResumeResponse]:
+    def Resume(self, request: pb.ResumeRequest, context: grpc.ServicerContext) -> Iterator[pb.ResumeResponse]:
         self.requests.append(request)
         for event in self._events(request.next_index, context):
             yield pb.ResumeResponse(event=event)

@@ -45,10 +45,10 @@ def test_an_abort_that_comes_while_the_end_is_being_stored_leaves_the_word_to_th
     world.store()
     assert world.end == ev.End(ending=Ending(Reason.LENGTH))
 
-    world = finishing()
-    world.tell(ev.Aborted())
-    world.tell(ev.StoreFailed(SessionEnded(world.spec.session_id)))
-    assert world.end == ev.End(ending=Ending(Reason.ABORTED))
+    session = finishing().session
+    assert session.step(ev.Aborted(), 0) == []
+    refusal = ev.StoreFailed(SessionEnded("s"))
+    assert session.step(refusal, 0) == [ev.End(ending=Ending(Reason.ABORTED))]
 
 
 def test_a_target_that_hangs_is_not_asked_once_more_when_its_time_is_as_good_as_over() -> None:

@@ -46,7 +46,7 @@ async def running_clients(folder: Path, draft_model: Path) -> AsyncIterator[Clie
         dtype="float32",
         gateways=2,
         draft_model=str(draft_model),
-        strategies=(strategies.MODEL, strategies.NGRAM, strategies.NONE),
+        strategies=(strategies.NGRAM,),
         extra_args={"gateway": ["--draft-timeout-s", "30"], "target": ["--max-sessions", "64"]},
     )
 
@@ -75,7 +75,7 @@ def _oracle_parts(answers: Path, spoil: float) -> list[PartSpec]:
     def draft_command(facts: Facts) -> list[str]:
         return python_module(
             "services.draft",
-            *("--tokenizer", facts["model"]["line"], "--strategies", strategies.ORACLE),
+            *("--tokenizer", facts["model"]["line"], "--default-strategy", strategies.ORACLE),
             *("--oracle-answers", str(answers), "--oracle-spoil", str(spoil)),
         )
 

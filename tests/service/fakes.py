@@ -145,6 +145,9 @@ class FakeTarget(Replica, rpc.TargetServicer):
             self._answer(item, answer)
         return pb.VerifyResponse(answers=[answer])
 
+    def VerifyStream(self, request_iterator: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     def _answer(self, item: pb.VerifyItem, answer: pb.VerifyAnswer) -> None:
         part = item.slice
         tokens = self._admit(part)
@@ -184,7 +187,9 @@ def _samples(tokens: list[int], item: pb.VerifyItem) -> list[int]:
     context = list(tokens)
     for guess in (*item.draft_tokens, None):
         banned = (
-            frozenset(part.stop_token_ids) if len(context) - part.prompt_len < part.min_tokens else frozenset()
+            frozenset(part.stop_token_ids)
+            if len(context) - part.prompt_len < part.min_tokens
+            else frozenset()
         )
         samples.append(true_next(context, part.sampling.seed, banned))
         if guess is not None:
@@ -231,6 +236,9 @@ class FakeDraft(Replica, rpc.DraftServicer):
             self._propose(item, tokens, answer.result)
         self.lie(item, answer)
         return pb.ProposeResponse(answers=[answer])
+
+    def ProposeStream(self, request_iterator: Any, context: Any) -> Any:
+        raise NotImplementedError
 
     def _propose(self, item: pb.ProposeItem, tokens: list[int], result: pb.ProposeResult) -> None:
         result.position, result.prefix_hash = len(tokens), prefix_hash(tokens)

@@ -21,7 +21,6 @@ from tests.service.world import (
     Gateway,
     Heard,
     World,
-    code_of,
     field_of,
     hear,
     must_be_true,
@@ -66,9 +65,13 @@ CASES = [
         "max_tokens",
         f"context window of {CONTEXT}",
     ),
-    Bad("an answer beyond the context window", {"text": PROMPT, "max_tokens": CONTEXT}, "max_tokens", "65536"),
+    Bad(
+        "an answer beyond the context window", {"text": PROMPT, "max_tokens": CONTEXT}, "max_tokens", "65536"
+    ),
     Bad("no tokens to answer with", {"text": PROMPT, "max_tokens": 0}, "max_tokens", ">= 1"),
-    Bad("min above max", {"text": PROMPT, "max_tokens": 2, "min_tokens": 3}, "min_tokens", "<= max_tokens (2)"),
+    Bad(
+        "min above max", {"text": PROMPT, "max_tokens": 2, "min_tokens": 3}, "min_tokens", "<= max_tokens (2)"
+    ),
     Bad("temperature below 0", sampling(temperature=-0.5), "sampling.temperature", ">= 0"),
     Bad("temperature NaN", sampling(temperature=math.nan), "sampling.temperature", "finite and >= 0"),
     Bad("temperature infinite", sampling(temperature=math.inf), "sampling.temperature", "finite and >= 0"),
@@ -77,8 +80,15 @@ CASES = [
     Bad("top_p NaN", sampling(top_p=math.nan), "sampling.top_p", "in (0, 1]"),
     Bad("min_p above 1", sampling(min_p=1.5), "sampling.min_p", "in [0, 1]"),
     Bad("a penalty too large", sampling(presence_penalty=3.0), "sampling.presence_penalty", "in [-2, 2]"),
-    Bad("no repetition penalty", sampling(repetition_penalty=0.0), "sampling.repetition_penalty", "in (0, 10]"),
-    Bad("a bias of no token", sampling(logit_bias={VOCAB: 1.0}), f"sampling.logit_bias[{VOCAB}]", f"[0, {VOCAB})"),
+    Bad(
+        "no repetition penalty", sampling(repetition_penalty=0.0), "sampling.repetition_penalty", "in (0, 10]"
+    ),
+    Bad(
+        "a bias of no token",
+        sampling(logit_bias={VOCAB: 1.0}),
+        f"sampling.logit_bias[{VOCAB}]",
+        f"[0, {VOCAB})",
+    ),
     Bad("unknown model", {"text": PROMPT, "model": "other"}, "model", "'tiny'"),
     Bad(
         "k above the limit",
@@ -142,8 +152,10 @@ class Bystander:
 async def generate(gateway: Gateway, request: pb.GenerateRequest | bytes) -> list[pb.StreamEvent]:
     """What a client without our client's good manners gets."""
     async with grpc.aio.insecure_channel(gateway.address) as channel:
+        call: Any
         if isinstance(request, bytes):
-            call: Any = channel.unary_stream("/galley.v1.Generation/Generate")(request)  # no (de)serializer
+            send: Any = channel.unary_stream("/galley.v1.Generation/Generate")  # sends bytes as they are
+            call = send(request)
         else:
             call = rpc.GenerationStub(channel).Generate(request)
         try:
@@ -157,7 +169,7 @@ async def test_bad_input_names_its_field_and_bound(world: World, bad: Bad) -> No
     gateway = await world.gateway(max_message_bytes=MAX_BYTES)
     async with Bystander(world, gateway):
         error = await refused(generate(gateway, pb.GenerateRequest(**bad.request)))
-        assert code_of(error) is bad.code
+        assert error.code is bad.code
         [(field, problem)] = error.violations
         assert field == bad.field
         assert bad.bound in problem

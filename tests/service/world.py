@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,10 +21,8 @@ from tests.service.truth import SEED, text_of, true_output
 from tests.service.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Sequence
+    from collections.abc import Awaitable, Sequence
     from pathlib import Path
-
-    import grpc
 
     from services.client.client import TokenStream
     from services.common.pb.galley.v1 import galley_pb2 as pb
@@ -113,7 +113,7 @@ class Gateway:
     def ask(self, prompt: str | Sequence[int] = PROMPT, **options: Any) -> TokenStream:
         """A stream of MAX_TOKENS tokens, unless the options say otherwise."""
         asked = {"max_tokens": MAX_TOKENS, "seed": SEED, "ignore_eos": True, **options}
-        return self.client.generate(prompt, **asked)  # type: ignore[misc]  # the options of the tests' own making
+        return self.client.generate(prompt, **asked)
 
     async def idle(self) -> None:
         """Wait until no stream is open here and none of its tasks is left; fails if some stay."""
@@ -124,11 +124,23 @@ class Gateway:
             if ours:
                 await asyncio.wait(ours)
         assert not streams._running
+        gc.collect()  # a generator that was left behind speaks up now
 
 
 def _is_gateways(task: asyncio.Task[Any]) -> bool:
     name = getattr(task.get_coro(), "__qualname__", "")
     return name.startswith(("_Pump.", "SessionRunner."))
+
+
+class _Errors(logging.Handler):
+    """What libraries log as errors."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.name}: {record.getMessage()}")
 
 
 class World:
@@ -142,6 +154,7 @@ class World:
         self.draft = FakeDraft(directory, self.tokenizer_hash)
         self._gateways: list[Gateway] = []
         self._unhandled: list[dict[str, Any]] = []
+        self._errors = _Errors(logging.ERROR)
 
     def settings(self, **given: object) -> GatewaySettings:
         return GatewaySettings.model_validate(
@@ -171,6 +184,7 @@ class World:
 
     async def __aenter__(self) -> World:
         asyncio.get_running_loop().set_exception_handler(lambda _, what: self._unhandled.append(what))
+        logging.getLogger().addHandler(self._errors)
         await self.target.start()
         await self.draft.start()
         return self
@@ -183,19 +197,11 @@ class World:
             await gateway.running.stop()
         await self.draft.stop()
         await self.target.stop()
+        logging.getLogger().removeHandler(self._errors)
         assert not self._unhandled, "an exception that nobody handled"
-
-
-async def raw(call: Any) -> AsyncIterator[pb.StreamEvent]:
-    """The events of a call made with a bare stub."""
-    async for response in call:
-        yield response.event
+        assert not self._errors.lines, "errors in the log"
 
 
 def field_of(error: GalleyRpcError) -> str:
     [(name, _)] = error.violations
     return name
-
-
-def code_of(error: GalleyRpcError) -> grpc.StatusCode:
-    return error.code

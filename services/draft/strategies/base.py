@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from services.core.errors import GalleyError
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from services.common.slices import Slice
+    from services.core.errors import GalleyError
 
 
 class DraftSession:

@@ -1,0 +1,36 @@
+"""Draft services in a real grpc.aio server, without a process of their own."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.common.server import start_server
+from services.draft.__main__ import build
+from services.draft.settings import DraftSettings
+from tests.target.tiny import save_tiny_model
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@asynccontextmanager
+async def drafting(**given: Any) -> AsyncIterator[rpc.DraftStub]:
+    """A draft of these settings."""
+    settings = DraftSettings(**{"max_draft_tokens": 8, "drain_timeout_s": 5} | given)
+    running = await start_server(settings, build(settings))
+    try:
+        async with grpc.aio.insecure_channel(running.address) as channel:
+            yield rpc.DraftStub(channel)
+    finally:
+        await running.stop()

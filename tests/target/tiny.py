@@ -1,0 +1,73 @@
+"""A model of random weights, small enough to be made by the test that wants it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from services.engine.model import CausalModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VOCAB = 64
+CONTEXT = 192
+# Its embedding is NaN, and so are the logits of whatever has seen it.
+POISON = VOCAB - 1
+
+
+def save_tiny_model(directory: Path, seed: int = 0) -> Path:
+    """Config, safetensors and tokenizer.json of a two-layer Llama with grouped heads."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.4,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISON] = float("nan")
+    model.save_pretrained(directory)
+    (directory / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    return directory
+
+
+def load_tiny_model(directory: Path) -> CausalModel:
+    return CausalModel.load(directory, dtype=torch.float32, device="cpu", threads=1)
+
+
+def greedy(directory: Path, prompt: list[int], count: int) -> list[int]:
+    """What transformers' own model says, token by token, without any cache."""
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def _tokenizer() -> dict[str, object]:
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {f"w{i}": i for i in range(VOCAB)},
+            "unk_token": "w0",
+        },
+    }
