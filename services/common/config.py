@@ -36,24 +36,28 @@ class ServiceSettings(BaseSettings):
 
     model_config = settings_config("GALLEY_")
 
-    host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: int = Field(0, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=0, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
     ready_fd: int | None = Field(
-        None, ge=0, description="File descriptor that is told, in JSON lines, how the start goes."
+        default=None, ge=0, description="File descriptor that is told, in JSON lines, how the start goes."
     )
-    die_with_parent: bool = Field(False, description="End when the process that started this one ends.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+    die_with_parent: bool = Field(
+        default=False, description="End when the process that started this one ends."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least level logged."
+    )
     log_format: Literal["json", "console"] = Field(
-        "json", description="One JSON object a line, or for people."
+        default="json", description="One JSON object a line, or for people."
     )
     drain_timeout_s: float = Field(
-        25.0,
+        default=25.0,
         ge=0,
         le=3600,
         description="Longest time for work under way to finish after SIGTERM, in seconds.",
     )
     max_message_bytes: int = Field(
-        4 * 2**20, ge=1024, le=64 * 2**20, description="Largest request message accepted, in bytes."
+        default=4 * 2**20, ge=1024, le=64 * 2**20, description="Largest request message accepted, in bytes."
     )
 
 

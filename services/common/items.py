@@ -10,6 +10,9 @@ from services.core.errors import GalleyError, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+    from contextlib import AbstractContextManager
+
+    from opentelemetry.trace import Span
 
     from services.common.pb.galley.v1 import galley_pb2 as pb
 
@@ -21,11 +24,18 @@ MAX_OPEN_ITEMS = 1024
 
 
 async def answer_or_status(
-    answer: Coroutine[Any, Any, A], refuse: Callable[[pb.ItemStatus], A], session_id: str
+    answer: Coroutine[Any, Any, A],
+    refuse: Callable[[pb.ItemStatus], A],
+    session_id: str,
+    span: AbstractContextManager[Span],
 ) -> A:
-    """The answer; or the status of what it raised, given to `refuse`. Cancellation passes."""
+    """The answer, made within `span`; or the status of what it raised, given to `refuse`.
+
+    Cancellation passes.
+    """
     try:
-        return await answer
+        with span:
+            return await answer
     except GalleyError as error:
         return refuse(item_status(error))
     except Exception as error:  # noqa: BLE001  # one item must not fail its batch
@@ -72,17 +82,27 @@ class _Stream(Generic[I, A]):
         self._answer = answer
         self._room = asyncio.Semaphore(MAX_OPEN_ITEMS)
         self._open: set[asyncio.Task[A]] = set()
+        # The newest item of a name is the one that giving up means.
+        self._named: dict[tuple[str, int], asyncio.Task[A]] = {}
         self._answered: list[asyncio.Task[A]] = []
         self._changed = asyncio.Event()
 
     async def read(self, requests: AsyncIterator[Any]) -> None:
-        """Begin the items of all requests, as far as there is room."""
+        """Begin the items of all requests, as far as there is room, and end those that are given up."""
         async for request in requests:
             for item in request.items:
                 await self._room.acquire()
-                task = asyncio.ensure_future(self._answer(item))
-                self._open.add(task)
-                task.add_done_callback(self._put)
+                self._begin(item, (item.slice.session_id, item.slice.request_id))
+            for given_up in request.cancelled:
+                task = self._named.get((given_up.session_id, given_up.request_id))
+                if task is not None:
+                    task.cancel()
+
+    def _begin(self, item: I, key: tuple[str, int]) -> None:
+        task = asyncio.ensure_future(self._answer(item))
+        self._open.add(task)
+        self._named[key] = task
+        task.add_done_callback(lambda done: self._put(key, done))
 
     async def next_answers(self, reader: asyncio.Task[None]) -> list[A]:
         """All that are there, at least one; none once the reader has ended and all are answered."""
@@ -105,8 +125,12 @@ class _Stream(Generic[I, A]):
             task.cancel()
         return tasks
 
-    def _put(self, task: asyncio.Task[A]) -> None:
+    def _put(self, key: tuple[str, int], task: asyncio.Task[A]) -> None:
         self._open.discard(task)
-        if not task.cancelled():
+        if self._named.get(key) is task:
+            del self._named[key]
+        if task.cancelled():
+            self._room.release()
+        else:
             self._answered.append(task)
         self._changed.set()

@@ -19,6 +19,7 @@ from services.common.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
     from opentelemetry.sdk.trace import TracerProvider
 
@@ -108,6 +109,12 @@ def context_from(parent: str) -> Context:
     if not parent:
         return Context()
     return _PROPAGATOR.extract({"traceparent": parent}, context=Context())
+
+
+def item_span(tracer: trace.Tracer, name: str, parent: str) -> AbstractContextManager[trace.Span]:
+    """The server's span of one item that brings its own `traceparent`; else of the call that brought it."""
+    context = context_from(parent) if parent else None
+    return tracer.start_as_current_span(name, context=context, kind=trace.SpanKind.SERVER)
 
 
 def links_to(parents: Iterable[str]) -> list[trace.Link]:

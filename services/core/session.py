@@ -253,8 +253,8 @@ class Session:
         self._cache_len[ev.Pool.DRAFT] = min(self._cache_len[ev.Pool.DRAFT], agreed)
         self._count_round(event, position, confirmed, now)
         self.phase = Phase.READY
+        self._advance(now)  # first, because the next round is what the client waits for
         self._commit()
-        self._advance(now)
 
     def _fault_of(self, event: ev.Verified) -> str:
         """What is wrong with a verdict, if anything: a broken target must not reach the log."""

@@ -9,7 +9,7 @@ from services.common.batching import Batcher
 from services.common.items import answer_all, answer_or_status, answer_stream
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.telemetry import links_to
+from services.common.telemetry import item_span, links_to
 from services.draft.items import DraftInfo, answer_of, read_item
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class DraftService(rpc.DraftServicer):
                 session_id=item.slice.session_id, request_id=item.slice.request_id, status=status
             ),
             item.slice.session_id,
+            item_span(self._tracer, "galley.v1.Draft/Propose", item.slice.traceparent),
         )
 
     async def _propose(self, item: pb.ProposeItem) -> pb.ProposeAnswer:

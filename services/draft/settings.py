@@ -16,38 +16,48 @@ class DraftSettings(ServiceSettings):
     model_config = settings_config("GALLEY_DRAFT_")
 
     model: str | None = Field(
-        None,
+        default=None,
         min_length=1,
         description="Hub id, or directory or GGUF file of a model with the target's tokenizer; "
         "without one the strategy `model` is not offered.",
     )
     tokenizer: Path | None = Field(
-        None, description="Directory of the target's tokenizer.json, where no model is given."
+        default=None, description="Directory of the target's tokenizer.json, where no model is given."
     )
     default_strategy: Literal["ngram", "model", "oracle", "none"] = Field(
-        "ngram", description="Strategy of items that name none."
+        default="ngram", description="Strategy of items that name none."
     )
-    ngram_min_n: int = Field(2, ge=1, le=64, description="Shortest suffix that ngram matches, in tokens.")
-    ngram_max_n: int = Field(4, ge=1, le=64, description="Longest suffix that ngram matches, in tokens.")
+    ngram_min_n: int = Field(
+        default=2, ge=1, le=64, description="Shortest suffix that ngram matches, in tokens."
+    )
+    ngram_max_n: int = Field(
+        default=4, ge=1, le=64, description="Longest suffix that ngram matches, in tokens."
+    )
     oracle_answers: Path | None = Field(
-        None, description='File of known sessions, a JSON object {"tokens": [...]} a line; for tests.'
+        default=None, description='File of known sessions, a JSON object {"tokens": [...]} a line; for tests.'
     )
-    oracle_spoil: float = Field(0.0, ge=0, le=1, description="Chance that the oracle spoils a token.")
-    max_draft_tokens: int = Field(16, ge=1, le=256, description="Most tokens that an item may ask for.")
+    oracle_spoil: float = Field(default=0.0, ge=0, le=1, description="Chance that the oracle spoils a token.")
+    max_draft_tokens: int = Field(
+        default=16, ge=1, le=256, description="Most tokens that an item may ask for."
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto",
+        default="auto",
         description="Of weights and KV; auto is bfloat16 where the device computes in it, else float32.",
     )
-    device: str = Field("cpu", min_length=1, description="Torch device, such as cpu or cuda:0.")
+    device: str = Field(default="cpu", min_length=1, description="Torch device, such as cpu or cuda:0.")
     threads: int = Field(
-        1,
+        default=1,
         ge=1,
         le=1024,
         description="Threads of the CPU kernels; more than one stalls beside other busy processes.",
     )
-    max_sessions: int = Field(256, ge=1, le=65536, description="Sessions whose tokens and KV are kept.")
-    max_kv_tokens: int = Field(65536, ge=1, description="Tokens kept over all sessions.")
-    max_waiting: int = Field(1024, ge=1, description="Most items that wait for a step; more are refused.")
+    max_sessions: int = Field(
+        default=256, ge=1, le=65536, description="Sessions whose tokens and KV are kept."
+    )
+    max_kv_tokens: int = Field(default=65536, ge=1, description="Tokens kept over all sessions.")
+    max_waiting: int = Field(
+        default=1024, ge=1, description="Most items that wait for a step; more are refused."
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -1,4 +1,4 @@
-"""Weights of linear layers reordered once for oneDNN: a bfloat16 step on the CPU spends its time there.
+"""Weights of linear layers reordered once for oneDNN: a step on the CPU spends its time there.
 
 The operators are private to torch (inductor's freezing uses them). They are used where they exist and give a
 row the same bits among any number of rows, which is tried for each shape.
@@ -24,7 +24,8 @@ def native_bfloat16() -> bool:
 def serves(dtype: torch.dtype, device: str) -> bool:
     """Are the operators there for this dtype and device?"""
     there = hasattr(_OPS, "_reorder_linear_weight") and hasattr(_OPS, "_linear_pointwise")
-    return there and torch.device(device).type == "cpu" and dtype == torch.bfloat16 and native_bfloat16()
+    computed = dtype == torch.float32 or (dtype == torch.bfloat16 and native_bfloat16())
+    return there and torch.device(device).type == "cpu" and computed
 
 
 class PackedLinear(nn.Module):
@@ -54,13 +55,13 @@ def pack_linears(module: nn.Module) -> None:
             packed = PackedLinear(child)
             shape = (child.out_features, child.in_features)
             if shape not in known:
-                known[shape] = _keeps_rows(packed)
+                known[shape] = _keeps_rows(packed, child.weight.dtype)
             if known[shape]:
                 setattr(parent, name, packed)
 
 
-def _keeps_rows(packed: PackedLinear) -> bool:
+def _keeps_rows(packed: PackedLinear, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(_ROWS_TRIED[-1], packed.in_features, generator=generator).bfloat16()
+    rows = torch.randn(_ROWS_TRIED[-1], packed.in_features, generator=generator).to(dtype)
     whole = packed(rows)
     return all(torch.equal(packed(rows[:count]), whole[:count]) for count in _ROWS_TRIED)

@@ -5,9 +5,10 @@ What fails comes back as `Failed`; only cancellation passes through.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import grpc
+from opentelemetry import trace
 
 from services.common.codec import logprobs_from, sampling_message
 from services.common.logs import get_logger
@@ -15,11 +16,12 @@ from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.telemetry import traceparent
 from services.core import events as ev
-from services.core.errors import TokenizerMismatch
+from services.core.errors import TokenizerMismatch, Unavailable
 from services.core.ports import Replica
+from services.gateway.item_stream import ItemStream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from services.core.answer import SessionSpec
 
@@ -48,43 +50,66 @@ _HOPELESS_CALL = frozenset(
 
 _log = get_logger(__name__)
 
-_Answer = TypeVar("_Answer", pb.VerifyAnswer, pb.ProposeAnswer)
+_tracer = trace.get_tracer("galley.gateway")
+_MEET_TIMEOUT_S = 1.0
 
 
 class TargetPool:
-    """One target address; `info` is what it said of itself when it was met."""
+    """One target address; `info` is what it said of itself when it was last met."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str, info: pb.GetTargetInfoResponse) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = rpc.TargetStub(channel)
-        self.info = info
-        self.replica = Replica(address, info.incarnation)
+        self._address = address
+        self._items: ItemStream[pb.VerifyItem, pb.VerifyAnswer] = ItemStream(
+            self._stub.VerifyStream, _verify_request
+        )
+        self.info = pb.GetTargetInfoResponse()
+        self._met = False
 
-    @classmethod
-    async def meet(cls, channel: grpc.aio.Channel, address: str, timeout_s: float) -> TargetPool:
-        """Wait for the target to serve; raises grpc.aio.AioRpcError if it does not in time."""
-        stub = rpc.TargetStub(channel)
-        info = await stub.GetTargetInfo(pb.GetTargetInfoRequest(), timeout=timeout_s, wait_for_ready=True)
-        return cls(channel, address, info)
+    @property
+    def replica(self) -> Replica | None:
+        """Who answers; None while nobody does."""
+        return Replica(self._address, self.info.incarnation) if self._met else None
+
+    async def meet(self, timeout_s: float, *, wait: bool = False) -> None:
+        """Ask the target who it is; `wait` until it serves.
+
+        Raises grpc.aio.AioRpcError if it does not answer in time, TokenizerMismatch if it is another than
+        was met before.
+        """
+        request = pb.GetTargetInfoRequest()
+        info = await self._stub.GetTargetInfo(request, timeout=timeout_s, wait_for_ready=wait)
+        if self.info.tokenizer_hash not in {"", info.tokenizer_hash}:
+            raise TokenizerMismatch(info.tokenizer_hash, self.info.tokenizer_hash, "new target")
+        self.info = info
+        self._met = True
 
     async def verify(
         self, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None
     ) -> ev.Verified | ev.CacheMissed | ev.Failed:
         """See `services.core.ports.TargetPort`."""
-        item = pb.VerifyItem(
-            slice=_slice(spec, request.request_id, request.slice, remaining_ns),
-            draft_tokens=request.draft_tokens,
-            logprobs=spec.logprobs,
-        )
         try:
-            response = await self._stub.Verify(pb.VerifyRequest(items=[item]), timeout=_seconds(remaining_ns))
-        except grpc.aio.AioRpcError as error:
+            if not self._met:
+                await self.meet(_seconds(remaining_ns) or _MEET_TIMEOUT_S)
+            with _item_span("galley.v1.Target/Verify"):
+                item = pb.VerifyItem(
+                    slice=_slice(spec, request.slice, remaining_ns),
+                    draft_tokens=request.draft_tokens,
+                    logprobs=spec.logprobs,
+                )
+                answer = await self._items.ask(item)
+        except TokenizerMismatch as error:
+            return ev.Failed(request.request_id, str(error), retryable=False)
+        except (grpc.aio.AioRpcError, Unavailable) as error:
+            self._met = False  # another process may come back at this address
             return _failed(request.request_id, error)
-        answer = _only_answer(response.answers, request.request_id)
-        if answer is None:
-            return ev.Failed(request.request_id, "the target answered something else")
         if answer.WhichOneof("outcome") == "result":
             return _verified(request.request_id, answer.result)
         return _other(request.request_id, answer)
+
+    async def close(self) -> None:
+        """End the stream."""
+        await self._items.close()
 
 
 class DraftPool:
@@ -94,6 +119,9 @@ class DraftPool:
         self._stub = rpc.DraftStub(channel)
         self._address = address
         self._tokenizer_hash = target_tokenizer_hash
+        self._items: ItemStream[pb.ProposeItem, pb.ProposeAnswer] = ItemStream(
+            self._stub.ProposeStream, _propose_request
+        )
         self.info: pb.GetDraftInfoResponse | None = None
 
     @property
@@ -115,32 +143,28 @@ class DraftPool:
         """See `services.core.ports.DraftPort`."""
         try:
             if self.info is None:
-                await self.pair(_seconds(remaining_ns) or 1.0)
-            return await self._ask(spec, request, remaining_ns)
+                await self.pair(_seconds(remaining_ns) or _MEET_TIMEOUT_S)
+            with _item_span("galley.v1.Draft/Propose"):
+                item = pb.ProposeItem(
+                    slice=_slice(spec, request.slice, remaining_ns),
+                    k=request.k,
+                    strategy=request.strategy,
+                    workload=spec.workload,
+                )
+                answer = await self._items.ask(item)
         except TokenizerMismatch as error:
             _log.error("draft refused", reason=str(error))
             return ev.Failed(request.request_id, str(error))
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                self.info = None  # another process may come back at this address
+        except (grpc.aio.AioRpcError, Unavailable) as error:
+            self.info = None  # another process may come back at this address
             return _failed(request.request_id, error)
-
-    async def _ask(
-        self, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None
-    ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
-        item = pb.ProposeItem(
-            slice=_slice(spec, request.request_id, request.slice, remaining_ns),
-            k=request.k,
-            strategy=request.strategy,
-            workload=spec.workload,
-        )
-        response = await self._stub.Propose(pb.ProposeRequest(items=[item]), timeout=_seconds(remaining_ns))
-        answer = _only_answer(response.answers, request.request_id)
-        if answer is None:
-            return ev.Failed(request.request_id, "the draft answered something else")
         if answer.WhichOneof("outcome") == "result":
             return _proposed(request.request_id, answer.result)
         return _other(request.request_id, answer)
+
+    async def close(self) -> None:
+        """End the stream."""
+        await self._items.close()
 
 
 class NoDraft:
@@ -149,15 +173,17 @@ class NoDraft:
     info = None
     replica = None
 
+    async def close(self) -> None:
+        """Nothing to end."""
+
     async def propose(self, _spec: SessionSpec, request: ev.Propose, _remaining_ns: int | None) -> ev.Failed:
         """Always nothing."""
         return ev.Failed(request.request_id, "this gateway has no draft")
 
 
-def _slice(spec: SessionSpec, request_id: int, part: ev.Slice, remaining_ns: int | None) -> pb.SessionSlice:
+def _slice(spec: SessionSpec, part: ev.Slice, remaining_ns: int | None) -> pb.SessionSlice:
     return pb.SessionSlice(
         session_id=spec.session_id,
-        request_id=request_id,
         start=part.start,
         tokens=part.tokens,
         prefix_hash=part.prefix_hash,
@@ -178,10 +204,17 @@ def _seconds(remaining_ns: int | None) -> float | None:
     return None if remaining_ns is None else remaining_ns / _SECOND
 
 
-def _only_answer(answers: Sequence[_Answer], request_id: int) -> _Answer | None:
-    if len(answers) == 1 and answers[0].request_id == request_id:
-        return answers[0]
-    return None
+def _verify_request(items: list[pb.VerifyItem], given_up: list[pb.ItemRef]) -> pb.VerifyStreamRequest:
+    return pb.VerifyStreamRequest(items=items, cancelled=given_up)
+
+
+def _propose_request(items: list[pb.ProposeItem], given_up: list[pb.ItemRef]) -> pb.ProposeStreamRequest:
+    return pb.ProposeStreamRequest(items=items, cancelled=given_up)
+
+
+def _item_span(name: str) -> AbstractContextManager[trace.Span]:
+    """The span of one item: gRPC's own instrumentation has one for the whole stream."""
+    return _tracer.start_as_current_span(name, kind=trace.SpanKind.CLIENT)
 
 
 def _verified(request_id: int, result: pb.VerifyResult) -> ev.Verified:
@@ -224,6 +257,8 @@ def _other(request_id: int, answer: pb.VerifyAnswer | pb.ProposeAnswer) -> ev.Ca
             return ev.Failed(request_id, f"answered {outcome}")
 
 
-def _failed(request_id: int, error: grpc.aio.AioRpcError) -> ev.Failed:
+def _failed(request_id: int, error: grpc.aio.AioRpcError | Unavailable) -> ev.Failed:
+    if isinstance(error, Unavailable):
+        return ev.Failed(request_id, str(error))
     message = f"{error.code().name}: {error.details()}"
     return ev.Failed(request_id, message, retryable=error.code() not in _HOPELESS_CALL)

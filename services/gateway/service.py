@@ -41,10 +41,16 @@ class GatewayService:
     grpc_services: Sequence[str] = ("galley.v1.Generation",)
 
     def __init__(
-        self, streams: Streams, store: RedisStore, channels: list[grpc.aio.Channel], drain_timeout_s: float
+        self,
+        streams: Streams,
+        store: RedisStore,
+        pools: Sequence[TargetPool | DraftPool | NoDraft],
+        channels: Sequence[grpc.aio.Channel],
+        drain_timeout_s: float,
     ) -> None:
         self._streams = streams
         self._store = store
+        self._pools = pools
         self._channels = channels
         self._drain_timeout_s = drain_timeout_s
 
@@ -71,6 +77,8 @@ class GatewayService:
     async def close(self) -> None:
         """Close connections."""
         await self._store.close()
+        for pool in self._pools:
+            await pool.close()
         for channel in self._channels:
             await channel.close(None)
 
@@ -110,15 +118,15 @@ async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Part
     model = _served_model(settings, tokenizer, target, draft)
     secret = settings.id_secret.get_secret_value().encode() or secrets.token_bytes(32)
     rpc.add_GenerationServicer_to_server(GenerationServicer(streams, model, clock, secret), server)
-    return GatewayService(streams, store, channels, settings.drain_timeout_s)
+    return GatewayService(streams, store, (target, draft), channels, settings.drain_timeout_s)
 
 
 async def _meet_target(
     settings: GatewaySettings, tokenizer: Tokenizer, channels: list[grpc.aio.Channel], parts: Parts
 ) -> TargetPool:
-    channel = _open(settings.target, channels, parts)
+    target = TargetPool(_open(settings.target, channels, parts), settings.target)
     try:
-        target = await TargetPool.meet(channel, settings.target, settings.startup_timeout_s)
+        await target.meet(settings.startup_timeout_s, wait=True)
     except grpc.aio.AioRpcError as error:
         raise TargetUnavailable(f"no target at {settings.target}: {error.details()}") from error
     if target.info.tokenizer_hash != tokenizer.hash:

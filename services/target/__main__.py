@@ -44,14 +44,14 @@ def load_verifier(settings: TargetSettings) -> Verifier:
     """Load the model and probe it; blocks."""
     limit_threads(settings.threads)
     # Late, so that --help needs no torch.
+    from services.engine.fingerprint import fingerprint  # noqa: PLC0415
     from services.engine.serving import load_model  # noqa: PLC0415
-    from services.target.fingerprint import fingerprint_of  # noqa: PLC0415
     from services.target.verifier import Verifier  # noqa: PLC0415
 
     model = load_model(settings.model, dtype=settings.dtype, device=settings.device, threads=settings.threads)
     return Verifier(
         model,
-        fingerprint_of(model),
+        fingerprint(model),
         max_sessions=settings.max_sessions,
         max_kv_tokens=settings.max_kv_tokens,
     )

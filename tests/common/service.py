@@ -32,7 +32,7 @@ class EchoService(rpc.DraftServicer):
         self.cancelled = asyncio.Event()
         self.closed = False
 
-    async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:  # noqa: N802
+    async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:
         self.entered.set()
         try:
             await self.release.wait()
@@ -43,13 +43,16 @@ class EchoService(rpc.DraftServicer):
             raise self.failure
         return pb.ProposeResponse(answers=_answers(request))
 
-    async def ProposeStream(  # noqa: N802
+    async def ProposeStream(
         self, request_iterator: AsyncIterator[pb.ProposeStreamRequest], context: Any
     ) -> AsyncIterator[pb.ProposeStreamResponse]:
         async for request in request_iterator:
             if self.failure is not None:
                 raise self.failure
             yield pb.ProposeStreamResponse(answers=_answers(request))
+
+    async def GetDraftInfo(self, request: object, context: Any) -> pb.GetDraftInfoResponse:
+        return pb.GetDraftInfoResponse()
 
     async def drain(self) -> None:
         await self.release.wait()

@@ -24,7 +24,8 @@ from services.common.logs import get_logger, start_logging
 from services.common.telemetry import context_from
 start_logging("galley-test", "info", sys.argv[1])
 structlog.contextvars.bind_contextvars(session_id="s1")
-with trace.use_span(trace.get_current_span(context_from("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"))):
+parent = context_from("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+with trace.use_span(trace.get_current_span(parent)):
     get_logger("a").info("round", k=4, prompt="my secret", tokens=[1, 2, 3])
 logging.getLogger("grpc").warning("from %s", "grpc")
 get_logger("a").debug("unseen")
@@ -61,7 +62,7 @@ def test_logs_for_people_show_no_local_variables() -> None:
     result = run(LOGGING, "console")
     assert "round" in result.stderr
     assert "ValueError: broken" in result.stderr
-    assert result.stderr.count("my secret") == 1  # the line of source, not the value
+    assert "my secret" not in result.stderr
     assert "unseen" not in result.stderr
 
 

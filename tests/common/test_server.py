@@ -43,10 +43,7 @@ async def failure(call: Any) -> grpc.RpcError:
 
 
 async def last(stream: Any) -> Any:
-    answer = None
-    async for answer in stream:
-        pass
-    return answer
+    return [answer async for answer in stream][-1]
 
 
 CASES: list[tuple[BaseException, grpc.StatusCode]] = [
@@ -103,7 +100,7 @@ async def test_cancellation_reaches_the_servicer() -> None:
         service.release.set()
 
 
-# items[1].slice.session_id = "\xff"
+# The session_id of the second item is not UTF-8.
 BAD_UTF8 = b"\x0a\x05\x0a\x03\x0a\x01s" + b"\x0a\x05\x0a\x03\x0a\x01\xff"
 
 
@@ -118,8 +115,8 @@ BAD_UTF8 = b"\x0a\x05\x0a\x03\x0a\x01s" + b"\x0a\x05\x0a\x03\x0a\x01\xff"
 )
 async def test_an_unreadable_message_is_the_callers_fault(payload: bytes, field: str, problem: str) -> None:
     async with serving(EchoService()) as (_, channel):
-        unary = channel.unary_unary(f"/{SERVICE}/Propose")
-        stream = channel.stream_stream(f"/{SERVICE}/ProposeStream")
+        unary: Any = channel.unary_unary(f"/{SERVICE}/Propose")
+        stream: Any = channel.stream_stream(f"/{SERVICE}/ProposeStream")
         for call, kind in (
             (unary(payload), "ProposeRequest"),
             (last(stream(iter([payload]))), "ProposeStreamRequest"),
@@ -133,7 +130,8 @@ async def test_an_unreadable_message_is_the_callers_fault(payload: bytes, field:
 
 async def test_far_too_large_is_refused_by_grpc_itself() -> None:
     async with serving(EchoService()) as (_, channel):
-        told = describe(await failure(channel.unary_unary(f"/{SERVICE}/Propose")(b"\x00" * 17 * 1024)))
+        call: Any = channel.unary_unary(f"/{SERVICE}/Propose")
+        told = describe(await failure(call(b"\x00" * 17 * 1024)))
     assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 

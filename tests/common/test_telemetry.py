@@ -28,7 +28,7 @@ class Collector(otlp_rpc.TraceServiceServicer):
         self.spans: list[Any] = []
         self.services: set[str] = set()
 
-    def Export(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def Export(self, request: Any, context: Any) -> Any:
         for resource in request.resource_spans:
             self.services |= {
                 entry.value.string_value
@@ -39,8 +39,14 @@ class Collector(otlp_rpc.TraceServiceServicer):
         return otlp.ExportTraceServiceResponse()
 
 
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+def collector(_clean: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     """A real OTLP gRPC collector, named by the environment."""
     collector = Collector()
     server = grpc.server(futures.ThreadPoolExecutor(2))
@@ -52,13 +58,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     server.stop(None).wait()
 
 
-@pytest.fixture(autouse=True)
-def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER"):
-        monkeypatch.delenv(name, raising=False)
-
-
-async def test_one_trace_goes_over_client_and_server(_no_environment: None, collector: Collector) -> None:
+async def test_one_trace_goes_over_client_and_server(collector: Collector) -> None:
     telemetry = start_telemetry("galley-test", as_global=False)
     running = await start_server(settings(), building(EchoService()), Parts(telemetry=telemetry))
     with telemetry.tracer("test").start_as_current_span("round") as span:
@@ -80,9 +80,7 @@ async def test_one_trace_goes_over_client_and_server(_no_environment: None, coll
     assert collector.services == {"galley-test"}
 
 
-async def test_a_step_links_to_the_requests_that_it_serves(
-    _no_environment: None, collector: Collector
-) -> None:
+async def test_a_step_links_to_the_requests_that_it_serves(collector: Collector) -> None:
     telemetry = start_telemetry("galley-test", as_global=False)
     with telemetry.tracer("test").start_as_current_span("step", links=links_to([PARENT, "", "nonsense"])):
         pass

@@ -59,7 +59,8 @@ async def test_it_tells_when_it_is_ready_and_stops_when_told(
         stream = stub.ProposeStream()
         item = pb.ProposeItem(slice=slice_of([1, 2, 3, 1, 2]), k=1)
         await stream.write(pb.ProposeStreamRequest(items=[item]))
-        assert list((await stream.read()).answers[0].result.draft_tokens) == [3]
+        answered: Any = await stream.read()
+        assert list(answered.answers[0].result.draft_tokens) == [3]
         process.send_signal(number)
         # An open stream does not hold up the stop: it is ended.
         with pytest.raises(grpc.aio.AioRpcError) as ended:
@@ -90,7 +91,12 @@ def test_a_wrong_value_is_refused_by_name(
     arguments: list[str], variables: dict[str, str], expected: str
 ) -> None:
     result = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, env=environment(**variables), timeout=20
+        [*COMMAND, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment(**variables),
+        timeout=20,
     )
     assert result.returncode == 2
     assert expected in result.stderr
@@ -104,7 +110,12 @@ def test_help_is_for_people_and_torch_is_not_needed() -> None:
         "finally: assert 'torch' not in sys.modules"
     )
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment(), timeout=20
+        [sys.executable, "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=20,
     )
     assert result.returncode == 0, result.stderr
     for words in ("--ngram-max-n", "--drain-timeout-s", "(default: ngram)", "Address to listen on."):

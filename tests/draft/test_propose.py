@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 REPEATING = [5, 6, 7, 8, 9, 5, 6]
 
 
-async def propose(draft: rpc.DraftStub, *items: pb.ProposeItem) -> list[pb.ProposeAnswer]:
+async def propose(draft: rpc.DraftAsyncStub, *items: pb.ProposeItem) -> list[pb.ProposeAnswer]:
     return list((await draft.Propose(pb.ProposeRequest(items=items))).answers)
 
 
@@ -32,7 +32,7 @@ def item(tokens: list[int], k: int = 4, strategy: str = "", **given: Any) -> pb.
     return pb.ProposeItem(slice=slice_of(tokens, **given), k=k, strategy=strategy)
 
 
-async def guesses(draft: rpc.DraftStub, *items: pb.ProposeItem) -> list[list[int]]:
+async def guesses(draft: rpc.DraftAsyncStub, *items: pb.ProposeItem) -> list[list[int]]:
     answers = await propose(draft, *items)
     assert all(answer.HasField("result") for answer in answers), answers
     return [list(answer.result.draft_tokens) for answer in answers]
@@ -176,7 +176,7 @@ async def test_sessions_are_bounded() -> None:
 
 
 class TestOracle:
-    answer = list(range(10, 58))
+    answer = [*range(10, 58)]  # noqa: RUF012  # never changed
 
     def write(self, path: Path, *answers: list[int]) -> None:
         with path.open("a") as file:

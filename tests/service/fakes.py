@@ -11,8 +11,11 @@ import grpc
 from services.common.codec import logprobs_message
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.common.slices import check_token_ids, read_slice
+from services.common.status import StatusInterceptor
 from services.core.acceptance import confirm
 from services.core.content import Miss, look_up, prefix_hash
+from services.core.errors import InvalidField
 from tests.service.truth import CONTEXT, END, VOCAB, logprobs_of, true_next
 from tests.service.waiting import Gate, Watch
 
@@ -51,7 +54,7 @@ class Replica:
         """Serve, as a new process would: with empty caches."""
         self.incarnations += 1
         self._held.clear()
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(interceptors=[StatusInterceptor()])
         self._serve(self._server)
         self._server.add_insecure_port(self.address)
         await self._server.start()
@@ -137,6 +140,11 @@ class FakeTarget(Replica, rpc.TargetServicer):
     ) -> pb.VerifyResponse:
         [item] = request.items
         await self._enter(item, context)
+        # As strict as the real one: a gateway that passes nonsense on is refused.
+        read_slice(item.slice, vocab_size=VOCAB, context_window=CONTEXT)
+        check_token_ids("draft_tokens", item.draft_tokens, VOCAB)
+        if len(item.draft_tokens) > MAX_DRAFT_TOKENS:
+            raise InvalidField("draft_tokens", "too many")
         answer = pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
         if self.item_failure is not None:
             answer.status.code = self.item_failure.value[0]

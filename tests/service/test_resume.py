@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -129,3 +130,25 @@ async def test_the_seed_of_a_session_is_kept(world: World) -> None:
     await heard.listen(second.client.resume_stream(stream))
     assert heard.started.seed == seed
     must_be_true(heard, seed=seed)
+
+
+async def test_a_session_with_drafts_goes_on_at_a_gateway_that_has_none(world: World) -> None:
+    first, second = await world.gateway(), await world.gateway(draft="")
+    world.target.gate.close()
+    world.target.gate.permit(2)
+    stream = first.ask()
+    heard = await hear(stream, until=6)
+    stream.cancel()
+    await first.idle()
+    world.target.gate.open()
+    asked = len(world.draft.calls)
+    must_be_true(await heard.listen(second.client.resume_stream(stream)))
+    assert len(world.draft.calls) == asked
+
+
+async def test_many_sessions_at_once_are_each_the_one_that_was_asked_for(world: World) -> None:
+    world.draft.spoil_rate = 0.3
+    gateways = await world.gateway(), await world.gateway()
+    streams = [gateways[seed % 2].ask(seed=seed) for seed in range(16)]
+    for seed, heard in enumerate(await asyncio.gather(*map(hear, streams))):
+        must_be_true(heard, seed=seed)

@@ -10,7 +10,7 @@ import pytest
 from redis import asyncio as redis_asyncio
 
 from tests.service.waiting import PATIENCE_S
-from tests.service.world import Heard, World, hear, must_be_true, refused
+from tests.service.world import MAX_TOKENS, Heard, World, hear, must_be_true, refused
 
 if TYPE_CHECKING:
     from tests.gateway.servers import Server
@@ -112,3 +112,24 @@ async def test_a_clients_deadline_comes_before_the_stores(frail_world: World, ow
         error = await refused(hear(stream))
     assert error.code in {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}
     own_store.go_on()
+
+
+async def test_a_client_that_cancels_while_the_store_hangs_leaves_the_gateway_whole(
+    frail_world: World, own_store: Server
+) -> None:
+    """A reply that nobody waits for any more must not be taken for the next one's."""
+    world = frail_world
+    gateway = await world.gateway(draft="")
+    world.target.gate.close()
+    stream = gateway.ask()
+    await anext(stream)
+    own_store.pause()
+    starting = gateway.ask()
+    world.target.gate.open()
+    await world.target.has_answered(MAX_TOKENS)
+    stream.cancel()
+    starting.cancel()
+    await gateway.idle()
+    own_store.go_on()
+    must_be_true(await hear(gateway.ask()))
+    must_be_true(await hear(gateway.client.resume(stream.session_id, 0)))

@@ -147,6 +147,7 @@ class World:
     """Use as an async context; everything that it started ends with it."""
 
     def __init__(self, directory: Path, tokenizer: Path, redis_url: str) -> None:
+        self.directory = directory
         self.tokenizer = tokenizer
         self.tokenizer_hash = tokenizer_hash(tokenizer)
         self.redis_url = redis_url

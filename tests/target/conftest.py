@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import grpc
@@ -35,11 +36,14 @@ def model(tiny: Path) -> CausalModel:
 
 
 class Recording:
-    """An engine that remembers how its jobs were batched, and waits for `gate` if one is set."""
+    """An engine that remembers how its jobs were batched, and waits for `gate` before it computes."""
 
     def __init__(self, engine: Verifier) -> None:
         self.engine = engine
         self.batches: list[list[str]] = []
+        self.begun = threading.Semaphore(0)
+        self.gate = threading.Event()
+        self.gate.set()
 
     @property
     def info(self) -> EngineInfo:
@@ -47,6 +51,9 @@ class Recording:
 
     def step(self, jobs: Sequence[VerifyJob]) -> list[VerifyOutcome]:
         self.batches.append([job.slice.key[1] for job in jobs])
+        self.begun.release()
+        if not self.gate.wait(10):
+            raise TimeoutError
         return self.engine.step(jobs)
 
 
@@ -56,7 +63,7 @@ def engine(model: CausalModel) -> Recording:
 
 
 @pytest.fixture
-async def target(engine: Recording) -> AsyncIterator[rpc.TargetStub]:
+async def target(engine: Recording) -> AsyncIterator[rpc.TargetAsyncStub]:
     async def build(server: grpc.aio.Server, parts: Parts) -> TargetService:
         service = TargetService(engine, trace.NoOpTracer(), max_draft_tokens=8, max_waiting=64)
         rpc.add_TargetServicer_to_server(service, server)

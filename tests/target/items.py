@@ -20,27 +20,25 @@ def slice_of(
     confirmed: Sequence[int], *, start: int = 0, session_id: str = "s", **given: Any
 ) -> pb.SessionSlice:
     """The `confirmed` tokens of a session from `start` on."""
-    return pb.SessionSlice(
-        **{
-            "session_id": session_id,
-            "request_id": 7,
-            "start": start,
-            "tokens": confirmed[start:],
-            "prefix_hash": prefix_hash(confirmed[:start]),
-            "prompt_len": min(4, len(confirmed)),
-            "max_position": CONTEXT,
-            "sampling": GREEDY,
-        }
-        | given
-    )
+    fields: dict[str, Any] = {
+        "session_id": session_id,
+        "request_id": 7,
+        "start": start,
+        "tokens": confirmed[start:],
+        "prefix_hash": prefix_hash(confirmed[:start]),
+        "prompt_len": min(4, len(confirmed)),
+        "max_position": CONTEXT,
+        "sampling": GREEDY,
+    }
+    return pb.SessionSlice(**(fields | given))
 
 
-async def verify(target: rpc.TargetStub, *items: pb.VerifyItem) -> list[pb.VerifyAnswer]:
+async def verify(target: rpc.TargetAsyncStub, *items: pb.VerifyItem) -> list[pb.VerifyAnswer]:
     return list((await target.Verify(pb.VerifyRequest(items=items))).answers)
 
 
 async def generate(
-    target: rpc.TargetStub,
+    target: rpc.TargetAsyncStub,
     prompt: list[int],
     count: int,
     draft: Callable[[list[int]], list[int]],

@@ -1,4 +1,4 @@
-"""Verification through the real service: the same tokens whatever the draft says, and no item harms another."""
+"""Verification through the real service: the same tokens whatever the draft says, no item harms another."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def oracle(answer: list[int], k: int, right: int) -> Any:
     return draft
 
 
-async def test_without_draft_it_is_plain_greedy_decoding(target: rpc.TargetStub, answer: list[int]) -> None:
+async def test_without_draft_it_is_plain_greedy_decoding(
+    target: rpc.TargetAsyncStub, answer: list[int]
+) -> None:
     tokens, accepted = await generate(target, PROMPT, COUNT, lambda _: [])
     assert tokens == answer
     assert accepted == [0] * COUNT
@@ -49,13 +51,15 @@ async def test_without_draft_it_is_plain_greedy_decoding(target: rpc.TargetStub,
 
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("right", [0, 1, 3, 8])
-async def test_no_draft_changes_a_token(target: rpc.TargetStub, answer: list[int], k: int, right: int) -> None:
+async def test_no_draft_changes_a_token(
+    target: rpc.TargetAsyncStub, answer: list[int], k: int, right: int
+) -> None:
     tokens, accepted = await generate(target, PROMPT, COUNT, oracle(answer, k, right))
     assert tokens == answer
     assert accepted[0] == min(k, right)
 
 
-async def test_seeded_sampling_does_not_depend_on_the_draft(target: rpc.TargetStub) -> None:
+async def test_seeded_sampling_does_not_depend_on_the_draft(target: rpc.TargetAsyncStub) -> None:
     sampling = pb.SamplingParams(
         temperature=1.2, top_p=0.9, top_k=20, repetition_penalty=1.2, frequency_penalty=0.3, seed=2**63
     )
@@ -71,7 +75,7 @@ async def test_seeded_sampling_does_not_depend_on_the_draft(target: rpc.TargetSt
 
 
 async def test_it_ends_at_a_stop_token_even_within_the_draft(
-    target: rpc.TargetStub, answer: list[int]
+    target: rpc.TargetAsyncStub, answer: list[int]
 ) -> None:
     stop = answer[6]
     end = answer.index(stop) + 1
@@ -79,7 +83,7 @@ async def test_it_ends_at_a_stop_token_even_within_the_draft(
     assert tokens == answer[:end]
 
 
-async def test_it_never_goes_beyond_max_position(target: rpc.TargetStub, answer: list[int]) -> None:
+async def test_it_never_goes_beyond_max_position(target: rpc.TargetAsyncStub, answer: list[int]) -> None:
     tokens = PROMPT + answer[:3]
     item = pb.VerifyItem(
         slice=slice_of(tokens, max_position=len(tokens) + 2), draft_tokens=oracle(answer, 8, 8)(tokens)
@@ -90,7 +94,7 @@ async def test_it_never_goes_beyond_max_position(target: rpc.TargetStub, answer:
 
 
 async def test_logprobs_are_those_of_the_plain_distribution(
-    target: rpc.TargetStub, answer: list[int]
+    target: rpc.TargetAsyncStub, answer: list[int]
 ) -> None:
     item = pb.VerifyItem(slice=slice_of(PROMPT), draft_tokens=answer[:2], logprobs=3)
     (got,) = await verify(target, item)
@@ -103,7 +107,7 @@ async def test_logprobs_are_those_of_the_plain_distribution(
     assert not (await verify(target, again))[0].result.logprobs
 
 
-async def test_a_repeated_item_has_the_same_answer(target: rpc.TargetStub, answer: list[int]) -> None:
+async def test_a_repeated_item_has_the_same_answer(target: rpc.TargetAsyncStub, answer: list[int]) -> None:
     item = pb.VerifyItem(slice=slice_of(PROMPT), draft_tokens=oracle(answer, 4, 2)(PROMPT))
     first, second = [(await verify(target, item))[0].result for _ in range(2)]
     assert (list(first.tokens), first.accepted) == (list(second.tokens), second.accepted) == (answer[:3], 2)
@@ -112,14 +116,14 @@ async def test_a_repeated_item_has_the_same_answer(target: rpc.TargetStub, answe
 
 
 async def test_a_cache_of_other_tokens_is_a_miss_never_a_wrong_token(
-    target: rpc.TargetStub, tiny: Path
+    target: rpc.TargetAsyncStub, tiny: Path
 ) -> None:
     await verify(target, pb.VerifyItem(slice=slice_of(PROMPT)))
     other = [*PROMPT[:2], 40, 41, 42, 43]
     (missed,) = await verify(target, pb.VerifyItem(slice=slice_of(other, start=4)))
     assert missed.cache_miss.have == 0
     assert missed.cache_miss.prefix_hash == prefix_hash([])
-    (short,) = await verify(target, pb.VerifyItem(slice=slice_of(PROMPT + [1, 2, 3], start=7)))
+    (short,) = await verify(target, pb.VerifyItem(slice=slice_of([*PROMPT, 1, 2, 3], start=7)))
     assert short.cache_miss.have == len(PROMPT)
     assert short.cache_miss.prefix_hash == prefix_hash(PROMPT)
     # The same session id with other tokens, sent whole: what agrees stays, the rest is computed anew.
@@ -127,14 +131,14 @@ async def test_a_cache_of_other_tokens_is_a_miss_never_a_wrong_token(
     assert list(full.result.tokens) == greedy(tiny, other, 1)
 
 
-async def test_tenants_do_not_share_a_cache(target: rpc.TargetStub) -> None:
+async def test_tenants_do_not_share_a_cache(target: rpc.TargetAsyncStub) -> None:
     await verify(target, pb.VerifyItem(slice=slice_of(PROMPT, tenant_salt=b"a")))
     (other,) = await verify(target, pb.VerifyItem(slice=slice_of(PROMPT, start=4, tenant_salt=b"b")))
     assert other.cache_miss.have == 0
 
 
 async def test_sessions_share_a_step_and_each_gets_its_own_tokens(
-    target: rpc.TargetStub, engine: Recording, tiny: Path
+    target: rpc.TargetAsyncStub, engine: Recording, tiny: Path
 ) -> None:
     prompts = [[3 + i, 2, 8 + 2 * i] + [7] * i for i in range(8)]
     items = [
@@ -149,7 +153,7 @@ async def test_sessions_share_a_step_and_each_gets_its_own_tokens(
 
 
 async def test_two_items_of_a_session_run_in_order_in_two_steps(
-    target: rpc.TargetStub, engine: Recording, answer: list[int]
+    target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
 ) -> None:
     longer = [*PROMPT, answer[0]]
     first, second = await verify(
@@ -160,7 +164,7 @@ async def test_two_items_of_a_session_run_in_order_in_two_steps(
     assert engine.batches == [["s"], ["s"]]
 
 
-async def test_nan_costs_its_own_session_alone(target: rpc.TargetStub, answer: list[int]) -> None:
+async def test_nan_costs_its_own_session_alone(target: rpc.TargetAsyncStub, answer: list[int]) -> None:
     sick = pb.VerifyItem(slice=slice_of([*PROMPT[:3], POISON, 3], session_id="sick"))
     well = pb.VerifyItem(slice=slice_of(PROMPT, session_id="well"))
     first, second = await verify(target, sick, well)
@@ -192,7 +196,7 @@ BAD: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("field", "bound", "in_slice", "in_item"), BAD, ids=[f"{b[0]} {b[1]}" for b in BAD])
 async def test_a_bad_item_is_named_and_harms_no_other(
-    target: rpc.TargetStub,
+    target: rpc.TargetAsyncStub,
     answer: list[int],
     engine: Recording,
     field: str,
@@ -212,14 +216,14 @@ async def test_a_bad_item_is_named_and_harms_no_other(
 
 @pytest.mark.parametrize(("field", "value"), [("credit", 1), ("parents", [0]), ("want_features", True)])
 async def test_what_is_not_served_yet_is_refused_by_name(
-    target: rpc.TargetStub, field: str, value: object
+    target: rpc.TargetAsyncStub, field: str, value: Any
 ) -> None:
     (refused,) = await verify(target, pb.VerifyItem(slice=slice_of(PROMPT), **{field: value}))
     assert refused.status.code == grpc.StatusCode.UNIMPLEMENTED.value[0]
     assert refused.status.message.startswith(f"{field}: ")
 
 
-async def test_idle_sessions_make_room_and_busy_ones_do_not(target: rpc.TargetStub) -> None:
+async def test_idle_sessions_make_room_and_busy_ones_do_not(target: rpc.TargetAsyncStub) -> None:
     def item(name: str, length: int, start: int = 0) -> pb.VerifyItem:
         return pb.VerifyItem(slice=slice_of([2] * length, session_id=name, start=start))
 
@@ -235,7 +239,7 @@ async def test_idle_sessions_make_room_and_busy_ones_do_not(target: rpc.TargetSt
     assert kept.WhichOneof("outcome") == "result"
 
 
-async def test_a_stream_answers_the_same(target: rpc.TargetStub, answer: list[int]) -> None:
+async def test_a_stream_answers_the_same(target: rpc.TargetAsyncStub, answer: list[int]) -> None:
     async def requests() -> AsyncIterator[pb.VerifyStreamRequest]:
         for i in range(3):
             yield pb.VerifyStreamRequest(
@@ -254,7 +258,7 @@ async def test_a_stream_answers_the_same(target: rpc.TargetStub, answer: list[in
     ]
 
 
-async def test_the_info_names_what_is_served(target: rpc.TargetStub) -> None:
+async def test_the_info_names_what_is_served(target: rpc.TargetAsyncStub) -> None:
     info = await target.GetTargetInfo(pb.GetTargetInfoRequest())
     assert (info.vocab_size, info.context_window, info.max_draft_tokens) == (VOCAB, CONTEXT, 8)
     assert list(info.eos_token_ids) == [1]
@@ -264,14 +268,39 @@ async def test_the_info_names_what_is_served(target: rpc.TargetStub) -> None:
     assert len(info.incarnation) == 16
 
 
-async def test_a_late_item_is_dropped(target: rpc.TargetStub) -> None:
+async def test_a_late_item_is_dropped(target: rpc.TargetAsyncStub) -> None:
     (late,) = await verify(target, pb.VerifyItem(slice=slice_of(PROMPT, remaining_ns=1)))
     assert late.status.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
 
 
-async def test_concurrent_calls_all_come_back(target: rpc.TargetStub, answer: list[int]) -> None:
+async def test_concurrent_calls_all_come_back(target: rpc.TargetAsyncStub, answer: list[int]) -> None:
     async def one(name: str, k: int) -> None:
         tokens, _ = await generate(target, PROMPT, COUNT, oracle(answer, k, 2), session_id=name)
         assert tokens == answer
 
     await asyncio.gather(*(one(f"s{i}", i % 5) for i in range(8)))
+
+
+async def test_a_cancelled_call_is_dropped_before_the_next_step(
+    target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
+) -> None:
+    engine.gate.clear()
+    under_way = asyncio.ensure_future(verify(target, pb.VerifyItem(slice=slice_of(PROMPT, session_id="a"))))
+    await asyncio.to_thread(engine.begun.acquire)
+    given_up = asyncio.ensure_future(verify(target, pb.VerifyItem(slice=slice_of(PROMPT, session_id="b"))))
+    late = target.Verify(
+        pb.VerifyRequest(items=[pb.VerifyItem(slice=slice_of(PROMPT, session_id="c"))]), timeout=0.05
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as expired:
+        await late
+    assert expired.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    # A call of the same connection after the cancel: once it is answered, the cancel has been seen.
+    await target.GetTargetInfo(pb.GetTargetInfoRequest())
+    engine.gate.set()
+    ((served,), *_) = await asyncio.gather(under_way)
+    assert list(served.result.tokens) == answer[:1]
+    await verify(target, pb.VerifyItem(slice=slice_of(PROMPT, session_id="d")))
+    assert engine.batches == [["a"], ["d"]]

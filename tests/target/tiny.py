@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -49,7 +49,8 @@ def load_tiny_model(directory: Path) -> CausalModel:
 
 def greedy(directory: Path, prompt: list[int], count: int) -> list[int]:
     """What transformers' own model says, token by token, without any cache."""
-    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model: Any = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.eval()
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(count):

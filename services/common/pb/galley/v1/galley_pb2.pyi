@@ -263,6 +263,30 @@ class Superseded(_message.Message):
 Global___Superseded: _TypeAlias = Superseded  # noqa: Y015
 
 @_typing.final
+class ItemRef(_message.Message):
+    """Names one item of a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    request_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        request_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ItemRef: _TypeAlias = ItemRef  # noqa: Y015
+
+@_typing.final
 class SessionSlice(_message.Message):
     """What every item to a pool carries about its session."""
 
@@ -285,7 +309,7 @@ class SessionSlice(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     request_id: _builtins.int
-    """Chosen by the caller, unique within the session; only echoed."""
+    """Chosen by the caller, unique within the session (on a stream: within the stream); only echoed."""
     start: _builtins.int
     """Confirmed tokens from absolute position `start` to the last one known."""
     prefix_hash: _builtins.bytes
@@ -1214,16 +1238,22 @@ class ProposeStreamRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ITEMS_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposeItem]: ...
+    @_builtins.property
+    def cancelled(self) -> _containers.RepeatedCompositeFieldContainer[Global___ItemRef]:
+        """Items of this stream whose answers are no longer wanted; they may still come."""
+
     def __init__(
         self,
         *,
         items: _abc.Iterable[Global___ProposeItem] | None = ...,
+        cancelled: _abc.Iterable[Global___ItemRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "items", b"items"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1486,16 +1516,22 @@ class VerifyStreamRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ITEMS_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyItem]: ...
+    @_builtins.property
+    def cancelled(self) -> _containers.RepeatedCompositeFieldContainer[Global___ItemRef]:
+        """Items of this stream whose answers are no longer wanted; they may still come."""
+
     def __init__(
         self,
         *,
         items: _abc.Iterable[Global___VerifyItem] | None = ...,
+        cancelled: _abc.Iterable[Global___ItemRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "items", b"items"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,59 @@
+"""The gateway as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from tests.service.waiting import PATIENCE_S
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
+
+    from tests.service.world import World
+
+
+@asynccontextmanager
+async def gateway_process(world: World, log: Path, environment: Mapping[str, str]) -> AsyncIterator[str]:
+    """Its address; it writes its log to `log`, and is stopped by SIGTERM, which must end it in order."""
+    settings = world.settings()
+    flags = {
+        "target": settings.target,
+        "draft": settings.draft,
+        "redis-url": settings.redis_url,
+        "model": settings.model,
+    }
+    read_fd, write_fd = os.pipe()
+    with log.open("wb") as out:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "services.gateway", "--die-with-parent", "--ready-fd", str(write_fd)),
+            *(part for name, value in flags.items() for part in (f"--{name}", value)),
+            pass_fds=(write_fd,),
+            env={**os.environ, **environment},
+            stdout=out,
+            stderr=out,
+        )
+    os.close(write_fd)
+    try:
+        yield await asyncio.to_thread(_address, read_fd)
+        process.terminate()
+        async with asyncio.timeout(PATIENCE_S):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def _address(read_fd: int) -> str:
+    with os.fdopen(read_fd) as lines:
+        for line in lines:
+            if (told := json.loads(line))["stage"] == "ready":
+                return str(told["address"])
+    raise RuntimeError("the gateway did not start")

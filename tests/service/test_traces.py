@@ -1,0 +1,90 @@
+"""One trace holds a request with all that was done for it, and nothing of what it was about."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import grpc
+
+from services.client.client import TokenStream
+from services.client.request import generate_request
+from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.core.content import token_bytes
+from tests.service.collector import Collector
+from tests.service.process import gateway_process
+from tests.service.truth import SEED, text_of, true_output
+from tests.service.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, World, hear, must_be_true
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+TRACE = bytes(range(1, 17))
+PARENT = bytes(range(1, 9))
+
+
+async def test_one_trace_holds_request_rounds_rpcs_and_store_calls_and_no_content(
+    world: World, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    environment = {"OTEL_BSP_SCHEDULE_DELAY": "50"}
+    async with Collector(world.directory) as collector:
+        environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector.endpoint
+        environment["OTEL_EXPORTER_OTLP_INSECURE"] = "true"
+        async with gateway_process(world, log, environment) as address:
+            await ask_within_a_trace(address)
+            await collector.has("generate", "round", "/galley.v1.Generation/Generate")
+        # The process has ended, and has sent what was left.
+        spans = collector.in_trace(TRACE)
+        exported = collector.exported
+
+    by_id = {span.span_id: span for span in spans}
+
+    def chain(span: Span) -> list[str]:
+        """The names from a span up to what the client named."""
+        names = [span.name]
+        while span.parent_span_id != PARENT:
+            span = by_id[span.parent_span_id]
+            names.append(span.name)
+        return names
+
+    chains = {tuple(chain(span)) for span in spans}
+    request = "/galley.v1.Generation/Generate"
+    assert (request,) in chains
+    assert ("EVALSHA", request) in chains  # creating the session
+    assert ("EVALSHA", "generate", request) in chains  # committing
+    assert ("round", "generate", request) in chains
+    assert ("/galley.v1.Draft/Propose", "round", "generate", request) in chains
+    assert ("/galley.v1.Target/Verify", "round", "generate", request) in chains
+    rounds = [span for span in spans if span.name == "round"]
+    assert len(rounds) == len(world.target.calls) == MAX_TOKENS // 5
+
+    for pool in (world.draft, world.target):
+        for item, metadata in zip(pool.calls, pool.metadata, strict=True):
+            for parent in (item.slice.traceparent, str(metadata["traceparent"])):
+                assert parent.split("-")[1] == TRACE.hex()
+
+    session_id = world.target.calls[0].slice.session_id.encode()
+    assert session_id in exported
+    assert session_id in log.read_bytes()
+    answer = true_output(PROMPT_TOKENS, MAX_TOKENS, SEED)
+    written = log.read_bytes()
+    for content in (PROMPT, text_of(answer)[:8], text_of(answer)[-8:]):
+        for data in (exported, written):
+            assert content.encode() not in data
+    for tokens in (PROMPT_TOKENS, answer):
+        assert token_bytes(tokens)[:16] not in exported
+        assert repr(token_bytes(tokens))[2:18].encode() not in exported
+        assert struct.pack("4B", *tokens[:4]) not in exported
+        assert ", ".join(map(str, tokens[:4])).encode() not in exported + written
+    assert b"Traceback" not in written, written.decode()
+
+
+async def ask_within_a_trace(address: str) -> None:
+    request = generate_request(PROMPT, {"max_tokens": MAX_TOKENS, "seed": SEED, "ignore_eos": True})
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: rpc.GenerationAsyncStub = rpc.GenerationStub(channel)
+        metadata = (("traceparent", f"00-{TRACE.hex()}-{PARENT.hex()}-01"),)
+        must_be_true(await hear(TokenStream(stub.Generate(request, metadata=metadata))))
