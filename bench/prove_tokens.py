@@ -1,12 +1,11 @@
-"""Prove that every draft, k and company gives the same tokens: `make prove-tokens`, the long form of
-tests/e2e/test_same_tokens.py.
+"""Prove that every draft, k and company gives the same tokens: `make prove-tokens`.
 
-The real default model in float32 through real processes. Greedy: 24 prompts of 96 tokens must equal
-transformers' own `generate`, near ties (two best logits within 1e-4) excused and printed. At temperatures
-0.8 and 1.2, with top-p, top-k, min-p and penalties: our own plain decoding for the same seed.
-Every draft (none, ngram, model, oracle at three rates of spoiled tokens), k in {1, 4, 8}, alone and eight at a
-time; sampled answers are shorter. Several stacks share the cases, one core each. Writes
-bench/results/tokens/<commit>.json; exits 1 if a token differs.
+The long form of tests/e2e/test_same_tokens.py: the real default model in float32 through real processes.
+Greedy: answers of up to 96 tokens must equal transformers' own `generate`, near ties (two best logits within
+1e-4) excused and printed. At temperatures 0.8 and 1.2, with top-p, top-k, min-p and penalties, they must equal
+our own plain decoding for the same seed; these are shorter. Every draft (none, ngram, model, oracle at three
+rates of spoiled tokens), k in {1, 4, 8}, alone and eight at a time. Several stacks share the cases, one core
+each. Writes bench/results/tokens/<commit>.json; exits 1 if a token differs.
 """
 
 from __future__ import annotations

@@ -40,13 +40,12 @@ _RETRYABLE_ITEM = frozenset(
 
 _HOPELESS_CALL = frozenset(
     {
-        grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.UNIMPLEMENTED,
         grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.UNAUTHENTICATED,
     }
 )
-"""Of a whole call: anything else may be the connection's fault."""
+"""Of a whole stream: anything else may be the connection's fault, or that of an item beside this one."""
 
 _log = get_logger(__name__)
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from services.common.codec import logprobs_message
+from services.common.items import answer_stream
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.slices import check_token_ids, read_slice
-from services.common.status import StatusInterceptor
+from services.common.status import item_status
 from services.core.acceptance import confirm
 from services.core.content import Miss, look_up, prefix_hash
 from services.core.errors import InvalidField
@@ -20,11 +21,17 @@ from tests.service.truth import CONTEXT, END, VOCAB, logprobs_of, true_next
 from tests.service.waiting import Gate, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
 MAX_DRAFT_TOKENS = 16
 STRATEGIES = ("model", "ngram")
+
+
+class _Failure(Exception):
+    def __init__(self, code: grpc.StatusCode) -> None:
+        super().__init__(code.name)
+        self.code = code
 
 
 class Replica:
@@ -38,7 +45,6 @@ class Replica:
         self.gate = Gate()
         self.watch = Watch()
         self.calls: list[Any] = []
-        self.metadata: list[dict[str, str | bytes]] = []
         self.answered = 0
         self.cancelled = 0
         self.failure: grpc.StatusCode | None = None
@@ -54,7 +60,7 @@ class Replica:
         """Serve, as a new process would: with empty caches."""
         self.incarnations += 1
         self._held.clear()
-        self._server = grpc.aio.server(interceptors=[StatusInterceptor()])
+        self._server = grpc.aio.server()
         self._serve(self._server)
         self._server.add_insecure_port(self.address)
         await self._server.start()
@@ -71,7 +77,7 @@ class Replica:
         self._held.clear()
 
     def fail(self, code: grpc.StatusCode, times: int) -> None:
-        """Fail the next calls, whole."""
+        """Let each of the next items break the stream that it came by."""
         self.failure, self.failures_left = code, times
 
     async def called(self, times: int) -> None:
@@ -83,9 +89,21 @@ class Replica:
     async def was_given_up(self, times: int = 1) -> None:
         await self.watch.until(lambda: self.cancelled >= times)
 
-    async def _enter(self, item: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _answers(
+        self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[list[Any]]:
+        """Of a stream, each as it comes about."""
+        try:
+            async for answers in answer_stream(requests, self._answer, asyncio.Event()):
+                yield answers
+        except _Failure as failure:
+            await context.abort(failure.code, "as told")
+
+    async def _answer(self, item: Any) -> Any:
+        raise NotImplementedError
+
+    async def _enter(self, item: Any) -> None:
         self.calls.append(item)
-        self.metadata.append(dict(context.invocation_metadata() or ()))
         self.watch.changed()
         try:
             await self.gate.enter()
@@ -97,7 +115,7 @@ class Replica:
         self.watch.changed()
         if self.failures_left > 0 and self.failure is not None:
             self.failures_left -= 1
-            await context.abort(self.failure, "as told")
+            raise _Failure(self.failure)
 
     def _admit(self, part: pb.SessionSlice) -> Miss | list[int]:
         """The confirmed tokens, if the cache agrees in content."""
@@ -135,41 +153,42 @@ class FakeTarget(Replica, rpc.TargetServicer):
             device="none",
         )
 
-    async def Verify(
-        self, request: pb.VerifyRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.VerifyResponse:
-        [item] = request.items
-        await self._enter(item, context)
-        # As strict as the real one: a gateway that passes nonsense on is refused.
-        read_slice(item.slice, vocab_size=VOCAB, context_window=CONTEXT)
-        check_token_ids("draft_tokens", item.draft_tokens, VOCAB)
-        if len(item.draft_tokens) > MAX_DRAFT_TOKENS:
-            raise InvalidField("draft_tokens", "too many")
+    async def Verify(self, request: Any, context: Any) -> pb.VerifyResponse:
+        raise NotImplementedError
+
+    async def VerifyStream(
+        self, request_iterator: AsyncIterator[pb.VerifyStreamRequest], context: Any
+    ) -> AsyncIterator[pb.VerifyStreamResponse]:
+        async for answers in self._answers(request_iterator, context):
+            yield pb.VerifyStreamResponse(answers=answers)
+
+    async def _answer(self, item: pb.VerifyItem) -> pb.VerifyAnswer:
+        await self._enter(item)
         answer = pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
+        try:
+            self._verify(item, answer)
+        except InvalidField as error:
+            answer.status.CopyFrom(item_status(error))
+        return answer
+
+    def _verify(self, item: pb.VerifyItem, answer: pb.VerifyAnswer) -> None:
+        part = item.slice
+        _check(item)
         if self.item_failure is not None:
             answer.status.code = self.item_failure.value[0]
             answer.status.message = "the logits are not numbers"
-        else:
-            self._answer(item, answer)
-        return pb.VerifyResponse(answers=[answer])
-
-    def VerifyStream(self, request_iterator: Any, context: Any) -> Any:
-        raise NotImplementedError
-
-    def _answer(self, item: pb.VerifyItem, answer: pb.VerifyAnswer) -> None:
-        part = item.slice
+            return
         tokens = self._admit(part)
         if isinstance(tokens, Miss):
             self.misses += 1
             answer.cache_miss.have, answer.cache_miss.prefix_hash = tokens.have, tokens.prefix_hash
             return
-        stops = frozenset(part.stop_token_ids)
         verdict = confirm(
             item.draft_tokens,
             _samples(tokens, item),
             position=len(tokens),
             max_position=part.max_position,
-            stop_token_ids=stops,
+            stop_token_ids=frozenset(part.stop_token_ids),
             output_len=len(tokens) - part.prompt_len,
             min_tokens=part.min_tokens,
         )
@@ -186,6 +205,14 @@ class FakeTarget(Replica, rpc.TargetServicer):
                 logprobs_message(logprobs_of(token, item.logprobs)) for token in verdict.tokens
             )
         self.spoil(answer.result)
+
+
+def _check(item: pb.VerifyItem) -> None:
+    """As strict as the real one: a gateway that passes nonsense on is refused."""
+    read_slice(item.slice, vocab_size=VOCAB, context_window=CONTEXT)
+    check_token_ids("draft_tokens", item.draft_tokens, VOCAB)
+    if len(item.draft_tokens) > MAX_DRAFT_TOKENS:
+        raise InvalidField("draft_tokens", "too many")
 
 
 def _samples(tokens: list[int], item: pb.VerifyItem) -> list[int]:
@@ -229,11 +256,17 @@ class FakeDraft(Replica, rpc.DraftServicer):
             vocab_size=VOCAB,
         )
 
-    async def Propose(
-        self, request: pb.ProposeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.ProposeResponse:
-        [item] = request.items
-        await self._enter(item, context)
+    async def Propose(self, request: Any, context: Any) -> pb.ProposeResponse:
+        raise NotImplementedError
+
+    async def ProposeStream(
+        self, request_iterator: AsyncIterator[pb.ProposeStreamRequest], context: Any
+    ) -> AsyncIterator[pb.ProposeStreamResponse]:
+        async for answers in self._answers(request_iterator, context):
+            yield pb.ProposeStreamResponse(answers=answers)
+
+    async def _answer(self, item: pb.ProposeItem) -> pb.ProposeAnswer:
+        await self._enter(item)
         if self.before_answering is not None:
             await self.before_answering()
         answer = pb.ProposeAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
@@ -243,10 +276,7 @@ class FakeDraft(Replica, rpc.DraftServicer):
         else:
             self._propose(item, tokens, answer.result)
         self.lie(item, answer)
-        return pb.ProposeResponse(answers=[answer])
-
-    def ProposeStream(self, request_iterator: Any, context: Any) -> Any:
-        raise NotImplementedError
+        return answer
 
     def _propose(self, item: pb.ProposeItem, tokens: list[int], result: pb.ProposeResult) -> None:
         result.position, result.prefix_hash = len(tokens), prefix_hash(tokens)

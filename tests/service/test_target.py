@@ -21,19 +21,39 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize(
     "code",
-    [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ABORTED],
+    [
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.INTERNAL,
+    ],
     ids=lambda code: code.name,
 )
-async def test_a_target_that_fails_for_a_while_costs_a_pause(world: World, code: grpc.StatusCode) -> None:
+async def test_a_stream_to_the_target_that_breaks_costs_a_pause(world: World, code: grpc.StatusCode) -> None:
+    """All sessions share it, so what one of their items does to it must not end the others."""
     gateway = await world.gateway()
     world.target.gate.close()
-    world.target.gate.permit(2)
-    stream = gateway.ask()
-    await world.target.called(3)
+    streams = [gateway.ask(), gateway.ask()]
+    await world.target.called(2)
     world.target.fail(code, times=3)
     world.target.gate.open()
-    must_be_true(await hear(stream))
+    for heard in await asyncio.gather(*map(hear, streams)):
+        must_be_true(heard)
     assert world.target.failures_left == 0
+
+
+@pytest.mark.parametrize(
+    "code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED], ids=lambda code: code.name
+)
+async def test_an_item_that_the_target_cannot_take_now_is_sent_again(
+    world: World, code: grpc.StatusCode
+) -> None:
+    gateway = await world.gateway()
+    world.target.item_failure = code
+    stream = gateway.ask()
+    await world.target.has_answered(2)
+    world.target.item_failure = None
+    must_be_true(await hear(stream))
 
 
 async def test_a_target_that_is_killed_and_comes_back_goes_on_with_the_same_tokens(world: World) -> None:
