@@ -15,12 +15,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 HASH_BYTES = 16
+TOKEN_BYTES = 4
 _PERSON = b"galley.v1"
 
 
-def prefix_hash(tokens: Sequence[int], salt: bytes = b"") -> bytes:
-    """The blake2b-128 of `tokens` as little-endian uint32; `salt` (at most 16 bytes) keeps tenants apart."""
-    return blake2b(token_bytes(tokens), digest_size=HASH_BYTES, person=_PERSON, salt=salt).digest()
+def prefix_hash(tokens: Sequence[int]) -> bytes:
+    """The blake2b-128 of `tokens` as little-endian uint32."""
+    return hash_token_bytes(token_bytes(tokens))
+
+
+def hash_token_bytes(data: bytes | bytearray | memoryview) -> bytes:
+    """`prefix_hash` of tokens that are encoded already."""
+    return blake2b(data, digest_size=HASH_BYTES, person=_PERSON).digest()
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:

@@ -24,7 +24,7 @@ State = Literal["live", "finished"]
 
 
 class SessionEnded(Fenced):
-    """The session was ended for good (finished or aborted): nothing can be added to it."""
+    """The caller owns the session, and it was ended for good: nothing can be added to it."""
 
 
 class LogBehind(LogLost):

@@ -8,6 +8,7 @@ item opens a new one.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -19,6 +20,9 @@ from services.core.errors import Unavailable
 
 ItemT = TypeVar("ItemT", pb.VerifyItem, pb.ProposeItem)
 AnswerT = TypeVar("AnswerT", pb.VerifyAnswer, pb.ProposeAnswer)
+
+# Items are joined up to this, well below what any pool takes in one message; one alone may be larger.
+MAX_JOINED_BYTES = 64 * 1024
 
 MakeRequest: TypeAlias = Callable[[list[ItemT], list[pb.ItemRef]], object]
 
@@ -72,7 +76,11 @@ class _Connection(Generic[ItemT, AnswerT]):
         self._items: list[ItemT] = []
         self._given_up: list[pb.ItemRef] = []
         self._work = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
+        # Not in the context of the session that happened to come first: its span and log fields are its own.
+        background = contextvars.Context()
+        self._tasks = [
+            asyncio.create_task(work, context=background.copy()) for work in (self._write(), self._read())
+        ]
 
     async def ask(self, item: ItemT) -> AnswerT:
         request_id = item.slice.request_id
@@ -100,12 +108,23 @@ class _Connection(Generic[ItemT, AnswerT]):
         while True:
             await self._work.wait()
             self._work.clear()
-            items, self._items = self._items, []
-            given_up, self._given_up = self._given_up, []
             try:
-                await self._call.write(self._request(items, given_up))
+                while self._items or self._given_up:
+                    given_up, self._given_up = self._given_up, []
+                    await self._call.write(self._request(self._next_items(), given_up))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
                 return  # the reader learns why
+
+    def _next_items(self) -> list[ItemT]:
+        """What goes into the next message: at least one item, and no more than a pool takes."""
+        size, count = 0, 0
+        for item in self._items:
+            size += item.ByteSize()
+            if count and size > MAX_JOINED_BYTES:
+                break
+            count += 1
+        items, self._items = self._items[:count], self._items[count:]
+        return items
 
     async def _read(self) -> None:
         try:

@@ -196,7 +196,7 @@ class RedisStore(SessionStore):
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
         """See `SessionStore`."""
-        await self._run(self._abort, session_id, principal, self._new_nonce(), finish, self._finished_ttl_ms)
+        await self._run(self._abort, session_id, principal, finish, self._finished_ttl_ms)
 
     async def close(self) -> None:
         """See `SessionStore`."""

@@ -119,10 +119,9 @@ class MemoryStore(SessionStore):
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
         record = self._find(owner.session_id)
-        if record is not None and record.state == "finished":
-            if (record.epoch, record.nonce, record.finish) == (owner.epoch, owner.nonce, finish):
-                return
-            raise SessionEnded(owner.session_id)
+        repeated = (owner.epoch, owner.nonce, "finished", finish)
+        if record is not None and (record.epoch, record.nonce, record.state, record.finish) == repeated:
+            return
         record = self._owned(owner)
         if len(record.tokens) < expected_len:
             raise LogBehind(owner.session_id, len(record.tokens))
@@ -136,8 +135,6 @@ class MemoryStore(SessionStore):
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
         record = self._of(session_id, principal)
         if record.state == "live":
-            record.epoch += 1
-            record.nonce = self._new_nonce()
             self._end(record, finish)
 
     async def close(self) -> None:
@@ -173,10 +170,10 @@ class MemoryStore(SessionStore):
         record = self._find(owner.session_id)
         if record is None:
             raise UnknownSession(owner.session_id)
-        if record.state == "finished":
-            raise SessionEnded(owner.session_id)
         if (record.epoch, record.nonce) != (owner.epoch, owner.nonce):
             raise Fenced(owner.session_id)
+        if record.state == "finished":
+            raise SessionEnded(owner.session_id)
         return record
 
     def _own(self, session_id: str, record: _Record, nonce: bytes) -> StoredSession:

@@ -140,7 +140,10 @@ async def test_a_finished_session_can_be_read_but_not_extended(store: RedisStore
     with pytest.raises(SessionEnded):
         await store.commit(seen.ownership, 3, [7], b"")
     with pytest.raises(SessionEnded):
+        await store.finish(seen.ownership, 3, b"another end")
+    with pytest.raises(Fenced) as fenced:
         await store.finish(owner, 3, b"another end")
+    assert not isinstance(fenced.value, SessionEnded), "how it ended is not for a former owner to conclude"
 
 
 async def test_finish_checks_the_length_of_the_log(store: RedisStore) -> None:
@@ -161,7 +164,7 @@ async def test_abort_ends_a_session_whoever_owns_it(store: RedisStore) -> None:
     with pytest.raises(SessionEnded):
         await store.commit(owner, 3, [7], b"")
     with pytest.raises(SessionEnded):
-        await store.finish(owner, 3, b"aborted")
+        await store.finish(owner, 3, b"the end")
     seen = await store.claim(owner.session_id, ALICE)
     assert (seen.state, seen.finish) == ("finished", b"aborted")
 

@@ -18,8 +18,9 @@ end
 local function refusal(epoch, nonce)
   local held = redis.call('HMGET', SESSION, 'epoch', 'nonce', 'state')
   if not held[1] then return {'unknown'} end
-  if held[3] == 'finished' then return {'ended'} end
+  -- First of all: how a session ended is for its last owner alone to conclude from 'ended'.
   if held[1] ~= epoch or held[2] ~= nonce then return {'fenced'} end
+  if held[3] == 'finished' then return {'ended'} end
   if not whole() then return {'lost'} end
   return nil
 end
