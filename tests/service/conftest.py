@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.gateway.servers import VALKEY, Server, running
+from tests.gateway.servers import BINARIES, VALKEY, Server, running
 from tests.service import tokenizer_files
 from tests.service.world import World
 
@@ -31,10 +31,10 @@ def shared_store() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def own_store() -> Iterator[Server]:
-    """A Valkey that the test may pause, kill and start again."""
-    with running(VALKEY) as server:
+@pytest.fixture(params=BINARIES)
+def own_store(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A Valkey or a Redis that the test may pause, kill and start again."""
+    with running(request.param) as server:
         yield server
 
 
