@@ -1,11 +1,11 @@
 """Prove that every draft, k and company gives the same tokens: `make prove-tokens`.
 
-The long form of tests/e2e/test_same_tokens.py: the real default model in float32 through real processes.
-Greedy: answers of up to 96 tokens must equal transformers' own `generate`, near ties (two best logits within
-1e-4) excused and printed. At temperatures 0.8 and 1.2, with top-p, top-k, min-p and penalties, they must equal
-our own plain decoding for the same seed; these are shorter. Every draft (none, ngram, model, oracle at three
-rates of spoiled tokens), k in {1, 4, 8}, alone and eight at a time. Several stacks share the cases, one core
-each. Writes bench/results/tokens/<commit>.json; exits 1 if a token differs.
+The long form of tests/e2e/test_same_tokens.py: the real default model in float32 through real processes,
+every draft (none, ngram, model, oracle at three rates of spoiled tokens) with k in {1, 4, 8}. Greedy, alone
+and eight at a time: answers of up to 96 tokens must equal transformers' own `generate`, near ties (two best
+logits within 1e-4) excused and printed. At temperatures 0.8 and 1.2, with top-p, top-k, min-p and penalties,
+alone or eight at a time: shorter answers must equal our own plain decoding for the same seed. Several stacks
+share the cases, one core each. Writes bench/results/tokens/<commit>.json; exits 1 if a token differs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from services.common.defaults import DEFAULT_MODEL
 from services.engine.prepare import resolve_model
 from services.engine.truncate import truncate_model
 from services.gateway.tokenizer import Tokenizer
-from tests.e2e.matrix import Answer, Case, accepted_per_round, all_cases, ask_all
+from tests.e2e.matrix import Answer, Case, accepted_per_round, all_cases, ask_all, pairwise_cases
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.reference import Reference
 from tests.e2e.stacks import DRAFT_LAYERS, Clients, running_clients
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 PLAIN = Case("off", 0, 8)
 KINDS: dict[str, GenerateOptions] = {
@@ -62,18 +62,22 @@ def main() -> int:
     parser.add_argument("--stacks", type=int, default=2, help="that share the cases (default: %(default)s)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="galley-prove-") as folder:
-        record = asyncio.run(_prove(Path(folder), arguments))
-    write_record(result_path("tokens", record["commit"]), record)
-    return 1 if record["differences"] else 0
+        proof = asyncio.run(_prove(Path(folder), arguments))
+    return 1 if proof.differences else 0
 
 
-async def _prove(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+async def _prove(folder: Path, arguments: argparse.Namespace) -> Proof:
     model = resolve_model(DEFAULT_MODEL)
     prompts = PROMPTS[: arguments.prompts]
     prompt_tokens = encode(Tokenizer.load(str(model)), prompts)
     draft = truncate_model(model, list(DRAFT_LAYERS), folder / "draft")
-    began = time.monotonic()
-    proof = Proof(Reference(model), prompts, prompt_tokens)
+    about = {
+        "machine": machine(),
+        "prompts": len(prompts),
+        "max_tokens": arguments.max_tokens,
+        "sampled_tokens": arguments.sampled_tokens,
+    }
+    proof = Proof(Reference(model), prompts, prompt_tokens, about)
     async with AsyncExitStack() as cleanup:
         stacks = [
             await cleanup.enter_async_context(running_clients(_made(folder / f"stack-{number}"), draft))
@@ -82,16 +86,12 @@ async def _prove(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         for kind, options in KINDS.items():
             greedy = options["temperature"] == 0.0
             length = arguments.max_tokens if greedy else arguments.sampled_tokens
-            await proof.run(stacks, kind, {**options, "max_tokens": length})
-    return {
-        "commit": commit(),
-        "machine": machine(),
-        "prompts": len(prompts),
-        "max_tokens": arguments.max_tokens,
-        "sampled_tokens": arguments.sampled_tokens,
-        "seconds": round(time.monotonic() - began),
-        **proof.record(),
-    }
+            await proof.run(
+                stacks, kind, {**options, "max_tokens": length}, all_cases() if greedy else pairwise_cases()
+            )
+    proof.complete = True
+    proof.write()
+    return proof
 
 
 def _made(folder: Path) -> Path:
@@ -100,28 +100,38 @@ def _made(folder: Path) -> Path:
 
 
 class Proof:
-    """Runs all cases and counts what it finds."""
+    """Runs cases and counts what it finds; writes the record after each, so that a run cut short has one."""
 
     def __init__(
-        self, reference: Reference, prompts: Sequence[Any], prompt_tokens: Sequence[Sequence[int]]
+        self,
+        reference: Reference,
+        prompts: Sequence[Any],
+        prompt_tokens: Sequence[Sequence[int]],
+        about: Mapping[str, Any],
     ) -> None:
+        self.complete = False
+        self.differences: list[str] = []
+        self._began = time.monotonic()
+        self._about = {"commit": commit(), **about}
+        self._path = result_path("tokens", self._about["commit"])
         self._reference = reference
         self._prompts = prompts
         self._prompt_tokens = prompt_tokens
         self._cases: list[dict[str, Any]] = []
-        self._differences: list[str] = []
         self._excuses: list[str] = []
         self._accepted_counts: set[int] = set()
 
-    async def run(self, stacks: Sequence[Clients], kind: str, options: GenerateOptions) -> None:
-        """All cases of one kind of sampling; each stack takes the next case when it is done with one."""
+    async def run(
+        self, stacks: Sequence[Clients], kind: str, options: GenerateOptions, cases: Sequence[Case]
+    ) -> None:
+        """The cases of one kind of sampling; each stack takes the next one when it is done with one."""
         expected = await self._expected(stacks[0], options)
         for clients in stacks:
             clients.teach([[*p, *a] for p, a in zip(self._prompt_tokens, expected, strict=True)])
-        cases = iter(all_cases())
+        left = iter(cases)
 
         async def work(clients: Clients) -> None:
-            for case in cases:
+            for case in left:
                 await self._check(clients, kind, options, case, expected)
 
         await asyncio.gather(*(work(clients) for clients in stacks))
@@ -152,7 +162,7 @@ class Proof:
         try:
             excuse = self._reference.excuse(self._prompt_tokens[number], answer.tokens, expected)
         except AssertionError as difference:
-            self._differences.append(f"{what}: {difference}")
+            self.differences.append(f"{what}: {difference}")
         else:
             self._excuses.append(f"{what}: {excuse}")
             print("excused:", self._excuses[-1], flush=True)
@@ -170,18 +180,23 @@ class Proof:
             "seconds": round(seconds, 1),
         }
         self._cases.append(counted)
-        print(counted, "differences:", len(self._differences), flush=True)
+        print(counted, "differences:", len(self.differences), flush=True)
+        self.write()
 
-    def record(self) -> dict[str, Any]:
-        """What was found."""
-        return {
+    def write(self) -> None:
+        """What was found so far."""
+        record = {
+            **self._about,
+            "complete": self.complete,
+            "seconds": round(time.monotonic() - self._began),
             "seeds": [options.get("seed") for options in KINDS.values()],
             "compared_tokens": sum(case["tokens"] for case in self._cases),
-            "differences": self._differences,
+            "differences": self.differences,
             "excuses": self._excuses,
             "accepted_counts": sorted(self._accepted_counts),
             "cases": self._cases,
         }
+        write_record(self._path, record)
 
 
 if __name__ == "__main__":

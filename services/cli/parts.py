@@ -93,7 +93,8 @@ def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSp
         ]
         args += ["--model-name", _served_name(options.model)]
         args += ["--target", facts["target"]["address"], "--draft", facts["draft"]["address"]]
-        args += ["--redis-url", options.redis_url or f"unix://{facts['valkey']['address']}"]
+        if not options.redis_url:  # the user's own goes by environment: it may hold a password
+            args += ["--redis-url", f"unix://{facts['valkey']['address']}"]
         if options.k is not None:
             args += ["--k", str(options.k)]
         return python_module("services.gateway", *args, *options.extra_args.get("gateway", ()))

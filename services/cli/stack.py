@@ -282,4 +282,6 @@ def _environment(options: StackOptions) -> dict[str, str]:
         env["OMP_NUM_THREADS"] = str(threads)
     # All gateways of a stack make the same session id of an idempotency key.
     env.setdefault("GALLEY_GATEWAY_ID_SECRET", secrets.token_hex(32))
+    if options.redis_url:
+        env["GALLEY_GATEWAY_REDIS_URL"] = options.redis_url
     return {**env, **options.env}

@@ -6,10 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from services.common.status import item_status, log_internal
-from services.core.errors import GalleyError, Unavailable
+from services.core.errors import GalleyError, InvalidField, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
     from contextlib import AbstractContextManager
 
     from opentelemetry.trace import Span
@@ -43,8 +43,10 @@ async def answer_or_status(
         return refuse(item_status(error))
 
 
-async def answer_all(items: Iterable[I], answer: Callable[[I], Coroutine[Any, Any, A]]) -> list[A]:
-    """The answer to each item, in order; begun in order. Cancelling cancels all."""
+async def answer_all(items: Sequence[I], answer: Callable[[I], Coroutine[Any, Any, A]]) -> list[A]:
+    """The answer to each item, in order; begun in order. Cancelling cancels all. Raises InvalidField."""
+    if len(items) > MAX_OPEN_ITEMS:
+        raise InvalidField("items", f"must be at most {MAX_OPEN_ITEMS}, are {len(items)}")
     return list(await asyncio.gather(*(answer(item) for item in items)))
 
 

@@ -26,7 +26,7 @@ from services.common.process import die_with_parent
 from services.common.readiness import Readiness
 from services.common.status import StatusInterceptor
 from services.common.telemetry import Telemetry, start_telemetry
-from services.core.errors import CallerFault
+from services.core.errors import GalleyError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -35,6 +35,12 @@ _LOG = get_logger(__name__)
 
 # grpc refuses larger messages by itself and says RESOURCE_EXHAUSTED; up to here we name field and bound.
 _HARD_LIMIT_FACTOR = 16
+# A peer that is gone without a word (a partition, a lost machine) is noticed within 15 seconds.
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
 # For what is still open when a service says that it has drained, such as health watches.
 _STOP_GRACE_S = 0.5
 
@@ -105,6 +111,10 @@ async def start_server(
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", _HARD_LIMIT_FACTOR * settings.max_message_bytes),
             ("grpc.max_send_message_length", -1),
+            *KEEPALIVE,
+            # Peers ping as often as we do, also while nothing is called.
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.max_pings_without_data", 0),
         ],
     )
     address = _bind(server, settings.host, settings.port)
@@ -166,7 +176,7 @@ def main_of(
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run_service(settings, name, build(settings)))
-    except (CannotBind, CallerFault) as error:
+    except (CannotBind, GalleyError, OSError, ValueError) as error:
         _LOG.error("cannot start", problem=str(error))  # the message says it all
         raise SystemExit(1) from None
 

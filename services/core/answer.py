@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from services.core.records import PositionLogprobs, TokenRecord
 
 
+# A replay of a long answer comes in messages that any client takes.
+MAX_CHUNK_TOKENS = 256
+
+
 class Reason(enum.Enum):
     """Why an answer ended."""
 
@@ -152,6 +156,7 @@ class Answer:
 
     def _same_origin(self, start: int, end: int) -> int:
         first = self.records[start]
+        end = min(end, start + MAX_CHUNK_TOKENS)
         for index in range(start + 1, end):
             record = self.records[index]
             if record.from_draft != first.from_draft or record.fingerprint is not None:

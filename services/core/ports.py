@@ -1,6 +1,7 @@
 """The ports of the gateway's shell: what it needs of the world besides the session store.
 
-A simulator passes its own; the real ones are in `services/gateway`. All times are nanoseconds.
+A simulator passes its own, and runs the shell on an event loop whose time is its Clock's (the shell's timers
+are asyncio's). The real ones are in `services/gateway`. All times are nanoseconds.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class DraftPort(Protocol):
     async def propose(
         self, spec: SessionSpec, request: Propose, remaining_ns: int | None
     ) -> Proposed | CacheMissed | Failed:
-        """Ask for draft tokens; `remaining_ns` is what is left of the caller's deadline, None for none."""
+        """Ask for draft tokens; after `remaining_ns` the answer is of no use (None: never)."""
 
 
 class TargetPort(Protocol):
@@ -51,4 +52,4 @@ class TargetPort(Protocol):
     async def verify(
         self, spec: SessionSpec, request: Verify, remaining_ns: int | None
     ) -> Verified | CacheMissed | Failed:
-        """Ask for a verdict; `remaining_ns` is what is left of the caller's deadline, None for none."""
+        """Ask for a verdict; after `remaining_ns` the answer is of no use (None: never)."""

@@ -9,7 +9,8 @@ The rules it keeps (they are the design's rules 2 and 4):
   taken by the client.
 - The draft is never needed: if it fails, lies or is late, the round goes on with what is valid of its
   proposal, at worst with nothing, and the draft is left alone for a while.
-- A target that fails is asked again, until `target_timeout_ns` have passed without a verdict.
+- A target that fails is asked again, until `target_timeout_ns` have passed without a verdict (one that hangs
+  has used them up when the shell gives up on it).
 - Caches are addressed by content: a miss is answered by sending more.
 
 The machine does no I/O and has no clock: `step(event, now_ns)` returns the effects to carry out, in order.
@@ -265,6 +266,8 @@ class Session:
             return f"has {len(event.tokens)} tokens for {len(drafted)} draft tokens"
         if not 0 <= event.accepted <= min(len(drafted), len(event.tokens)):
             return f"accepts {event.accepted} of {len(drafted)}"
+        if len(event.tokens) > event.accepted + 1:
+            return f"has {len(event.tokens)} tokens for {event.accepted} accepted"
         if not event.accepted <= event.verified <= len(drafted):
             return f"verified {event.verified} of {len(drafted)}"
         if event.tokens[: event.accepted] != drafted[: event.accepted]:

@@ -95,7 +95,7 @@ class _IncrementalDecoder:
         self._window.append(token)
         text = self._new_text()
         held = len(self._window) - self._settled
-        if not text or (text.endswith(_REPLACEMENT) and held < _MAX_HELD_TOKENS):
+        if held < _MAX_HELD_TOKENS and (not text or text.endswith(_REPLACEMENT)):
             return ""
         del self._window[: self._settled]
         self._settled = len(self._window)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 _OPS: Any = torch.ops.mkldnn
-_ROWS_TRIED = (4, 5, 8, 16, 33, 80)
+_ROWS_TRIED = (4, 5, 8, 16, 33, 80, 512)
 
 
 def native_bfloat16() -> bool:

@@ -113,10 +113,12 @@ class _Connection(Generic[ItemT, AnswerT]):
                     given_up, self._given_up = self._given_up, []
                     await self._call.write(self._request(self._next_items(), given_up))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
-                return  # the reader learns why
+                self._call.cancel()  # if it is not over anyway, whose reason the reader learns
+                return
 
     def _next_items(self) -> list[ItemT]:
-        """What goes into the next message: at least one item, and no more than a pool takes."""
+        """What goes into the next message: the items still wanted, and no more than a pool takes."""
+        self._items = [item for item in self._items if item.slice.request_id in self._open]
         size, count = 0, 0
         for item in self._items:
             size += item.ByteSize()
@@ -135,9 +137,9 @@ class _Connection(Generic[ItemT, AnswerT]):
                         future.set_result(answer)
         except grpc.aio.AioRpcError as error:
             self._break(error)
-        else:
-            self._break(Unavailable("the pool has ended the stream"))
-        self._tasks[0].cancel()
+        finally:
+            self._break(Unavailable("the stream to the pool has ended"))
+            self._tasks[0].cancel()
 
     def _break(self, error: Exception) -> None:
         self.broken = True

@@ -11,23 +11,28 @@ from services.core.strategies import STRATEGIES
 from services.gateway.validation import Model
 
 if TYPE_CHECKING:
-    from services.gateway.pools import DraftPool, NoDraft
+    from services.gateway.pools import DraftPool, NoDraft, TargetPool
     from services.gateway.tokenizer import Tokenizer
     from services.gateway.validation import GenerateSpec, Limits
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`info` is the target's; `default_k` and `default_strategy` are what AUTO means for now."""
+    """`default_k` and `default_strategy` are what AUTO means for now."""
 
     name: str
-    info: pb.GetTargetInfoResponse
+    target: TargetPool
     tokenizer: Tokenizer
     draft: DraftPool | NoDraft
     limits: Limits
     max_sessions: int
     default_k: int
     default_strategy: str
+
+    @property
+    def info(self) -> pb.GetTargetInfoResponse:
+        """What the target said of itself when it was last met."""
+        return self.target.info
 
     def request_model(self) -> Model:
         """What a request is checked against."""

@@ -80,6 +80,10 @@ class TargetPool:
         info = await self._stub.GetTargetInfo(request, timeout=timeout_s, wait_for_ready=wait)
         if self.info.tokenizer_hash not in {"", info.tokenizer_hash}:
             raise TokenizerMismatch(info.tokenizer_hash, self.info.tokenizer_hash, "new target")
+        if self.info.vocab_size not in {0, info.vocab_size}:
+            raise Unavailable(
+                f"another model has come: vocabulary {info.vocab_size}, was {self.info.vocab_size}"
+            )
         self.info = info
         self._met = True
 
@@ -98,7 +102,7 @@ class TargetPool:
                 )
                 answer = await self._items.ask(item)
         except TokenizerMismatch as error:
-            return ev.Failed(request.request_id, str(error), retryable=False)
+            return ev.Failed(request.request_id, str(error))
         except (grpc.aio.AioRpcError, Unavailable) as error:
             self._met = False  # another process may come back at this address
             return _failed(request.request_id, error)
@@ -122,6 +126,7 @@ class DraftPool:
             self._stub.ProposeStream, _propose_request
         )
         self.info: pb.GetDraftInfoResponse | None = None
+        self._refused_hash = ""
 
     @property
     def replica(self) -> Replica | None:
@@ -141,18 +146,17 @@ class DraftPool:
     ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
         """See `services.core.ports.DraftPort`."""
         try:
-            if self.info is None:
-                await self.pair(_seconds(remaining_ns) or _MEET_TIMEOUT_S)
+            info = self.info or await self.pair(_seconds(remaining_ns) or _MEET_TIMEOUT_S)
             with _item_span("galley.v1.Draft/Propose"):
                 item = pb.ProposeItem(
                     slice=_slice(spec, request.slice, remaining_ns),
-                    k=request.k,
+                    k=min(request.k, info.max_draft_tokens),
                     strategy=request.strategy,
                     workload=spec.workload,
                 )
                 answer = await self._items.ask(item)
         except TokenizerMismatch as error:
-            _log.error("draft refused", reason=str(error))
+            self._log_refusal(error)
             return ev.Failed(request.request_id, str(error))
         except (grpc.aio.AioRpcError, Unavailable) as error:
             self.info = None  # another process may come back at this address
@@ -160,6 +164,12 @@ class DraftPool:
         if answer.WhichOneof("outcome") == "result":
             return _proposed(request.request_id, answer.result)
         return _other(request.request_id, answer)
+
+    def _log_refusal(self, error: TokenizerMismatch) -> None:
+        """Once for each tokenizer that comes."""
+        if error.part_hash != self._refused_hash:
+            self._refused_hash = error.part_hash
+            _log.error("draft refused", reason=str(error))
 
     async def close(self) -> None:
         """End the stream."""

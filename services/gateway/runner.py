@@ -71,6 +71,7 @@ class SessionRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._spans = RoundSpans(session.spec.session_id)
+        self._renewal: asyncio.Task[None] | None = None
         self._end: ev.End | None = None
 
     def tell(self, event: ev.Event) -> None:
@@ -82,7 +83,7 @@ class SessionRunner:
         sender = asyncio.create_task(self._send_all(send))
         try:
             self._watch_deadline()
-            self._spawn(self._keep_alive())
+            self._renewal = self._spawn(self._keep_alive())
             self._carry_out(self.session.start(self._now()))
             while self._end is None:
                 event = await self._inbox.get()
@@ -104,6 +105,7 @@ class SessionRunner:
                 case ev.Commit():
                     self._spawn(self._commit(effect))
                 case ev.StoreFinish():
+                    self._stop_renewing()  # of a session that has ended it would be refused
                     self._spawn(self._store_finish(effect))
                 case ev.Emit():
                     self._outbox.put_nowait(effect.items)
@@ -125,7 +127,7 @@ class SessionRunner:
         self.tell(reply)
 
     async def _verify(self, effect: ev.Verify) -> None:
-        port, timeout = self._ports.target, self._timeouts.target_ns
+        port, timeout = self._ports.target, self._timeouts.verify_ns
         try:
             async with asyncio.timeout(timeout / SECOND):
                 reply: ev.Event = await port.verify(self.session.spec, effect, self._within(timeout))
@@ -180,6 +182,10 @@ class SessionRunner:
                 self.tell(ev.StoreFailed(error))
                 return
 
+    def _stop_renewing(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+
     # ---------------------------------------------------------------------------------- time --
 
     def _now(self) -> int:
@@ -222,10 +228,11 @@ class SessionRunner:
 
     # --------------------------------------------------------------------------------- tasks --
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._reap)
+        return task
 
     def _spawn_in_round(self, work: Coroutine[None, None, None]) -> None:
         """A task takes the context in which it is made, and with it the span that its calls belong to."""
@@ -246,8 +253,10 @@ class SessionRunner:
         tasks = {*self._tasks, sender}
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._spans.abandon()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            self._spans.abandon()
 
 
 def _held(replica: Replica | None, length: int) -> Held | None:

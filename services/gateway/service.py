@@ -10,11 +10,12 @@ import grpc
 
 from services.common.logs import get_logger
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.common.server import KEEPALIVE
 from services.core.errors import TargetUnavailable, TokenizerMismatch
 from services.core.session import SessionLimits
 from services.gateway.clock import MonotonicClock
 from services.gateway.model import ServedModel
-from services.gateway.patience import SECOND, Timeouts
+from services.gateway.patience import SECOND, Timeouts, patiently
 from services.gateway.pools import DraftPool, NoDraft, TargetPool
 from services.gateway.runner import Ports
 from services.gateway.servicer import GenerationServicer
@@ -102,8 +103,8 @@ async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Part
     draft = await _meet_draft(settings, target, channels, parts)
     parts.readiness.stage("connecting to the session store")
     store = _open_store(settings, parts)
-    await store.ping()
     clock = MonotonicClock()
+    await patiently(store.ping, clock.now_ns() + int(settings.startup_timeout_s * SECOND), clock)
     streams = Streams(
         Ports(store, draft, target, clock),
         tokenizer.decode,
@@ -116,9 +117,17 @@ async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Part
         settings.max_sessions,
     )
     model = _served_model(settings, tokenizer, target, draft)
-    secret = settings.id_secret.get_secret_value().encode() or secrets.token_bytes(32)
-    rpc.add_GenerationServicer_to_server(GenerationServicer(streams, model, clock, secret), server)
+    rpc.add_GenerationServicer_to_server(
+        GenerationServicer(streams, model, clock, _id_secret(settings)), server
+    )
     return GatewayService(streams, store, (target, draft), channels, settings.drain_timeout_s)
+
+
+def _id_secret(settings: GatewaySettings) -> bytes:
+    given = settings.id_secret.get_secret_value().encode()
+    if not given:
+        _log.warning("no --id-secret: an idempotency key is good at this gateway alone, until it restarts")
+    return given or secrets.token_bytes(32)
 
 
 async def _meet_target(
@@ -158,6 +167,7 @@ def _open(address: str, channels: list[grpc.aio.Channel], parts: Parts) -> grpc.
             # A replica that comes back must be found at once, not after a long back-off.
             ("grpc.initial_reconnect_backoff_ms", 50),
             ("grpc.max_reconnect_backoff_ms", 1000),
+            *KEEPALIVE,
         ],
     )
     channels.append(channel)
@@ -166,7 +176,7 @@ def _open(address: str, channels: list[grpc.aio.Channel], parts: Parts) -> grpc.
 
 def _open_store(settings: GatewaySettings, parts: Parts) -> RedisStore:
     store = RedisStore(
-        settings.redis_url,
+        settings.redis_url.get_secret_value(),
         settings.session_ttl_s,
         settings.finished_ttl_s,
         call_timeout_s=min(DEFAULT_CALL_TIMEOUT_S, settings.store_timeout_s),
@@ -183,7 +193,7 @@ def _open_store(settings: GatewaySettings, parts: Parts) -> RedisStore:
 def _timeouts(settings: GatewaySettings) -> Timeouts:
     return Timeouts(
         store_ns=int(settings.store_timeout_s * SECOND),
-        target_ns=int(settings.target_timeout_s * SECOND),
+        verify_ns=int(settings.verify_timeout_s * SECOND),
         draft_ns=int(settings.draft_timeout_s * SECOND),
         renew_ns=int(settings.session_ttl_s * SECOND / 3),
     )
@@ -201,7 +211,7 @@ def _served_model(
     k = 0 if isinstance(draft, NoDraft) else min(settings.k, max_draft_tokens)
     return ServedModel(
         name=name,
-        info=target.info,
+        target=target,
         tokenizer=tokenizer,
         draft=draft,
         limits=limits,

@@ -15,8 +15,9 @@ class GatewaySettings(ServiceSettings):
 
     target: str = Field(description="Address of the target, host:port.")
     draft: str = Field("", description="Address of the draft, host:port; empty decodes plainly.")
-    redis_url: str = Field(
-        "redis://127.0.0.1:6379/0", description="Session store: redis://, rediss:// or unix://."
+    redis_url: SecretStr = Field(
+        SecretStr("redis://127.0.0.1:6379/0"),
+        description="Session store: redis://, rediss:// or unix://; with a password, better by environment.",
     )
     model: str = Field(DEFAULT_MODEL, description="Where the target's tokenizer is: a directory or a hub id.")
     model_name: str = Field(
@@ -25,12 +26,19 @@ class GatewaySettings(ServiceSettings):
     strategy: str = Field("", description="Draft strategy of AUTO; empty: the draft's default.")
     k: int = Field(4, ge=0, le=64, description="Draft tokens a round under AUTO.")
     max_draft_tokens: int = Field(16, ge=0, le=64, description="The most draft tokens a round may ask for.")
-    max_sessions: int = Field(256, ge=1, description="Open streams; more are refused.")
+    max_sessions: int = Field(
+        64, ge=1, description="Open streams; more are refused. No more than the target keeps sessions."
+    )
     default_max_tokens: int = Field(512, ge=1, description="Length of an answer that names none.")
     window: int = Field(64, ge=1, description="Tokens a session may be ahead of its log.")
     buffer: int = Field(256, ge=1, description="Tokens a session may be ahead of its client.")
     store_timeout_s: float = Field(10.0, gt=0, description="How long streams wait for the store.")
-    target_timeout_s: float = Field(10.0, gt=0, description="How long streams wait for the target.")
+    target_timeout_s: float = Field(
+        10.0, gt=0, description="How long streams wait for a target that refuses, fails or is away."
+    )
+    verify_timeout_s: float = Field(
+        120.0, gt=0, description="How long one verification may take, a long prompt's prefill included."
+    )
     draft_timeout_s: float = Field(0.5, gt=0, description="How long a round waits for the draft.")
     startup_timeout_s: float = Field(120.0, gt=0, description="How long to wait for the target at start.")
     session_ttl_s: float = Field(3600.0, gt=0, description="How long an idle session is kept.")

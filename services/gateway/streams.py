@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from services.core import events as ev
 from services.core.answer import Answer, Ending, Reason
-from services.core.errors import LogLost, Overloaded, Unavailable
+from services.core.errors import InvalidField, LogLost, Overloaded, Unavailable
 from services.core.finish import decode_ending, encode_ending
 from services.core.records import decode_records
 from services.core.session import Session, SessionLimits
@@ -83,13 +83,17 @@ class Streams:
     ) -> SessionRunner:
         """Take over a session for a client that has output tokens [0, next_index).
 
-        Raises UnknownSession, StoreUnavailable, or LogLost if what is stored cannot be read.
+        Raises UnknownSession, StoreUnavailable, InvalidField, or LogLost if what is stored cannot be read.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
         stored = await self._store_call(
             lambda: self._ports.store.claim(session_id, principal, nonce), deadline_ns
         )
-        return self._runner(self._session(stored, next_index, seen_hash), stored, deadline_ns)
+        session = self._session(stored, next_index, seen_hash)
+        longest = session.spec.max_position - stored.prompt_len
+        if next_index > longest:
+            raise InvalidField("next_index", f"must be <= the {longest} tokens that the answer may have")
+        return self._runner(session, stored, deadline_ns)
 
     async def abort(self, session_id: str, principal: str, deadline_ns: int | None) -> None:
         """End a session for good, here and in the store. Raises UnknownSession, StoreUnavailable."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from services.common.batching import Unfinished
     from services.common.slices import Slice
     from services.core.content import Miss
     from services.core.errors import GalleyError
@@ -65,5 +66,8 @@ class VerifyEngine(Protocol):
     def info(self) -> EngineInfo:
         """Fixed for the life of the engine."""
 
-    def step(self, jobs: Sequence[VerifyJob]) -> list[VerifyOutcome]:
-        """Verify the jobs, all of different sessions, together; the outcome of each, in order."""
+    def step(self, jobs: Sequence[VerifyJob]) -> list[VerifyOutcome | Unfinished]:
+        """Verify the jobs, all of different sessions, together; the outcome of each, in order.
+
+        An unfinished job is stepped again, before those that have come meanwhile.
+        """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from services.common.batching import Batcher
+from services.common.batching import Batcher, Unfinished
 from services.common.items import answer_all, answer_or_status, answer_stream
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -91,7 +91,7 @@ class TargetService(rpc.TargetServicer):
         done = await self._batcher.submit(job.slice.key, job, item.slice.remaining_ns)
         return answer_of(item, done, self._engine.info.fingerprint)
 
-    def _step(self, jobs: Sequence[VerifyJob]) -> Sequence[VerifyOutcome]:
+    def _step(self, jobs: Sequence[VerifyJob]) -> Sequence[VerifyOutcome | Unfinished]:
         """On the worker thread: one step of the engine, in a span that links to those of its requests."""
         links = links_to(job.slice.traceparent for job in jobs)
         with self._tracer.start_as_current_span("target.step", links=links) as span:

@@ -1,5 +1,8 @@
 """The target's engine of today: one ragged forward pass over all sessions, a KV cache for each.
 
+A step feeds about MAX_NEW_ROWS tokens: a long prompt takes several steps, and the others wait for one of them
+at a time.
+
 A step, for each job: look up what the cache holds *in content*, feed what it lacks and the draft tokens,
 sample the target's own token at every position, confirm what agrees, and cut the cache back to what is
 confirmed. The last confirmed token is always fed: its KV is computed together with the guesses after it.
@@ -10,11 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from services.common.batching import Unfinished
 from services.common.sessions import SessionTable
 from services.common.status import log_internal
 from services.core.acceptance import confirm
 from services.core.content import Miss, look_up
-from services.core.errors import GalleyError
+from services.core.errors import GalleyError, Unavailable
 from services.engine.model import Rows
 from services.engine.sampling import SamplingContext, logprobs, sample
 from services.target.engine import Confirmed, EngineInfo, VerifyJob, VerifyOutcome
@@ -28,9 +32,19 @@ if TYPE_CHECKING:
     from services.engine.model import CausalModel, SessionCache
 
 
+MAX_NEW_ROWS = 512
+"""Prefill gets what the jobs before it in the step have left of this."""
+
+ALWAYS_ROWS = 32
+"""So few rows, a verification's or a short prompt's, never wait for another step."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A job that takes part in the pass; `rows` has `1 + len(draft_tokens)` rows of logits wanted."""
+    """A job that takes part in the pass; `rows` has `1 + len(draft_tokens)` rows of logits wanted, or none.
+
+    None where the step only brings the cache nearer to the position: the job is not finished with it.
+    """
 
     job: VerifyJob
     cache: SessionCache
@@ -43,9 +57,16 @@ class Verifier:
     """A `VerifyEngine` over a `CausalModel`; at most `max_kv_tokens` of KV over at most `max_sessions`."""
 
     def __init__(
-        self, model: CausalModel, fingerprint: str, *, max_sessions: int, max_kv_tokens: int
+        self,
+        model: CausalModel,
+        fingerprint: str,
+        *,
+        max_sessions: int,
+        max_kv_tokens: int,
+        max_new_rows: int = MAX_NEW_ROWS,
     ) -> None:
         self._model = model
+        self._max_new_rows = max_new_rows
         self._info = _engine_info(model, fingerprint)
         self._sessions: SessionTable[SessionCache] = SessionTable(
             model.new_cache,
@@ -58,17 +79,24 @@ class Verifier:
         """What the model is."""
         return self._info
 
-    def step(self, jobs: Sequence[VerifyJob]) -> list[VerifyOutcome]:
+    def step(self, jobs: Sequence[VerifyJob]) -> list[VerifyOutcome | Unfinished]:
         """See `VerifyEngine.step`."""
         busy = frozenset(job.slice.key for job in jobs)
-        plans = [self._plan(job, busy) for job in jobs]
+        plans: list[_Plan | Miss | GalleyError | Unfinished] = []
+        budget = self._max_new_rows
+        for job in jobs:
+            plan = self._plan(job, busy, budget)
+            plans.append(plan)
+            budget -= len(plan.rows.tokens) if isinstance(plan, _Plan) else 0
         logits = iter(self._forward([plan for plan in plans if isinstance(plan, _Plan)]))
         batch = sum(isinstance(plan, _Plan) for plan in plans)
         return [
             self._conclude(plan, next(logits), batch) if isinstance(plan, _Plan) else plan for plan in plans
         ]
 
-    def _plan(self, job: VerifyJob, busy: frozenset[SessionKey]) -> _Plan | Miss | GalleyError:
+    def _plan(
+        self, job: VerifyJob, busy: frozenset[SessionKey], budget: int
+    ) -> _Plan | Miss | GalleyError | Unfinished:
         """What to feed, or why nothing is."""
         asked = job.slice
         cache = self._sessions.peek(asked.key)
@@ -84,8 +112,14 @@ class Verifier:
         keep = min(found.agree, asked.position - 1)
         tokens = [*cache.tokens[: asked.start], *asked.tokens]
         cache.truncate(keep)
-        rows = Rows(cache, [*tokens[keep:], *draft_tokens], 1 + len(draft_tokens))
-        return _Plan(job, cache, tokens, draft_tokens, rows)
+        fed = [*tokens[keep:], *draft_tokens]
+        wanted = 1 + len(draft_tokens)
+        if len(fed) > max(budget, ALWAYS_ROWS):
+            room = budget - wanted  # less than the confirmed tokens, so that the last of them waits
+            if room < ALWAYS_ROWS:
+                return Unfinished()
+            fed, wanted = tokens[keep : keep + room], 0
+        return _Plan(job, cache, tokens, draft_tokens, Rows(cache, fed, wanted))
 
     def _forward(self, plans: list[_Plan]) -> list[Tensor]:
         """The logits of each plan, float32 [1 + draft tokens, vocab]."""
@@ -99,14 +133,16 @@ class Verifier:
                 self._sessions.drop(plan.job.slice.key)
             raise
 
-    def _conclude(self, plan: _Plan, logits: Tensor, batch: int) -> VerifyOutcome:
+    def _conclude(self, plan: _Plan, logits: Tensor, batch: int) -> VerifyOutcome | Unfinished:
         """Sample, confirm, cut the cache; an error costs this session its cache and no other anything."""
+        if plan.rows.want_logits == 0:
+            return Unfinished()
         try:
             return self._confirm(plan, logits, batch)
-        except GalleyError as error:
+        except Exception as error:  # noqa: BLE001  # one session must not fail the others
             log_internal(error, session_id=plan.job.slice.key[1])
             self._sessions.drop(plan.job.slice.key)
-            return error
+            return error if isinstance(error, GalleyError) else Unavailable("sampling failed")
 
     def _confirm(self, plan: _Plan, logits: Tensor, batch: int) -> Confirmed:
         asked, position = plan.job.slice, plan.job.slice.position

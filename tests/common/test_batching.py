@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from services.common.batching import Batcher
-from services.core.errors import Broken, DeadlinePassed, Overloaded, Unavailable
+from services.core.errors import DeadlinePassed, Overloaded, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -83,7 +83,7 @@ async def test_what_is_given_up_or_late_is_never_computed() -> None:
 
 async def test_a_failed_step_fails_its_own_jobs_and_the_loop_goes_on() -> None:
     async with batching() as (_, batcher):
-        with pytest.raises(Broken) as failed:
+        with pytest.raises(Unavailable) as failed:  # asking again may help
             await batcher.submit("a", "bad")
         assert "secret" not in str(failed.value)
         assert (await batcher.submit("a", "good")).outcome == "good"

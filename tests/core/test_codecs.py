@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.answer import Ending, Reason, SessionSpec
+from services.core.answer import MAX_CHUNK_TOKENS, Answer, Chunk, Ending, Reason, SessionSpec
 from services.core.content import Hit, Miss, look_up, prefix_hash, token_bytes, tokens_of
 from services.core.finish import decode_ending, encode_ending
 from services.core.params import SamplingParams
@@ -94,3 +94,14 @@ def test_a_cache_serves_exactly_what_agrees(held: list[int], wanted: list[int], 
 
 def test_other_tokens_at_the_same_length_are_a_miss() -> None:
     assert isinstance(look_up([1, 2, 9], 3, [4], prefix_hash([1, 2, 3])), Miss)
+
+
+def test_a_replay_comes_in_chunks_of_bounded_size() -> None:
+    spec = SessionSpec("s", (1,), SamplingParams(), max_position=2000, vocab_size=9)
+    answer = Answer(spec, lambda tokens: "x" * len(tokens))
+    while answer.absorb(3, TokenRecord()):
+        pass
+    chunks = [chunk for chunk in answer.stream(0, answer.output_len) if isinstance(chunk, Chunk)]
+    assert max(len(chunk.tokens) for chunk in chunks) == MAX_CHUNK_TOKENS
+    assert sum(len(chunk.tokens) for chunk in chunks) == 1999
+    assert [chunk.index for chunk in chunks] == list(range(0, 1999, MAX_CHUNK_TOKENS))

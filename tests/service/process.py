@@ -25,7 +25,7 @@ async def gateway_process(world: World, log: Path, environment: Mapping[str, str
     flags = {
         "target": settings.target,
         "draft": settings.draft,
-        "redis-url": settings.redis_url,
+        "redis-url": settings.redis_url.get_secret_value(),
         "model": settings.model,
     }
     read_fd, write_fd = os.pipe()

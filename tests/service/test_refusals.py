@@ -317,7 +317,7 @@ async def test_a_resume_with_other_tokens_seen_is_data_loss(world: World) -> Non
 
 
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "under way"])
-async def test_a_resume_beyond_the_end_of_the_answer_is_data_loss(world: World, finished: bool) -> None:
+async def test_a_resume_beyond_any_possible_end_is_refused(world: World, finished: bool) -> None:
     gateway = await world.gateway()
     stream = gateway.ask()
     if finished:
@@ -326,11 +326,11 @@ async def test_a_resume_beyond_the_end_of_the_answer_is_data_loss(world: World, 
         world.target.gate.close()
         await anext(stream)
     resumed = gateway.client.resume(stream.session_id, MAX_TOKENS + 1)
-    await anext(resumed)
-    world.target.gate.open()
     error = await refused(hear(resumed))
-    assert error.code is grpc.StatusCode.DATA_LOSS
-    assert str(MAX_TOKENS) in error.message
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    ((field, problem),) = error.violations
+    assert field == "next_index"
+    assert str(MAX_TOKENS) in problem
 
 
 async def test_the_largest_request_that_fits_is_served(world: World) -> None:

@@ -98,7 +98,7 @@ async def test_a_target_away_for_good_is_unavailable_and_the_session_resumable(w
 
 
 async def test_a_target_that_hangs_is_given_up_after_its_timeout(world: World) -> None:
-    gateway = await world.gateway(target_timeout_s=0.2)
+    gateway = await world.gateway(target_timeout_s=0.2, verify_timeout_s=0.2)
     world.target.gate.close()
     error = await refused(hear(gateway.ask()))
     assert error.code is grpc.StatusCode.UNAVAILABLE

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
+    from services.common.batching import Unfinished
     from services.common.server import Parts
     from services.engine.model import CausalModel
     from services.target.engine import EngineInfo, VerifyJob, VerifyOutcome
@@ -49,7 +50,7 @@ class Recording:
     def info(self) -> EngineInfo:
         return self.engine.info
 
-    def step(self, jobs: Sequence[VerifyJob]) -> list[VerifyOutcome]:
+    def step(self, jobs: Sequence[VerifyJob]) -> list[VerifyOutcome | Unfinished]:
         self.batches.append([job.slice.key[1] for job in jobs])
         self.begun.release()
         if not self.gate.wait(10):

@@ -215,6 +215,10 @@ Global___ItemStatus: _TypeAlias = ItemStatus  # noqa: Y015
 
 @_typing.final
 class CacheMiss(_message.Message):
+    """Content that differs within [0, start) is answered by have = 0: the replica cannot tell how far it agrees, and
+    finds out when it is sent the tokens themselves.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HAVE_FIELD_NUMBER: _builtins.int

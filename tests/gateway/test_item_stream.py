@@ -1,0 +1,124 @@
+"""Many items over one stream: joined within bounds, given up by name, failed and opened again as one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.core.errors import Unavailable
+from services.gateway.item_stream import MAX_JOINED_BYTES, ItemStream
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+Stream = ItemStream[pb.VerifyItem, pb.VerifyAnswer]
+
+
+class Pool(rpc.TargetServicer):
+    """Answers each item with its session's id, unless told to hold them."""
+
+    def __init__(self) -> None:
+        self.messages: list[pb.VerifyStreamRequest] = []
+        self.arrived: asyncio.Queue[pb.VerifyStreamRequest] = asyncio.Queue()
+        self.opened = 0
+        self.hold = False
+        self.end = asyncio.Event()
+
+    async def VerifyStream(
+        self,
+        request_iterator: AsyncIterator[pb.VerifyStreamRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[pb.VerifyStreamResponse]:
+        self.opened += 1
+        async for message in request_iterator:
+            self.messages.append(message)
+            self.arrived.put_nowait(message)
+            if self.end.is_set():
+                self.end.clear()
+                return
+            if not self.hold:
+                yield pb.VerifyStreamResponse(
+                    answers=[
+                        pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
+                        for item in message.items
+                    ]
+                )
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()  # type: ignore[abstract]  # the calls that are not made
+
+
+@pytest.fixture
+async def stream(pool: Pool) -> AsyncIterator[Stream]:
+    server = grpc.aio.server()
+    rpc.add_TargetServicer_to_server(pool, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stream: Stream = ItemStream(
+            rpc.TargetStub(channel).VerifyStream,
+            lambda items, given_up: pb.VerifyStreamRequest(items=items, cancelled=given_up),
+        )
+        yield stream
+        await stream.close()
+    await server.stop(None)
+
+
+def item(session_id: str, tokens: int = 1) -> pb.VerifyItem:
+    return pb.VerifyItem(slice=pb.SessionSlice(session_id=session_id, tokens=[40_000] * tokens))
+
+
+async def test_each_item_gets_its_own_answer_over_one_stream(pool: Pool, stream: Stream) -> None:
+    names = [f"s{number}" for number in range(50)]
+    answers = await asyncio.gather(*(stream.ask(item(name)) for name in names))
+    assert [answer.session_id for answer in answers] == names
+    assert pool.opened == 1
+    assert len(pool.messages) < len(names), "what comes while a message is written goes into the next one"
+
+
+async def test_items_are_joined_up_to_a_bound(pool: Pool, stream: Stream) -> None:
+    await asyncio.gather(*(stream.ask(item(f"s{number}", tokens=8_000)) for number in range(20)))
+    sizes = [message.ByteSize() for message in pool.messages]
+    assert max(sizes) <= MAX_JOINED_BYTES + 100
+    assert max(len(message.items) for message in pool.messages) > 1
+
+
+async def test_one_large_item_goes_alone(pool: Pool, stream: Stream) -> None:
+    await asyncio.gather(stream.ask(item("large", tokens=60_000)), stream.ask(item("small")))
+    assert [len(message.items) for message in pool.messages] == [1, 1]
+
+
+async def test_an_item_that_is_given_up_is_named_to_the_pool(pool: Pool, stream: Stream) -> None:
+    pool.hold = True
+    asked = asyncio.create_task(stream.ask(item("s")))
+    sent = (await pool.arrived.get()).items[0].slice
+    asked.cancel()
+    await asyncio.wait({asked})
+    (named,) = (await pool.arrived.get()).cancelled
+    assert (named.session_id, named.request_id) == ("s", sent.request_id)
+
+
+async def test_an_item_that_is_given_up_before_it_is_sent_is_not_sent(pool: Pool, stream: Stream) -> None:
+    # Each too large to be joined: the last waits for the messages of all the others.
+    asked = [asyncio.create_task(stream.ask(item(f"s{number}", tokens=30_000))) for number in range(10)]
+    await asyncio.sleep(0)
+    asked[-1].cancel()
+    await asyncio.gather(*asked[:-1])
+    assert (await stream.ask(item("after"))).session_id == "after"
+    sent = {item.slice.session_id for message in pool.messages for item in message.items}
+    assert sent == {*(f"s{number}" for number in range(9)), "after"}
+
+
+async def test_a_stream_that_ends_fails_what_is_open_and_is_opened_again(pool: Pool, stream: Stream) -> None:
+    pool.end.set()
+    with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
+        await stream.ask(item("s"))
+    assert (await stream.ask(item("s"))).session_id == "s"
+    assert pool.opened == 2
