@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ import pytest
 from services.common.defaults import DEFAULT_MODEL
 
 pytest_plugins = ["tests.plugins.skips"]
+
+# A shell's background jobs ignore SIGINT, and hand that down; a process that a test interrupts must not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

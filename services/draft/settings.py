@@ -7,10 +7,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.common.config import ServiceSettings, settings_config
+from services.common.config import settings_config
+from services.common.replica_settings import ReplicaSettings
 
 
-class DraftSettings(ServiceSettings):
+class DraftSettings(ReplicaSettings):
     """What the draft process can be told."""
 
     model_config = settings_config("GALLEY_DRAFT_")
@@ -40,24 +41,10 @@ class DraftSettings(ServiceSettings):
     max_draft_tokens: int = Field(
         default=16, ge=1, le=256, description="Most tokens that an item may ask for."
     )
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        default="auto",
-        description="Of weights and KV; auto is bfloat16 where the device computes in it, else float32.",
-    )
-    device: str = Field(default="cpu", min_length=1, description="Torch device, such as cpu or cuda:0.")
-    threads: int = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="Threads of the CPU kernels; more than one stalls beside other busy processes.",
-    )
     max_sessions: int = Field(
         default=256, ge=1, le=65536, description="Sessions whose tokens and KV are kept."
     )
     max_kv_tokens: int = Field(default=65536, ge=1, description="Tokens kept over all sessions.")
-    max_waiting: int = Field(
-        default=1024, ge=1, description="Most items that wait for a step; more are refused."
-    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -24,6 +24,7 @@ from services.gateway.spans import RoundSpans
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from services.core.answer import SessionSpec
     from services.core.ports import Clock, DraftPort, Replica, TargetPort
     from services.core.session import Session
     from services.core.store import Ownership, SessionStore
@@ -33,6 +34,7 @@ _SEND_GRACE_S = 5.0
 """How long a stream that ends with an error waits for a client to read what was confirmed before."""
 
 _T = TypeVar("_T")
+_Request = TypeVar("_Request", ev.Propose, ev.Verify)
 _log = get_logger(__name__)
 
 Item: TypeAlias = Chunk | NumericsChanged
@@ -99,9 +101,13 @@ class SessionRunner:
         for effect in effects:
             match effect:
                 case ev.Propose():
-                    self._spawn_in_round(self._propose(effect))
+                    self._spawn_in_round(
+                        self._ask(effect, self._ports.draft.propose, self._timeouts.draft_ns)
+                    )
                 case ev.Verify():
-                    self._spawn_in_round(self._verify(effect))
+                    self._spawn_in_round(
+                        self._ask(effect, self._ports.target.verify, self._timeouts.verify_ns)
+                    )
                 case ev.Commit():
                     self._spawn(self._commit(effect))
                 case ev.StoreFinish():
@@ -117,22 +123,18 @@ class SessionRunner:
                     self._end = effect
                     self._outbox.put_nowait(None)
 
-    async def _propose(self, effect: ev.Propose) -> None:
-        port, timeout = self._ports.draft, self._timeouts.draft_ns
+    async def _ask(
+        self,
+        effect: _Request,
+        call: Callable[[SessionSpec, _Request, int | None], Awaitable[ev.Event]],
+        timeout_ns: int,
+    ) -> None:
+        """Ask a pool; what does not come in time has failed."""
         try:
-            async with asyncio.timeout(timeout / SECOND):
-                reply: ev.Event = await port.propose(self.session.spec, effect, self._within(timeout))
+            async with asyncio.timeout(timeout_ns / SECOND):
+                reply = await call(self.session.spec, effect, self._within(timeout_ns))
         except TimeoutError:
-            reply = ev.Failed(effect.request_id, "the draft is late")
-        self.tell(reply)
-
-    async def _verify(self, effect: ev.Verify) -> None:
-        port, timeout = self._ports.target, self._timeouts.verify_ns
-        try:
-            async with asyncio.timeout(timeout / SECOND):
-                reply: ev.Event = await port.verify(self.session.spec, effect, self._within(timeout))
-        except TimeoutError:
-            reply = ev.Failed(effect.request_id, "the target is late")
+            reply = ev.Failed(effect.request_id, "no answer in time")
         self.tell(reply)
 
     async def _commit(self, effect: ev.Commit) -> None:

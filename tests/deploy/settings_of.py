@@ -19,7 +19,9 @@ def settings_of(role: str) -> type[ServiceSettings]:
     (found,) = (
         value
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, ServiceSettings) and value is not ServiceSettings
+        if isinstance(value, type)
+        and issubclass(value, ServiceSettings)
+        and value.__module__ == module.__name__
     )
     return found
 
