@@ -5,13 +5,13 @@ own layers, untrained: it costs what a draft costs and is hardly ever right), an
 plain and with prompt lookup. Gateway, draft, target and Valkey are real processes, one OpenMP thread each;
 the peer may use every core that they have together (--peer-threads). One stream at a time.
 
-The budget. A pair is every prompt set at every temperature, answered by every arm in turn, so that the blocks
-that are compared lie seconds apart; the order of the arms rotates from pair to pair. Each pair takes the next
-`--prompts` prompts of each set. An answer of 96 tokens takes about 4 s at 25 tokens/s, so that all six arms,
-7 pairs, 4 sets and 2 temperatures take about 40 minutes on two cores, and 15 with `--max-tokens 48`, which cuts
-most answers on `rewrite` in the middle of the copy. `--prompts 3 --pairs 8` sees all 24 prompts of each set and
-takes three times that; fewer sets or arms (`--sets rewrite --arms plain,ngram-4,ngram-8 --prompts 3 --pairs 8`)
-make a sharper answer to one question.
+The budget. A pair is every prompt set at every temperature, answered by every arm in turn, so that the
+blocks that are compared lie seconds apart; the order of the arms rotates from pair to pair. Each pair takes
+the next `--prompts` prompts of each set. An answer of 96 tokens takes about 4 s at 25 tokens/s, so that all
+six arms, 7 pairs, 4 sets and 2 temperatures take about 40 minutes on two cores, and 15 with `--max-tokens
+48`, which cuts most answers on `rewrite` in the middle of the copy. `--prompts 3 --pairs 8` sees all 24
+prompts of each set and takes three times that; fewer sets or arms (`--sets rewrite --arms
+plain,ngram-4,ngram-8 --prompts 3 --pairs 8`) make a sharper answer to one question.
 `--quick` only shows that everything runs: its figures mean nothing, and its goals are not judged.
 
 What counts is in bench/harness.py. Speed is counted tokens over the time from the request to the last of
