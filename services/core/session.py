@@ -176,14 +176,20 @@ class Session:
         self.phase = Phase.DRAFTING
         self._round.asked_k = k
         self._round.asked_ns = now
-        self._emit_effect(ev.Propose(self._next_request(), self._slice(ev.Pool.DRAFT), k, self.spec.strategy))
+        self._ask_draft()
+
+    def _ask_draft(self) -> None:
+        k, strategy = self._round.asked_k, self.spec.strategy
+        self._emit_effect(ev.Propose(self._next_request(), self._slice(ev.Pool.DRAFT), k, strategy))
 
     def _verify(self, now: int) -> None:
         self.phase = Phase.VERIFYING
         self._round.verify_ns = now
-        self._emit_effect(
-            ev.Verify(self._next_request(), self._slice(ev.Pool.TARGET), self._round.draft_tokens)
-        )
+        self._ask_target()
+
+    def _ask_target(self) -> None:
+        draft_tokens = self._round.draft_tokens
+        self._emit_effect(ev.Verify(self._next_request(), self._slice(ev.Pool.TARGET), draft_tokens))
 
     def _slice(self, pool: ev.Pool) -> ev.Slice:
         tokens = self.answer.tokens
@@ -228,14 +234,7 @@ class Session:
             self._on_draft_failed(ev.Failed(event.request_id, "its cache keeps missing"), now)
             return
         self._learn_cache(ev.Pool.DRAFT, event)
-        self._emit_effect(
-            ev.Propose(
-                self._next_request(),
-                self._slice(ev.Pool.DRAFT),
-                self._round.asked_k,
-                self.spec.strategy,
-            )
-        )
+        self._ask_draft()
 
     # ------------------------------------------------------------------------------ the target --
 
@@ -313,9 +312,7 @@ class Session:
             self._on_target_failed(ev.Failed(event.request_id, "its cache keeps missing"), now)
             return
         self._learn_cache(ev.Pool.TARGET, event)
-        self._emit_effect(
-            ev.Verify(self._next_request(), self._slice(ev.Pool.TARGET), self._round.draft_tokens)
-        )
+        self._ask_target()
 
     def _on_target_failed(self, event: ev.Failed, now: int) -> None:
         self._misses = 0

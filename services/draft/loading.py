@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from services.common.logs import get_logger
 from services.common.process import limit_threads
 from services.common.tokenizer_hash import tokenizer_hash
+from services.core import strategies
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
 from services.draft.strategies.ngram import NgramStrategy
@@ -31,28 +32,28 @@ class Loaded:
 
 def load_drafter(settings: DraftSettings) -> Loaded:
     """Load what the settings name; blocks. Raises CallerFault if a model or tokenizer cannot be served."""
-    strategies: dict[str, Strategy] = {
-        "ngram": NgramStrategy(settings.ngram_min_n, settings.ngram_max_n),
-        "none": NoneStrategy(),
+    offered: dict[str, Strategy] = {
+        strategies.NGRAM: NgramStrategy(settings.ngram_min_n, settings.ngram_max_n),
+        strategies.NONE: NoneStrategy(),
     }
     if settings.oracle_answers is not None:
         from services.draft.strategies.oracle import OracleStrategy  # noqa: PLC0415  # for tests alone
 
-        strategies["oracle"] = OracleStrategy(settings.oracle_answers, settings.oracle_spoil)
+        offered[strategies.ORACLE] = OracleStrategy(settings.oracle_answers, settings.oracle_spoil)
     model = _load_model(settings)
     if model is not None:
         from services.draft.strategies.model import ModelStrategy  # noqa: PLC0415  # imports torch
 
-        strategies["model"] = ModelStrategy(model)
+        offered[strategies.MODEL] = ModelStrategy(model)
     info = DraftInfo(
         model=model.info.name if model else "",
         tokenizer_hash=_tokenizer_hash(settings, model),
-        strategies=tuple(sorted(strategies)),
+        strategies=tuple(sorted(offered)),
         default_strategy=settings.default_strategy,
         max_draft_tokens=settings.max_draft_tokens,
         vocab_size=model.info.vocab_size if model else 0,
     )
-    drafter = Drafter(strategies, max_sessions=settings.max_sessions, max_tokens=settings.max_kv_tokens)
+    drafter = Drafter(offered, max_sessions=settings.max_sessions, max_tokens=settings.max_kv_tokens)
     return Loaded(drafter, info)
 
 

@@ -59,11 +59,6 @@ class SessionCache:
             raise ValueError(f"cannot cut {len(self.tokens)} tokens to {length}")
         del self.tokens[length:]
 
-    @property
-    def kv_bytes(self) -> int:
-        """Memory held, in bytes."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers.values())
-
     def layer(self, index: int, keys: Tensor, values: Tensor) -> LayerKV:
         """The buffers of layer `index`, made to fit `keys` and `values` on first use."""
         layer = self._layers.get(index)
