@@ -1346,12 +1346,18 @@ class VerifyItem(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PARENTS_FIELD_NUMBER: _builtins.int
     WANT_FEATURES_FIELD_NUMBER: _builtins.int
+    SURVIVAL_FIELD_NUMBER: _builtins.int
+    HINT_DUE_FIELD_NUMBER: _builtins.int
     credit: _builtins.int
-    """How many further tokens the target may confirm unasked. Above 0: UNIMPLEMENTED for now."""
+    """How many further tokens the target may confirm unasked, after the answer to this item: on a stream, as
+    further results of this item, the last of which has `more` unset. 0, and in unary calls: none.
+    """
     logprobs: _builtins.int
     """Set: give logprobs, with this many of the likeliest."""
     want_features: _builtins.bool
     """Reserved: answer with hidden states. Refused as UNIMPLEMENTED."""
+    hint_due: _builtins.bool
+    """A hint for this item is being drafted: waiting a little for it may pay."""
     @_builtins.property
     def slice(self) -> Global___SessionSlice: ...
     @_builtins.property
@@ -1359,6 +1365,10 @@ class VerifyItem(_message.Message):
     @_builtins.property
     def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Reserved for trees of draft tokens: refused as UNIMPLEMENTED."""
+
+    @_builtins.property
+    def survival(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Per draft token: the estimated chance that it and all before it are accepted. May be empty."""
 
     def __init__(
         self,
@@ -1369,16 +1379,92 @@ class VerifyItem(_message.Message):
         logprobs: _builtins.int | None = ...,
         parents: _abc.Iterable[_builtins.int] | None = ...,
         want_features: _builtins.bool = ...,
+        survival: _abc.Iterable[_builtins.float] | None = ...,
+        hint_due: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "slice", b"slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "credit", b"credit", "draft_tokens", b"draft_tokens", "logprobs", b"logprobs", "parents", b"parents", "slice", b"slice", "want_features", b"want_features"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "credit", b"credit", "draft_tokens", b"draft_tokens", "hint_due", b"hint_due", "logprobs", b"logprobs", "parents", b"parents", "slice", b"slice", "survival", b"survival", "want_features", b"want_features"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
 
 Global___VerifyItem: _TypeAlias = VerifyItem  # noqa: Y015
+
+@_typing.final
+class Hint(_message.Message):
+    """Draft tokens for positions [position, position + len) after a prefix of this hash. One that comes late
+    keeps its worth: where its first tokens are what was confirmed meanwhile, the rest still counts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    SURVIVAL_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    prefix_hash: _builtins.bytes
+    @_builtins.property
+    def draft_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def survival(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """As in VerifyItem."""
+
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        prefix_hash: _builtins.bytes = ...,
+        draft_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        survival: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_tokens", b"draft_tokens", "position", b"position", "prefix_hash", b"prefix_hash", "survival", b"survival"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hint: _TypeAlias = Hint  # noqa: Y015
+
+@_typing.final
+class Extension(_message.Message):
+    """Tells more of an item of this stream that still runs on its credit; of one that does not, it is ignored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    HINT_FIELD_NUMBER: _builtins.int
+    HINT_DUE_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    request_id: _builtins.int
+    limit: _builtins.int
+    """Tokens may be confirmed unasked at positions below this. 0: as before. Never lowered."""
+    hint_due: _builtins.bool
+    """A hint is being drafted for the position after the last result. Unset: none is."""
+    @_builtins.property
+    def hint(self) -> Global___Hint:
+        """Replaces the one before."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        request_id: _builtins.int = ...,
+        limit: _builtins.int = ...,
+        hint: Global___Hint | None = ...,
+        hint_due: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hint", b"hint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hint", b"hint", "hint_due", b"hint_due", "limit", b"limit", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Extension: _TypeAlias = Extension  # noqa: Y015
 
 @_typing.final
 class VerifyResult(_message.Message):
@@ -1394,6 +1480,7 @@ class VerifyResult(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     BATCH_SESSIONS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """The position of tokens[0]."""
     accepted: _builtins.int
@@ -1405,6 +1492,8 @@ class VerifyResult(_message.Message):
     """Reserved."""
     batch_sessions: _builtins.int
     """Sessions that shared the forward pass."""
+    more: _builtins.bool
+    """Further results of this item follow."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Confirmed: `accepted` draft tokens, then at most one of the target's own."""
@@ -1426,10 +1515,11 @@ class VerifyResult(_message.Message):
         timing: Global___Timing | None = ...,
         features: _builtins.bytes = ...,
         batch_sessions: _builtins.int = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "batch_sessions", b"batch_sessions", "features", b"features", "fingerprint", b"fingerprint", "kv_len", b"kv_len", "logprobs", b"logprobs", "position", b"position", "timing", b"timing", "tokens", b"tokens", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "batch_sessions", b"batch_sessions", "features", b"features", "fingerprint", b"fingerprint", "kv_len", b"kv_len", "logprobs", b"logprobs", "more", b"more", "position", b"position", "timing", b"timing", "tokens", b"tokens", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1521,21 +1611,25 @@ class VerifyStreamRequest(_message.Message):
 
     ITEMS_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
+    EXTENSIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyItem]: ...
     @_builtins.property
     def cancelled(self) -> _containers.RepeatedCompositeFieldContainer[Global___ItemRef]:
         """Items of this stream whose answers are no longer wanted; they may still come."""
 
+    @_builtins.property
+    def extensions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Extension]: ...
     def __init__(
         self,
         *,
         items: _abc.Iterable[Global___VerifyItem] | None = ...,
         cancelled: _abc.Iterable[Global___ItemRef] | None = ...,
+        extensions: _abc.Iterable[Global___Extension] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "items", b"items"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "extensions", b"extensions", "items", b"items"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1591,6 +1685,12 @@ class GetTargetInfoResponse(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    KV_BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_FREE_FIELD_NUMBER: _builtins.int
+    QUEUE_DEPTH_FIELD_NUMBER: _builtins.int
+    ROW_COSTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tokenizer_hash: _builtins.str
     context_window: _builtins.int
@@ -1601,9 +1701,21 @@ class GetTargetInfoResponse(_message.Message):
     max_draft_tokens: _builtins.int
     dtype: _builtins.str
     device: _builtins.str
+    ranks: _builtins.int
+    """Tensor-parallel ranks of this replica."""
+    kv_block_tokens: _builtins.int
+    """Tokens of KV in a block, and blocks over all ranks' shares of the heads."""
+    kv_blocks_total: _builtins.int
+    kv_blocks_free: _builtins.int
+    queue_depth: _builtins.int
+    """Sessions with work to do."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The model's own end tokens."""
+
+    @_builtins.property
+    def row_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowCost]:
+        """What a pass costs, as measured here at start."""
 
     def __init__(
         self,
@@ -1619,11 +1731,41 @@ class GetTargetInfoResponse(_message.Message):
         max_draft_tokens: _builtins.int = ...,
         dtype: _builtins.str = ...,
         device: _builtins.str = ...,
+        ranks: _builtins.int = ...,
+        kv_block_tokens: _builtins.int = ...,
+        kv_blocks_total: _builtins.int = ...,
+        kv_blocks_free: _builtins.int = ...,
+        queue_depth: _builtins.int = ...,
+        row_costs: _abc.Iterable[Global___RowCost] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv_block_tokens", b"kv_block_tokens", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "queue_depth", b"queue_depth", "ranks", b"ranks", "row_costs", b"row_costs", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetTargetInfoResponse: _TypeAlias = GetTargetInfoResponse  # noqa: Y015
+
+@_typing.final
+class RowCost(_message.Message):
+    """A forward pass over this many rows (tokens of all its sessions)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    NS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    ns: _builtins.int
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int = ...,
+        ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ns", b"ns", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowCost: _TypeAlias = RowCost  # noqa: Y015
