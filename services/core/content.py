@@ -1,7 +1,8 @@
 """Content addresses: how a caller and a cache agree on what the cache holds.
 
 A replica keeps the token ids beside its KV. A request names the prefix that it builds on by a hash of the
-tokens, so a cache that holds other tokens at the same length is a miss, never a wrong answer.
+tokens, so a cache that holds other tokens at the same length is a miss, never a wrong answer. Blocks of KV
+that sessions may share are named by a chain of hashes that starts from the tenant's salt.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 HASH_BYTES = 16
 TOKEN_BYTES = 4
 _PERSON = b"galley.v1"
+_BLOCK_PERSON = b"galley.kv.v1"
+_MARK_TOKENS = 512
 
 
 def prefix_hash(tokens: Sequence[int]) -> bytes:
@@ -27,6 +30,55 @@ def prefix_hash(tokens: Sequence[int]) -> bytes:
 def hash_token_bytes(data: bytes | bytearray | memoryview) -> bytes:
     """`prefix_hash` of tokens that are encoded already."""
     return blake2b(data, digest_size=HASH_BYTES, person=_PERSON).digest()
+
+
+def chain_start(salt: bytes) -> bytes:
+    """What the first block's hash is chained to: equal tokens of two tenants never have equal hashes."""
+    return blake2b(salt, digest_size=HASH_BYTES, person=_BLOCK_PERSON).digest()
+
+
+def next_block_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
+    """The hash of a full block of `tokens` after the block of hash `previous`."""
+    return blake2b(previous + token_bytes(tokens), digest_size=HASH_BYTES, person=_BLOCK_PERSON).digest()
+
+
+def block_hashes(salt: bytes, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+    """The chained hashes of the full blocks of `tokens`: hash i stands for [0, (i + 1) * block_tokens)."""
+    hashes: list[bytes] = []
+    previous = chain_start(salt)
+    for end in range(block_tokens, len(tokens) + 1, block_tokens):
+        previous = next_block_hash(previous, tokens[end - block_tokens : end])
+        hashes.append(previous)
+    return hashes
+
+
+class PrefixHasher:
+    """`prefix_hash` of the prefixes of one growing sequence, without hashing it from its beginning each time.
+
+    The owner of the sequence calls `cut` before it changes tokens that it has had hashed.
+    """
+
+    __slots__ = ("_marks",)
+
+    def __init__(self) -> None:
+        # Mark i has taken the first i * _MARK_TOKENS tokens.
+        self._marks = [blake2b(digest_size=HASH_BYTES, person=_PERSON)]
+
+    def of(self, tokens: Sequence[int], length: int) -> bytes:
+        """The hash of tokens[:length]; 0 <= length <= len(tokens)."""
+        while len(self._marks) <= length // _MARK_TOKENS:
+            done = (len(self._marks) - 1) * _MARK_TOKENS
+            mark = self._marks[-1].copy()
+            mark.update(token_bytes(tokens[done : done + _MARK_TOKENS]))
+            self._marks.append(mark)
+        done = length // _MARK_TOKENS * _MARK_TOKENS
+        last = self._marks[length // _MARK_TOKENS].copy()
+        last.update(token_bytes(tokens[done:length]))
+        return last.digest()
+
+    def cut(self, length: int) -> None:
+        """Tokens at and beyond `length` are about to change."""
+        del self._marks[length // _MARK_TOKENS + 1 :]
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
@@ -70,9 +122,15 @@ def look_up(held: Sequence[int], start: int, tokens: Sequence[int], prefix: byte
         return Miss(len(held), prefix_hash(held))
     if prefix_hash(held[:start]) != prefix:
         return Miss(0, prefix_hash(()))
-    agree = start
-    for ours, theirs in zip(held[start:], tokens, strict=False):
-        if ours != theirs:
-            break
-        agree += 1
-    return Hit(agree)
+    return Hit(start + agreement(held[start:], tokens))
+
+
+def agreement(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many tokens from the first on are equal in both."""
+    shared = min(len(ours), len(theirs))
+    if ours[:shared] == theirs[:shared]:  # by far the most frequent, and fast
+        return shared
+    for index, (our, their) in enumerate(zip(ours, theirs, strict=False)):
+        if our != their:
+            return index
+    return shared

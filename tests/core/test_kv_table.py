@@ -1,0 +1,384 @@
+"""Each rule of the KV table, over blocks of four tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.core.content import Hit, Miss, PrefixHasher, block_hashes, prefix_hash
+from services.core.errors import Broken, Overloaded
+from services.core.kv_table import Key, KvTable
+
+T = 4  # tokens a block
+A, B, C, D = ((b"salt", name) for name in "abcd")
+ELSEWHERE = (b"other", "a")
+
+
+def table_of(blocks: int, max_sessions: int = 8) -> KvTable:
+    return KvTable(blocks, T, max_sessions)
+
+
+def filled(table: KvTable, key: Key, tokens: list[int], arrival: int = 0, room: int = 0) -> None:
+    """The session is live and stands at all but the last of `tokens`, with blocks for `room` more."""
+    have = table.open(key, arrival, tokens)
+    table.reserve(key, len(tokens) + room)
+    table.computed(key, tokens[have:-1])
+
+
+def tokens(count: int, first: int = 1) -> list[int]:
+    return list(range(first, first + count))
+
+
+def compute_twins(table: KvTable, prompt: list[int]) -> None:
+    """A and B compute the first block of the same prompt in the same pass."""
+    for key in (A, B):
+        table.open(key, 0, prompt)
+        table.reserve(key, T)
+    for key in (A, B):
+        table.computed(key, prompt[:T])
+
+
+def test_hashes_are_chained_and_salted() -> None:
+    plain = block_hashes(b"", tokens(11), T)
+    assert len(plain) == 2
+    assert block_hashes(b"", tokens(8), T) == plain
+    assert block_hashes(b"x", tokens(8), T)[0] != plain[0]
+    assert block_hashes(b"", [9, *tokens(7, 2)], T)[1] != plain[1]
+    assert block_hashes(b"", tokens(3), T) == []
+
+
+def test_a_growing_sequence_is_hashed_as_from_its_beginning() -> None:
+    hasher = PrefixHasher()
+    sequence = tokens(2000)
+    for length in (0, 3, 1700, 512, 1024, 511, 2000):
+        assert hasher.of(sequence, length) == prefix_hash(sequence[:length])
+    hasher.cut(513)
+    sequence[513:] = tokens(1400, 5)
+    for length in (1913, 513, 514, 1025):
+        assert hasher.of(sequence, length) == prefix_hash(sequence[:length])
+
+
+def test_what_is_computed_stands_and_takes_whole_blocks() -> None:
+    table = table_of(8)
+    assert table.open(A, 0, tokens(6)) == 0
+    assert table.reserve(A, 6).copies == ()
+    assert len(table.blocks_of(A)) == 2
+    table.computed(A, tokens(6))
+    assert table.tokens_of(A) == tokens(6)
+    assert (table.live_blocks, table.free, table.total) == (2, 6, 8)
+
+
+def test_only_full_blocks_of_computed_tokens_are_found() -> None:
+    table = table_of(8)
+    filled(table, A, tokens(8), room=8)
+    assert table.cached_prefixes(9) == block_hashes(A[0], tokens(4), T)
+    table.computed(A, [8])
+    assert sorted(table.cached_prefixes(9)) == sorted(block_hashes(A[0], tokens(8), T))
+    assert len(table.cached_prefixes(1)) == 1
+
+
+def test_a_new_session_attaches_what_another_has_computed() -> None:
+    table = table_of(8)
+    filled(table, A, tokens(10))
+    assert table.open(B, 1, [*tokens(8), 99]) == 8
+    assert table.blocks_of(B) == table.blocks_of(A)[:2]
+    assert table.live_blocks == 3
+
+
+def test_tenants_share_nothing() -> None:
+    table = table_of(8)
+    filled(table, A, tokens(10))
+    assert table.open(ELSEWHERE, 1, tokens(10)) == 0
+
+
+def test_the_last_token_is_fed_again_into_a_copy_of_its_shared_block() -> None:
+    table = table_of(8)
+    filled(table, A, tokens(9))
+    theirs = table.blocks_of(A)
+    assert table.open(B, 1, tokens(8)) == 7
+    assert table.blocks_of(B) == theirs[:2]
+    copies = table.reserve(B, 8).copies
+    ours = table.blocks_of(B)
+    assert copies == ((theirs[1], ours[1]),)
+    assert ours[0] == theirs[0]
+    assert ours[1] not in theirs
+    assert table.blocks_of(A) == theirs
+    assert table.reserve(B, 10).copies == ()
+
+
+def test_a_registered_block_of_ones_own_is_written_without_a_copy_but_found_no_more() -> None:
+    table = table_of(8)
+    filled(table, A, tokens(9))
+    table.truncate(A, 6)
+    assert len(table.cached_prefixes(9)) == 2
+    assert table.reserve(A, 8).copies == ()
+    assert table.cached_prefixes(9) == block_hashes(A[0], tokens(4), T)
+    table.computed(A, [70, 80])
+    assert set(table.cached_prefixes(9)) == set(block_hashes(A[0], [*tokens(6), 70, 80], T))
+
+
+def test_the_same_computed_twice_at_once_stays_private() -> None:
+    table = table_of(8)
+    compute_twins(table, tokens(5))
+    assert not set(table.blocks_of(A)) & set(table.blocks_of(B))
+    table.drop(A)
+    assert table.open(C, 0, tokens(5)) == 4
+    table.check()
+
+
+def test_a_twin_takes_the_place_of_the_block_that_was_found() -> None:
+    table = table_of(4)
+    compute_twins(table, tokens(5))
+    table.drop(A)
+    filled(table, C, tokens(12, 50))
+    assert table.cached_prefixes(9) == block_hashes(C[0], tokens(8, 50), T)[::-1]
+    table.drop(C)
+    table.drop(B)
+    assert table.open(D, 0, tokens(5)) == 4
+    table.check()
+
+
+def test_a_chain_is_lost_from_its_end_even_over_a_twin() -> None:
+    table = table_of(4)
+    compute_twins(table, tokens(9))
+    table.drop(A)
+    table.reserve(B, 8)
+    table.computed(B, tokens(4, 5))
+    table.drop(B)
+    filled(table, C, tokens(11, 50))
+    assert table.open(D, 0, tokens(9)) == 4
+
+
+def test_reopening_keeps_what_agrees_and_returns_the_rest() -> None:
+    table = table_of(8)
+    filled(table, A, tokens(16))
+    assert table.open(A, 0, [*tokens(6), 99, 98]) == 6
+    assert table.tokens_of(A) == tokens(6)
+    assert len(table.blocks_of(A)) == 2
+    assert table.live_blocks == 2
+
+
+def test_reopening_attaches_where_the_cache_goes_further() -> None:
+    table = table_of(8)
+    filled(table, A, tokens(13))
+    filled(table, B, tokens(3))
+    assert table.open(B, 0, tokens(14)) == 12
+    assert table.blocks_of(B) == table.blocks_of(A)[:3]
+    table.check()
+
+
+def test_truncation_returns_whole_blocks_beyond() -> None:
+    table = table_of(8)
+    filled(table, A, tokens(6), room=14)
+    assert table.live_blocks == 5
+    table.truncate(A, 9)
+    assert (table.live_blocks, len(table.tokens_of(A))) == (3, 5)
+    table.truncate(A, 4)
+    assert (table.live_blocks, table.tokens_of(A)) == (1, tokens(4))
+
+
+def test_an_idle_session_keeps_its_blocks_until_they_are_needed() -> None:
+    table = table_of(4)
+    filled(table, A, tokens(10), room=4)
+    before = table.blocks_of(A)
+    table.idle(A)
+    assert table.blocks_of(A) == before[:3]
+    assert (table.live_blocks, table.free) == (0, 4)
+    assert table.open(A, 0, tokens(11)) == 9
+    table.idle(A)
+    table.open(B, 1, tokens(8, 50))
+    assert table.reserve(B, 8).preempted == ()
+    assert table.blocks_of(A) == ()
+
+
+def test_cached_blocks_go_before_idle_sessions_and_the_longest_idle_first() -> None:
+    table = table_of(4)
+    for key, first in ((A, 10), (B, 20), (C, 30)):
+        filled(table, key, tokens(5, first))
+        table.truncate(key, 4)
+        table.idle(key)
+    table.drop(C)
+    table.open(D, 9, tokens(16, 40))
+    table.reserve(D, 8)
+    assert (len(table.blocks_of(A)), len(table.blocks_of(B))) == (1, 1)
+    table.reserve(D, 12)
+    assert (len(table.blocks_of(A)), len(table.blocks_of(B))) == (0, 1)
+
+
+def test_an_evicted_session_finds_what_is_still_cached() -> None:
+    table = table_of(4)
+    filled(table, A, tokens(13))
+    table.idle(A)
+    table.open(B, 1, tokens(6, 50))
+    table.reserve(B, 6)
+    assert table.held(A) == Miss(8, prefix_hash(tokens(8)))
+    assert table.look_up(A, 12, [13], prefix_hash(tokens(12))) == table.held(A)
+    assert table.look_up(A, 8, [9, 10], prefix_hash(tokens(8))) == Hit(8)
+    assert table.tokens_of(A) == tokens(8)
+    table.drop(B)
+    assert table.open(A, 0, tokens(14)) == 8
+
+
+def test_the_youngest_that_is_younger_and_not_busy_is_preempted() -> None:
+    table = table_of(4)
+    for arrival, key in enumerate((A, B, C, D)):
+        filled(table, key, tokens(4, 10 * arrival + 1), arrival)
+    assert table.reserve(B, 8, frozenset({D})).preempted == (C,)
+    assert not table.is_live(C)
+    assert table.held(C).have == 0
+    with pytest.raises(Overloaded) as refused:
+        table.reserve(D, 8)
+    assert refused.value.retry_after_s > 0
+    assert table.reserve(A, 12).preempted == (D, B)
+    with pytest.raises(Overloaded):
+        table.reserve(A, 17)
+
+
+def test_idle_sessions_are_evicted_before_a_live_one_but_not_busy_ones() -> None:
+    table = table_of(3)
+    filled(table, B, tokens(4, 20), 1)
+    filled(table, C, tokens(4, 30), 2)
+    table.idle(B)
+    table.open(A, 0, tokens(8))
+    assert table.reserve(A, 8, frozenset({B})).preempted == (C,)
+    assert len(table.blocks_of(B)) == 1
+    table.check()
+
+
+def test_equal_arrivals_have_an_order_too() -> None:
+    table = table_of(2)
+    filled(table, A, tokens(4))
+    filled(table, B, tokens(4, 20))
+    with pytest.raises(Overloaded):
+        table.reserve(B, 8)
+    assert table.reserve(A, 8).preempted == (B,)
+
+
+def test_a_preempted_session_retries_with_its_age_and_finds_a_prefix() -> None:
+    table = table_of(4)
+    filled(table, B, tokens(11), 1)
+    filled(table, A, tokens(2, 50), 0)
+    assert table.reserve(A, 6).preempted == (B,)
+    assert table.held(B) == Miss(8, prefix_hash(tokens(8)))
+    assert table.open(B, 1, tokens(12)) == 8
+
+
+def test_a_refused_reservation_changes_nothing() -> None:
+    table = table_of(4)
+    filled(table, A, tokens(6), 0)
+    filled(table, B, tokens(4, 50), 1)
+    table.idle(B)
+    filled(table, C, tokens(4, 60), 2)
+    before = [table.blocks_of(key) for key in (A, B, C)]
+    with pytest.raises(Overloaded):
+        table.reserve(C, 16)
+    assert [table.blocks_of(key) for key in (A, B, C)] == before
+    table.check()
+
+
+def test_a_block_need_not_be_copied_once_all_others_that_hold_it_are_gone() -> None:
+    table = table_of(1)
+    filled(table, A, tokens(4), 1)
+    table.computed(A, [4])
+    assert table.open(B, 0, tokens(4)) == 3
+    reservation = table.reserve(B, 4)
+    assert (reservation.copies, reservation.preempted) == ((), (A,))
+    table.check()
+
+
+def test_a_failed_pass_leaves_nothing_in_doubt() -> None:
+    table = table_of(8)
+    filled(table, A, tokens(9))
+    table.open(B, 1, tokens(8))
+    assert table.reserve(B, 16).copies
+    table.distrust(B)  # the copy may never have been made
+    assert table.tokens_of(B) == tokens(4)
+    assert len(table.blocks_of(B)) == 1
+    assert table.open(B, 1, tokens(8)) == 7
+    table.idle(B)
+    assert table.tokens_of(B) == tokens(7)
+    table.reserve(A, 20)
+    table.distrust(A)
+    assert table.tokens_of(A) == tokens(8)
+    assert len(table.blocks_of(A)) == 2
+    table.check()
+
+
+def test_a_plan_that_never_ran_leaves_no_trusted_copy() -> None:
+    table = table_of(8)
+    filled(table, A, tokens(9))
+    table.open(B, 1, tokens(8))
+    table.reserve(B, 8)
+    assert table.open(B, 1, [*tokens(7), 99]) == 4
+    assert table.open(B, 1, tokens(8)) == 7
+    table.reserve(B, 8)
+    table.truncate(B, 4)
+    table.reserve(B, 12)
+    table.distrust(B)
+    assert table.tokens_of(B) == tokens(4)
+    assert len(table.blocks_of(B)) == 1
+
+
+def test_after_a_pass_the_copy_is_trusted() -> None:
+    table = table_of(8)
+    filled(table, A, tokens(9))
+    table.open(B, 1, tokens(8))
+    table.reserve(B, 8)
+    table.computed(B, [])
+    table.distrust(B)
+    assert table.tokens_of(B) == tokens(7)
+
+
+def test_an_idle_session_is_dropped_for_a_new_one_but_a_live_one_is_not() -> None:
+    table = table_of(8, max_sessions=2)
+    filled(table, A, tokens(6))
+    filled(table, B, tokens(6, 50))
+    with pytest.raises(Overloaded):
+        table.open(C, 2, tokens(6))
+    table.idle(A)
+    assert table.open(C, 2, tokens(6)) == 4
+    assert table.blocks_of(A) == ()
+    assert table.held(A).have == 0
+    table.check()
+
+
+def test_look_up_says_what_content_look_up_says() -> None:
+    table = table_of(8)
+    filled(table, A, tokens(9))
+    assert table.look_up(A, 5, [6, 7, 99], prefix_hash(tokens(5))) == Hit(7)
+    assert table.look_up(A, 8, [9, 10], prefix_hash(tokens(8))) == Hit(8)
+    assert table.look_up(A, 9, [10], prefix_hash(tokens(9))) == Miss(8, prefix_hash(tokens(8)))
+    assert table.look_up(A, 5, [6], prefix_hash(tokens(5, 2))) == Miss(0, prefix_hash(()))
+    assert table.look_up(B, 0, [6], prefix_hash(())) == Hit(0)
+    assert table.look_up(B, 3, [6], prefix_hash(tokens(3))) == Miss(0, prefix_hash(()))
+
+
+def test_look_up_in_a_long_session_that_was_cut() -> None:
+    table = table_of(400)
+    filled(table, A, tokens(1500))
+    assert table.look_up(A, 1200, [], prefix_hash(tokens(1200))) == Hit(1200)
+    changed = [*tokens(600), *tokens(900, 7)]
+    filled(table, A, changed)
+    assert table.look_up(A, 1200, [], prefix_hash(tokens(1200))) == Miss(0, prefix_hash(()))
+    assert table.look_up(A, 1200, [], prefix_hash(changed[:1200])) == Hit(1200)
+    table.check()
+
+
+def test_what_was_never_reserved_cannot_be_computed() -> None:
+    table = table_of(8)
+    table.open(A, 0, tokens(6))
+    with pytest.raises(Broken):
+        table.computed(A, tokens(6))
+    with pytest.raises(Broken):
+        table.computed(B, tokens(6))
+    with pytest.raises(Broken):
+        table.reserve(B, 6)
+    filled(table, A, tokens(9))
+    table.open(B, 1, tokens(8))
+    with pytest.raises(Broken):  # its last block is another's too
+        table.computed(B, [8])
+
+
+def test_sizes_must_be_positive() -> None:
+    for sizes in ((1, 0, 1), (1, 1, 0), (0, 1, 1)):
+        with pytest.raises(ValueError, match="block"):
+            KvTable(*sizes)
