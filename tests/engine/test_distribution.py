@@ -27,7 +27,8 @@ from services.core.acceptance import (
     match_probability_bound,
 )
 from services.core.params import SamplingParams
-from services.engine.sampling import SamplingContext, sample
+from services.core.step import Draw
+from tests.engine.sampling_reference import sample
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
 
-Verify = Callable[[torch.Tensor, SamplingContext, Sequence[int]], Verdict]
+Verify = Callable[[torch.Tensor, Draw, Sequence[int]], Verdict]
 
 P_BOUND = 1e-4
 TARGET = np.array([0.32, 0.22, 0.16, 0.12, 0.08, 0.06, 0.03, 0.01])
@@ -43,22 +44,22 @@ DRAFT = np.array([0.02, 0.14, 0.16, 0.04, 0.30, 0.20, 0.10, 0.04])
 FAR = 10**9
 
 
-def verify(logits: torch.Tensor, context: SamplingContext, guesses: Sequence[int]) -> Verdict:
+def verify(logits: torch.Tensor, context: Draw, guesses: Sequence[int]) -> Verdict:
     """The real rule: sample with shared noise, accept iff equal."""
     return _confirm(context, guesses, sample(logits, context, guesses))
 
 
-def _confirm(context: SamplingContext, guesses: Sequence[int], sampled: Sequence[int]) -> Verdict:
-    position = len(context.tokens)
+def _confirm(context: Draw, guesses: Sequence[int], sampled: Sequence[int]) -> Verdict:
+    position = len(context.history)
     return confirm(guesses, sampled, position=position, max_position=FAR, stop_token_ids=frozenset())
 
 
 # ------------------------------------------------------------------------------------- mutants --
 
 
-def ratio_test(context: SamplingContext, guesses: Sequence[int], *, residual_domain: int) -> Verdict:
+def ratio_test(context: Draw, guesses: Sequence[int], *, residual_domain: int) -> Verdict:
     """Leviathan et al. (arXiv 2211.17192, algorithm 1): accept with chance p / q, else draw max(p - q, 0)."""
-    seed, n = context.params.seed, len(context.tokens)
+    seed, n = context.params.seed, len(context.history)
     for i, guess in enumerate(guesses):
         coin = float(noise.words(seed, n + i, [0], domain=7)[0]) * 2.0**-32
         if coin >= TARGET[guess] / DRAFT[guess]:
@@ -69,44 +70,40 @@ def ratio_test(context: SamplingContext, guesses: Sequence[int], *, residual_dom
     return Verdict((*guesses, int(bonus[0])), len(guesses))
 
 
-def ratio_test_with_shared_noise(
-    logits: torch.Tensor, context: SamplingContext, guesses: Sequence[int]
-) -> Verdict:
+def ratio_test_with_shared_noise(logits: torch.Tensor, context: Draw, guesses: Sequence[int]) -> Verdict:
     """The residual token is sampled with the noise that the draft's guess has already won with: biased."""
     return ratio_test(context, guesses, residual_domain=noise.GUMBEL)
 
 
-def ratio_test_with_its_own_noise(
-    logits: torch.Tensor, context: SamplingContext, guesses: Sequence[int]
-) -> Verdict:
+def ratio_test_with_its_own_noise(logits: torch.Tensor, context: Draw, guesses: Sequence[int]) -> Verdict:
     return ratio_test(context, guesses, residual_domain=8)
 
 
 def penalties_that_forget_accepted_drafts(
-    logits: torch.Tensor, context: SamplingContext, guesses: Sequence[int]
+    logits: torch.Tensor, context: Draw, guesses: Sequence[int]
 ) -> Verdict:
     """Every row is sampled with the confirmed history alone; -1 keeps the position and is no token."""
-    return _row_by_row(logits, guesses, lambda i: replace(context, tokens=[*context.tokens, *[-1] * i]))
+    return _row_by_row(logits, guesses, lambda i: replace(context, history=[*context.history, *[-1] * i]))
 
 
-def position_one_ahead(logits: torch.Tensor, context: SamplingContext, guesses: Sequence[int]) -> Verdict:
+def position_one_ahead(logits: torch.Tensor, context: Draw, guesses: Sequence[int]) -> Verdict:
     return _row_by_row(
-        logits, guesses, lambda i: replace(context, tokens=[*context.tokens, *guesses[:i], -1])
+        logits, guesses, lambda i: replace(context, history=[*context.history, *guesses[:i], -1])
     )
 
 
 def position_one_behind_after_the_first(
-    logits: torch.Tensor, context: SamplingContext, guesses: Sequence[int]
+    logits: torch.Tensor, context: Draw, guesses: Sequence[int]
 ) -> Verdict:
-    def of_row(i: int) -> SamplingContext:
-        tokens = [*context.tokens, *guesses[:i]]
-        return replace(context, tokens=tokens[min(i, 1) :], prompt_len=context.prompt_len - min(i, 1))
+    def of_row(i: int) -> Draw:
+        tokens = [*context.history, *guesses[:i]]
+        return replace(context, history=tokens[min(i, 1) :], prompt_len=context.prompt_len - min(i, 1))
 
     return _row_by_row(logits, guesses, of_row)
 
 
 def _row_by_row(
-    logits: torch.Tensor, guesses: Sequence[int], context_of_row: Callable[[int], SamplingContext]
+    logits: torch.Tensor, guesses: Sequence[int], context_of_row: Callable[[int], Draw]
 ) -> Verdict:
     sampled = [sample(logits[i : i + 1], context_of_row(i), ())[0] for i in range(len(logits))]
     accepted = accepted_length(guesses, sampled)
@@ -145,7 +142,7 @@ def draw(rule: Verify, seeds: int, length: int) -> Draws:
         guesses = gumbel_argmax(DRAFT, seed, np.arange(1 + length + k)).tolist()
         tokens = [0]
         while len(tokens) <= length:
-            context = SamplingContext(SamplingParams(seed=seed), tokens, 1, frozenset(), 0)
+            context = Draw(SamplingParams(seed=seed), tokens, 1, frozenset(), 0)
             verdict = rule(logits[: k + 1], context, guesses[len(tokens) : len(tokens) + k])
             tokens = [*tokens, *verdict.tokens]
             verified += min(k, verdict.accepted + 1)
@@ -251,7 +248,7 @@ def decode(rule: Verify, params: SamplingParams, draft: Draft, k: int) -> tuple[
     while len(tokens) < len(PROMPT) + LENGTH:
         guesses = draft(tokens, k)
         inputs = [tokens[-1], *(guess % VOCAB for guess in guesses)]
-        context = SamplingContext(params, tokens, len(PROMPT), frozenset(), 0)
+        context = Draw(params, tokens, len(PROMPT), frozenset(), 0)
         verdict = rule(table(0)[inputs], context, guesses)
         tokens = [*tokens, *verdict.tokens]
         accepted[verdict.accepted] += 1
@@ -274,7 +271,7 @@ def coupled(params: SamplingParams) -> Draft:
     def propose(tokens: list[int], k: int) -> list[int]:
         ahead = list(tokens)
         for _ in range(k):
-            context = SamplingContext(params, ahead, len(PROMPT), frozenset(), 0)
+            context = Draw(params, ahead, len(PROMPT), frozenset(), 0)
             ahead += sample(logits[ahead[-1]][None], context, ())
         return ahead[len(tokens) :]
 
@@ -330,9 +327,9 @@ def test_mutant_position_off_by_one_is_caught(mutant: Verify, name: str) -> None
 def test_the_row_by_row_form_of_the_mutants_is_right_but_for_the_mutation() -> None:
     """So that they are caught for what they are named after."""
 
-    def unmutated(logits: torch.Tensor, context: SamplingContext, guesses: Sequence[int]) -> Verdict:
+    def unmutated(logits: torch.Tensor, context: Draw, guesses: Sequence[int]) -> Verdict:
         return _row_by_row(
-            logits, guesses, lambda i: replace(context, tokens=[*context.tokens, *guesses[:i]])
+            logits, guesses, lambda i: replace(context, history=[*context.history, *guesses[:i]])
         )
 
     check_tokens_are_plain(unmutated, SETTINGS["hot"])

@@ -11,16 +11,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+import torch
+
 from services.common.status import log_internal
 from services.core.errors import GalleyError
+from services.core.step import Draw
 from services.engine.model import Rows
-from services.engine.sampling import SamplingContext, sample
+from services.engine.sampling import draw_all, warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from services.core.step import Sampled
     from services.draft.strategies.base import DraftJob, DraftSession, Proposal
     from services.engine.model import CausalModel, SessionCache
 
@@ -36,6 +40,18 @@ class _Guess:
     error: GalleyError | None = None
 
     @property
+    def draw(self) -> Draw:
+        """The next token, sampled with the noise of its position."""
+        asked = self.job.slice
+        return Draw(
+            asked.sampling,
+            [*self.job.session.tokens, *self.tokens],
+            asked.prompt_len,
+            asked.stop_token_ids,
+            asked.min_tokens,
+        )
+
+    @property
     def open(self) -> bool:
         """Is another token wanted?"""
         if self.error is not None or len(self.tokens) >= self.limit:
@@ -47,6 +63,7 @@ class ModelStrategy:
     """Drafts with a `CausalModel`."""
 
     def __init__(self, model: CausalModel) -> None:
+        warm_up()
         self._model = model
         self._caches: WeakKeyDictionary[DraftSession, SessionCache] = WeakKeyDictionary()
 
@@ -54,8 +71,9 @@ class ModelStrategy:
         """See `Strategy.propose`."""
         guesses = [self._begin(job) for job in jobs]
         while going := [guess for guess in guesses if guess.open]:
-            for guess, logits in zip(going, self._forward(going), strict=True):
-                self._extend(guess, logits)
+            outcomes = draw_all(self._forward(going), [guess.draw for guess in going])
+            for guess, outcome in zip(going, outcomes, strict=True):
+                self._extend(guess, outcome)
         return [guess.error or guess.tokens for guess in guesses]
 
     def _begin(self, job: DraftJob) -> _Guess:
@@ -77,10 +95,10 @@ class ModelStrategy:
         room = self._model.info.context_window - len(confirmed) + 1
         return _Guess(job, cache, min(job.k, room))
 
-    def _forward(self, going: list[_Guess]) -> list[Tensor]:
-        """The logits after all tokens of each guess: float32 [1, vocab]."""
+    def _forward(self, going: list[_Guess]) -> Tensor:
+        """The logits after all tokens of each guess: float32 [guesses, vocab]."""
         try:
-            return self._model.forward([self._rows(guess) for guess in going])
+            return torch.cat(self._model.forward([self._rows(guess) for guess in going]))
         except BaseException:
             # How far the caches came is unknown.
             for guess in going:
@@ -91,16 +109,11 @@ class ModelStrategy:
         missing = [*guess.job.session.tokens[len(guess.cache.tokens) :], *guess.tokens[-1:]]
         return Rows(guess.cache, missing, 1)
 
-    def _extend(self, guess: _Guess, logits: Tensor) -> None:
-        """Sample the next token with the noise of its position; an error ends this guess alone."""
-        asked = guess.job.slice
-        tokens = [*guess.job.session.tokens, *guess.tokens]
-        context = SamplingContext(
-            asked.sampling, tokens, asked.prompt_len, asked.stop_token_ids, asked.min_tokens
-        )
-        try:
-            guess.tokens += sample(logits, context, ())
-        except GalleyError as error:
-            log_internal(error, session_id=asked.key[1])
+    def _extend(self, guess: _Guess, outcome: Sampled | GalleyError) -> None:
+        """Append the next token; an error ends this guess alone."""
+        if isinstance(outcome, GalleyError):
+            log_internal(outcome, session_id=guess.job.slice.key[1])
             self._caches.pop(guess.job.session, None)
-            guess.error = error
+            guess.error = outcome
+        else:
+            guess.tokens += outcome.tokens

@@ -1,0 +1,105 @@
+"""Sampling as it is defined, a row at a time over the whole vocabulary, in the kernels' float32 steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.core import noise
+from services.core.records import PositionLogprobs
+from services.core.step import Draw, Sampled
+from services.engine.sampling import draw_all
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from services.core.params import SamplingParams
+
+    Floats = NDArray[np.float32]
+    Ids = NDArray[np.int64]
+
+
+def sample(logits: Tensor, draw: Draw, guesses: Sequence[int] = ()) -> list[int]:
+    """`draw_all` of `draw` alone, with these guesses; raises its error."""
+    (outcome,) = draw_all(logits, [replace(draw, guesses=tuple(guesses))])
+    if not isinstance(outcome, Sampled):
+        raise outcome
+    return list(outcome.tokens)
+
+
+def expected(logits: Floats, draw: Draw) -> Sampled | None:
+    """What a draw gives of its rows [guesses + 1, vocab]; None if it is an error."""
+    tokens: list[int] = []
+    for row, guess in zip(logits, [*draw.guesses, None], strict=True):
+        token = _choose(row, draw, tokens)
+        if token is None:
+            return None
+        tokens.append(token)
+        if token != guess:
+            break
+    if draw.logprobs is None:
+        return Sampled(tuple(tokens))
+    if not all(np.isfinite(row.max()) for row in logits[: len(tokens)]):
+        return None
+    pairs = zip(logits, tokens, strict=False)
+    return Sampled(tuple(tokens), tuple(_logprobs(row, token, draw.logprobs) for row, token in pairs))
+
+
+def _logprobs(row: Floats, token: int, top: int) -> PositionLogprobs:
+    wide = row.astype(np.float64)
+    norm = float(wide.max() + np.log(np.exp(wide - wide.max()).sum()))
+    return PositionLogprobs(
+        float(wide[token]) - norm, tuple((int(i), float(wide[i]) - norm) for i in _ranked(row)[:top])
+    )
+
+
+def _choose(row: Floats, draw: Draw, accepted: Sequence[int]) -> int | None:
+    row = _processed(row, draw, [*draw.history[draw.prompt_len :], *accepted])
+    if not np.isfinite(row.max()):
+        return None
+    if draw.params.greedy:
+        return int(row.argmax())
+    position = len(draw.history) + len(accepted)
+    words = noise.words(draw.params.seed, position, range(len(row)))
+    return int((_filtered(row, draw.params).astype(np.float64) + noise.gumbel(words)).argmax())
+
+
+def _processed(row: Floats, draw: Draw, output: Sequence[int]) -> Floats:
+    params, row = draw.params, row.copy()
+    inside = range(len(row))
+    for token in inside:
+        row[token] += np.float32(params.logit_bias.get(token, 0.0))
+        if len(output) < draw.min_tokens and token in draw.stop_token_ids:
+            row[token] = -np.inf
+    factor = np.float32(params.repetition_penalty)
+    for token in {*draw.history, *output} & {*inside}:
+        row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
+    for token in {*output} & {*inside}:
+        row[token] -= np.float32(params.frequency_penalty) * np.float32(output.count(token))
+        row[token] -= np.float32(params.presence_penalty)
+    return row
+
+
+def _filtered(row: Floats, params: SamplingParams) -> Floats:
+    with np.errstate(over="ignore"):
+        scaled: Floats = (row - row.max()) / np.float32(min(max(params.temperature, 1e-30), 1e30))
+    if params.top_k > 0:
+        scaled[_ranked(scaled)[params.top_k :]] = -np.inf
+    if params.top_p < 1.0:
+        ranked = _ranked(scaled)
+        mass = np.exp(scaled[ranked].astype(np.float64)).cumsum()
+        scaled[ranked[int(np.searchsorted(mass, params.top_p * mass[-1])) + 1 :]] = -np.inf
+    if params.min_p > 0.0:
+        scaled[scaled < np.float32(math.log(params.min_p))] = -np.inf
+    return scaled
+
+
+def _ranked(row: Floats) -> Ids:
+    """All tokens by (logit descending, id ascending)."""
+    return np.lexsort((np.arange(len(row)), -row))
