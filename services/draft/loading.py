@@ -9,6 +9,7 @@ from services.common.logs import get_logger
 from services.common.process import limit_threads
 from services.common.tokenizer_hash import tokenizer_hash
 from services.core import strategies
+from services.core.blocks import BLOCK_TOKENS
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
 from services.draft.strategies.ngram import NgramStrategy
@@ -63,7 +64,19 @@ def _load_model(settings: DraftSettings) -> CausalModel | None:
     limit_threads(settings.threads)
     from services.engine.serving import load_model  # noqa: PLC0415  # imports torch
 
-    return load_model(settings.model, dtype=settings.dtype, device=settings.device, threads=settings.threads)
+    return load_model(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        threads=settings.threads,
+        kv_blocks=_kv_blocks(settings),
+    )
+
+
+def _kv_blocks(settings: DraftSettings) -> int:
+    """Enough for all tokens kept; each session ends within a block, and may hold guesses not counted."""
+    of_tokens = -(-settings.max_kv_tokens // BLOCK_TOKENS)
+    return of_tokens + settings.max_sessions * (1 + -(-settings.max_draft_tokens // BLOCK_TOKENS))
 
 
 def _tokenizer_hash(settings: DraftSettings, model: CausalModel | None) -> str:

@@ -1,27 +1,25 @@
-"""Ragged attention for transformers' own modelling code: all rows of a batch in one pass, KV per session.
+"""Paged attention for transformers' own modelling code: all rows of a pass at once, KV in a shared pool.
 
-The rows of all sessions lie one after another in one row of the batch, so every linear layer runs once for
-all. Here, and only here, they part: each session's queries meet its own keys, on the grid of `tiles`.
+The rows of all sequences lie one after another in one row of the batch, so every linear layer runs once for
+all. Here, and only here, they part: each row's query meets its own sequence's keys.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from services.core.errors import Broken
 from services.engine.errors import UnsupportedModel
-from services.engine.tiles import TILE, Grid, Run, lay_out
+from services.engine.paged import Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    import torch
     from torch import Tensor
 
-    from services.engine.cache import LayerKV, SessionCache
+    from services.engine.paged import Attention
+    from services.engine.pages import Pages
 
 # No mask function is registered under this name, so that transformers makes no masks.
 NAME = "galley"
@@ -30,102 +28,61 @@ _UNSERVED = ("position_bias", "s_aux", "block_sequence_ids")
 
 def register() -> None:
     """Make `attn_implementation="galley"` known to transformers; again is harmless."""
-    AttentionInterface.register(NAME, ragged_attention)
+    AttentionInterface.register(NAME, paged_attention)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """`rows` new tokens of one session, from position `start`."""
+class Pass:
+    """One forward pass; it travels to the attention function as a keyword argument."""
 
-    cache: SessionCache
-    start: int
-    rows: int
+    def __init__(self, attention: Attention, pages: Pages) -> None:
+        self.attention = attention
+        self.pages = pages
+        self._layers_seen: set[int] = set()
 
+    def enter(self, layer: int) -> None:
+        """A layer's attention is asked for."""
+        self._layers_seen.add(layer)
 
-class BatchPlan:
-    """What one forward pass is about; it travels to the attention function as a keyword argument.
-
-    `padded_rows` >= the rows of all spans: rows beyond them belong to nobody and only fill up the pass.
-    """
-
-    def __init__(self, spans: Sequence[Span], padded_rows: int, device: torch.device) -> None:
-        self.spans = tuple(spans)
-        self.rows = sum(span.rows for span in spans)
-        self.grid: Grid = lay_out([(span.start, span.rows) for span in spans])
-        filler = (0,) * (padded_rows - self.rows)
-        self.tiles = torch.tensor(self.grid.tiles + filler, device=device)
-        self.slots = torch.tensor(self.grid.slots + filler, device=device)
-        self.layers_seen: set[int] = set()
-        self._masks: dict[tuple[int | None, int, torch.dtype], list[Tensor]] = {}
-
-    def masks(self, window: int | None, group: int, dtype: torch.dtype) -> list[Tensor]:
-        """For each run, 0 or -inf to be added to its scores: [tiles, 1, group * TILE, keys]."""
-        key = (window, group, dtype)
-        if key not in self._masks:
-            device = self.tiles.device
-            self._masks[key] = [_mask(run, window, group, dtype, device) for run in self.grid.runs]
-        return self._masks[key]
-
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> list[LayerKV]:
-        """Put the new rows' keys and values, [kv_heads, rows, head_dim], into each session's cache."""
-        self.layers_seen.add(layer)
-        held = []
-        row = 0
-        for span in self.spans:
-            part = slice(row, row + span.rows)
-            kv = span.cache.layer(layer, keys, values)
-            kv.write(span.start, keys[:, part], values[:, part])
-            held.append(kv)
-            row += span.rows
-        return held
+    def expect_layers(self, layers: int) -> None:
+        """Raise Broken unless that many layers have come."""
+        if len(self._layers_seen) != layers:
+            raise Broken(f"{len(self._layers_seen)} layers came to our attention")
 
 
-def _mask(run: Run, window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    tiles = run.last_tile - run.first_tile
-    queries = torch.arange(run.position, run.position + tiles * TILE, device=device)[:, None]
-    keys = torch.arange(run.keys, device=device)
-    seen = keys <= queries
-    if window is not None:
-        seen &= keys > queries - window
-    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
-    return mask.view(tiles, 1, TILE, run.keys).repeat(1, 1, group, 1)
-
-
-def ragged_attention(  # noqa: PLR0913, PLR0917  # the signature is transformers'
+def paged_attention(  # noqa: PLR0913, PLR0917  # the signature is transformers'
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001  # the plan knows better
+    attention_mask: Tensor | None,  # noqa: ARG001  # the pages know better
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    galley_plan: BatchPlan | None = None,
+    galley_pass: Pass | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of `query` [1, heads, rows, head_dim] to each session's keys; [1, rows, heads, head_dim].
+    """Attention of `query` [1, heads, rows, head_dim] to each row's sequence; [1, rows, heads, head_dim].
 
-    `key` and `value` [1, kv_heads, rows, head_dim] are put into the sessions' caches first. Raises
-    UnsupportedModel where the model wants something that is not served here.
+    `key` and `value` [1, kv_heads, rows, head_dim] are put into the pool first. Raises UnsupportedModel
+    where the model wants something that is not served here.
     """
-    plan = _checked(module, sliding_window, galley_plan, others)
-    heads, kv_heads = query.shape[1], key.shape[1]
-    held = plan.write(int(module.layer_idx), key[0], value[0])  # type: ignore[arg-type]  # transformers sets an int
-    tiled = _to_tiles(query[0], plan, kv_heads)  # [tiles, kv_heads, group * TILE, head_dim]
-    masks = plan.masks(sliding_window, heads // kv_heads, query.dtype)
+    current = _checked(module, sliding_window, galley_pass, others)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]  # transformers sets an int
+    _refuse_shape(module, layer, current, key, value)
+    current.enter(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    parts = [
-        _attend(tiled[run.first_tile : run.last_tile], held[run.span], mask, scale, softcap)
-        for run, mask in zip(plan.grid.runs, masks, strict=True)
-    ]
-    return _from_tiles(torch.cat(parts), plan, heads), None
+    rows = [part[0].transpose(0, 1) for part in (query, key, value)]
+    mixed = current.attention.store_attend(
+        current.pages, layer, rows[0], rows[1], rows[2], Shape(scale, sliding_window, softcap)
+    )
+    return mixed[None], None
 
 
 def _checked(
-    module: torch.nn.Module, window: int | None, plan: BatchPlan | None, others: dict[str, Any]
-) -> BatchPlan:
+    module: torch.nn.Module, window: int | None, current: Pass | None, others: dict[str, Any]
+) -> Pass:
     name = type(module).__name__
-    if plan is None:
+    if current is None:
         raise UnsupportedModel(f"{name}: does not hand its arguments on to the attention function")
     wanted = [other for other in _UNSERVED if others.get(other) is not None]
     if wanted:
@@ -135,46 +92,13 @@ def _checked(
     layer_types = getattr(getattr(module, "config", None), "layer_types", None)
     if window is None and layer_types and layer_types[module.layer_idx] == "sliding_attention":
         raise UnsupportedModel(f"{name}: does not tell the attention function its sliding window")
-    return plan
+    return current
 
 
-def _to_tiles(query: Tensor, plan: BatchPlan, kv_heads: int) -> Tensor:
-    """[heads, rows, head_dim] to [tiles, kv_heads, group * TILE, head_dim]: heads of one group are rows."""
-    heads, _, head_dim = query.shape
-    group = heads // kv_heads
-    tiled = query.new_zeros(plan.grid.tile_count, kv_heads, group, TILE, head_dim)
-    rows = query[:, : plan.rows].transpose(0, 1).reshape(plan.rows, kv_heads, group, head_dim)
-    tiled[plan.tiles[: plan.rows], :, :, plan.slots[: plan.rows]] = rows
-    return tiled.view(plan.grid.tile_count, kv_heads, group * TILE, head_dim)
-
-
-def _from_tiles(tiled: Tensor, plan: BatchPlan, heads: int) -> Tensor:
-    """The inverse: [1, rows, heads, head_dim]."""
-    tiles, kv_heads, _, head_dim = tiled.shape
-    rows = tiled.view(tiles, kv_heads, heads // kv_heads, TILE, head_dim)[plan.tiles, :, :, plan.slots]
-    return rows.reshape(1, -1, heads, head_dim)
-
-
-def _attend(query: Tensor, held: LayerKV, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """[tiles, kv_heads, group * TILE, head_dim] of values; every product's shape is the grid's."""
-    length = mask.shape[-1]
-    keys, values = held.keys[None, :, :length], held.values[None, :, :length]
-    if softcap is not None:
-        return torch.cat(
-            [
-                _attend_capped(query[i : i + 1], keys, values, mask[i : i + 1], scale, softcap)
-                for i in range(len(query))
-            ]
+def _refuse_shape(module: torch.nn.Module, layer: int, current: Pass, key: Tensor, value: Tensor) -> None:
+    kept = current.attention.pool.shape
+    come = (key.shape[1], key.shape[3], value.shape[3])
+    if come != (kept.kv_heads, kept.key_dim, kept.value_dim) or not 0 <= layer < kept.layers:
+        raise UnsupportedModel(
+            f"{type(module).__name__}: layer {layer} has other keys and values than its configuration says"
         )
-    return scaled_dot_product_attention(
-        query, keys.expand(len(query), -1, -1, -1), values.expand(len(query), -1, -1, -1), mask, scale=scale
-    )
-
-
-def _attend_capped(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float
-) -> Tensor:
-    # The fused kernel cannot cap scores (Gemma 2, arXiv 2408.00118, section 2).
-    scores = torch.matmul(query, keys.transpose(-1, -2)).float() * scale
-    scores = torch.tanh(scores / softcap) * softcap + mask
-    return torch.matmul(torch.softmax(scores, dim=-1).to(values.dtype), values)

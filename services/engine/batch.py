@@ -17,6 +17,7 @@ class ModelInfo:
     """What a model is. `context_window` counts tokens; `dtype` and `device` are torch's names.
 
     `deterministic`: a position's logits have the same bits in any batch, chunk and prefill split.
+    `ranks` share the weights.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ModelInfo:
     device: str
     tokenizer_hash: str
     deterministic: bool
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,67 +1,73 @@
-"""Keys and values of one session, with the token ids that they belong to."""
+"""Sequences' caches over a model's own blocks, for those that do no accounting of their own."""
 
 from __future__ import annotations
 
+import heapq
+import weakref
 from typing import TYPE_CHECKING
 
-from services.engine.tiles import PAGE, pages_up
+from services.core.blocks import BLOCK_TOKENS
+from services.core.errors import Overloaded
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Iterable
 
-_FIRST_CAPACITY = 4 * PAGE
-
-
-class LayerKV:
-    """Keys and values of one layer, [kv_heads, capacity, head_dim]; unwritten positions hold zeros."""
-
-    __slots__ = ("keys", "values")
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys = keys.new_zeros(keys.shape[0], 0, keys.shape[2])
-        self.values = values.new_zeros(values.shape[0], 0, values.shape[2])
-
-    def write(self, start: int, keys: Tensor, values: Tensor) -> None:
-        """Put [kv_heads, n, head_dim] at positions [start, start + n), growing where needed."""
-        end = start + keys.shape[1]
-        self._reserve(end)
-        self.keys[:, start:end] = keys
-        self.values[:, start:end] = values
-
-    def _reserve(self, length: int) -> None:
-        held = self.keys.shape[1]
-        if length <= held:
-            return
-        capacity = max(_FIRST_CAPACITY, 2 * held, pages_up(length))
-        self.keys = _grown(self.keys, capacity)
-        self.values = _grown(self.values, capacity)
+_RETRY_AFTER_S = 1.0
 
 
-def _grown(tensor: Tensor, capacity: int) -> Tensor:
-    # Zeros, not garbage: a masked position has weight 0, and 0 * NaN would not be 0.
-    grown = tensor.new_zeros(tensor.shape[0], capacity, tensor.shape[2])
-    grown[:, : tensor.shape[1]] = tensor
-    return grown
+class FreeBlocks:
+    """The blocks of a pool that no cache holds; the lowest go first, so that little memory is touched."""
+
+    __slots__ = ("__weakref__", "_free")
+
+    def __init__(self, blocks: int) -> None:
+        self._free = list(range(blocks))
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """That many blocks. Raises Overloaded, taking none, where there are fewer."""
+        if count > len(self._free):
+            raise Overloaded(f"{count} KV blocks are needed, {len(self._free)} are free", _RETRY_AFTER_S)
+        return [heapq.heappop(self._free) for _ in range(count)]
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """Blocks that were taken."""
+        for block in blocks:
+            heapq.heappush(self._free, block)
 
 
 class SessionCache:
     """The KV of `tokens`, no more and no less; only CausalModel.forward adds to it."""
 
-    __slots__ = ("_layers", "tokens")
+    __slots__ = ("__weakref__", "_free", "blocks", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, free: FreeBlocks) -> None:
         self.tokens: list[int] = []
-        self._layers: dict[int, LayerKV] = {}
+        self.blocks: list[int] = []
+        self._free = free
+        weakref.finalize(self, free.give_back, self.blocks).atexit = False
+
+    def reserve(self, length: int) -> None:
+        """Hold blocks for [0, length). Raises Overloaded, holding no more than before."""
+        missing = _blocks_of(length) - len(self.blocks)
+        if missing > 0:
+            self.blocks += self._free.take(missing)
 
     def truncate(self, length: int) -> None:
         """Forget everything from position `length` on. Raises ValueError if less than `length` is held."""
         if not 0 <= length <= len(self.tokens):
             raise ValueError(f"cannot cut {len(self.tokens)} tokens to {length}")
         del self.tokens[length:]
+        self.trim()
 
-    def layer(self, index: int, keys: Tensor, values: Tensor) -> LayerKV:
-        """The buffers of layer `index`, made to fit `keys` and `values` on first use."""
-        layer = self._layers.get(index)
-        if layer is None:
-            layer = self._layers[index] = LayerKV(keys, values)
-        return layer
+    def trim(self) -> None:
+        """Give back the blocks beyond the tokens."""
+        kept = _blocks_of(len(self.tokens))
+        self._free.give_back(self.blocks[kept:])
+        del self.blocks[kept:]
+
+
+def _blocks_of(length: int) -> int:
+    return -(-length // BLOCK_TOKENS)

@@ -6,10 +6,12 @@ import json
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+import llvmlite.binding
+import numba
 import torch
 import transformers
 
-from services.engine import attention, packing
+from services.engine import packing
 from services.engine.probe import probe_logits
 from services.engine.store import file_digest
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from services.engine.model import CausalModel
 
 # Raised with every change to the engine that may change a bit of a logit.
-ENGINE_REVISION = 1
+ENGINE_REVISION = 2
 _DIGEST_BYTES = 8
 _BUILD_FILES = ("*.safetensors", "config.json")
 
@@ -33,15 +35,20 @@ def fingerprint(model: CausalModel) -> str:
         "weights": {path.name: file_digest(path) for path in files},
         "dtype": model.info.dtype,
         "engine_revision": ENGINE_REVISION,
-        "attention": attention.NAME,
+        "attention": model.attention_kind,
+        "forward": model.forward_kind,
+        "block_tokens": model.kv.block_tokens,
         "matmul": "packed"
         if packing.serves(getattr(torch, model.info.dtype), model.info.device)
         else "torch",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "numba": numba.__version__,
+        "llvm": ".".join(map(str, llvmlite.binding.llvm_version_info)),
+        "llvmlite": llvmlite.__version__,
         "isa": torch.backends.cpu.get_cpu_capability(),
         "device": _device_kind(model.info.device),
-        "tensor_parallel": 1,
+        "tensor_parallel": model.info.ranks,
     }
     digest = blake2b(json.dumps(build, sort_keys=True).encode(), digest_size=_DIGEST_BYTES)
     digest.update(probe_logits(model).cpu().contiguous().numpy().tobytes())

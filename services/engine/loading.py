@@ -8,12 +8,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from services.engine import attention, packing
+from services.engine import attention, packing, sharding
 from services.engine.errors import UnsupportedModel
+from services.engine.ranks import ALONE
 from services.engine.support import refuse_config, refuse_files
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from services.engine.ranks import Ranks
 
 # transformers' annotations promise more than its functions keep.
 CAUSAL_LM: Any = AutoModelForCausalLM
@@ -54,10 +57,18 @@ def causal_class(config: Any) -> Any:
     return mapping.get(type(config), None)
 
 
-def load_module(directory: Path, config: Any, *, dtype: torch.dtype, device: str) -> Any:
-    """The model in evaluation mode on `device`, from safetensors only."""
+def load_module(
+    directory: Path, config: Any, *, dtype: torch.dtype, device: str, ranks: Ranks = ALONE
+) -> Any:
+    """The model, or this rank's shard of it, in evaluation mode on `device`, from safetensors only."""
     silence()
     attention.register()
+    if ranks.size > 1:
+        module = sharding.load_shard(
+            directory, config, dtype=dtype, device=device, attention=attention.NAME, ranks=ranks
+        )
+        sharding.join_ranks(module, ranks)
+        return module
     module = CAUSAL_LM.from_pretrained(
         directory,
         config=config,
@@ -67,10 +78,7 @@ def load_module(directory: Path, config: Any, *, dtype: torch.dtype, device: str
         trust_remote_code=False,
         use_safetensors=True,
     )
-    module = module.to(device).eval()
-    if packing.serves(dtype, device):
-        packing.pack_linears(module)
-    return module
+    return module.to(device).eval()
 
 
 def silence() -> None:

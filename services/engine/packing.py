@@ -1,4 +1,4 @@
-"""Weights of linear layers reordered once for oneDNN: a step on the CPU spends its time there.
+"""Linear layers, their weights reordered once for oneDNN: a step on the CPU spends its time there.
 
 The operators are private to torch (inductor's freezing uses them). They are used where they exist and give a
 row the same bits among any number of rows, which is tried for each shape.
@@ -6,13 +6,20 @@ row the same bits among any number of rows, which is tried for each shape.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _OPS: Any = torch.ops.mkldnn
-_ROWS_TRIED = (4, 5, 8, 16, 33, 80, 512)
+# Fewer rows take other kernels, which round differently: in float32 always, in bfloat16 now and then.
+MIN_ROWS = 4
+_ROWS_TRIED = (4, 5, 8, 16, 33, 80, 182)
+_MOST_ROWS_TRIED = 512
 
 
 def native_bfloat16() -> bool:
@@ -31,37 +38,73 @@ def serves(dtype: torch.dtype, device: str) -> bool:
 class PackedLinear(nn.Module):
     """`nn.Linear` for inference, with its weights packed."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._packed = _OPS._reorder_linear_weight(linear.weight.detach())  # noqa: SLF001
-        bias = dict(linear.named_parameters()).get("bias")
-        self._bias = None if bias is None else bias.detach()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        bias = dict(layer.named_parameters()).get("bias")
+        self._run = _packed(layer.weight.detach(), None if bias is None else bias.detach())
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        result: Tensor = _OPS._linear_pointwise(rows, self._packed, self._bias, "none", [], "")  # noqa: SLF001
+        return self._run(rows)
+
+
+def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    packed = _OPS._reorder_linear_weight(weight)  # noqa: SLF001
+    run = _OPS._linear_pointwise.default  # noqa: SLF001
+
+    def forward(rows: Tensor) -> Tensor:
+        result: Tensor = run(rows, packed, bias, "none", [], "")
         return result
+
+    return forward
+
+
+class Linears:
+    """Makes linear layers of weights, packed where that keeps rows independent; each shape is tried once."""
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        self._serves = serves(dtype, device)
+        self._dtype = dtype
+        self._known: dict[tuple[int, ...], bool] = {}
+
+    def make(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """[rows, n] to [rows, m] for weight [m, n], bias [m]."""
+        if self._serves:
+            packed = _packed(weight, bias)
+            if self.keeps_rows(packed, weight):
+                return packed
+
+        def plain(rows: Tensor) -> Tensor:
+            return linear(rows, weight, bias)
+
+        return plain
+
+    def keeps_rows(self, packed: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
+        """Does a row of the packed product have the same bits among any number of rows?"""
+        shape = tuple(weight.shape)
+        if shape not in self._known:
+            self._known[shape] = _keeps_rows(packed, weight.shape[1], self._dtype)
+        return self._known[shape]
 
 
 @torch.inference_mode()
-def pack_linears(module: nn.Module) -> None:
+def pack_linears(module: nn.Module, linears: Linears) -> None:
     """Replace every plain nn.Linear below `module`, where that keeps its rows independent of one another."""
-    known: dict[tuple[int, int], bool] = {}
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear:
-                continue
-            packed = PackedLinear(child)
-            shape = (child.out_features, child.in_features)
-            if shape not in known:
-                known[shape] = _keeps_rows(packed, child.weight.dtype)
-            if known[shape]:
-                setattr(parent, name, packed)
+            if type(child) is nn.Linear:
+                packed = PackedLinear(child)
+                if linears.keeps_rows(packed, child.weight):
+                    setattr(parent, name, packed)
 
 
-def _keeps_rows(packed: PackedLinear, dtype: torch.dtype) -> bool:
+def _keeps_rows(packed: Callable[[Tensor], Tensor], features: int, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(_ROWS_TRIED[-1], packed.in_features, generator=generator).to(dtype)
+    rows = torch.randn(_MOST_ROWS_TRIED, features, generator=generator).to(dtype)
     whole = packed(rows)
-    return all(torch.equal(packed(rows[:count]), whole[:count]) for count in _ROWS_TRIED)
+    return all(
+        torch.equal(packed(rows[first : first + count]), whole[first : first + count])
+        for count in _ROWS_TRIED
+        for first in range(0, _MOST_ROWS_TRIED - count, 64)
+    )

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from services.core.blocks import BLOCK_TOKENS
 from services.engine import attention
-from services.engine.batch import Rows
+from services.engine.batch import ModelInfo, Rows
 from services.engine.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -16,48 +17,59 @@ if TYPE_CHECKING:
 
     from services.engine.model import CausalModel
 
-PROBE_TOKENS = 24
+# Two blocks and a half.
+PROBE_TOKENS = 80
+# That the probes need at once: a prompt and its company.
+BLOCKS = 2 * -(-PROBE_TOKENS // BLOCK_TOKENS)
 # Of the logits' norm: the model's own attention rounds differently (SmolLM2-135M in bfloat16: by 5 %).
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-_CUTS = (1, 2, 3, 8, 13)
+_STRIDE = 7919
+_CUTS = (1, 2, 3, 8, 13, 32, 37, 70)
 
 
-def probe_prompt(model: CausalModel) -> list[int]:
-    """Token ids 0, 1, 2, ... modulo the vocabulary."""
-    length = min(PROBE_TOKENS, model.info.context_window)
-    return [index % model.info.vocab_size for index in range(length)]
+def prompt_of(info: ModelInfo) -> list[int]:
+    """Token ids from all over the vocabulary, always the same.
+
+    The first ids are special tokens in many vocabularies: in a text of these bfloat16 says little. The last
+    may be padding.
+    """
+    length = min(PROBE_TOKENS, info.context_window)
+    return [_STRIDE * (index + 1) % (info.vocab_size // 2) for index in range(length)]
 
 
 def probe_logits(model: CausalModel) -> Tensor:
     """The logits at every position of the probe prompt: float32 [tokens, vocab_size]."""
-    prompt = probe_prompt(model)
+    prompt = prompt_of(model.info)
     return model.forward([Rows(model.new_cache(), prompt, len(prompt))])[0]
 
 
 @torch.inference_mode()
-def refuse_other_attention(model: CausalModel, module: Any) -> None:
-    """Raise UnsupportedModel if `module` with its own eager attention says something else than we do."""
-    ours = probe_logits(model)
+def eager_logits(module: Any, prompt: list[int]) -> Tensor:
+    """What transformers says with the model's own eager attention: float32 [tokens, vocab_size]."""
     module.set_attn_implementation("eager")
-    tokens = torch.tensor([probe_prompt(model)], device=ours.device)
-    theirs = module(input_ids=tokens, use_cache=False).logits[0].float()
+    tokens = torch.tensor([prompt], device=module.device)
+    logits: Tensor = module(input_ids=tokens, use_cache=False).logits[0].float()
     module.set_attn_implementation(attention.NAME)
+    return logits
+
+
+def refuse_other_attention(name: str, ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
+    """Raise UnsupportedModel if our logits say something else than theirs to the probe prompt."""
     error = float((ours - theirs).norm() / theirs.norm())
-    if not error <= _TOLERANCE[module.dtype]:
-        raise UnsupportedModel(
-            f"{module.config.model_type}: its attention is not the one served here (logits {error:.1%} apart)"
-        )
+    if not error <= _TOLERANCE[dtype]:
+        raise UnsupportedModel(f"{name}: its attention is not the one served here (logits {error:.1%} apart)")
 
 
 def keeps_bits(model: CausalModel) -> bool:
     """Does cutting the probe prompt, or giving it company, leave every bit of its logits?"""
     whole = probe_logits(model)
-    prompt = probe_prompt(model)
+    prompt = prompt_of(model.info)
     cache, company = model.new_cache(), model.new_cache()
     edges = [0, *(cut for cut in _CUTS if cut < len(prompt)), len(prompt)]
     parts = []
     for first, last in pairwise(edges):
         mine = Rows(cache, prompt[first:last], last - first)
         other = Rows(company, prompt[: last - first], 1)
+        company.truncate(0)
         parts.append(model.forward([other, mine] if first % 2 else [mine])[first % 2])
     return torch.equal(torch.cat(parts), whole)

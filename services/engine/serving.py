@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from services.engine.loading import parse_dtype
-from services.engine.model import CausalModel
+from services.engine.model import DEFAULT_KV_BLOCKS, CausalModel
 from services.engine.prepare import resolve_model
+from services.engine.ranks import ALONE
+
+if TYPE_CHECKING:
+    from services.engine.ranks import Ranks
 
 
-def load_model(spec: str, *, dtype: str, device: str, threads: int) -> CausalModel:
+def load_model(
+    spec: str,
+    *,
+    dtype: str,
+    device: str,
+    threads: int,
+    kv_blocks: int = DEFAULT_KV_BLOCKS,
+    ranks: Ranks = ALONE,
+) -> CausalModel:
     """The model that `spec` names, resolved and loaded; raises UnsupportedModel. Blocks, long at first."""
     return CausalModel.load(
         resolve_model(spec),
@@ -17,6 +30,8 @@ def load_model(spec: str, *, dtype: str, device: str, threads: int) -> CausalMod
         device=device,
         threads=threads,
         name=_name_of(spec),
+        kv_blocks=kv_blocks,
+        ranks=ranks,
     )
 
 

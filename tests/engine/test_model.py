@@ -11,55 +11,12 @@ from services.core.errors import Broken
 from services.engine import packing
 from services.engine.fingerprint import fingerprint
 from services.engine.model import MAX_ROWS, CausalModel, Rows
-from services.engine.tiles import PAGE, TILE, lay_out
 from services.engine.truncate import truncate_model
+from tests.engine.configs import CONFIGS, VOCAB, load, tokens_of, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-VOCAB = 97
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "head_dim": 16,
-}
-
-
-def _config(kind: str, **more: Any) -> Any:
-    return getattr(transformers, kind)(**(SMALL | more))
-
-
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: _config("LlamaConfig"),
-    "qwen2": lambda: _config("Qwen2Config"),
-    "qwen3": lambda: _config("Qwen3Config"),
-    "mistral": lambda: _config("MistralConfig", sliding_window=37),
-    "gemma2": lambda: _config(
-        "Gemma2Config", sliding_window=41, query_pre_attn_scalar=16, attn_logit_softcapping=3.0
-    ),
-    "gpt_neox": lambda: _config("GPTNeoXConfig"),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=1024, n_embd=64, n_layer=3, n_head=4
-    ),
-}
-
-
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> CausalModel:
-    return CausalModel.load(directory, dtype=dtype, device="cpu", threads=1)
-
-
-def tokens_of(rng: random.Random, count: int, vocab: int = VOCAB) -> list[int]:
-    return [rng.randrange(vocab) for _ in range(count)]
-
-
-def whole(model: CausalModel, tokens: list[int]) -> torch.Tensor:
-    return model.forward([Rows(model.new_cache(), tokens, len(tokens))])[0]
 
 
 def ragged(
@@ -187,17 +144,6 @@ def test_what_cannot_be_computed_changes_nothing(make_model: Callable[[Any], Pat
     assert cache.tokens == []
     with pytest.raises(ValueError, match="cannot cut"):
         cache.truncate(1)
-
-
-def test_a_tile_holds_neighbours_and_a_run_ends_with_its_page() -> None:
-    grid = lay_out([(PAGE - 1, 2), (5, 1)])
-    assert grid.tiles == (0, 1, 2)
-    assert grid.slots == (TILE - 1, 0, 5 % TILE)
-    assert [(run.span, run.first_tile, run.last_tile, run.keys) for run in grid.runs] == [
-        (0, 0, 1, PAGE),
-        (0, 1, 2, 2 * PAGE),
-        (1, 2, 3, PAGE),
-    ]
 
 
 def test_a_fingerprint_names_weights_and_dtype(

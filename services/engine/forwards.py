@@ -1,0 +1,84 @@
+"""The two ways through a model's layers: transformers' modelling code, or our own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from services.engine import llama, packing
+from services.engine.attention import Pass
+from services.engine.paged import CompiledAttention, attention_for
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from services.engine.kv_pool import KvPool
+    from services.engine.paged import Attention
+    from services.engine.pages import Pages
+    from services.engine.ranks import Ranks
+
+
+class Forward(Protocol):
+    """A model's layers and head; `kind` and `attention` name what is computed how."""
+
+    @property
+    def kind(self) -> str:
+        """Of the way."""
+
+    @property
+    def attention(self) -> Attention:
+        """Where keys and values go."""
+
+    def __call__(self, pages: Pages, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
+        """Feed the rows of `pages`; the logits of the rows `wanted`, float32 [wanted, vocab_size]."""
+
+
+def forward_of(module: Any, pool: KvPool, ranks: Ranks, *, max_rows: int, own: bool) -> Forward:
+    """The way through `module`: transformers' code or, of what `llama.serves`, our `own`.
+
+    Either way the module is not what it was.
+    """
+    heads = module.config.num_attention_heads // ranks.size
+    attention = attention_for(pool, heads, pool.keys.device, module.config.max_position_embeddings)
+    if own and isinstance(attention, CompiledAttention):
+        return llama.LlamaForward(module, attention, ranks, max_rows)
+    device = str(pool.keys.device)
+    if packing.serves(module.dtype, device):
+        packing.pack_linears(module, packing.Linears(module.dtype, device))
+    return TransformersForward(module, attention)
+
+
+class TransformersForward:
+    """transformers' own modelling code, which calls our attention."""
+
+    kind = "transformers"
+
+    def __init__(self, module: Any, attention: Attention) -> None:
+        self.attention = attention
+        self._module = module
+        self._device = attention.pool.keys.device
+
+    def __call__(self, pages: Pages, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
+        """See `Forward`."""
+        filler = [0] * (packing.MIN_ROWS - pages.rows)
+        current = Pass(self.attention, pages)
+        arguments = {
+            "input_ids": self._tensor([*tokens, *filler])[None],
+            "position_ids": self._tensor([*pages.positions.tolist(), *filler])[None],
+            "use_cache": False,
+            "galley_pass": current,
+        }
+        if not wanted:
+            self._module.base_model(**arguments)
+            logits = torch.empty(0, self._module.config.vocab_size, device=self._device)
+        else:
+            kept = self._tensor([*wanted, *[0] * (packing.MIN_ROWS - len(wanted))])
+            logits = self._module(**arguments, logits_to_keep=kept).logits[0, : len(wanted)].float()
+        current.expect_layers(self._module.config.num_hidden_layers)
+        return logits
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self._device)

@@ -1,0 +1,266 @@
+"""What numba cannot say by itself: fused multiply-add, bit casts, and a product of small register tiles.
+
+Every operation here is one IEEE operation per lane, in the order written: the compiler may not reorder
+them, so a result's bits depend on its operands alone, however many results are computed side by side.
+bfloat16 is held as uint16 throughout.
+"""
+
+# ruff: noqa: ARG001, PLR0913, PLR0917  # numba calls these with its own contexts and types
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils as _cgutils
+from numba.core import types
+from numba.extending import intrinsic as _intrinsic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# numba's own helpers are not typed.
+cgutils: Any = _cgutils
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+# Keys of a block, columns of a tile of values.
+LANES = 32
+# Rows of one register tile: 12 * 32 floats fill 24 of the 32 AVX-512 registers.
+TILE_ROWS = 12
+
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32 = ir.FloatType()
+_VECTOR = ir.VectorType(_F32, LANES)
+
+
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """numba's `intrinsic`; compiled code calls it without the first argument."""
+    made: Callable[..., Any] = _intrinsic(function)
+    return made
+
+
+def helper(function: F) -> F:
+    """A function that only compiled code calls."""
+    return cast("F", numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function))
+
+
+@intrinsic
+def fma(typingctx: Any, a: Any, b: Any, c: Any) -> tuple[Any, Any]:
+    """a * b + c, rounded once, in float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_F32, [_F32] * 3)
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.f32"), args)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+@intrinsic
+def widen(typingctx: Any, stored: Any) -> tuple[Any, Any]:
+    """A stored number (float32, or bfloat16 as uint16) as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if stored == types.float32:
+            return args[0]
+        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
+
+    return types.float32(stored), generate
+
+
+@intrinsic
+def narrow(typingctx: Any, value: Any, like: Any) -> tuple[Any, Any]:
+    """A float32 as `like` is stored, rounded to nearest even; NaN stays NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if like == types.float32:
+            return args[0]
+        number = args[0]
+        bits = builder.bitcast(number, _I32)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
+        rounded = builder.add(builder.add(bits, ir.Constant(_I32, 0x7FFF)), odd)
+        top = builder.trunc(builder.lshr(rounded, ir.Constant(_I32, 16)), _I16)
+        return builder.select(builder.fcmp_unordered("uno", number, number), ir.Constant(_I16, 0x7FC0), top)
+
+    return like(types.float32, like), generate
+
+
+def _emit_exp(builder: Any, x: Any) -> Any:
+    """e**x of a float or a vector of them, to 2 ulp (the polynomial of Cephes' expf).
+
+    0 below -87.3, infinity above 88.7, NaN of NaN.
+    """
+    kind = x.type
+    vector = isinstance(kind, ir.VectorType)
+    integers = ir.VectorType(_I32, LANES) if vector else _I32
+
+    def number(value: float) -> Any:
+        value = float(np.float32(value))
+        return ir.Constant(kind, [value] * LANES if vector else value)
+
+    def integer(value: int) -> Any:
+        return ir.Constant(integers, [value] * LANES if vector else value)
+
+    def fused(a: Any, b: Any, c: Any) -> Any:
+        name = f"llvm.fma.v{LANES}f32" if vector else "llvm.fma.f32"
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+        return builder.call(function, [a, b, c])
+
+    magic = number(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
+    shifted = fused(x, number(1.4426950408889634), magic)
+    n = builder.fsub(shifted, magic)
+    r = fused(n, number(2.12194440e-4), fused(n, number(-0.693359375), x))
+    p = number(1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5):
+        p = fused(p, r, number(c))
+    e = builder.fadd(fused(p, builder.fmul(r, r), r), number(1.0))
+    exponent = builder.add(builder.bitcast(shifted, integers), integer(127))
+    scale = builder.bitcast(builder.shl(exponent, integer(23)), kind)
+    result = builder.fmul(e, scale)
+    result = builder.select(builder.fcmp_ordered("<", x, number(-87.3)), number(0.0), result)
+    return builder.select(builder.fcmp_ordered(">", x, number(88.3)), number(np.inf), result)
+
+
+@intrinsic
+def exp32(typingctx: Any, x: Any) -> tuple[Any, Any]:
+    """e**x in float32; see `_emit_exp`."""
+    return types.float32(types.float32), lambda _c, builder, _s, args: _emit_exp(builder, args[0])
+
+
+def _pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    return cgutils.gep_inbounds(builder, context.make_array(kind)(context, builder, array).data, index)
+
+
+def _load_lanes(builder: Any, pointer: Any, kind: Any) -> Any:
+    """32 stored numbers as a vector of float32."""
+    if kind.dtype == types.float32:
+        return builder.load(builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
+    stored = builder.load(builder.bitcast(pointer, ir.VectorType(_I16, LANES).as_pointer()), align=2)
+    wide = builder.zext(stored, ir.VectorType(_I32, LANES))
+    shift = ir.Constant(ir.VectorType(_I32, LANES), [16] * LANES)
+    return builder.bitcast(builder.shl(wide, shift), _VECTOR)
+
+
+def _store_lanes(builder: Any, vector: Any, pointer: Any) -> None:
+    builder.store(vector, builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
+
+
+def _splat(builder: Any, number: Any) -> Any:
+    first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(_I32, 0))
+    zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+    return builder.shuffle_vector(first, ir.Constant(_VECTOR, ir.Undefined), zeros)
+
+
+def _emit_tile(
+    builder: Any,
+    rows: int,
+    a: Any,
+    a_stride: Any,
+    b: Any,
+    b_kind: Any,
+    b_stride: Any,
+    steps: Any,
+    c: Any,
+    c_stride: Any,
+    add: bool,
+) -> None:
+    """c[m, 0:32] = sum over i < steps of a[m, i] * b[i, 0:32] for m < rows; onto c where `add`."""
+    fma_kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    fma_lanes = cgutils.get_or_insert_function(builder.module, fma_kind, f"llvm.fma.v{LANES}f32")
+    sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(rows)]
+    ends = [
+        builder.bitcast(
+            cgutils.gep_inbounds(builder, c, builder.mul(c_stride, ir.Constant(_I64, m))),
+            _VECTOR.as_pointer(),
+        )
+        for m in range(rows)
+    ]
+    starts = [
+        cgutils.gep_inbounds(builder, a, builder.mul(a_stride, ir.Constant(_I64, m))) for m in range(rows)
+    ]
+    for total, end in zip(sums, ends, strict=True):
+        builder.store(builder.load(end, align=4) if add else ir.Constant(_VECTOR, [0.0] * LANES), total)
+    with cgutils.for_range(builder, steps) as loop:
+        lanes = _load_lanes(
+            builder, cgutils.gep_inbounds(builder, b, builder.mul(loop.index, b_stride)), b_kind
+        )
+        for total, start in zip(sums, starts, strict=True):
+            factor = _splat(builder, builder.load(cgutils.gep_inbounds(builder, start, loop.index)))
+            builder.store(builder.call(fma_lanes, [factor, lanes, builder.load(total)]), total)
+    for total, end in zip(sums, ends, strict=True):
+        builder.store(builder.load(total), end, align=4)
+
+
+def _tile_product(add: bool) -> Callable[..., Any]:
+    @intrinsic
+    def product(
+        typingctx: Any,
+        rows: Any,
+        a: Any,
+        a_at: Any,
+        a_stride: Any,
+        b: Any,
+        b_at: Any,
+        b_stride: Any,
+        steps: Any,
+        c: Any,
+        c_at: Any,
+        c_stride: Any,
+    ) -> tuple[Any, Any]:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            count, a_, a_at_, a_stride_, b_, b_at_, b_stride_, steps_, c_, c_at_, c_stride_ = args
+            left = _pointer(context, builder, a, a_, a_at_)
+            right = _pointer(context, builder, b, b_, b_at_)
+            out = _pointer(context, builder, c, c_, c_at_)
+            done = builder.append_basic_block("done")
+            choice = builder.switch(count, done)
+            for m in range(1, TILE_ROWS + 1):
+                block = builder.append_basic_block(f"rows{m}")
+                choice.add_case(ir.Constant(_I64, m), block)
+                with builder.goto_block(block):
+                    _emit_tile(builder, m, left, a_stride_, right, b, b_stride_, steps_, out, c_stride_, add)
+                    builder.branch(done)
+            builder.position_at_end(done)
+            return context.get_dummy_value()
+
+        index = types.int64
+        return types.void(index, a, index, index, b, index, index, index, c, index, index), generate
+
+    return product
+
+
+# rows <= TILE_ROWS; offsets and strides count elements: c[m, 0:32] = sum of a[m, i] * b[i, 0:32].
+multiply = _tile_product(add=False)
+multiply_onto = _tile_product(add=True)
+
+
+@intrinsic
+def raise_lanes(typingctx: Any, lanes: Any, numbers: Any, at: Any) -> tuple[Any, Any]:
+    """lanes[i] = the larger of lanes[i] and numbers[at + i], for 32 float32; NaN is passed over."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        held = _pointer(context, builder, lanes, args[0], ir.Constant(_I64, 0))
+        known = _load_lanes(builder, held, lanes)
+        other = _load_lanes(builder, _pointer(context, builder, numbers, args[1], args[2]), numbers)
+        _store_lanes(builder, builder.select(builder.fcmp_ordered(">", other, known), other, known), held)
+        return context.get_dummy_value()
+
+    return types.void(lanes, numbers, types.int64), generate
+
+
+@intrinsic
+def weigh_lanes(typingctx: Any, lanes: Any, numbers: Any, at: Any, top: Any) -> tuple[Any, Any]:
+    """numbers[at + i] = e**(numbers[at + i] - top), also added to lanes[i], for 32 float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        held = _pointer(context, builder, lanes, args[0], ir.Constant(_I64, 0))
+        place = _pointer(context, builder, numbers, args[1], args[2])
+        below = builder.fsub(_load_lanes(builder, place, numbers), _splat(builder, args[3]))
+        weights = _emit_exp(builder, below)
+        _store_lanes(builder, weights, place)
+        _store_lanes(builder, builder.fadd(_load_lanes(builder, held, lanes), weights), held)
+        return context.get_dummy_value()
+
+    return types.void(lanes, numbers, types.int64, types.float32), generate

@@ -1,0 +1,184 @@
+"""The ranks of one model over torch.distributed: gloo between CPUs, NCCL between CUDA devices.
+
+Sums are gathered and added in rank order: a ring's all-reduce cuts the tensor into pieces that it adds in
+different orders, so that from three ranks on a row's bits depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from services.core.errors import Unavailable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# torch.distributed has them without saying so in its types.
+_STORES: Any = dist
+# A rank that is stuck is given up after this; the end of its process is noticed at once.
+DEFAULT_TIMEOUT_S = 30.0
+# A replica may idle for long: a follower waits for the next plan as long as the leader lives.
+_IDLE = timedelta(days=3650)
+_LEADER = 0
+
+
+class RankLost(Unavailable):
+    """Another rank has ended or is stuck; what this process shares with it is worthless."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks find one another: `address` (host:port) of rank 0's store, or `file` on one machine."""
+
+    address: str = ""
+    file: str = ""
+
+
+class ProcessGroup:
+    """A `Ranks` of real processes. One per process; not safe for two threads at once."""
+
+    def __init__(self, rank: int, size: int, device: str, plans: Any) -> None:
+        self.rank = rank
+        self.size = size
+        self._device = torch.device(device)
+        self._plans = plans
+
+    def add(self, part: Tensor) -> Tensor:
+        """The sum of all parts, of any shape, in the parts' dtype. Raises RankLost.
+
+        Added in float32 in rank order and rounded once; parts travel in their own dtype.
+        """
+        parts = self._gather(part)  # [size, *part.shape]
+        total = parts[0].float()
+        for other in parts[1:]:
+            total = total + other.float()
+        return total.to(part.dtype)
+
+    def join_columns(self, part: Tensor) -> Tensor:
+        """[rows, n / size] of each rank to [rows, n], in rank order. Raises RankLost."""
+        return torch.cat(tuple(self._gather(part)), dim=-1)
+
+    def send(self, values: Tensor) -> None:
+        """Rank 0: give int32 `values` to all others, which `receive`. Raises RankLost."""
+        self._broadcast(values)
+
+    def receive(self, values: Tensor) -> None:
+        """Wait, for as long as rank 0 lives, for what it sends, of the same length. Raises RankLost."""
+        self._broadcast(values)
+
+    def close(self) -> None:
+        """Leave the others; they notice if they still wait for this one."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _gather(self, part: Tensor) -> Tensor:
+        sent = part.contiguous()
+        # As bytes: gloo knows few dtypes, and a gather adds nothing.
+        parts = torch.empty(self.size, *sent.shape, dtype=sent.dtype, device=sent.device)
+        if sent.numel() == 0:
+            return parts
+        try:
+            dist.all_gather([_bytes(place) for place in parts], _bytes(sent))
+        except RuntimeError as error:
+            raise RankLost(f"rank {self.rank} lost another rank: {error}") from error
+        return parts
+
+    def _broadcast(self, values: Tensor) -> None:
+        try:
+            dist.broadcast(values, _LEADER, group=self._plans)
+        except RuntimeError as error:
+            raise RankLost(f"rank {self.rank} lost another rank: {error}") from error
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Rank 0's store, which listens on `address` alone, and only there."""
+
+    address: str
+    _store: Any
+
+    @property
+    def store(self) -> Any:
+        """For `join`."""
+        return self._store
+
+
+def open_store(host: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> Store:
+    """The store of rank 0, at a free port of the interface `host`. Raises OSError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    store = _STORES.TCPStore(
+        host,
+        port,
+        size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        # Left to itself it would listen on every interface. The store owns the descriptor from here on.
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )
+    return Store(f"{host}:{port}", store)
+
+
+def join(
+    rank: int,
+    size: int,
+    *,
+    device: str,
+    meeting: Meeting | None = None,
+    store: Store | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> ProcessGroup:
+    """Meet the other ranks, by `store` (rank 0's own) or `meeting`; blocks until all are there.
+
+    Raises RankLost if not all come within `timeout_s`, or one does not take part in a pass within it.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    kind = torch.device(device).type
+    if kind == "cpu":
+        _stay_local(meeting, store)
+    try:
+        dist.init_process_group(
+            "cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
+            store=_store(rank, size, meeting, store, timeout),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+        )
+        plans = dist.new_group(backend="gloo", timeout=_IDLE)
+    except RuntimeError as error:
+        raise RankLost(f"rank {rank} of {size} did not meet the others: {error}") from error
+    return ProcessGroup(rank, size, device, plans)
+
+
+def _store(rank: int, size: int, meeting: Meeting | None, store: Store | None, timeout: timedelta) -> Any:
+    if store is not None:
+        return store.store
+    if meeting is None:
+        raise ValueError("a rank needs a store or a place to meet")
+    if meeting.file:
+        return _STORES.FileStore(str(Path(meeting.file)), size)
+    host, _, port = meeting.address.rpartition(":")
+    return _STORES.TCPStore(host, int(port), size, is_master=rank == _LEADER, timeout=timeout)
+
+
+def _stay_local(meeting: Meeting | None, store: Store | None) -> None:
+    """Ranks of one machine listen on the loopback alone."""
+    address = store.address if store else meeting.address if meeting else ""
+    if not address or address.rpartition(":")[0] in {"127.0.0.1", "localhost", "::1"}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
