@@ -27,16 +27,12 @@ _RETRY_AFTER_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[O]):
-    """The outcome of one job; `batch` jobs shared its last step, its steps took `compute_ns` together."""
+    """The outcome of one job; `batch` jobs shared its step, which took `compute_ns`."""
 
     outcome: O
     queue_ns: int
     compute_ns: int
     batch: int
-
-
-class Unfinished:
-    """The outcome of a job that wants another step: it is first in line for the next one."""
 
 
 @dataclass(slots=True)
@@ -46,17 +42,15 @@ class _Ticket(Generic[J, O]):
     future: asyncio.Future[Done[O]]
     submitted_ns: int
     deadline_ns: int | None
-    compute_ns: int = 0
 
 
 class Batcher(Generic[J, O]):
     """Runs `step` over all waiting jobs, at most one of a key in a step, in the order in which they came.
 
-    `step` answers each job in order; an `Unfinished` job goes into the next step too, before those that have
-    come meanwhile. What a step raises, its jobs get as Unavailable: asking again may help.
+    `step` answers each job in order. What a step raises, its jobs get as Unavailable: asking again may help.
     """
 
-    def __init__(self, step: Callable[[Sequence[J]], Sequence[O | Unfinished]], *, max_waiting: int) -> None:
+    def __init__(self, step: Callable[[Sequence[J]], Sequence[O]], *, max_waiting: int) -> None:
         self._step = step
         self._max_waiting = max_waiting
         self._waiting: deque[_Ticket[J, O]] = deque()
@@ -143,15 +137,10 @@ class Batcher(Generic[J, O]):
                 _fail(ticket, Unavailable("the replica has stopped"))
             raise
         compute_ns = time.monotonic_ns() - begun
-        unfinished: list[_Ticket[J, O]] = []
         for ticket, outcome in zip(batch, outcomes, strict=True):
-            ticket.compute_ns += compute_ns
-            if isinstance(outcome, Unfinished):
-                unfinished.append(ticket)
-            elif not ticket.future.done():
-                queue_ns = time.monotonic_ns() - ticket.submitted_ns - ticket.compute_ns
-                ticket.future.set_result(Done(outcome, queue_ns, ticket.compute_ns, len(batch)))
-        self._waiting.extendleft(reversed(unfinished))
+            if not ticket.future.done():
+                queue_ns = begun - ticket.submitted_ns
+                ticket.future.set_result(Done(outcome, queue_ns, compute_ns, len(batch)))
 
 
 def _fail(ticket: _Ticket[J, O], error: GalleyError) -> None:

@@ -11,7 +11,7 @@ import gc
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import grpc
@@ -65,6 +65,8 @@ class Parts:
 
     readiness: Readiness = field(default_factory=lambda: Readiness(None))
     telemetry: Telemetry = field(default_factory=Telemetry)
+    # host:port that the server is bound to.
+    address: str = ""
 
 
 class CannotBind(Exception):
@@ -119,7 +121,7 @@ async def start_server(
     )
     address = _bind(server, settings.host, settings.port)
     try:
-        service = await build(server, parts)
+        service = await build(server, replace(parts, address=address))
         health_servicer = await _add_standard_services(server, service.grpc_services)
         await server.start()
     except BaseException:

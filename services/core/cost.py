@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, ClassVar
 
 from services.core.errors import InvalidField
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 MAX_K = 256
 _BISECTIONS = 50
@@ -189,3 +193,62 @@ def _check_ratio(draft_cost_ratio: float) -> None:
     # Also catches NaN; infinity is a draft that costs nothing.
     if not draft_cost_ratio > 0:
         raise InvalidField("draft_cost_ratio", f"must be > 0, is {draft_cost_ratio:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """What a pass over so many rows takes on a replica, in nanoseconds; looked up, so cheap in a loop."""
+
+    one_row_ns: int
+    curve: RowCostCurve
+    _table: list[int] = field(default_factory=list, repr=False, compare=False)
+
+    _TABLED: ClassVar[int] = 1024
+
+    @classmethod
+    def measured(cls, points: Sequence[tuple[int, int]]) -> PassTimes:
+        """From measured (rows, ns), the first of them for one row. More rows never cost less: noise is cut.
+
+        Raises InvalidField unless rows rise from 1 and the times are positive.
+        """
+        if not points or points[0][1] <= 0:
+            raise InvalidField("row_costs", "must begin with the time of one row, > 0 ns")
+        one_row_ns = points[0][1]
+        rising = accumulate((ns for _, ns in points), max)
+        return cls(
+            one_row_ns,
+            RowCostCurve(
+                tuple((rows, ns / one_row_ns) for (rows, _), ns in zip(points, rising, strict=True))
+            ),
+        )
+
+    def __call__(self, rows: int) -> int:
+        """Nanoseconds of a pass over `rows` >= 1 rows."""
+        if not self._table:
+            self._table.extend(round(self.one_row_ns * self.curve(r)) for r in range(1, self._TABLED + 1))
+        if rows <= self._TABLED:
+            return self._table[rows - 1]
+        return round(self.one_row_ns * self.curve(rows))
+
+    @property
+    def points(self) -> tuple[tuple[int, int], ...]:
+        """(rows, ns) of the curve's points."""
+        return tuple((rows, round(cost * self.one_row_ns)) for rows, cost in self.curve.points)
+
+
+def rows_that_pay(
+    worth: Sequence[float], *, tokens: float, rows: int, pass_ns: Callable[[int], int], room: int
+) -> int:
+    """How many draft rows to add to a pass so that it confirms most expected tokens per time.
+
+    `worth` is what each adds, most first; without them the pass confirms `tokens` over `rows` >= 1 rows.
+    Every count up to `room` is looked at: the curve has steps, after which a row may pay where the one before
+    it did not. The smallest of equals.
+    """
+    best, best_rate = 0, tokens / pass_ns(rows)
+    for count, gained in enumerate(worth[: max(0, room)], 1):
+        tokens += gained
+        rate = tokens / pass_ns(rows + count)
+        if rate > best_rate:
+            best, best_rate = count, rate
+    return best

@@ -1,23 +1,21 @@
-"""The seam behind which the target's engine can be replaced whole: plain values in, plain values out."""
+"""The seam behind which the target's engine can be replaced whole: plans of plain values in, outcomes out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from services.common.batching import Unfinished
-    from services.common.slices import Slice
-    from services.core.content import Miss
-    from services.core.errors import GalleyError
-    from services.core.records import PositionLogprobs
+    from services.core.step import StepOutcome, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a target says of itself; `fingerprint` names the build that its bits depend on."""
+    """What a target says of itself; `fingerprint` names the build that its bits depend on.
+
+    Over all `ranks` it has `kv_blocks` blocks of `kv_block_tokens` tokens each; `context_window` is no more
+    than they hold.
+    """
 
     model: str
     tokenizer_hash: str
@@ -28,46 +26,20 @@ class EngineInfo:
     deterministic: bool
     dtype: str
     device: str
+    ranks: int
+    kv_block_tokens: int
+    kv_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyJob:
-    """A validated item: check `draft_tokens` after the slice; `logprobs` is how many of the likeliest."""
-
-    slice: Slice
-    draft_tokens: tuple[int, ...]
-    logprobs: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Confirmed:
-    """Tokens from `position` on: `accepted` of the `verified` draft tokens, then at most one of the target's.
-
-    `kv_len` is how far the cache reaches; `batch_sessions` shared the forward pass.
-    """
-
-    position: int
-    tokens: tuple[int, ...]
-    accepted: int
-    verified: int
-    logprobs: tuple[PositionLogprobs, ...]
-    kv_len: int
-    batch_sessions: int
-
-
-# An error is the outcome of its own job alone.
-VerifyOutcome: TypeAlias = "Confirmed | Miss | GalleyError"
-
-
-class VerifyEngine(Protocol):
-    """Called from one thread, one step at a time."""
+class TargetEngine(Protocol):
+    """Called from one thread, one plan at a time."""
 
     @property
     def info(self) -> EngineInfo:
         """Fixed for the life of the engine."""
 
-    def step(self, jobs: Sequence[VerifyJob]) -> list[VerifyOutcome | Unfinished]:
-        """Verify the jobs, all of different sessions, together; the outcome of each, in order.
+    def run(self, plan: StepPlan) -> list[StepOutcome]:
+        """Carry out one pass; the outcome of each chunk, in order.
 
-        An unfinished job is stepped again, before those that have come meanwhile.
+        Raises if the whole pass came to nothing; what its chunks were to write is then unknown.
         """

@@ -1,4 +1,4 @@
-"""VerifyItem and VerifyAnswer as the engine's values, and back."""
+"""The wire's items, extensions and answers as the scheduler's values, and back."""
 
 from __future__ import annotations
 
@@ -7,63 +7,116 @@ from typing import TYPE_CHECKING
 from services.common.codec import logprobs_message
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.slices import check_token_ids, read_slice
-from services.core.content import Miss
+from services.core.content import HASH_BYTES, Miss
 from services.core.errors import GalleyError, InvalidField, Unimplemented
-from services.target.engine import EngineInfo, VerifyJob
+from services.core.hints import Hint
+from services.core.verify_items import Extend, Overtaken, VerifyRequest
 
 if TYPE_CHECKING:
-    from services.common.batching import Done
-    from services.target.engine import VerifyOutcome
+    from collections.abc import Sequence
+
+    from services.core.verify_items import Confirmed, Outcome
+    from services.target.engine import EngineInfo
 
 # Of the likeliest tokens per position; each costs the wire 12 bytes and the log 8.
 MAX_TOP_LOGPROBS = 128
 
 
-def read_item(item: pb.VerifyItem, info: EngineInfo, max_draft_tokens: int) -> VerifyJob:
-    """Raises InvalidField or Unimplemented, naming the field, before any work is done for the item."""
+def read_item(
+    item: pb.VerifyItem, info: EngineInfo, max_draft_tokens: int, *, now_ns: int, epoch_ns: int
+) -> VerifyRequest:
+    """Raises InvalidField or Unimplemented, naming the field, before any work is done for the item.
+
+    `now_ns` is the scheduler's time; `epoch_ns` the time of day, from which a session without arrival dates.
+    """
     _refuse_reserved(item)
     read = read_slice(item.slice, vocab_size=info.vocab_size, context_window=info.context_window)
-    if len(item.draft_tokens) > max_draft_tokens:
-        raise InvalidField(
-            "draft_tokens", f"must be at most {max_draft_tokens}, are {len(item.draft_tokens)}"
-        )
-    check_token_ids("draft_tokens", item.draft_tokens, info.vocab_size)
+    _check_draft("", item.draft_tokens, item.survival, info.vocab_size, max_draft_tokens)
     if item.logprobs > MAX_TOP_LOGPROBS:
         raise InvalidField("logprobs", f"must be <= {MAX_TOP_LOGPROBS}, is {item.logprobs}")
-    return VerifyJob(
-        slice=read,
+    return VerifyRequest(
+        key=read.key,
+        start=read.start,
+        tokens=read.tokens,
+        prefix_hash=read.prefix_hash,
+        prompt_len=read.prompt_len,
+        max_position=read.max_position,
+        sampling=read.sampling,
+        stop_token_ids=read.stop_token_ids,
+        min_tokens=read.min_tokens,
         draft_tokens=tuple(item.draft_tokens),
+        survival=tuple(item.survival),
+        credit=item.credit,
+        hint_due=item.hint_due,
         logprobs=item.logprobs if item.HasField("logprobs") else None,
+        arrival_ns=item.slice.arrival_ns or epoch_ns,
+        priority=item.slice.priority,
+        deadline_ns=now_ns + item.slice.remaining_ns if item.slice.remaining_ns else None,
+        traceparent=read.traceparent,
     )
 
 
+def read_extension(message: pb.Extension, info: EngineInfo, max_draft_tokens: int) -> Extend:
+    """Raises InvalidField, naming the field."""
+    hint = None
+    if message.HasField("hint"):
+        told = message.hint
+        _check_draft("hint.", told.draft_tokens, told.survival, info.vocab_size, max_draft_tokens)
+        if len(told.prefix_hash) != HASH_BYTES:
+            raise InvalidField(
+                "hint.prefix_hash", f"must have {HASH_BYTES} bytes, has {len(told.prefix_hash)}"
+            )
+        hint = Hint(told.position, told.prefix_hash, tuple(told.draft_tokens), tuple(told.survival))
+    return Extend(limit=message.limit, hint=hint, hint_due=message.hint_due)
+
+
 def _refuse_reserved(item: pb.VerifyItem) -> None:
-    for field in ("credit", "parents", "want_features"):
+    for field in ("parents", "want_features"):
         if getattr(item, field):
             raise Unimplemented(field)
 
 
-def answer_of(item: pb.VerifyItem, done: Done[VerifyOutcome], fingerprint: str) -> pb.VerifyAnswer:
+def _check_draft(
+    where: str, draft_tokens: Sequence[int], survival: Sequence[float], vocab_size: int, most: int
+) -> None:
+    if len(draft_tokens) > most:
+        raise InvalidField(f"{where}draft_tokens", f"must be at most {most}, are {len(draft_tokens)}")
+    check_token_ids(f"{where}draft_tokens", draft_tokens, vocab_size)
+    if survival and len(survival) != len(draft_tokens):
+        raise InvalidField(
+            f"{where}survival", f"must be none or {len(draft_tokens)}, one a draft token, are {len(survival)}"
+        )
+    for index, chance in enumerate(survival):
+        if not 0.0 <= chance <= 1.0:
+            raise InvalidField(f"{where}survival[{index}]", f"must be in [0, 1], is {chance:g}")
+
+
+def answer_of(item: pb.VerifyItem, outcome: Outcome, fingerprint: str) -> pb.VerifyAnswer:
     """Raises the outcome if it is an error."""
-    outcome = done.outcome
     if isinstance(outcome, GalleyError):
         raise outcome
     answer = pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
     if isinstance(outcome, Miss):
         answer.cache_miss.have = outcome.have
         answer.cache_miss.prefix_hash = outcome.prefix_hash
-        return answer
-    answer.result.CopyFrom(
-        pb.VerifyResult(
-            position=outcome.position,
-            tokens=outcome.tokens,
-            accepted=outcome.accepted,
-            verified=outcome.verified,
-            logprobs=[logprobs_message(entry) for entry in outcome.logprobs],
-            kv_len=outcome.kv_len,
-            fingerprint=fingerprint,
-            timing=pb.Timing(queue_ns=done.queue_ns, compute_ns=done.compute_ns),
-            batch_sessions=outcome.batch_sessions,
-        )
-    )
+    elif isinstance(outcome, Overtaken):
+        answer.superseded.position = outcome.position
+        answer.superseded.prefix_hash = outcome.prefix_hash
+    else:
+        answer.result.CopyFrom(_result_of(outcome, fingerprint))
     return answer
+
+
+def _result_of(outcome: Confirmed, fingerprint: str) -> pb.VerifyResult:
+    return pb.VerifyResult(
+        position=outcome.position,
+        tokens=outcome.tokens,
+        accepted=outcome.accepted,
+        verified=outcome.verified,
+        logprobs=[logprobs_message(entry) for entry in outcome.logprobs],
+        kv_len=outcome.kv_len,
+        fingerprint=fingerprint,
+        timing=pb.Timing(queue_ns=outcome.queue_ns, compute_ns=outcome.compute_ns),
+        batch_sessions=outcome.batch_sessions,
+        more=outcome.more,
+    )

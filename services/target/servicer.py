@@ -1,23 +1,49 @@
-"""The Target service: takes items, has all that wait verified in one step, answers each."""
+"""The Target service: takes items by call and by stream, gives them to the loop, answers each."""
 
 from __future__ import annotations
 
 import secrets
+import time
+from contextlib import aclosing, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from services.common.batching import Batcher, Unfinished
-from services.common.items import answer_all, answer_or_status, answer_stream
+from services.common.items import answer_all, answer_or_status, answers_stream
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.telemetry import item_span, links_to
-from services.target.items import answer_of, read_item
+from services.common.telemetry import item_span
+from services.core.errors import GalleyError
+from services.core.kv_table import KvTable
+from services.core.scheduler import MAX_ROWS, Scheduler
+from services.target.items import answer_of, read_extension, read_item
+from services.target.loop import StepLoop
+from services.target.registration import Facts
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from opentelemetry.trace import Tracer
 
-    from services.target.engine import VerifyEngine, VerifyJob, VerifyOutcome
+    from services.core.cost import PassTimes
+    from services.core.verify_items import VerifyRequest
+    from services.target.engine import TargetEngine
+    from services.target.loop import Ticket
+
+# Of the hashes of cached blocks that a lease names: those of the prompts that many sessions begin with.
+_TOLD_PREFIXES = 512
+# A session without an item for so long has ended, or waits for a client that will find another replica.
+_QUIET_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a replica takes: draft tokens in an item, items that wait, sessions, rows of a pass, lingering."""
+
+    max_draft_tokens: int = 16
+    max_waiting: int = 1024
+    max_sessions: int = 64
+    max_rows: int = MAX_ROWS
+    max_linger_ms: float = 0.0
 
 
 class TargetService(rpc.TargetServicer):
@@ -26,16 +52,31 @@ class TargetService(rpc.TargetServicer):
     grpc_services = ("galley.v1.Target",)
 
     def __init__(
-        self, engine: VerifyEngine, tracer: Tracer, *, max_draft_tokens: int, max_waiting: int
+        self,
+        engine: TargetEngine,
+        times: PassTimes,
+        tracer: Tracer,
+        limits: Limits,
     ) -> None:
+        """`times` is what a pass of the engine costs; to be made within the running event loop."""
+        info = engine.info
         self._engine = engine
+        self._times = times
         self._tracer = tracer
-        self._max_draft_tokens = max_draft_tokens
+        self._max_draft_tokens = limits.max_draft_tokens
         self._incarnation = secrets.token_hex(8)
-        self._batcher: Batcher[VerifyJob, VerifyOutcome] = Batcher(self._step, max_waiting=max_waiting)
+        self._table = KvTable(info.kv_blocks, info.kv_block_tokens, limits.max_sessions)
+        self._scheduler = Scheduler(
+            self._table,
+            times,
+            max_rows=limits.max_rows,
+            max_waiting=limits.max_waiting,
+            max_linger_ns=round(limits.max_linger_ms * 1e6),
+        )
+        self._loop = StepLoop(engine, self._scheduler, tracer)
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:  # noqa: ARG002
-        """Answer all items of one request."""
+        """Answer all items of one request, each once: credit is for streams."""
         return pb.VerifyResponse(answers=await answer_all(request.items, self._answer))
 
     async def VerifyStream(
@@ -43,16 +84,88 @@ class TargetService(rpc.TargetServicer):
         request_iterator: AsyncIterator[pb.VerifyStreamRequest],
         context: Any,  # noqa: ARG002
     ) -> AsyncIterator[pb.VerifyStreamResponse]:
-        """Answer items as they complete."""
-        async for answers in answer_stream(request_iterator, self._answer, self._batcher.draining):
-            yield pb.VerifyStreamResponse(answers=answers)
+        """Answer items as their results come; the items end with the stream."""
+        stream = _VerifyStream(self)
+        async with aclosing(
+            answers_stream(request_iterator, stream.answers, self._loop.draining, stream.extend)
+        ) as batches:
+            async for answers in batches:
+                yield pb.VerifyStreamResponse(answers=answers)
 
     async def GetTargetInfo(
         self,
         request: pb.GetTargetInfoRequest,  # noqa: ARG002
         context: Any,  # noqa: ARG002
     ) -> pb.GetTargetInfoResponse:
-        """Say what is served here, and by which life of this process."""
+        """Say what is served here, by which life of this process, and how it is doing."""
+        return self._describe()
+
+    def facts(self) -> Facts:
+        """What a lease says of this replica now."""
+        return Facts(self._describe(), self._table.cached_prefixes(_TOLD_PREFIXES))
+
+    async def quiet(self) -> None:
+        """Return once the live sessions have ended by themselves."""
+        await self._loop.quiet(_QUIET_S)
+
+    async def drain(self) -> None:
+        """Refuse new items; those that are here end with their next result."""
+        await self._loop.drain()
+
+    async def close(self) -> None:
+        """End the loop and its thread."""
+        await self._loop.close()
+
+    def submit(self, item: pb.VerifyItem, *, credit: bool) -> Ticket:
+        """Validate the item and give it to the loop. Raises GalleyError."""
+        request = self._read(item)
+        return self._loop.submit(request if credit else replace(request, credit=0))
+
+    async def next_of(self, item: pb.VerifyItem, ticket: Ticket) -> pb.VerifyAnswer:
+        """The next answer of an item under way. Raises the outcome if it is an error."""
+        return answer_of(item, (await ticket.next()).outcome, self._engine.info.fingerprint)
+
+    async def first_or_status(self, item: pb.VerifyItem, asked: Asked, *, credit: bool) -> pb.VerifyAnswer:
+        """Begin the item; its first answer, made within the item's span."""
+
+        async def first() -> pb.VerifyAnswer:
+            asked.ticket = self.submit(item, credit=credit)
+            return await self.next_of(item, asked.ticket)
+
+        span = item_span(self._tracer, "galley.v1.Target/Verify", item.slice.traceparent)
+        return await answer_or_status(first(), asked.refusal, item.slice.session_id, span)
+
+    def extend(self, ticket: Ticket, message: pb.Extension) -> None:
+        """Tell an item under way more; one that is told nonsense is closed with the status of that."""
+        try:
+            told = read_extension(message, self._engine.info, self._max_draft_tokens)
+        except GalleyError as error:
+            self._loop.refuse(ticket, error)
+        else:
+            self._loop.extend(ticket, told)
+
+    def give_up(self, ticket: Ticket | None) -> None:
+        """End an item if it has begun and not ended."""
+        if ticket is not None:
+            self._loop.cancel(ticket)
+
+    async def _answer(self, item: pb.VerifyItem) -> pb.VerifyAnswer:
+        asked = Asked(item)
+        try:
+            return await self.first_or_status(item, asked, credit=False)
+        finally:
+            self.give_up(asked.ticket)
+
+    def _read(self, item: pb.VerifyItem) -> VerifyRequest:
+        return read_item(
+            item,
+            self._engine.info,
+            self._max_draft_tokens,
+            now_ns=time.monotonic_ns(),
+            epoch_ns=time.time_ns(),
+        )
+
+    def _describe(self) -> pb.GetTargetInfoResponse:
         info = self._engine.info
         return pb.GetTargetInfoResponse(
             model=info.model,
@@ -66,34 +179,52 @@ class TargetService(rpc.TargetServicer):
             max_draft_tokens=self._max_draft_tokens,
             dtype=info.dtype,
             device=info.device,
+            ranks=info.ranks,
+            kv_block_tokens=info.kv_block_tokens,
+            kv_blocks_total=self._table.total,
+            kv_blocks_free=self._table.free,
+            queue_depth=self._scheduler.queue_depth,
+            row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in self._times.points],
         )
 
-    async def drain(self) -> None:
-        """Refuse new items and answer those that are here."""
-        await self._batcher.drain()
 
-    async def close(self) -> None:
-        """End the loop and its thread."""
-        await self._batcher.close()
+class Asked:
+    """An item that was asked for, and its ticket once the loop has it."""
 
-    async def _answer(self, item: pb.VerifyItem) -> pb.VerifyAnswer:
-        return await answer_or_status(
-            self._verify(item),
-            lambda status: pb.VerifyAnswer(
-                session_id=item.slice.session_id, request_id=item.slice.request_id, status=status
-            ),
-            item.slice.session_id,
-            item_span(self._tracer, "galley.v1.Target/Verify", item.slice.traceparent),
-        )
+    def __init__(self, item: pb.VerifyItem) -> None:
+        self._item = item
+        self.ticket: Ticket | None = None
 
-    async def _verify(self, item: pb.VerifyItem) -> pb.VerifyAnswer:
-        job = read_item(item, self._engine.info, self._max_draft_tokens)
-        done = await self._batcher.submit(job.slice.key, job, item.slice.remaining_ns)
-        return answer_of(item, done, self._engine.info.fingerprint)
+    def refusal(self, status: pb.ItemStatus) -> pb.VerifyAnswer:
+        """The answer that says no."""
+        named = self._item.slice
+        return pb.VerifyAnswer(session_id=named.session_id, request_id=named.request_id, status=status)
 
-    def _step(self, jobs: Sequence[VerifyJob]) -> Sequence[VerifyOutcome | Unfinished]:
-        """On the worker thread: one step of the engine, in a span that links to those of its requests."""
-        links = links_to(job.slice.traceparent for job in jobs)
-        with self._tracer.start_as_current_span("target.step", links=links) as span:
-            span.set_attribute("galley.batch_sessions", len(jobs))
-            return self._engine.step(jobs)
+
+class _VerifyStream:
+    """The items of one VerifyStream by name, so that they can be told more."""
+
+    def __init__(self, service: TargetService) -> None:
+        self._service = service
+        self._asked: dict[tuple[str, int], Asked] = {}
+
+    async def answers(self, item: pb.VerifyItem) -> AsyncGenerator[pb.VerifyAnswer]:
+        """All answers of an item, as they come; given up when this is closed."""
+        name = (item.slice.session_id, item.slice.request_id)
+        asked = self._asked[name] = Asked(item)
+        try:
+            yield await self._service.first_or_status(item, asked, credit=True)
+            while asked.ticket is not None and not asked.ticket.ended:
+                yield await answer_or_status(
+                    self._service.next_of(item, asked.ticket), asked.refusal, name[0], nullcontext()
+                )
+        finally:
+            self._service.give_up(asked.ticket)
+            if self._asked.get(name) is asked:
+                del self._asked[name]
+
+    def extend(self, message: pb.Extension) -> None:
+        """Tell an item more; ignored if it has ended."""
+        asked = self._asked.get((message.session_id, message.request_id))
+        if asked is not None and asked.ticket is not None:
+            self._service.extend(asked.ticket, message)

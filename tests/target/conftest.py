@@ -11,19 +11,24 @@ from opentelemetry import trace
 
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.server import start_server
-from services.target.servicer import TargetService
+from services.core.cost import PassTimes
+from services.target.paged_engine import PagedEngine
+from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
-from services.target.verifier import Verifier
 from tests.target.tiny import load_tiny_model, save_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from services.common.batching import Unfinished
     from services.common.server import Parts
+    from services.core.step import StepOutcome, StepPlan
     from services.engine.model import CausalModel
-    from services.target.engine import EngineInfo, VerifyJob, VerifyOutcome
+    from services.target.engine import EngineInfo
+
+# A pass takes what it takes however many rows it has, so that drafts always pay.
+FLAT = PassTimes.measured([(1, 1_000_000), (1024, 1_000_001)])
+KV_BLOCKS = 32
 
 
 @pytest.fixture(scope="session")
@@ -32,45 +37,85 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model(tiny: Path) -> CausalModel:
-    return load_tiny_model(tiny)
+def loaded(tiny: Path) -> CausalModel:
+    return load_tiny_model(tiny, kv_blocks=KV_BLOCKS)
 
 
 class Recording:
-    """An engine that remembers how its jobs were batched, and waits for `gate` before it computes."""
+    """An engine that remembers its passes, and waits for `gate` before each; `failure` is raised once."""
 
-    def __init__(self, engine: Verifier) -> None:
+    def __init__(self, engine: PagedEngine) -> None:
         self.engine = engine
-        self.batches: list[list[str]] = []
+        self.passes: list[StepPlan] = []
         self.begun = threading.Semaphore(0)
         self.gate = threading.Event()
         self.gate.set()
+        self.failure: Exception | None = None
 
     @property
     def info(self) -> EngineInfo:
         return self.engine.info
 
-    def step(self, jobs: Sequence[VerifyJob]) -> list[VerifyOutcome | Unfinished]:
-        self.batches.append([job.slice.key[1] for job in jobs])
+    @property
+    def sessions(self) -> list[int]:
+        """How many shared each pass."""
+        return [len(plan.chunks) for plan in self.passes]
+
+    def run(self, plan: StepPlan) -> list[StepOutcome]:
+        self.passes.append(plan)
         self.begun.release()
         if not self.gate.wait(10):
             raise TimeoutError
-        return self.engine.step(jobs)
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        return self.engine.run(plan)
 
 
 @pytest.fixture
-def engine(model: CausalModel) -> Recording:
-    return Recording(Verifier(model, "f00d", max_sessions=10, max_kv_tokens=1024))
+def engine(loaded: CausalModel) -> Recording:
+    return Recording(PagedEngine(loaded, "f00d"))
 
 
 @pytest.fixture
-async def target(engine: Recording) -> AsyncIterator[rpc.TargetAsyncStub]:
-    async def build(server: grpc.aio.Server, parts: Parts) -> TargetService:
-        service = TargetService(engine, trace.NoOpTracer(), max_draft_tokens=8, max_waiting=64)
-        rpc.add_TargetServicer_to_server(service, server)
-        return service
+def limits() -> Limits:
+    return Limits(max_draft_tokens=8, max_waiting=64, max_sessions=10)
 
-    running = await start_server(TargetSettings(drain_timeout_s=5), build)
-    async with grpc.aio.insecure_channel(running.address) as channel:
+
+@pytest.fixture
+def tracer() -> trace.Tracer:
+    return trace.NoOpTracer()
+
+
+@pytest.fixture
+async def service(engine: Recording, limits: Limits, tracer: trace.Tracer) -> AsyncIterator[Served]:
+    served = Served(engine, limits, tracer)
+    await served.start()
+    yield served
+    await served.stop()
+
+
+class Served:
+    """The service behind a real server."""
+
+    def __init__(self, engine: Recording, limits: Limits, tracer: trace.Tracer) -> None:
+        self._tracer = tracer
+        self._engine = engine
+        self._limits = limits
+
+    async def start(self) -> None:
+        async def build(server: grpc.aio.Server, parts: Parts) -> TargetService:
+            service = TargetService(self._engine, FLAT, self._tracer, self._limits)
+            rpc.add_TargetServicer_to_server(service, server)
+            return service
+
+        self.running = await start_server(TargetSettings(drain_timeout_s=5), build)
+
+    async def stop(self) -> None:
+        await self.running.stop()
+
+
+@pytest.fixture
+async def target(service: Served) -> AsyncIterator[rpc.TargetAsyncStub]:
+    async with grpc.aio.insecure_channel(service.running.address) as channel:
         yield rpc.TargetStub(channel)
-    await running.stop()

@@ -1,4 +1,4 @@
-"""A long prompt takes several steps, and the others one of them at a time."""
+"""A long prompt takes several passes, and the others take part in each of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.target.verifier import Verifier
-from tests.target.conftest import Recording
+from services.target.servicer import Limits
 from tests.target.items import slice_of, verify
 from tests.target.tiny import VOCAB, greedy
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-    from services.engine.model import CausalModel
+    from tests.target.conftest import Recording
 
 LONG = [1 + (7 * i) % (VOCAB - 2) for i in range(180)]
 OTHER = [1 + (5 * i) % (VOCAB - 2) for i in range(170)]
@@ -26,35 +25,36 @@ ROWS = 60
 
 
 @pytest.fixture
-def engine(model: CausalModel) -> Recording:
-    return Recording(Verifier(model, "f00d", max_sessions=10, max_kv_tokens=1024, max_new_rows=ROWS))
+def limits() -> Limits:
+    return Limits(max_draft_tokens=8, max_sessions=10, max_rows=ROWS)
 
 
-def item(tokens: list[int], session_id: str, draft_tokens: tuple[int, ...] = ()) -> pb.VerifyItem:
-    return pb.VerifyItem(slice=slice_of(tokens, session_id=session_id), draft_tokens=draft_tokens)
+def item(
+    tokens: list[int], session_id: str, draft_tokens: tuple[int, ...] = (), arrival_ns: int = 1
+) -> pb.VerifyItem:
+    named = slice_of(tokens, session_id=session_id, arrival_ns=arrival_ns)
+    return pb.VerifyItem(slice=named, draft_tokens=draft_tokens)
 
 
-async def test_the_others_go_on_between_its_steps(
-    target: rpc.TargetAsyncStub, engine: Recording, tiny: Path
-) -> None:
+async def test_the_others_go_on_beside_it(target: rpc.TargetAsyncStub, engine: Recording, tiny: Path) -> None:
+    await verify(target, item(SHORT, "short"))
     engine.gate.clear()
     long = asyncio.ensure_future(verify(target, item(LONG, "long", (3, 3))))
     assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
-    short = asyncio.ensure_future(verify(target, item(SHORT, "short")))
-    other = asyncio.ensure_future(verify(target, item(OTHER, "other")))
+    assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
+    other = asyncio.ensure_future(verify(target, item(OTHER, "other", arrival_ns=2)))
+    told = asyncio.ensure_future(verify(target, item(SHORT, "short", arrival_ns=3)))
+    await target.GetTargetInfo(pb.GetTargetInfoRequest())
     engine.gate.set()
-    answers = [(await asked)[0].result for asked in (long, short, other)]
+    answers = [(await asked)[0].result for asked in (long, other, told)]
 
     assert [answer.tokens[0] for answer in answers] == [
-        greedy(tiny, prompt, 1)[0] for prompt in (LONG, SHORT, OTHER)
+        greedy(tiny, prompt, 1)[0] for prompt in (LONG, OTHER, SHORT)
     ]
-    steps = {
-        name: [i for i, batch in enumerate(engine.batches) if name in batch] for name in ("long", "short")
-    }
-    assert len(steps["long"]) > len(LONG) / ROWS
-    assert len(steps["short"]) == 1
-    assert steps["short"][0] < steps["long"][-1], "it did not wait for the long prompt's end"
-    assert [batch[0] for batch in engine.batches[: len(steps["long"])]] == ["long"] * len(steps["long"])
+    passes = engine.passes[1:]
+    assert all(plan.rows <= ROWS for plan in passes)
+    assert [len(chunk.tokens) for chunk in passes[1].chunks] == [ROWS - 1, 1], "the short one joins the next"
+    assert len(passes) == -(-(len(LONG) + len(OTHER) + 3) // ROWS), "no row of the budget is wasted"
 
 
 async def test_a_prompt_given_up_midway_is_taken_up_where_it_stands(
@@ -67,9 +67,10 @@ async def test_a_prompt_given_up_midway_is_taken_up_where_it_stands(
     await asyncio.wait({asked})
     # A short item behind it shows that the cancelled one is out of the queue.
     short = asyncio.ensure_future(verify(target, item(SHORT, "short")))
+    await target.GetTargetInfo(pb.GetTargetInfoRequest())
     engine.gate.set()
     await short
-    steps_before = len(engine.batches)
+    passes_before = len(engine.passes)
     answer = (await verify(target, item(LONG, "long")))[0].result
     assert answer.tokens == greedy(tiny, LONG, 1)
-    assert len(engine.batches) - steps_before < len(LONG) / ROWS + 1
+    assert sum(plan.rows for plan in engine.passes[passes_before:]) <= len(LONG) - ROWS

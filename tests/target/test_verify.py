@@ -10,6 +10,8 @@ import pytest
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.core.content import prefix_hash
+from services.target.servicer import Limits
+from tests.target.conftest import KV_BLOCKS
 from tests.target.items import generate, slice_of, verify
 from tests.target.tiny import CONTEXT, POISON, VOCAB, greedy
 
@@ -148,20 +150,36 @@ async def test_sessions_share_a_step_and_each_gets_its_own_tokens(
     answers = await verify(target, *items)
     assert [answer.session_id for answer in answers] == [f"s{i}" for i in range(8)]
     assert [answer.result.tokens[0] for answer in answers] == [greedy(tiny, p, 1)[0] for p in prompts]
-    assert max(len(batch) for batch in engine.batches) == 8
+    assert max(engine.sessions) == 8
     assert answers[0].result.batch_sessions == 8
 
 
-async def test_two_items_of_a_session_run_in_order_in_two_steps(
+async def test_a_newer_item_of_a_session_overtakes_the_one_that_waits(
     target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
 ) -> None:
     longer = [*PROMPT, answer[0]]
     first, second = await verify(
-        target, pb.VerifyItem(slice=slice_of(PROMPT)), pb.VerifyItem(slice=slice_of(longer, start=5))
+        target, pb.VerifyItem(slice=slice_of(PROMPT)), pb.VerifyItem(slice=slice_of(longer))
     )
-    assert list(first.result.tokens) == answer[:1]
+    assert first.superseded.position == len(PROMPT)
+    assert first.superseded.prefix_hash == prefix_hash(PROMPT)
     assert list(second.result.tokens) == answer[1:2]
-    assert engine.batches == [["s"], ["s"]]
+    assert engine.sessions == [1]
+
+
+async def test_an_item_that_comes_during_the_pass_of_its_session_runs_after_it(
+    target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
+) -> None:
+    engine.gate.clear()
+    under_way = asyncio.ensure_future(verify(target, pb.VerifyItem(slice=slice_of(PROMPT))))
+    assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
+    longer = [*PROMPT, answer[0]]
+    next_one = asyncio.ensure_future(verify(target, pb.VerifyItem(slice=slice_of(longer, start=5))))
+    await target.GetTargetInfo(pb.GetTargetInfoRequest())
+    engine.gate.set()
+    assert list((await under_way)[0].result.tokens) == answer[:1]
+    assert list((await next_one)[0].result.tokens) == answer[1:2]
+    assert [len(plan.chunks[0].tokens) for plan in engine.passes] == [5, 1]
 
 
 async def test_nan_costs_its_own_session_alone(target: rpc.TargetAsyncStub, answer: list[int]) -> None:
@@ -191,6 +209,8 @@ BAD: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("draft_tokens", "at most 8", {}, {"draft_tokens": [1] * 9}),
     ("draft_tokens[2]", f"[0, {VOCAB})", {}, {"draft_tokens": [1, 2, VOCAB]}),
     ("logprobs", "<= 128", {}, {"logprobs": 129}),
+    ("survival", "none or 2", {}, {"draft_tokens": [1, 2], "survival": [0.5]}),
+    ("survival[1]", "[0, 1]", {}, {"draft_tokens": [1, 2], "survival": [0.5, float("nan")]}),
 ]
 
 
@@ -211,10 +231,10 @@ async def test_a_bad_item_is_named_and_harms_no_other(
     assert refused.status.message.startswith(f"{field}: ")
     assert bound in refused.status.message
     assert list(served.result.tokens) == answer[:1]
-    assert engine.batches == [["good"]]
+    assert engine.sessions == [1]
 
 
-@pytest.mark.parametrize(("field", "value"), [("credit", 1), ("parents", [0]), ("want_features", True)])
+@pytest.mark.parametrize(("field", "value"), [("parents", [0]), ("want_features", True)])
 async def test_what_is_not_served_yet_is_refused_by_name(
     target: rpc.TargetAsyncStub, field: str, value: Any
 ) -> None:
@@ -223,19 +243,21 @@ async def test_what_is_not_served_yet_is_refused_by_name(
     assert refused.status.message.startswith(f"{field}: ")
 
 
+@pytest.mark.parametrize("limits", [Limits(max_sessions=10, max_rows=2048)])
 async def test_idle_sessions_make_room_and_busy_ones_do_not(target: rpc.TargetAsyncStub) -> None:
-    def item(name: str, length: int, start: int = 0) -> pb.VerifyItem:
-        return pb.VerifyItem(slice=slice_of([2] * length, session_id=name, start=start))
+    def item(name: int, length: int, start: int = 0) -> pb.VerifyItem:
+        tokens = [2 + name] * length
+        return pb.VerifyItem(slice=slice_of(tokens, session_id=f"s{name}", start=start, arrival_ns=1 + name))
 
-    # 1024 tokens of KV, 10 sessions: 7 x 150 do not fit at once.
-    answers = await verify(target, *(item(f"busy{i}", 150) for i in range(7)))
+    # 32 blocks of 32 tokens, 10 sessions: 7 x 150 do not fit at once.
+    answers = await verify(target, *(item(i, 150) for i in range(7)))
     codes = [answer.status.code for answer in answers]
     assert codes == [0] * 6 + [grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]]
-    (later,) = await verify(target, item("later", 150))
+    (later,) = await verify(target, item(8, 150))
     assert later.WhichOneof("outcome") == "result"
-    (evicted,) = await verify(target, item("busy0", 151, start=149))
-    assert evicted.cache_miss.have == 0
-    (kept,) = await verify(target, item("busy5", 151, start=149))
+    (evicted,) = await verify(target, item(0, 151, start=149))
+    assert evicted.cache_miss.have < 149
+    (kept,) = await verify(target, item(5, 151, start=149))
     assert kept.WhichOneof("outcome") == "result"
 
 
@@ -248,7 +270,7 @@ async def test_a_stream_answers_the_same(target: rpc.TargetAsyncStub, answer: li
                     for j in range(2)
                 ]
             )
-        yield pb.VerifyStreamRequest(items=[pb.VerifyItem(slice=slice_of(PROMPT), credit=1)])
+        yield pb.VerifyStreamRequest(items=[pb.VerifyItem(slice=slice_of(PROMPT), want_features=True)])
 
     answers = [one async for response in target.VerifyStream(requests()) for one in response.answers]
     good = {one.session_id: list(one.result.tokens) for one in answers if one.HasField("result")}
@@ -266,6 +288,10 @@ async def test_the_info_names_what_is_served(target: rpc.TargetAsyncStub) -> Non
     assert info.deterministic
     assert len(info.tokenizer_hash) == 32
     assert len(info.incarnation) == 16
+    assert (info.ranks, info.kv_block_tokens, info.kv_blocks_total) == (1, 32, KV_BLOCKS)
+    assert info.kv_blocks_free == KV_BLOCKS
+    assert info.queue_depth == 0
+    assert [point.rows for point in info.row_costs] == [1, 1024]
 
 
 async def test_a_late_item_is_dropped(target: rpc.TargetAsyncStub) -> None:
@@ -303,4 +329,5 @@ async def test_a_cancelled_call_is_dropped_before_the_next_step(
     ((served,), *_) = await asyncio.gather(under_way)
     assert list(served.result.tokens) == answer[:1]
     await verify(target, pb.VerifyItem(slice=slice_of(PROMPT, session_id="d")))
-    assert engine.batches == [["a"], ["d"]]
+    assert engine.sessions == [1, 1]
+    # The second is of d; b and c were never computed.

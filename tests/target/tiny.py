@@ -13,9 +13,9 @@ from services.engine.model import CausalModel
 if TYPE_CHECKING:
     from pathlib import Path
 
-VOCAB = 64
+VOCAB = 128
 CONTEXT = 192
-# Its embedding is NaN, and so are the logits of whatever has seen it.
+# Its embedding is NaN, and so are the logits of whatever has seen it. The probe at load does not see it.
 POISON = VOCAB - 1
 
 
@@ -38,13 +38,14 @@ def save_tiny_model(directory: Path, seed: int = 0) -> Path:
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         model.model.embed_tokens.weight[POISON] = float("nan")
+        model.lm_head.weight[POISON] = 0.0  # nobody says it
     model.save_pretrained(directory)
     (directory / "tokenizer.json").write_text(json.dumps(_tokenizer()))
     return directory
 
 
-def load_tiny_model(directory: Path) -> CausalModel:
-    return CausalModel.load(directory, dtype=torch.float32, device="cpu", threads=1)
+def load_tiny_model(directory: Path, *, kv_blocks: int) -> CausalModel:
+    return CausalModel.load(directory, dtype=torch.float32, device="cpu", threads=1, kv_blocks=kv_blocks)
 
 
 def greedy(directory: Path, prompt: list[int], count: int) -> list[int]:

@@ -1,0 +1,183 @@
+"""Waiting for a hint: what is known of a session's drafts, and when a pass had better be put off for one.
+
+Compared are two ways to the same point. *Linger*: wait until the hints that are due should be here, then one
+pass with them. *Go on*: as many plain passes as fit into that time, and the hints, late, with what is then
+left of them. The way that confirms more expected tokens per time is taken; all sessions of the pass pay for
+the wait, so with many of them it seldom pays.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.core.cost import expected_confirmed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from services.core.target_item import Item
+
+# Of a session whose drafts have not been seen yet: optimistic, so that they are tried.
+PRIOR_ALPHA = 0.7
+_ALPHA_WEIGHT = 0.1
+# Of the way back to the prior, for each pass whose drafts were all left out: so that they are tried again.
+_RETRY_WEIGHT = 0.02
+_DELAY_WEIGHT = 0.25
+# Deviations beyond the mean delay that a hint is given, as TCP gives acknowledgements (RFC 6298, section 2).
+_DELAY_MARGIN = 2.0
+_RECOVERY = 0.5
+_MIN_TRUST = 0.01
+
+
+class Acceptance:
+    """A session's chance that a draft token is accepted if all before it were, as measured."""
+
+    __slots__ = ("alpha",)
+
+    def __init__(self) -> None:
+        self.alpha = PRIOR_ALPHA
+
+    def saw(self, accepted: int, *, refused: bool) -> None:
+        """`accepted` draft tokens were accepted, and then one refused, or none left."""
+        keep = (1.0 - _ALPHA_WEIGHT) ** accepted
+        self.alpha = self.alpha * keep + (1.0 - keep)
+        if refused:
+            self.alpha *= 1.0 - _ALPHA_WEIGHT
+
+    def passed_over(self) -> None:
+        """Drafts were offered, and none was worth its row."""
+        self.alpha += _RETRY_WEIGHT * max(0.0, PRIOR_ALPHA - self.alpha)
+
+    def survival(self, count: int) -> list[float]:
+        """The chance that draft tokens 0 to i are all accepted, for each i < count."""
+        return [self.alpha ** (i + 1) for i in range(count)]
+
+
+class HintHabits:
+    """How long after a result a session's hints come, how long they are, and whether they come at all."""
+
+    __slots__ = ("_delay_ns", "_deviation_ns", "length", "trust")
+
+    def __init__(self) -> None:
+        self._delay_ns: float | None = None
+        self._deviation_ns = 0.0
+        self.length = 0.0
+        self.trust = 1.0
+
+    def came(self, delay_ns: int, length: int) -> None:
+        """A hint of `length` tokens came this long after the result that it is anchored at."""
+        if self._delay_ns is None:
+            self._delay_ns, self._deviation_ns = float(delay_ns), delay_ns / 2
+            self.length = float(length)
+        else:
+            error = delay_ns - self._delay_ns
+            self._deviation_ns += _DELAY_WEIGHT * (abs(error) - self._deviation_ns)
+            self._delay_ns += _DELAY_WEIGHT * error
+            self.length += _DELAY_WEIGHT * (length - self.length)
+        self.trust += _RECOVERY * (1.0 - self.trust)
+
+    def stayed_away(self) -> None:
+        """It was waited for in vain."""
+        self.trust = max(_MIN_TRUST, self.trust / 2)
+
+    def expected_at(self, result_ns: int) -> float:
+        """When the hint after a result at `result_ns` should be here; infinity while nothing is known."""
+        if self._delay_ns is None:
+            return math.inf
+        return result_ns + self._delay_ns + _DELAY_MARGIN * self._deviation_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A session whose hint should be here at `at_ns`: `length` tokens, if it comes, with chance `trust`."""
+
+    at_ns: float
+    length: int
+    alpha: float
+    trust: float
+
+    def worth(self, passes_late: int) -> float:
+        """The tokens that it adds to a pass, expected, when it comes so many plain passes too late."""
+        left = max(0, self.length - passes_late)
+        return self.trust * self.alpha**passes_late * (expected_confirmed(self.alpha, left) - 1.0)
+
+
+def linger_until(
+    due: Sequence[Due], *, sessions: int, now: int, latest: int, pass_ns: Callable[[int], float]
+) -> int | None:
+    """Until when a pass of `sessions` rows had better wait for some of the `due`; None: not at all.
+
+    Never beyond `latest`. `pass_ns` is the time of a pass over so many rows.
+    """
+    best: int | None = None
+    best_gain = 1.0
+    coming = sorted((one for one in due if now < one.at_ns <= latest), key=lambda one: one.at_ns)
+    for count, last in enumerate(coming, 1):
+        gain = _gain(coming[:count], last.at_ns - now, sessions, pass_ns)
+        if gain > best_gain:
+            best, best_gain = math.ceil(last.at_ns), gain
+    return best
+
+
+def _gain(due: Sequence[Due], wait_ns: float, sessions: int, pass_ns: Callable[[int], float]) -> float:
+    """How many times as many tokens per time lingering confirms as going on does."""
+    plain_ns = pass_ns(sessions)
+    late = math.ceil(wait_ns / plain_ns)
+    lingering = (sessions + sum(one.worth(0) for one in due)) / (
+        wait_ns + pass_ns(sessions + sum(one.length for one in due))
+    )
+    left = sum(max(0, one.length - late) for one in due)
+    going_on = (sessions * (late + 1) + sum(one.worth(late) for one in due)) / (
+        late * plain_ns + pass_ns(sessions + left)
+    )
+    return lingering / going_on
+
+
+class Lingering:
+    """Whether to wait, from plan to plan: no pass is put off twice, nor longer than `max_ns` in all."""
+
+    def __init__(self, max_ns: int, pass_ns: Callable[[int], float]) -> None:
+        self._max_ns = max_ns
+        self._pass_ns = pass_ns
+        self._since_ns: int | None = None
+        self._until_ns = 0
+        self._awaited: list[Item] = []
+
+    def until(self, items: Sequence[Item], now: int) -> int | None:
+        """Until when the pass of these items had better wait; None: begin it. Their hints were looked at."""
+        if self._max_ns == 0 or any(item.missing > 1 or item.rest.draft_tokens for item in items):
+            self._forget()
+            return None
+        if self._since_ns is not None and now >= self._until_ns:
+            for item in self._awaited:
+                item.memory.habits.stayed_away()
+                item.hint_due = False  # until it is said again
+            self._forget()
+            return None
+        since = now if self._since_ns is None else self._since_ns
+        until = self._worth_until(items, since + self._max_ns, now)
+        if until is None:
+            self._forget()
+        else:
+            self._since_ns, self._until_ns = since, until
+        return until
+
+    def _worth_until(self, items: Sequence[Item], latest: int, now: int) -> int | None:
+        due = [(item, _due(item)) for item in items if item.hint_due and item.room > 0]
+        until = linger_until(
+            [one for _, one in due], sessions=len(items), now=now, latest=latest, pass_ns=self._pass_ns
+        )
+        self._awaited = [item for item, one in due if until is not None and now < one.at_ns <= until]
+        return until
+
+    def _forget(self) -> None:
+        self._since_ns = None
+        self._awaited = []
+
+
+def _due(item: Item) -> Due:
+    habits, acceptance = item.memory.habits, item.memory.acceptance
+    length = min(round(habits.length), item.room)
+    return Due(habits.expected_at(item.result_ns), length, acceptance.alpha, habits.trust)

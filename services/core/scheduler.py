@@ -1,0 +1,394 @@
+"""What a target replica does next: which tokens of which sessions go into the coming forward pass.
+
+Pure: it knows tokens, blocks and costs; time is an argument, in nanoseconds of one monotonic clock. Rules:
+
+- An item *stands* from `submit` to its last answer. A session has one standing item; a newer one overtakes
+  it.
+- One pass at a time: `plan` begins it, `conclude` or `fail` ends it. What is asked meanwhile of a session
+  that takes part is done when the pass is over; others are served at once, and join the next pass.
+- In a pass every standing session whose KV reaches its position gets one row, and draft rows as far as they
+  pay (`services/core/rows.py`); prompts fill the rest of the row budget, the oldest session first.
+- Blocks are reserved oldest first, so that the oldest session always gets them: the youngest loses its own,
+  and is told by a cache miss what is left. Arrival is the caller's and survives retries.
+- An item with credit goes on after its first result, pass after pass, until its limit, a stop token or the
+  end.
+
+Answers are collected and taken with `take_answers` after any call.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.core.acceptance import confirm
+from services.core.content import Miss
+from services.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
+from services.core.linger import Lingering
+from services.core.rows import Grant, share_rows
+from services.core.step import Chunk, Draw, Sampled, StepPlan
+from services.core.target_item import Item, SessionMemory
+from services.core.verify_items import Answer, Confirmed, Outcome, Overtaken
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.core.cost import PassTimes
+    from services.core.kv_table import KvTable, Reservation
+    from services.core.step import StepOutcome
+    from services.core.verify_items import Extend, SessionKey, VerifyRequest
+
+MAX_ROWS = 512
+_RETRY_AFTER_S = 0.5
+# Sessions whose acceptance and hint delays are remembered: a few numbers each.
+_MEMORIES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Linger:
+    """Plan again at `until_ns`, or as soon as anything is submitted, extended or cancelled."""
+
+    until_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """The pass under way; `grants[i]` is what chunk i of the plan is for."""
+
+    plan: StepPlan
+    grants: dict[SessionKey, Grant]
+    begun_ns: int
+
+
+class Scheduler:
+    """Schedules the items of one replica; see the module for the rules."""
+
+    def __init__(
+        self,
+        table: KvTable,
+        times: PassTimes,
+        *,
+        max_rows: int = MAX_ROWS,
+        max_waiting: int = 1024,
+        max_linger_ns: int = 0,
+    ) -> None:
+        """`max_waiting` items may wait for their first row; `max_linger_ns` 0 never waits for a hint."""
+        self._table = table
+        self._times = times
+        self._max_rows = max_rows
+        self._max_waiting = max_waiting
+        self._lingering = Lingering(max_linger_ns, times)
+        self._items: dict[int, Item] = {}
+        self._standing: dict[SessionKey, Item] = {}
+        self._arriving: dict[SessionKey, list[Item]] = {}
+        self._memories: OrderedDict[SessionKey, SessionMemory] = OrderedDict()
+        self._under_way: _Pass | None = None
+        self._answers: list[Answer] = []
+        self._last_id = 0
+        self._draining = False
+
+    # --------------------------------------------------------------------------------- the facts --
+
+    @property
+    def queue_depth(self) -> int:
+        """Items with work to do."""
+        return len(self._items)
+
+    @property
+    def under_way(self) -> tuple[VerifyRequest, ...]:
+        """The requests that share the pass under way."""
+        grants = self._under_way.grants.values() if self._under_way else ()
+        return tuple(grant.item.request for grant in grants)
+
+    def take_answers(self) -> list[Answer]:
+        """All answers since the last time."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    # ---------------------------------------------------------------------------- what is asked --
+
+    def submit(self, request: VerifyRequest, now: int) -> int:
+        """Take an item; the number that names it in answers.
+
+        Raises Overloaded if too many wait, InvalidField if the whole pool could not hold its tokens.
+        """
+        if sum(not item.begun for item in self._items.values()) >= self._max_waiting:
+            raise Overloaded(f"{self._max_waiting} items are waiting", _RETRY_AFTER_S)
+        capacity = self._table.total * self._table.block_tokens
+        if request.position > capacity:
+            raise InvalidField(
+                "slice.tokens",
+                f"must end within the {capacity} tokens that the KV memory holds, at {request.position}",
+            )
+        self._last_id += 1
+        item = Item(self._last_id, request, self._memory(request.key), now)
+        self._items[item.id] = item
+        if self._is_busy(item.key):
+            self._arriving.setdefault(item.key, []).append(item)
+        else:
+            self._admit(item)
+        return item.id
+
+    def extend(self, item_id: int, told: Extend, now: int) -> None:
+        """More credit or a hint for an item; ignored if it does not stand any more."""
+        if (item := self._items.get(item_id)) is not None:
+            item.extend(told, now)
+
+    def cancel(self, item_id: int) -> None:
+        """Give an item up: no answer follows. Its session keeps its KV as long as nobody needs the room."""
+        item = self._items.get(item_id)
+        if item is None:
+            return
+        if self._takes_part(item):
+            item.cancelled = True
+            del self._items[item_id]
+        else:
+            self._close(item)
+
+    def expire(self, now: int) -> None:
+        """Refuse the items whose deadline has passed before anything was done for them."""
+        late = [
+            item
+            for item in self._items.values()
+            if item.request.deadline_ns is not None
+            and item.request.deadline_ns <= now
+            and not item.begun
+            and not self._takes_part(item)
+        ]
+        for item in late:
+            self._answer(item, DeadlinePassed("the deadline passed before the work began"))
+
+    def drain(self) -> None:
+        """From now on every item ends with its next result, whatever credit it has."""
+        self._draining = True
+
+    def _admit(self, item: Item) -> None:
+        """Let it stand for its session, if the cache holds what it builds on."""
+        if (before := self._standing.get(item.key)) is not None:
+            self._answer(before, Overtaken(before.position, before.prefix_hash()))
+        request = item.request
+        found = self._table.look_up(item.key, request.start, request.tokens, request.prefix_hash)
+        if isinstance(found, Miss):
+            self._answer(item, found)
+            return
+        item.tokens = [*self._table.tokens_of(item.key)[: request.start], *request.tokens]
+        self._standing[item.key] = item
+
+    def _memory(self, key: SessionKey) -> SessionMemory:
+        memory = self._memories.pop(key, None) or SessionMemory()
+        self._memories[key] = memory
+        if len(self._memories) > _MEMORIES:
+            self._memories.popitem(last=False)
+        return memory
+
+    def _is_busy(self, key: SessionKey) -> bool:
+        return self._under_way is not None and key in self._under_way.grants
+
+    def _takes_part(self, item: Item) -> bool:
+        return self._is_busy(item.key) and self._standing.get(item.key) is item
+
+    # --------------------------------------------------------------------------------- the plan --
+
+    def plan(self, now: int) -> StepPlan | Linger | None:
+        """The next pass, which is then under way; or until when to wait for a hint; None: nothing to do."""
+        if self._under_way is not None:
+            raise Broken("a pass is under way")
+        while items := self._opened():
+            for item in items:
+                item.look()
+            until_ns = self._lingering.until(items, now)
+            if until_ns is not None:
+                return Linger(until_ns)
+            grants, copies = self._reserve(share_rows(items, self._times, self._max_rows))
+            if grants:
+                return self._begin(grants, copies, now)
+        return None
+
+    def _opened(self) -> list[Item]:
+        """The standing items, oldest first, with their blocks opened."""
+        for item in sorted(self._standing.values(), key=_age):
+            if item.kv_len is None:
+                try:
+                    item.kv_len = self._table.open(item.key, item.request.arrival_ns, item.tokens)
+                except Overloaded as error:
+                    self._answer(item, error)
+        return sorted(self._standing.values(), key=_age)
+
+    def _reserve(self, wanted: Sequence[Grant]) -> tuple[dict[SessionKey, Grant], list[tuple[int, int]]]:
+        """Make blocks for what is granted, oldest first; who gets none is answered and left out."""
+        grants: dict[SessionKey, Grant] = {}
+        copies: list[tuple[int, int]] = []
+        for grant in wanted:
+            item = grant.item
+            if self._standing.get(item.key) is not item:
+                continue  # preempted by an older one
+            try:
+                granted, reservation = self._reserve_for(grant, frozenset(grants))
+            except Overloaded as error:
+                # What it has computed stays until somebody needs it; it goes on from there when asked again.
+                self._answer(item, self._table.held(item.key) if item.begun else error)
+                continue
+            for key in reservation.preempted:
+                self._answer(self._standing[key], self._table.held(key))
+            grants[item.key] = granted
+            copies += reservation.copies
+        return grants, copies
+
+    def _reserve_for(self, grant: Grant, busy: frozenset[SessionKey]) -> tuple[Grant, Reservation]:
+        """With its draft tokens, or without where only these do not fit. Raises Overloaded."""
+        item = grant.item
+        length = (item.kv_len or 0) + grant.rows
+        if grant.draft_tokens:
+            try:
+                whole = length + len(grant.draft_tokens)
+                return grant, self._table.reserve(item.key, whole, busy)
+            except Overloaded:
+                grant = Grant(item, grant.rows)
+        return grant, self._table.reserve(item.key, length, busy)
+
+    def _begin(
+        self, grants: dict[SessionKey, Grant], copies: Sequence[tuple[int, int]], now: int
+    ) -> StepPlan:
+        for grant in grants.values():
+            grant.item.begun = True
+            if grant.item.rest.draft_tokens and not grant.draft_tokens and grant.final:
+                grant.item.memory.acceptance.passed_over()
+        chunks = tuple(_chunk(grant, self._table.blocks_of(key)) for key, grant in grants.items())
+        plan = StepPlan(chunks, tuple(copies))
+        self._under_way = _Pass(plan, grants, now)
+        return plan
+
+    # ------------------------------------------------------------------------------ the outcomes --
+
+    def conclude(self, plan: StepPlan, outcomes: Sequence[StepOutcome], now: int) -> None:
+        """The pass is over: confirm, cut, answer. Raises Broken if this is not the pass under way."""
+        done = self._end(plan)
+        if len(outcomes) != len(plan.chunks):
+            raise Broken(f"a pass of {len(plan.chunks)} chunks had {len(outcomes)} outcomes")
+        for grant, outcome in zip(done.grants.values(), outcomes, strict=True):
+            grant.item.compute_ns += now - done.begun_ns
+            self._settle(grant, outcome, len(done.grants), now)
+        self._admit_arrived(done)
+
+    def fail(self, plan: StepPlan, error: GalleyError) -> None:
+        """The pass came to nothing: its sessions get `error`, and keep what KV they had before it."""
+        done = self._end(plan)
+        for grant in done.grants.values():
+            self._table.distrust(grant.item.key)
+            self._answer(grant.item, error)
+        self._admit_arrived(done)
+
+    def _end(self, plan: StepPlan) -> _Pass:
+        done = self._under_way
+        if done is None or done.plan is not plan:
+            raise Broken("this pass is not under way")
+        self._under_way = None
+        return done
+
+    def _admit_arrived(self, done: _Pass) -> None:
+        for key in done.grants:
+            for item in self._arriving.pop(key, ()):
+                self._admit(item)
+
+    def _settle(self, grant: Grant, outcome: StepOutcome, sessions: int, now: int) -> None:
+        """One session's outcome; an error costs it what the pass computed, and no other anything."""
+        item = grant.item
+        if isinstance(outcome, GalleyError):
+            self._table.distrust(item.key)
+            self._answer(item, outcome)
+            return
+        start = item.kv_len or 0
+        if isinstance(outcome, Sampled) and grant.final and not item.cancelled:
+            self._confirm(grant, outcome, sessions, now)
+            return
+        # A prompt's part; or a cancelled item's tokens, which nobody will be told: theirs is only the KV.
+        self._computed(item, min(start + grant.rows, len(item.tokens)))
+        if item.cancelled:
+            self._close(item)
+
+    def _computed(self, item: Item, length: int) -> None:
+        """The item's first `length` tokens have their KV now."""
+        self._table.computed(item.key, item.tokens[item.kv_len or 0 : length])
+        self._table.truncate(item.key, length)
+        item.kv_len = length
+
+    def _confirm(self, grant: Grant, sampled: Sampled, sessions: int, now: int) -> None:
+        item, request, position = grant.item, grant.item.request, grant.item.position
+        verdict = confirm(
+            grant.draft_tokens,
+            sampled.tokens,
+            position=position,
+            max_position=request.max_position,
+            stop_token_ids=request.stop_token_ids,
+            output_len=position - request.prompt_len,
+            min_tokens=request.min_tokens,
+        )
+        stopped = _has_stopped(request, position, verdict.tokens)
+        refused = verdict.accepted < len(grant.draft_tokens) and not stopped
+        item.memory.acceptance.saw(verdict.accepted, refused=refused)
+        queue_ns, compute_ns = item.confirmed(verdict.tokens, now)
+        # The last confirmed token has no KV yet: the next pass feeds it.
+        self._computed(item, len(item.tokens) - 1)
+        self._answer(
+            item,
+            Confirmed(
+                position=position,
+                tokens=verdict.tokens,
+                accepted=verdict.accepted,
+                verified=len(grant.draft_tokens),
+                logprobs=sampled.logprobs[: len(verdict.tokens)],
+                kv_len=len(item.tokens) - 1,
+                batch_sessions=sessions,
+                more=self._goes_on(item, stopped=stopped),
+                queue_ns=queue_ns,
+                compute_ns=compute_ns,
+            ),
+        )
+
+    def _goes_on(self, item: Item, *, stopped: bool) -> bool:
+        return not (stopped or self._draining) and item.request.credit > 0 and item.position < item.limit
+
+    def _answer(self, item: Item, outcome: Outcome) -> None:
+        """Say it, unless the item was given up; close the item unless more follows."""
+        answer = Answer(item.id, outcome)
+        if not item.cancelled:
+            self._answers.append(answer)
+        if answer.last:
+            self._close(item)
+
+    def _close(self, item: Item) -> None:
+        self._items.pop(item.id, None)
+        if item in (arriving := self._arriving.get(item.key, [])):
+            arriving.remove(item)
+        if self._standing.get(item.key) is item:
+            del self._standing[item.key]
+            self._table.idle(item.key)
+
+
+def _age(item: Item) -> tuple[int, int, int]:
+    return item.age
+
+
+def _chunk(grant: Grant, blocks: Sequence[int]) -> Chunk:
+    item, request = grant.item, grant.item.request
+    start = item.kv_len or 0
+    confirmed = item.tokens[start : start + grant.rows]
+    if not grant.final:
+        return Chunk(start, confirmed, blocks, want_logits=0)
+    draw = Draw(
+        params=request.sampling,
+        history=item.tokens,
+        prompt_len=request.prompt_len,
+        stop_token_ids=request.stop_token_ids,
+        min_tokens=request.min_tokens,
+        guesses=grant.draft_tokens,
+        logprobs=request.logprobs,
+    )
+    return Chunk(start, [*confirmed, *grant.draft_tokens], blocks, 1 + len(grant.draft_tokens), draw)
+
+
+def _has_stopped(request: VerifyRequest, position: int, tokens: Sequence[int]) -> bool:
+    """Does the last of these tokens, confirmed from `position` on, end the answer?"""
+    last = position + len(tokens) - 1 - request.prompt_len
+    return bool(tokens) and tokens[-1] in request.stop_token_ids and last >= request.min_tokens

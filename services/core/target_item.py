@@ -1,0 +1,123 @@
+"""An item of the target's scheduler while it stands: what is confirmed, what may come, what is hinted."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from services.core.content import PrefixHasher
+from services.core.hints import NOTHING, Hint, PendingHint, Rest
+from services.core.linger import Acceptance, HintHabits
+
+if TYPE_CHECKING:
+    from services.core.verify_items import Extend, SessionKey, VerifyRequest
+
+# Results that a hint may still be anchored at when it tells how long hints take.
+_ANCHORS = 8
+
+
+class SessionMemory:
+    """What is worth knowing of a session beyond its items: how good its drafts are, and how late."""
+
+    __slots__ = ("acceptance", "habits")
+
+    def __init__(self) -> None:
+        self.acceptance = Acceptance()
+        self.habits = HintHabits()
+
+
+class Item:
+    """One item; `tokens` are all that are confirmed, from absolute position 0, of which [0, kv_len) have KV.
+
+    `kv_len` is None until the session's blocks are opened. `rest` is what the hint offers at the present
+    position, as `look` found it.
+    """
+
+    def __init__(self, item_id: int, request: VerifyRequest, memory: SessionMemory, now: int) -> None:
+        self.id = item_id
+        self.request = request
+        self.memory = memory
+        self.tokens: list[int] = []
+        self.kv_len: int | None = None
+        self.limit = min(request.limit, request.max_position)
+        self.hint_due = request.hint_due
+        self.rest = NOTHING
+        self.begun = False
+        self.cancelled = False
+        self.compute_ns = 0
+        self._since_ns = now
+        self._hasher = PrefixHasher()
+        offered = Hint(request.position, b"", request.draft_tokens, request.survival)
+        self._hint: PendingHint | None = PendingHint(offered, rooted=True) if request.draft_tokens else None
+        self._anchors: deque[tuple[int, int]] = deque([(request.position, now)], _ANCHORS)
+
+    @property
+    def key(self) -> SessionKey:
+        """Of its session."""
+        return self.request.key
+
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """Orders items: the oldest session first."""
+        return (self.request.arrival_ns, -self.request.priority, self.id)
+
+    @property
+    def position(self) -> int:
+        """Of the first token that is not confirmed yet."""
+        return len(self.tokens)
+
+    @property
+    def missing(self) -> int:
+        """Confirmed tokens without KV: at least the last one, which every verification feeds."""
+        return len(self.tokens) - (self.kv_len or 0)
+
+    @property
+    def room(self) -> int:
+        """Draft tokens that could be verified without confirming a token at or beyond the limit."""
+        return self.limit - self.position - 1
+
+    @property
+    def result_ns(self) -> int:
+        """When the last result was given, or the item came."""
+        return self._anchors[-1][1]
+
+    def prefix_hash(self) -> bytes:
+        """Of all that is confirmed."""
+        return self._hasher.of(self.tokens, len(self.tokens))
+
+    def look(self) -> None:
+        """Follow the hint to the present position: `rest` is what it offers there, within the room."""
+        self.rest = NOTHING
+        if self._hint is not None:
+            rest = self._hint.follow(self.tokens, self._hasher)
+            self.rest = Rest(rest.draft_tokens[: self.room], rest.survival[: self.room])
+            if self._hint.useless:
+                self._hint = None
+
+    def survival(self) -> list[float]:
+        """Of each draft token that is offered: the chance that it is accepted, with all before it."""
+        if not self.rest.survival:
+            return self.memory.acceptance.survival(len(self.rest.draft_tokens))
+        chances: list[float] = []
+        for chance in self.rest.survival:
+            chances.append(min(chance, chances[-1] if chances else 1.0))
+        return chances
+
+    def extend(self, told: Extend, now: int) -> None:
+        """Take what a caller says of an item under way."""
+        self.limit = max(self.limit, min(told.limit, self.request.max_position))
+        self.hint_due = told.hint_due
+        if told.hint is not None:
+            self._hint = PendingHint(told.hint)
+            asked_ns = next((at for position, at in self._anchors if position == told.hint.position), None)
+            if asked_ns is not None:
+                self.memory.habits.came(now - asked_ns, len(told.hint.draft_tokens))
+
+    def confirmed(self, tokens: tuple[int, ...], now: int) -> tuple[int, int]:
+        """Append them; the (queue_ns, compute_ns) of what led to this result."""
+        self.tokens.extend(tokens)
+        compute_ns, self.compute_ns = self.compute_ns, 0
+        queue_ns = max(0, now - self._since_ns - compute_ns)
+        self._since_ns = now
+        self._anchors.append((len(self.tokens), now))
+        return queue_ns, compute_ns

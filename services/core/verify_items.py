@@ -1,0 +1,112 @@
+"""What the target's scheduler is asked and what it answers: plain values, without the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.core.content import Miss
+    from services.core.errors import GalleyError
+    from services.core.hints import Hint
+    from services.core.params import SamplingParams
+    from services.core.records import PositionLogprobs
+
+# (tenant_salt, session_id): caches never cross salts.
+SessionKey: TypeAlias = tuple[bytes, str]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRequest:
+    """A validated item: confirmed `tokens` from absolute position `start` on, and guesses for what follows.
+
+    `credit` is how many tokens may be confirmed unasked after the first result; `hint_due` says that a hint
+    is being drafted. `arrival_ns` (of the Unix epoch) and `priority` order sessions: older goes first, then
+    the higher priority. `deadline_ns` is of the scheduler's own clock. `logprobs` asks for so many of the
+    likeliest.
+    """
+
+    key: SessionKey
+    start: int
+    tokens: Sequence[int]
+    prefix_hash: bytes
+    prompt_len: int
+    max_position: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    draft_tokens: tuple[int, ...] = ()
+    survival: tuple[float, ...] = ()
+    credit: int = 0
+    hint_due: bool = False
+    logprobs: int | None = None
+    arrival_ns: int = 0
+    priority: int = 0
+    deadline_ns: int | None = None
+    traceparent: str = ""
+
+    @property
+    def position(self) -> int:
+        """Of the first token that is not confirmed yet: n."""
+        return self.start + len(self.tokens)
+
+    @property
+    def limit(self) -> int:
+        """No token stands unasked at or beyond this position."""
+        return self.position + len(self.draft_tokens) + 1 + self.credit
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Tells more of an item that runs on its credit; `limit` is never lowered, None as `hint` keeps it."""
+
+    limit: int = 0
+    hint: Hint | None = None
+    hint_due: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """Tokens from `position` on: `accepted` of the `verified` draft tokens, then at most one of the target's.
+
+    `kv_len` is how far the cache reaches; `batch_sessions` shared the forward pass; `more` results follow.
+    The times are of what led to this result alone.
+    """
+
+    position: int
+    tokens: tuple[int, ...]
+    accepted: int
+    verified: int
+    logprobs: tuple[PositionLogprobs, ...]
+    kv_len: int
+    batch_sessions: int
+    more: bool
+    queue_ns: int
+    compute_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overtaken:
+    """A newer item of the session came: it stood at `position`, with this hash of all tokens before."""
+
+    position: int
+    prefix_hash: bytes
+
+
+# All but a Confirmed with `more` close their item. An error is the outcome of its own item alone.
+Outcome: TypeAlias = "Confirmed | Overtaken | Miss | GalleyError"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An outcome of the item that `Scheduler.submit` named `item`."""
+
+    item: int
+    outcome: Outcome
+
+    @property
+    def last(self) -> bool:
+        """Nothing further comes of this item."""
+        return not (isinstance(self.outcome, Confirmed) and self.outcome.more)

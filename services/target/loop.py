@@ -1,0 +1,202 @@
+"""The loop of a target replica: plan, run, conclude, deliver; the scheduler decides, one thread computes.
+
+The scheduler is called in the event loop only, and the engine on a thread of its own, so that items are taken
+and answered while a pass runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from services.common.status import log_internal
+from services.common.telemetry import links_to
+from services.core.errors import Unavailable
+from services.core.step import StepPlan
+from services.core.verify_items import Answer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from opentelemetry.trace import Tracer
+
+    from services.core.errors import GalleyError
+    from services.core.scheduler import Linger, Scheduler
+    from services.core.step import StepOutcome
+    from services.core.verify_items import Extend, VerifyRequest
+    from services.target.engine import TargetEngine
+
+
+class Ticket:
+    """The answers to one item, as they come."""
+
+    def __init__(self, item: int) -> None:
+        self.item = item
+        self._answers: deque[Answer] = deque()
+        self._there = asyncio.Event()
+        self.ended = False
+
+    async def next(self) -> Answer:
+        """The next answer; to be called until `ended`."""
+        while not self._answers:
+            self._there.clear()
+            await self._there.wait()
+        answer = self._answers.popleft()
+        self.ended = answer.last
+        return answer
+
+    def put(self, answer: Answer) -> None:
+        """Hand one over."""
+        self._answers.append(answer)
+        self._there.set()
+
+
+class StepLoop:
+    """Runs passes while there is work; to be made within the running event loop."""
+
+    def __init__(self, engine: TargetEngine, scheduler: Scheduler, tracer: Tracer) -> None:
+        self._engine = engine
+        self._scheduler = scheduler
+        self._tracer = tracer
+        self._tickets: dict[int, Ticket] = {}
+        self._changed = asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopped: Unavailable | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="step")
+        self._task = asyncio.ensure_future(self._run())
+        self.draining = asyncio.Event()
+
+    def submit(self, request: VerifyRequest) -> Ticket:
+        """Where the answers to `request` will be; `cancel` it to give it up.
+
+        Raises Unavailable once draining, Overloaded if too many wait, InvalidField if it can never be held.
+        """
+        if self._stopped is not None:
+            raise self._stopped
+        if self.draining.is_set():
+            raise Unavailable("the replica is draining")
+        ticket = Ticket(self._scheduler.submit(request, time.monotonic_ns()))
+        self._tickets[ticket.item] = ticket
+        self._idle.clear()
+        self._arrived.set()
+        self._deliver()
+        self._changed.set()
+        return ticket
+
+    def extend(self, ticket: Ticket, told: Extend) -> None:
+        """More credit or a hint; ignored if the item does not stand any more."""
+        self._scheduler.extend(ticket.item, told, time.monotonic_ns())
+        self._changed.set()
+
+    def refuse(self, ticket: Ticket, error: GalleyError) -> None:
+        """Close the item with an error of its caller's."""
+        if ticket.item in self._tickets:
+            self.cancel(ticket)
+            ticket.put(Answer(ticket.item, error))
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Give the item up, if it has not ended."""
+        if self._tickets.pop(ticket.item, None) is not None:
+            self._scheduler.cancel(ticket.item)
+            self._changed.set()
+
+    async def quiet(self, quiet_s: float) -> None:
+        """Return once no item has been here for `quiet_s`: a session's next comes soon after its last."""
+        while True:
+            await self._idle.wait()
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(quiet_s):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return
+
+    async def drain(self) -> None:
+        """Refuse new items; those that are here end with their next result."""
+        self.draining.set()
+        self._scheduler.drain()
+        self._changed.set()
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """End at once; a pass under way ends first, whatever is not answered gets Unavailable."""
+        self.draining.set()
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        await asyncio.to_thread(self._worker.shutdown)
+        self._stop(Unavailable("the replica has stopped"))
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._turn()
+        except Exception as error:  # noqa: BLE001  # whatever the scheduler's fault is, nobody shall hang
+            log_internal(error)
+            self._stop(Unavailable("the replica's scheduler has failed"))
+
+    async def _turn(self) -> None:
+        self._changed.clear()
+        now = time.monotonic_ns()
+        self._scheduler.expire(now)
+        step = self._scheduler.plan(now)
+        self._deliver()
+        if isinstance(step, StepPlan):
+            await self._compute(step)
+        else:
+            await self._wait(step)
+
+    async def _wait(self, step: Linger | None) -> None:
+        """Until there is something new, or the time to linger is over."""
+        if step is None:
+            if not self._tickets:
+                self._idle.set()
+            await self._changed.wait()
+            return
+        timer = asyncio.get_running_loop().call_later(
+            max(0, step.until_ns - time.monotonic_ns()) / 1e9, self._changed.set
+        )
+        try:
+            await self._changed.wait()
+        finally:
+            timer.cancel()
+
+    async def _compute(self, plan: StepPlan) -> None:
+        parents = [request.traceparent for request in self._scheduler.under_way]
+        try:
+            outcomes = await asyncio.get_running_loop().run_in_executor(
+                self._worker, self._step, plan, parents
+            )
+        except Exception as error:  # noqa: BLE001  # one pass must not end the loop
+            log_internal(error)
+            self._scheduler.fail(plan, Unavailable("the step failed"))
+        else:
+            self._scheduler.conclude(plan, outcomes, time.monotonic_ns())
+        self._deliver()
+
+    def _step(self, plan: StepPlan, parents: Sequence[str]) -> Sequence[StepOutcome]:
+        """On the worker thread: one pass, in a span that links to those of its requests."""
+        with self._tracer.start_as_current_span("target.step", links=links_to(parents)) as span:
+            span.set_attribute("galley.batch_sessions", len(parents))
+            span.set_attribute("galley.rows", plan.rows)
+            return self._engine.run(plan)
+
+    def _deliver(self) -> None:
+        for answer in self._scheduler.take_answers():
+            ticket = self._tickets.get(answer.item)
+            if ticket is None:
+                continue
+            if answer.last:
+                del self._tickets[answer.item]
+            ticket.put(answer)
+
+    def _stop(self, error: Unavailable) -> None:
+        self._stopped = error
+        for ticket in self._tickets.values():
+            ticket.put(Answer(ticket.item, error))
+        self._tickets.clear()
+        self._idle.set()

@@ -1,0 +1,52 @@
+"""From an engine to a service on a server: measured, limited, registered."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.common.registry import TARGET_POOL
+from services.target.calibrate import measure
+from services.target.registered import Registered
+from services.target.registration import start_registration
+from services.target.servicer import Limits, TargetService
+
+if TYPE_CHECKING:
+    import grpc
+
+    from services.common.server import Parts, Service
+    from services.target.engine import TargetEngine
+    from services.target.settings import TargetSettings
+
+
+async def add_target(
+    server: grpc.aio.Server, parts: Parts, engine: TargetEngine, settings: TargetSettings
+) -> TargetService:
+    """Measure the engine, and serve it on `server`."""
+    parts.readiness.stage("measuring passes")
+    times = await asyncio.to_thread(measure, engine)
+    service = TargetService(engine, times, parts.telemetry.tracer(__name__), limits_of(settings))
+    rpc.add_TargetServicer_to_server(service, server)
+    return service
+
+
+def limits_of(settings: TargetSettings) -> Limits:
+    """What a replica of these settings takes."""
+    return Limits(
+        max_draft_tokens=settings.max_draft_tokens,
+        max_waiting=settings.max_waiting,
+        max_sessions=settings.max_sessions,
+        max_rows=settings.max_rows,
+        max_linger_ms=settings.max_linger_ms,
+    )
+
+
+def registered(service: TargetService, settings: TargetSettings, bound: str) -> Service:
+    """The service, registered from now on if there is a registry to tell; `bound` is where it listens."""
+    url = settings.redis_url.get_secret_value()
+    if not url:
+        return service
+    address = settings.advertise or bound
+    registration = start_registration(url, TARGET_POOL, address, service.facts)
+    return Registered(service, registration, settings.drain_timeout_s)

@@ -1,0 +1,328 @@
+"""A scheduler, an engine whose tokens are known beforehand, gateways that ask at random: on virtual time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+from services.core.content import Miss, prefix_hash, token_bytes
+from services.core.cost import PassTimes
+from services.core.errors import GalleyError, Overloaded, Unavailable
+from services.core.hints import Hint
+from services.core.kv_table import KvTable
+from services.core.params import SamplingParams
+from services.core.scheduler import Linger, Scheduler
+from services.core.step import Sampled, StepPlan
+from services.core.verify_items import Confirmed, Extend, Overtaken, VerifyRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.core.step import Chunk, StepOutcome
+    from services.core.verify_items import Answer
+
+VOCAB = 7
+MS = 1_000_000
+FLAT = PassTimes.measured([(1, 10 * MS), (512, 10 * MS + 511)])
+STEEP = PassTimes.measured([(1, 10 * MS), (2, 20 * MS)])
+
+
+def truth(tokens: Sequence[int]) -> int:
+    """The one token that follows these."""
+    return crc32(token_bytes(tokens)) % VOCAB
+
+
+def true_answer(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(truth(tokens))
+    return tokens[len(prompt) :]
+
+
+class KnownEngine:
+    """Keeps tokens where KV would lie, and believes its blocks alone: a wrong table is a wrong token."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.kv: dict[tuple[int, int], int] = {}
+        self.passes: list[StepPlan] = []
+
+    def run(self, plan: StepPlan) -> list[StepOutcome]:
+        self.passes.append(plan)
+        for source, target in plan.copies:
+            for offset in range(self.block_tokens):
+                if (source, offset) in self.kv:
+                    self.kv[target, offset] = self.kv[source, offset]
+        for chunk in plan.chunks:
+            for i, token in enumerate(chunk.tokens):
+                self.kv[self._place(chunk, chunk.start + i)] = token
+        return [self._draw(chunk) for chunk in plan.chunks]
+
+    def _place(self, chunk: Chunk, position: int) -> tuple[int, int]:
+        return chunk.blocks[position // self.block_tokens], position % self.block_tokens
+
+    def _draw(self, chunk: Chunk) -> StepOutcome:
+        if chunk.draw is None:
+            return None
+        end = chunk.start + len(chunk.tokens)
+        seen = [self.kv[self._place(chunk, position)] for position in range(end)]
+        assert chunk.want_logits == len(chunk.draw.guesses) + 1
+        assert seen == [*chunk.draw.history, *chunk.draw.guesses]
+        tokens: list[int] = []
+        for i in range(chunk.want_logits):
+            tokens.append(truth(seen[: len(chunk.draw.history) + i]))
+            if i < len(chunk.draw.guesses) and chunk.draw.guesses[i] != tokens[-1]:
+                break
+        return Sampled(tuple(tokens))
+
+
+class Bench:
+    """A scheduler over a `KnownEngine`; passes take what the curve says."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 64,
+        block_tokens: int = 4,
+        max_sessions: int = 16,
+        times: PassTimes = FLAT,
+        max_rows: int = 64,
+        max_waiting: int = 64,
+        max_linger_ns: int = 0,
+    ) -> None:
+        self.table = KvTable(blocks, block_tokens, max_sessions)
+        self.engine = KnownEngine(block_tokens)
+        self.scheduler = Scheduler(
+            self.table, times, max_rows=max_rows, max_waiting=max_waiting, max_linger_ns=max_linger_ns
+        )
+        self.times = times
+        self.now = 0
+
+    def submit(self, request: VerifyRequest) -> int:
+        return self.scheduler.submit(request, self.now)
+
+    def extend(self, item: int, **told: object) -> None:
+        self.scheduler.extend(item, Extend(**told), self.now)  # type: ignore[arg-type]  # the test's own
+
+    def begin(self) -> StepPlan:
+        plan = self.scheduler.plan(self.now)
+        assert isinstance(plan, StepPlan), plan
+        return plan
+
+    def finish(self, plan: StepPlan) -> list[Answer]:
+        self.now += self.times(plan.rows)
+        self.scheduler.conclude(plan, self.engine.run(plan), self.now)
+        self.table.check()
+        return self.scheduler.take_answers()
+
+    def step(self) -> list[Answer]:
+        """One pass; all answers since the last."""
+        return self.finish(self.begin())
+
+    def results(self) -> dict[int, list[Confirmed]]:
+        """Passes until nothing stands: the results of each item."""
+        got: dict[int, list[Confirmed]] = {}
+        while isinstance(plan := self.scheduler.plan(self.now), StepPlan):
+            for answer in self.finish(plan):
+                got.setdefault(answer.item, []).append(result_of(answer))
+        assert plan is None
+        return got
+
+
+def result_of(answer: Answer) -> Confirmed:
+    """Its outcome, which is tokens."""
+    assert isinstance(answer.outcome, Confirmed), answer
+    return answer.outcome
+
+
+def request(
+    tokens: Sequence[int], *, start: int = 0, session: str = "s", salt: bytes = b"", **given: object
+) -> VerifyRequest:
+    """An item of confirmed `tokens`, sent from `start` on, that may go on for 1000 tokens."""
+    made = VerifyRequest(
+        key=(salt, session),
+        start=start,
+        tokens=list(tokens[start:]),
+        prefix_hash=prefix_hash(tokens[:start]),
+        prompt_len=1,
+        max_position=1000,
+        sampling=SamplingParams(temperature=0.0),
+    )
+    return replace(made, **given)  # type: ignore[arg-type]  # the test's own
+
+
+class Gateway:
+    """One session's caller: asks until `count` tokens are confirmed, by any way that the wire allows."""
+
+    def __init__(self, bench: Bench, name: str, prompt: list[int], count: int, arrival_ns: int) -> None:
+        self.bench = bench
+        self.name = name
+        self.prompt = prompt
+        self.end = len(prompt) + count
+        self.arrival_ns = arrival_ns
+        self.tokens = list(prompt)
+        self.true = [*prompt, *true_answer(prompt, count + 20)]
+        self.item: int | None = None
+        self.held = 0
+        self.limit = 0
+        self.refused = 0
+        self.stale: list[Hint] = []
+
+    @property
+    def done(self) -> bool:
+        return len(self.tokens) >= self.end
+
+    def ask(self, rng: random.Random) -> None:
+        """A new item, whether or not one stands."""
+        credit = rng.choice([0, 0, 1, 3, 10])
+        start = rng.randint(0, min(self.held, len(self.tokens) - 1))
+        drafts = self.draft(len(self.tokens), rng)
+        asked = request(
+            self.tokens,
+            start=start,
+            session=self.name,
+            prompt_len=len(self.prompt),
+            max_position=self.end,
+            draft_tokens=drafts,
+            survival=tuple(rng.random() for _ in drafts) if rng.random() < 0.3 else (),
+            credit=credit,
+            hint_due=rng.random() < 0.3,
+            arrival_ns=self.arrival_ns,
+        )
+        try:
+            self.item = self.bench.submit(asked)
+        except Overloaded:
+            self.item = None
+        self.limit = asked.limit
+
+    def draft(self, position: int, rng: random.Random) -> tuple[int, ...]:
+        """Some tokens from `position` on, often true for a while, then not."""
+        true = self.true[position : position + rng.choice([0, 1, 2, 4, 8])]
+        return tuple(token if rng.random() < 0.8 else (token + 1) % VOCAB for token in true)
+
+    def tell(self, rng: random.Random) -> None:
+        """An extension: a hint for some position around, perhaps a stale one, perhaps of another prefix."""
+        position = max(1, len(self.tokens) + rng.randint(-4, 3))
+        anchor = prefix_hash(self.true[:position]) if rng.random() < 0.8 else prefix_hash([9])
+        hint = Hint(position, anchor, self.draft(position, rng))
+        self.stale.append(hint)
+        self.limit = max(self.limit, len(self.tokens) + rng.randint(0, 8))
+        assert self.item is not None
+        self.bench.extend(
+            self.item,
+            limit=self.limit,
+            hint=rng.choice([None, hint, rng.choice(self.stale)]),
+            hint_due=rng.random() < 0.5,
+        )
+
+    def hear(self, answer: Answer) -> None:
+        """Check and take an answer to the item that stands."""
+        outcome = answer.outcome
+        if answer.last:
+            self.item = None
+        if isinstance(outcome, Confirmed):
+            assert outcome.position == len(self.tokens)
+            assert outcome.tokens
+            self.tokens += outcome.tokens
+            assert self.tokens == self.true[: len(self.tokens)]
+            assert len(self.tokens) <= min(self.end, self.limit)
+            assert outcome.accepted <= outcome.verified
+            assert outcome.kv_len == len(self.tokens) - 1
+            assert outcome.more is not answer.last
+            self.held = outcome.kv_len
+        elif isinstance(outcome, Miss):
+            mine = outcome.have <= len(self.tokens) and outcome.prefix_hash == prefix_hash(
+                self.tokens[: outcome.have]
+            )
+            self.held = outcome.have if mine else 0
+        elif isinstance(outcome, GalleyError):
+            assert isinstance(outcome, Overloaded | Unavailable)
+            self.refused += 1
+            self.held = 0
+        else:
+            assert isinstance(outcome, Overtaken)
+
+
+class Load:
+    """Gateways at random over one bench, with passes that fail now and then."""
+
+    def __init__(self, bench: Bench, gateways: Sequence[Gateway], seed: int) -> None:
+        self.bench = bench
+        self.gateways = gateways
+        self.rng = random.Random(seed)
+        self.turns = 0
+
+    def run(self, *, faults: bool) -> None:
+        """Until all are done. The oldest that is not rises at least once in a bounded number of passes."""
+        stuck = 0
+        while waiting := [gateway for gateway in self.gateways if not gateway.done]:
+            oldest = min(waiting, key=lambda gateway: gateway.arrival_ns)
+            before = len(oldest.tokens)
+            self.turn(faults=faults and stuck < 20)
+            stuck = 0 if len(oldest.tokens) > before else stuck + 1
+            assert stuck < 60, f"{oldest.name} stands at {before} of {oldest.end}"
+        self.settle()
+
+    def turn(self, *, faults: bool) -> None:
+        """Whatever gateways do between two passes, a pass, and what they do while it runs."""
+        self.turns += 1
+        self.act(faults=faults)
+        plan = self.bench.scheduler.plan(self.bench.now)
+        while isinstance(plan, Linger):
+            assert plan.until_ns > self.bench.now
+            self.bench.now = plan.until_ns
+            plan = self.bench.scheduler.plan(self.bench.now)
+        self.deliver()
+        if plan is None:
+            return
+        self.act(faults=faults)
+        self.deliver()
+        self.bench.now += self.bench.times(plan.rows)
+        if faults and self.rng.random() < 0.05:
+            self.bench.scheduler.fail(plan, Unavailable("the step failed"))
+        else:
+            self.bench.scheduler.conclude(plan, self.bench.engine.run(plan), self.bench.now)
+        self.deliver()
+        self.bench.table.check()
+
+    def act(self, *, faults: bool) -> None:
+        self.bench.now += self.rng.randrange(3 * MS)
+        for gateway in self.gateways:
+            if gateway.done:
+                self.leave(gateway)
+            elif gateway.item is None:
+                gateway.ask(self.rng)
+            else:
+                self.disturb(gateway, faults=faults)
+        self.deliver()
+
+    def disturb(self, gateway: Gateway, *, faults: bool) -> None:
+        chance = self.rng.random()
+        if chance < 0.3:
+            gateway.tell(self.rng)
+        elif faults and chance < 0.34:
+            self.leave(gateway)
+        elif faults and chance < 0.37:
+            gateway.ask(self.rng)
+
+    def leave(self, gateway: Gateway) -> None:
+        if gateway.item is not None:
+            self.bench.scheduler.cancel(gateway.item)
+            gateway.item = None
+
+    def deliver(self) -> None:
+        for answer in self.bench.scheduler.take_answers():
+            for gateway in self.gateways:
+                if gateway.item == answer.item:
+                    gateway.hear(answer)
+
+    def settle(self) -> None:
+        for gateway in self.gateways:
+            self.leave(gateway)
+        assert self.bench.scheduler.plan(self.bench.now) is None
+        assert self.bench.scheduler.queue_depth == 0
+        assert self.bench.table.live_blocks == 0
+        assert self.bench.table.free == self.bench.table.total
+        self.bench.table.check()

@@ -1,0 +1,148 @@
+"""Waiting for a hint: only where it pays, never long, and seldom again after it was in vain."""
+
+from __future__ import annotations
+
+from services.core.content import prefix_hash
+from services.core.hints import Hint
+from services.core.linger import PRIOR_ALPHA, Acceptance, Due, HintHabits, linger_until
+from services.core.scheduler import Linger
+from services.core.step import StepPlan
+from tests.core.scheduler_world import FLAT, MS, Bench, request, result_of, true_answer
+
+PROMPT = [3, 1, 4]
+ANSWER = true_answer(PROMPT, 400)
+
+
+def teach(bench: Bench, item: int, delay_ns: int, rounds: int = 6) -> int:
+    """Let the item see hints of four true tokens, each `delay_ns` after a result; the tokens confirmed."""
+    count = 0
+    for _ in range(rounds):
+        plan = bench.scheduler.plan(bench.now)
+        if isinstance(plan, Linger):
+            assert bench.now + delay_ns <= plan.until_ns, "it waits as long as hints take, at least"
+        else:
+            assert isinstance(plan, StepPlan)
+            (answer,) = bench.finish(plan)
+            count += len(result_of(answer).tokens)
+        bench.now += delay_ns
+        tell(bench, item, count)
+        plan = bench.scheduler.plan(bench.now)
+        assert isinstance(plan, StepPlan), "a hint is there"
+        (answer,) = bench.finish(plan)
+        count += len(result_of(answer).tokens)
+    return count
+
+
+def tell(bench: Bench, item: int, count: int) -> None:
+    known = [*PROMPT, *ANSWER[:count]]
+    hint = Hint(len(known), prefix_hash(known), tuple(ANSWER[count : count + 4]))
+    bench.extend(item, hint=hint, hint_due=True)
+
+
+def bench_of(max_linger_ns: int = 50 * MS) -> tuple[Bench, int]:
+    bench = Bench(max_linger_ns=max_linger_ns, blocks=256)
+    return bench, bench.submit(request(PROMPT, credit=900))
+
+
+def test_it_waits_for_a_hint_that_comes_soon() -> None:
+    bench, item = bench_of()
+    count = teach(bench, item, 2 * MS)
+    lingering = bench.scheduler.plan(bench.now)
+    assert isinstance(lingering, Linger)
+    assert bench.now + 2 * MS <= lingering.until_ns < bench.now + FLAT(1)
+    bench.now += 2 * MS
+    tell(bench, item, count)
+    (answer,) = bench.step()
+    assert result_of(answer).accepted == 4
+
+
+def test_it_never_waits_where_it_must_not_or_nothing_is_known() -> None:
+    bench, item = bench_of(max_linger_ns=0)
+    teach(bench, item, 2 * MS)
+    assert isinstance(bench.scheduler.plan(bench.now), StepPlan)
+    bench, item = bench_of()
+    bench.extend(item, hint_due=True)
+    bench.step()
+    assert isinstance(bench.scheduler.plan(bench.now), StepPlan), "no hint has ever come"
+
+
+def test_it_does_not_wait_while_no_hint_is_due() -> None:
+    bench, item = bench_of()
+    teach(bench, item, 2 * MS)
+    bench.extend(item, hint_due=False)
+    assert isinstance(bench.scheduler.plan(bench.now), StepPlan)
+
+
+def test_a_prompt_that_waits_ends_the_waiting() -> None:
+    bench, item = bench_of()
+    teach(bench, item, 2 * MS)
+    assert isinstance(bench.scheduler.plan(bench.now), Linger)
+    bench.submit(request([1, 2, 3], session="other"))
+    assert isinstance(bench.scheduler.plan(bench.now), StepPlan)
+
+
+def test_a_hint_that_stays_away_is_waited_for_ever_less() -> None:
+    bench, item = bench_of()
+    teach(bench, item, 2 * MS)
+    waits = []
+    for _ in range(12):
+        plan = bench.scheduler.plan(bench.now)
+        waits.append(isinstance(plan, Linger))
+        if isinstance(plan, Linger):
+            bench.now = plan.until_ns
+            plan = bench.scheduler.plan(bench.now)
+        assert isinstance(plan, StepPlan), "the same pass is not put off twice"
+        bench.finish(plan)
+        bench.extend(item, hint_due=True)
+    assert waits[0]
+    assert not any(waits[6:]), "after some it gives up"
+
+
+def test_after_a_vain_wait_it_wants_to_be_told_again() -> None:
+    bench, item = bench_of()
+    teach(bench, item, 2 * MS)
+    plan = bench.scheduler.plan(bench.now)
+    assert isinstance(plan, Linger)
+    bench.now = plan.until_ns
+    bench.step()
+    assert isinstance(bench.scheduler.plan(bench.now), StepPlan)
+
+
+def test_it_waits_no_longer_than_it_may() -> None:
+    bench, item = bench_of(max_linger_ns=1 * MS)
+    teach(bench, item, 2 * MS)
+    assert isinstance(bench.scheduler.plan(bench.now), StepPlan)
+
+
+def test_the_wait_must_pay_for_all_sessions_of_the_pass() -> None:
+    due = Due(at_ns=4 * MS, length=4, alpha=0.8, trust=1.0)
+
+    def until(sessions: int) -> int | None:
+        return linger_until([due], sessions=sessions, now=0, latest=50 * MS, pass_ns=FLAT)
+
+    assert until(1) == 4 * MS
+    assert until(16) is None
+    many = [due] * 16
+    assert linger_until(many, sessions=16, now=0, latest=50 * MS, pass_ns=FLAT) == 4 * MS
+
+
+def test_acceptance_follows_what_is_seen_and_returns_to_hope() -> None:
+    acceptance = Acceptance()
+    for _ in range(50):
+        acceptance.saw(0, refused=True)
+    assert acceptance.alpha < 0.05
+    for _ in range(500):
+        acceptance.passed_over()
+    assert abs(acceptance.alpha - PRIOR_ALPHA) < 0.01
+    for _ in range(50):
+        acceptance.saw(4, refused=False)
+    assert acceptance.alpha > 0.95
+    assert acceptance.survival(2) == [acceptance.alpha, acceptance.alpha**2]
+
+
+def test_the_delay_is_learnt_with_a_margin() -> None:
+    habits = HintHabits()
+    assert habits.expected_at(0) == float("inf")
+    for delay in (10, 12, 8, 10, 11, 9) * 5:
+        habits.came(delay, 4)
+    assert 10 < habits.expected_at(0) < 16

@@ -1,0 +1,59 @@
+"""The KV pool is sized from a memory bound, and what it cannot hold is not offered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from services.engine.kv_pool import kv_block_bytes
+from services.engine.loading import load_config, parse_dtype
+from services.target.__main__ import build
+from services.target.loading import kv_blocks, load_engine
+from services.target.paged_engine import PagedEngine
+from services.target.settings import TargetSettings
+from tests.target.tiny import CONTEXT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from services.engine.batch import ModelInfo
+    from services.engine.model import CausalModel
+
+
+def settings(tiny: Path, **given: Any) -> TargetSettings:
+    return TargetSettings.model_validate({"model": str(tiny), "dtype": "float32", "kv_memory_mb": 2} | given)
+
+
+def test_the_pool_is_as_large_as_it_may_be_and_no_larger(tiny: Path) -> None:
+    block_bytes = kv_block_bytes(load_config(tiny), parse_dtype("float32", "cpu"))
+    blocks = kv_blocks(settings(tiny))
+    assert blocks * block_bytes <= 2 * 2**20 < (blocks + 1) * block_bytes
+    assert load_engine(settings(tiny)).info.kv_blocks == blocks
+
+
+def test_the_context_window_is_what_the_pool_holds(loaded: CausalModel) -> None:
+    @dataclass
+    class Small:
+        info: ModelInfo
+        kv: Any
+        run: Any = None
+
+    assert PagedEngine(loaded, "f00d").info.context_window == CONTEXT
+    wide = Small(replace(loaded.info, context_window=10**6), loaded.kv)
+    info = PagedEngine(wide, "f00d").info
+    assert info.context_window == info.kv_blocks * info.kv_block_tokens
+
+
+def test_several_ranks_are_not_for_this_process(tiny: Path) -> None:
+    with pytest.raises(ValueError, match="3 ranks"):
+        build(settings(tiny, tensor_parallel=3))
+
+
+def test_a_replica_that_is_registered_has_an_address(tiny: Path) -> None:
+    url = {"redis_url": "redis://127.0.0.1:1/0"}
+    with pytest.raises(ValueError, match="advertise"):
+        settings(tiny, **url)
+    assert settings(tiny, **url, advertise="target:50053").advertise
+    assert settings(tiny, **url, port=50053).port
