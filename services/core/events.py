@@ -1,7 +1,8 @@
 """What the session machine is told (events) and what it asks for (effects).
 
 Requests to a pool carry a `request_id`; their replies echo it, and a reply to a request that has been given
-up is dropped. All times are nanoseconds.
+up is dropped. A Verify stands until its answer without `more`: it may be told more by ExtendVerify, and
+given up by CancelVerify. All times are nanoseconds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from services.core.answer import Chunk, Ending, NumericsChanged
     from services.core.errors import GalleyError
+    from services.core.hints import Hint
     from services.core.records import PositionLogprobs, TokenRecord
 
 
@@ -36,7 +38,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The draft's guesses for positions [position, position + len(tokens))."""
+    """The draft's guesses for positions [position, position + len(tokens)).
+
+    `survival`, of each: the chance that it and all before it are accepted; empty if the draft does not say.
+    """
 
     request_id: int
     position: int
@@ -44,11 +49,15 @@ class Proposed:
     tokens: tuple[int, ...]
     cache_len: int
     timing: Timing = field(default_factory=Timing)
+    survival: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The target's verdict: `accepted` draft tokens, then at most one token of its own."""
+    """The target's verdict: `accepted` draft tokens, then at most one token of its own.
+
+    With `more`, further verdicts of the same request follow.
+    """
 
     request_id: int
     position: int
@@ -59,6 +68,7 @@ class Verified:
     fingerprint: str
     logprobs: tuple[PositionLogprobs, ...] = ()
     timing: Timing = field(default_factory=Timing)
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +176,38 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Ask the target to check `draft_tokens`."""
+    """Ask the target to check `draft_tokens`, then to go on unasked for `credit` tokens.
+
+    With `hint_due`, a hint for this request is being drafted.
+    """
 
     request_id: int
     slice: Slice
     draft_tokens: tuple[int, ...]
+    survival: tuple[float, ...] = ()
+    credit: int = 0
+    hint_due: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendVerify:
+    """Tell the target more of a Verify that stands.
+
+    It may confirm tokens at positions below `limit`; `hint` replaces the one before; `hint_due` says whether
+    one is being drafted for what follows the last verdict, or will be as soon as `hint` has its verdict.
+    """
+
+    request_id: int
+    limit: int
+    hint: Hint | None
+    hint_due: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CancelVerify:
+    """Give up a Verify that stands; what it still confirms is dropped."""
+
+    request_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +245,14 @@ class WakeAt:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """For telemetry: one round from first request to verdict."""
+    """For telemetry: one round, from its first request to its verdict; under credit, from verdict to verdict.
+
+    `drafted` counts the draft tokens that the target was sent in this round. `verify_wait_ns` is how long the
+    verdict was awaited. `draft_wait_ns` is how long into the round its last proposal came: without credit the
+    target is asked only then; with it, it may have waited so long, and the two waits overlap.
+    `orchestration_ns` is what neither of the two accounts for: without credit the round less their computing,
+    with it the wait for the verdict less the target's queueing and computing.
+    """
 
     position: int
     started_ns: int
@@ -219,6 +263,7 @@ class RoundEnded:
     confirmed: int
     draft_wait_ns: int
     verify_wait_ns: int
+    orchestration_ns: int
     draft: Timing
     target: Timing
 
@@ -231,4 +276,6 @@ class End:
     error: GalleyError | None = None
 
 
-Effect = Propose | Verify | Commit | Emit | StoreFinish | WakeAt | RoundEnded | End
+Effect = (
+    Propose | Verify | ExtendVerify | CancelVerify | Commit | Emit | StoreFinish | WakeAt | RoundEnded | End
+)

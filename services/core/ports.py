@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from services.core.answer import SessionSpec
-    from services.core.events import CacheMissed, Failed, Propose, Proposed, Verified, Verify
+    from services.core.events import CacheMissed, ExtendVerify, Failed, Propose, Proposed, Verified, Verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +44,33 @@ class DraftPort(Protocol):
         """Ask for draft tokens; after `remaining_ns` the answer is of no use (None: never)."""
 
 
-class TargetPort(Protocol):
-    """The target pool. Never raises but for cancellation: what fails comes back as Failed."""
+class Verification(Protocol):
+    """One item at a target: its answers are had by iterating, once.
+
+    They are results in order, `more` set on all but the last; a CacheMissed or Failed ends them as well.
+    Never raises but for cancellation. An item that is still open is given up by `aclose`, or by cancelling
+    who waits for its next answer.
+    """
 
     @property
     def replica(self) -> Replica | None:
-        """Who answers, for the KV directory; None while nobody does."""
+        """Who answers, for the KV directory; None while nobody does. Stays when the item has ended."""
 
-    async def verify(
-        self, spec: SessionSpec, request: Verify, remaining_ns: int | None
-    ) -> Verified | CacheMissed | Failed:
-        """Ask for a verdict; after `remaining_ns` the answer is of no use (None: never)."""
+    def __aiter__(self) -> AsyncIterator[Verified | CacheMissed | Failed]:
+        """The answers as they come."""
+
+    def extend(self, request: ExtendVerify) -> None:
+        """Tell the target more of this item; never blocks, and may come before the item has been sent.
+
+        Of an item that has ended, it is ignored.
+        """
+
+    async def aclose(self) -> None:
+        """Give the item up, if it is open."""
+
+
+class TargetPort(Protocol):
+    """The target pool."""
+
+    def verify(self, spec: SessionSpec, request: Verify, remaining_ns: int | None) -> Verification:
+        """Ask for verdicts, at once; after `remaining_ns` they are of no use (None: never)."""

@@ -1,17 +1,20 @@
-"""The session machine: one answer from its prompt to its end, one round at a time.
+"""The session machine: one answer from its prompt to its end.
 
 The rules it keeps (they are the design's rules 2 and 4):
 
-- A round is: ask the draft for up to k tokens, ask the target to check them, absorb what it confirmed. The
-  next round starts as soon as the last verdict is in; it does not wait for the log.
+- Without credit, a round is: ask the draft for up to k tokens, ask the target to check them, absorb what it
+  confirmed. The next round starts as soon as the last verdict is in; it does not wait for the log.
+- With credit, one Verify stands at the target, which goes on unasked; each of its verdicts is a round. What
+  the draft proposes meanwhile is sent after it as a hint, and so is more credit when half of it is used up.
 - What was confirmed is committed to the log, one commit at a time, and only what the log holds is emitted.
   At most `window` tokens may be confirmed and not yet logged; at most `buffer` may be confirmed and not yet
-  taken by the client.
+  taken by the client. The target is never allowed to go beyond either.
 - The draft is never needed: if it fails, lies or is late, the round goes on with what is valid of its
   proposal, at worst with nothing, and the draft is left alone for a while.
 - A target that fails is asked again, until `target_timeout_ns` have passed without a verdict (one that hangs
   has used them up when the shell gives up on it).
-- Caches are addressed by content: a miss is answered by sending more.
+- Caches are addressed by content: a miss is answered by sending more. A target that gives up a session in
+  mid-item to make room for others says so by a miss.
 
 The machine does no I/O and has no clock: `step(event, now_ns)` returns the effects to carry out, in order.
 A Commit comes before the Emit of the same tokens, always.
@@ -25,8 +28,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from services.core import events as ev
 from services.core.answer import Ending, Reason
+from services.core.drafting import Asked, Drafting, rest_of
 from services.core.errors import Broken, LogLost, TargetUnavailable, Unavailable
+from services.core.hints import NOTHING, Hint, Rest
 from services.core.records import TokenRecord
+from services.core.standing import Standing
 from services.core.stats import SpeculationStats
 from services.core.store import LogBehind, SessionEnded
 
@@ -44,7 +50,7 @@ class Phase(enum.Enum):
     """Where the machine stands between events."""
 
     READY = "between rounds: starting the next one, or waiting for the log or the client"
-    DRAFTING = "a proposal is awaited"
+    DRAFTING = "without credit: a proposal is awaited"
     VERIFYING = "a verdict is awaited"
     BACKING_OFF = "the target failed and will be asked again"
     SEALING = "the answer has ended; its tail is being logged"
@@ -52,15 +58,22 @@ class Phase(enum.Enum):
     ENDED = "over"
 
 
+_WORKING = (Phase.READY, Phase.DRAFTING, Phase.VERIFYING, Phase.BACKING_OFF)
+"""With credit, the draft may be at work in each of them but DRAFTING."""
 _LIVE = tuple(phase for phase in Phase if phase is not Phase.ENDED)
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Bounds of one session; times in nanoseconds."""
+    """Bounds of one session; times in nanoseconds.
+
+    `credit` is how many tokens the target may confirm unasked, at most `window`; with 0 it is asked for each
+    round.
+    """
 
     window: int = 64
     buffer: int = 256
+    credit: int = 32
     target_timeout_ns: int = 10_000 * _MS
     retry_ns: int = 50 * _MS
     max_retry_ns: int = 1_000 * _MS
@@ -97,10 +110,12 @@ class Session:
         self._taken = 0
         self._draining = False
         self._request_id = 0
-        self._misses = 0
-        self._cache_len = {ev.Pool.DRAFT: 0, ev.Pool.TARGET: 0}
-        self._draft_off_until = 0
-        self._draft_cooldown = self._limits.draft_cooldown_ns
+        self._credit = min(self._limits.credit, self._limits.window)
+        self._drafting = Drafting(self._limits.draft_cooldown_ns, self._limits.max_draft_cooldown_ns)
+        self._hint_due = False
+        self._standing: Standing | None = None
+        self._target_misses = 0
+        self._target_cache_len = 0
         self._retry = self._limits.retry_ns
         self._trouble_since: int | None = None
         self._round = _Round(0)
@@ -136,16 +151,22 @@ class Session:
         """A reply to a request that has been given up or answered."""
         if not isinstance(event, ev.Proposed | ev.Verified | ev.CacheMissed | ev.Failed):
             return False
-        return event.request_id != self._request_id or self.phase not in {Phase.DRAFTING, Phase.VERIFYING}
+        return not (self._drafting.has_asked(event.request_id) or self._stands(event.request_id))
+
+    def _stands(self, request_id: int) -> bool:
+        return self._standing is not None and self._standing.request_id == request_id
 
     # ---------------------------------------------------------------------------------- rounds --
 
     def _advance(self, now: int) -> None:
-        """Between rounds: end, wait, or start the next one."""
-        if self.phase is not Phase.READY:
+        """Something has changed: between rounds end, wait or start the next; within one, give more credit."""
+        if self.phase is Phase.VERIFYING:
+            self._tell_target()
+        elif self.phase is not Phase.READY:
             return
-        if self._finished is not None or self.answer.ending is not None:
+        elif self._finished is not None or self.answer.ending is not None:
             self.phase = Phase.SEALING
+            self._drafting.asked = None
             self._seal()
         elif self._draining:
             self._leave()
@@ -153,129 +174,194 @@ class Session:
             self._start_round(now)
 
     def _room(self) -> int:
-        """How many tokens may be confirmed before the log or the client must catch up."""
-        unlogged = len(self.answer.tokens) - self._logged
+        """How many tokens may be confirmed before the log or the client must catch up, or the answer ends."""
+        position = len(self.answer.tokens)
+        unlogged = position - self._logged
         untaken = self.answer.output_len - max(self._taken, self._stream_from)
-        return min(self._limits.window - unlogged, self._limits.buffer - untaken)
+        left = self.spec.max_position - position
+        return min(self._limits.window - unlogged, self._limits.buffer - untaken, left)
 
     def _start_round(self, now: int) -> None:
         self._round = _Round(now)
+        if self._credit:
+            self._draft_ahead(now)
+            self._verify(now)
+            return
+        self._drafting.hint = None
         k = self._affordable_k(now)
         if k > 0:
-            self._propose(k, now)
+            self.phase = Phase.DRAFTING
+            self._ask_draft(k)
         else:
             self._verify(now)
 
-    def _affordable_k(self, now: int) -> int:
-        if now < self._draft_off_until:
-            return 0
-        left = self.spec.max_position - len(self.answer.tokens)
-        return min(self.spec.k, left - 1, self._room() - 1)
-
-    def _propose(self, k: int, now: int) -> None:
-        self.phase = Phase.DRAFTING
-        self._round.asked_k = k
-        self._round.asked_ns = now
-        self._ask_draft()
-
-    def _ask_draft(self) -> None:
-        k, strategy = self._round.asked_k, self.spec.strategy
-        self._emit_effect(ev.Propose(self._next_request(), self._slice(ev.Pool.DRAFT), k, strategy))
-
-    def _verify(self, now: int) -> None:
-        self.phase = Phase.VERIFYING
-        self._round.verify_ns = now
-        self._ask_target()
-
-    def _ask_target(self) -> None:
-        draft_tokens = self._round.draft_tokens
-        self._emit_effect(ev.Verify(self._next_request(), self._slice(ev.Pool.TARGET), draft_tokens))
-
-    def _slice(self, pool: ev.Pool) -> ev.Slice:
-        tokens = self.answer.tokens
-        start = min(self._cache_len[pool], len(tokens) - 1)
-        return ev.Slice(start, tuple(tokens[start:]), self.answer.prefix_hash(start))
+    def _go_on(self, now: int) -> None:
+        """The target does: let the draft keep up with it."""
+        self._round = _Round(now)
+        self._draft_ahead(now)
+        self._tell_target()
 
     def _next_request(self) -> int:
         self._request_id += 1
         return self._request_id
 
+    def _slice(self, cache_len: int) -> ev.Slice:
+        tokens = self.answer.tokens
+        start = min(cache_len, len(tokens) - 1)
+        return ev.Slice(start, tuple(tokens[start:]), self.answer.prefix_hash(start))
+
     # ------------------------------------------------------------------------------- the draft --
 
+    def _affordable_k(self, now: int) -> int:
+        return 0 if self._drafting.resting(now) else min(self.spec.k, self._room() - 1)
+
+    def _draft_ahead(self, now: int) -> None:
+        """Have what follows drafted while the target is at work, if it is not under way already."""
+        k = self._affordable_k(now)
+        if self._drafting.asked is None and k > 0:
+            self._ask_draft(k)
+        self._hint_due = self._drafting.asked is not None
+
+    def _ask_draft(self, k: int) -> None:
+        asked = self._drafting.asked = Asked(self._next_request(), len(self.answer.tokens), k)
+        part = self._slice(self._drafting.cache_len)
+        self._emit_effect(ev.Propose(asked.request_id, part, k, self.spec.strategy))
+
     def _on_proposed(self, event: ev.Proposed, now: int) -> None:
-        self._misses = 0
-        position = len(self.answer.tokens)
-        self._round.draft_wait_ns = now - self._round.asked_ns
-        self._round.draft = event.timing
-        if event.position != position or event.prefix_hash != self.answer.prefix_hash(position):
-            self._rest_draft(now)
+        if not self._drafting.has_asked(event.request_id):
+            raise Broken("Proposed for what the target was asked")
+        self._round.draft_came(event.timing, now)
+        self._drafting.take(event, self.answer, now)
+        self._after_draft(event.position, now)
+
+    def _on_draft_failed(self, now: int) -> None:
+        self._round.draft_came(ev.Timing(), now)
+        self._drafting.fail(now)
+        self._after_draft(len(self.answer.tokens), now)
+
+    def _after_draft(self, position: int, now: int) -> None:
+        """What the draft was asked has come to an end, whatever came of it; it was for `position`."""
+        if self.phase is Phase.DRAFTING:
+            self._verify(now)
+            return
+        hint = self._drafting.hint if self._rest_of_hint().draft_tokens else None
+        if hint is not None:
+            self._hint_due = self._affordable_k(now) > 0  # another, as soon as this one has its verdict
+        elif position < len(self.answer.tokens):
+            self._draft_ahead(now)  # it came too late; the next may not
         else:
-            self._draft_cooldown = self._limits.draft_cooldown_ns
-            self._cache_len[ev.Pool.DRAFT] = max(0, event.cache_len)
-            self._round.draft_tokens = _valid_prefix(
-                event.tokens[: self._round.asked_k], self.spec.vocab_size
-            )
-        self._verify(now)
+            self._hint_due = False
+        if self.phase is Phase.VERIFYING:
+            self._tell_target(hint)
 
-    def _on_draft_failed(self, _event: ev.Failed, now: int) -> None:
-        self._misses = 0
-        self._round.draft_wait_ns = now - self._round.asked_ns
-        self._cache_len[ev.Pool.DRAFT] = 0
-        self._rest_draft(now)
-        self._verify(now)
-
-    def _rest_draft(self, now: int) -> None:
-        """Leave the draft alone, each time twice as long as the last."""
-        self._draft_off_until = now + self._draft_cooldown
-        self._draft_cooldown = min(2 * self._draft_cooldown, self._limits.max_draft_cooldown_ns)
+    def _rest_of_hint(self) -> Rest:
+        """What the last proposal says of the tokens that follow."""
+        hint = self._drafting.hint
+        return NOTHING if hint is None else rest_of(hint, self.answer.tokens)
 
     def _on_draft_missed(self, event: ev.CacheMissed, now: int) -> None:
-        if self._too_many_misses():
-            self._on_draft_failed(ev.Failed(event.request_id, "its cache keeps missing"), now)
+        drafting = self._drafting
+        drafting.misses += 1
+        if drafting.misses > _MAX_MISSES:
+            self._on_draft_failed(now)
             return
-        self._learn_cache(ev.Pool.DRAFT, event)
-        self._ask_draft()
+        drafting.cache_len = self._usable(event)
+        asked, drafting.asked = drafting.asked, None
+        if self.phase is Phase.DRAFTING and asked is not None:
+            self._ask_draft(asked.k)
+        else:
+            self._draft_ahead(now)
+            self._advance(now)
 
     # ------------------------------------------------------------------------------ the target --
 
+    def _verify(self, now: int) -> None:
+        self._round.verify_ns = now
+        self._ask_target()
+
+    def _ask_target(self) -> None:
+        """Without credit, the limit is what one verdict can reach."""
+        self.phase = Phase.VERIFYING
+        position, room = len(self.answer.tokens), self._room()
+        rest = self._rest_of_hint()
+        tokens = rest.draft_tokens[: max(0, room - 1)]
+        survival = rest.survival[: len(tokens)]
+        asked_for = len(tokens) + 1
+        credit = max(0, min(self._credit, room - asked_for))
+        due = self._credit > 0 and self._hint_due
+        request_id = self._next_request()
+        self._standing = Standing(request_id, position + asked_for + credit, credit, hint_due=due)
+        if tokens:
+            self._sent(Hint(position, b"", tokens, survival), len(tokens))
+        part = self._slice(self._target_cache_len)
+        self._emit_effect(ev.Verify(request_id, part, tokens, survival, credit, due))
+
+    def _sent(self, hint: Hint, new: int) -> None:
+        self._round.drafted += new
+        if self._standing is not None:
+            self._standing.add_hint(hint)
+
+    def _tell_target(self, hint: Hint | None = None) -> None:
+        """Tell what it does not know of the Verify that stands, if that is worth a message."""
+        standing = self._standing
+        if standing is None or not self._credit or self._draining:
+            return
+        drafted = len(self._rest_of_hint().draft_tokens) if hint else 0
+        limit = len(self.answer.tokens) + min(drafted + 1 + self._credit, self._room())
+        due = self._hint_due
+        if hint is None and due == standing.hint_due and not self._needs_credit(standing, limit):
+            return
+        if hint is not None:
+            self._sent(hint, drafted)
+        standing.limit = max(standing.limit, limit)
+        standing.hint_due = due
+        self._emit_effect(ev.ExtendVerify(standing.request_id, standing.limit, hint, due))
+
+    def _needs_credit(self, standing: Standing, limit: int) -> bool:
+        """Less than half is left, and there is enough to give, or all that will ever be needed."""
+        left = standing.limit - len(self.answer.tokens)
+        gain = limit - standing.limit
+        enough = 1 if limit == self.spec.max_position else max(1, self._credit // 4)
+        return left <= max(1, self._credit // 2) and gain >= enough
+
+    def _cancel_verify(self) -> None:
+        if self._standing is not None:
+            self._emit_effect(ev.CancelVerify(self._standing.request_id))
+            self._standing = None
+
     def _on_verified(self, event: ev.Verified, now: int) -> None:
-        fault = self._fault_of(event)
+        standing = self._standing
+        if standing is None or not self._stands(event.request_id):
+            raise Broken("Verified for what the draft was asked")
+        fault = standing.fault_of(event, self.answer)
         if fault:
             self._end_with(Broken(f"the target's verdict {fault}"))
             return
-        self._misses = 0
+        self._target_misses = 0
         self._trouble_since = None
         self._retry = self._limits.retry_ns
-        position = len(self.answer.tokens)
-        confirmed = self._absorb(event)
-        self._cache_len[ev.Pool.TARGET] = min(max(0, event.cache_len), len(self.answer.tokens))
-        agreed = position + min(event.accepted, confirmed)
-        self._cache_len[ev.Pool.DRAFT] = min(self._cache_len[ev.Pool.DRAFT], agreed)
-        self._count_round(event, position, confirmed, now)
-        self.phase = Phase.READY
-        self._advance(now)  # first, because the next round is what the client waits for
+        self._confirm(event, standing, now)
+        self._after_verdict(event, now)  # first, because the next round is what the client waits for
         self._commit()
 
-    def _fault_of(self, event: ev.Verified) -> str:
-        """What is wrong with a verdict, if anything: a broken target must not reach the log."""
-        drafted = self._round.draft_tokens
-        if event.position != len(self.answer.tokens):
-            return f"is for position {event.position}, not {len(self.answer.tokens)}"
-        if not 0 < len(event.tokens) <= len(drafted) + 1:
-            return f"has {len(event.tokens)} tokens for {len(drafted)} draft tokens"
-        if not 0 <= event.accepted <= min(len(drafted), len(event.tokens)):
-            return f"accepts {event.accepted} of {len(drafted)}"
-        if len(event.tokens) > event.accepted + 1:
-            return f"has {len(event.tokens)} tokens for {event.accepted} accepted"
-        if not event.accepted <= event.verified <= len(drafted):
-            return f"verified {event.verified} of {len(drafted)}"
-        if event.tokens[: event.accepted] != drafted[: event.accepted]:
-            return "accepts tokens that were not drafted"
-        if len(_valid_prefix(event.tokens, self.spec.vocab_size)) < len(event.tokens):
-            return "has a token outside the vocabulary"
-        if self.spec.logprobs is not None and len(event.logprobs) != len(event.tokens):
-            return "lacks logprobs"
-        return ""
+    def _confirm(self, event: ev.Verified, standing: Standing, now: int) -> None:
+        position = len(self.answer.tokens)
+        confirmed = self._absorb(event)
+        self._target_cache_len = min(max(0, event.cache_len), len(self.answer.tokens))
+        self._drafting.confirm(self.answer.tokens)
+        standing.confirm(self.answer)
+        self._count_round(event, position, confirmed, now)
+
+    def _after_verdict(self, event: ev.Verified, now: int) -> None:
+        over = self.answer.ending is not None or self._draining
+        if event.more and not over:
+            self._go_on(now)
+            return
+        if event.more:
+            self._cancel_verify()
+        self._standing = None
+        self.phase = Phase.READY
+        self._advance(now)
 
     def _absorb(self, event: ev.Verified) -> int:
         before = self.answer.output_len
@@ -291,32 +377,57 @@ class Session:
         return self.answer.output_len - before
 
     def _count_round(self, event: ev.Verified, position: int, confirmed: int, now: int) -> None:
+        of = self._round
+        if self._credit:
+            unaccounted = now - of.verify_ns - event.timing.queue_ns - event.timing.compute_ns
+        else:
+            unaccounted = now - of.started_ns - of.draft.compute_ns - event.timing.compute_ns
         done = ev.RoundEnded(
             position=position,
-            started_ns=self._round.started_ns,
+            started_ns=of.started_ns,
             ended_ns=now,
-            drafted=len(self._round.draft_tokens),
+            drafted=of.drafted,
             verified=event.verified,
             accepted=min(event.accepted, confirmed),
             confirmed=confirmed,
-            draft_wait_ns=self._round.draft_wait_ns,
-            verify_wait_ns=now - self._round.verify_ns,
-            draft=self._round.draft,
+            draft_wait_ns=of.draft_wait_ns,
+            verify_wait_ns=now - of.verify_ns,
+            orchestration_ns=max(0, unaccounted),
+            draft=of.draft,
             target=event.timing,
         )
         self.stats.count(done)
         self._emit_effect(done)
 
+    def _on_missed(self, event: ev.CacheMissed, now: int) -> None:
+        if self._drafting.has_asked(event.request_id):
+            self._on_draft_missed(event, now)
+        else:
+            self._on_target_missed(event, now)
+
+    def _on_failed(self, event: ev.Failed, now: int) -> None:
+        if self._drafting.has_asked(event.request_id):
+            self._on_draft_failed(now)
+        else:
+            self._on_target_failed(event, now)
+
     def _on_target_missed(self, event: ev.CacheMissed, now: int) -> None:
-        if self._too_many_misses():
+        self._target_misses += 1
+        if self._target_misses > _MAX_MISSES:
             self._on_target_failed(ev.Failed(event.request_id, "its cache keeps missing"), now)
             return
-        self._learn_cache(ev.Pool.TARGET, event)
-        self._ask_target()
+        self._standing = None
+        self._target_cache_len = self._usable(event)
+        if self._draining:
+            self.phase = Phase.READY
+            self._advance(now)
+        else:
+            self._ask_target()
 
     def _on_target_failed(self, event: ev.Failed, now: int) -> None:
-        self._misses = 0
-        self._cache_len[ev.Pool.TARGET] = 0
+        self._standing = None
+        self._target_misses = 0
+        self._target_cache_len = 0
         if self._trouble_since is None:
             self._trouble_since = self._round.verify_ns
         if not event.retryable:
@@ -335,17 +446,13 @@ class Session:
         else:
             self._verify(now)
 
-    def _too_many_misses(self) -> bool:
-        self._misses += 1
-        return self._misses > _MAX_MISSES
-
-    def _learn_cache(self, pool: ev.Pool, event: ev.CacheMissed) -> None:
-        """What the replica has is of use if it is ours by content."""
-        usable = 0 <= event.have <= len(self.answer.tokens)
-        if usable and self.answer.prefix_hash(event.have) == event.prefix_hash:
-            self._cache_len[pool] = event.have
-        else:
-            self._cache_len[pool] = 0
+    def _usable(self, event: ev.CacheMissed) -> int:
+        """How much of what the replica has is ours by content."""
+        agrees = (
+            0 <= event.have <= len(self.answer.tokens)
+            and self.answer.prefix_hash(event.have) == event.prefix_hash
+        )
+        return event.have if agrees else 0
 
     # --------------------------------------------------------------------- the log, the client --
 
@@ -360,8 +467,8 @@ class Session:
                 expected_len=self._logged,
                 tokens=tuple(unlogged),
                 records=tuple(records),
-                draft_cache_len=self._cache_len[ev.Pool.DRAFT],
-                target_cache_len=self._cache_len[ev.Pool.TARGET],
+                draft_cache_len=self._drafting.cache_len,
+                target_cache_len=self._target_cache_len,
             )
         )
 
@@ -457,6 +564,7 @@ class Session:
 
     def _end(self, end: ev.End) -> None:
         self.phase = Phase.ENDED
+        self._cancel_verify()
         self._emit_effect(end)
 
     def _emit_effect(self, effect: ev.Effect) -> None:
@@ -467,12 +575,10 @@ class Session:
         return effects
 
     _TRANSITIONS: ClassVar[Mapping[tuple[Phase, type], Callable[[Session, Any, int], None]]] = {
-        (Phase.DRAFTING, ev.Proposed): _on_proposed,
-        (Phase.DRAFTING, ev.CacheMissed): _on_draft_missed,
-        (Phase.DRAFTING, ev.Failed): _on_draft_failed,
+        **dict.fromkeys([(phase, ev.Proposed) for phase in _WORKING], _on_proposed),
+        **dict.fromkeys([(phase, ev.CacheMissed) for phase in _WORKING], _on_missed),
+        **dict.fromkeys([(phase, ev.Failed) for phase in _WORKING], _on_failed),
         (Phase.VERIFYING, ev.Verified): _on_verified,
-        (Phase.VERIFYING, ev.CacheMissed): _on_target_missed,
-        (Phase.VERIFYING, ev.Failed): _on_target_failed,
         (Phase.BACKING_OFF, ev.Woken): _on_retry,
         (Phase.FINISHING, ev.FinishStored): _on_finish_stored,
         **dict.fromkeys([(phase, ev.Committed) for phase in _LIVE], _on_committed),
@@ -490,16 +596,14 @@ class _Round:
 
     def __init__(self, started_ns: int) -> None:
         self.started_ns = started_ns
-        self.asked_k = 0
-        self.asked_ns = started_ns
         self.verify_ns = started_ns
         self.draft_wait_ns = 0
-        self.draft_tokens: tuple[int, ...] = ()
+        self.drafted = 0
         self.draft = ev.Timing()
 
-
-def _valid_prefix(tokens: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    for index, token in enumerate(tokens):
-        if not 0 <= token < vocab_size:
-            return tokens[:index]
-    return tokens
+    def draft_came(self, timing: ev.Timing, now: int) -> None:
+        """A proposal came, or came to nothing."""
+        self.draft_wait_ns = now - self.started_ns
+        self.draft = ev.Timing(
+            self.draft.queue_ns + timing.queue_ns, self.draft.compute_ns + timing.compute_ns
+        )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Sums over the rounds of one stream; times in nanoseconds.
+    """Sums over the rounds of one stream, each verdict being one; times in nanoseconds.
 
     `accepted_at[i]` counts the rounds in which draft token i was accepted, `verified_at[i]` those in which
     it was verified.
@@ -42,7 +42,7 @@ class SpeculationStats:
         self.verify_ns += done.verify_wait_ns
         self.draft_compute_ns += done.draft.compute_ns
         self.verify_compute_ns += done.target.compute_ns
-        self.orchestration_ns.append(max(0, elapsed - done.draft.compute_ns - done.target.compute_ns))
+        self.orchestration_ns.append(done.orchestration_ns)
         _count_below(self.accepted_at, done.accepted)
         _count_below(self.verified_at, done.verified)
 

@@ -1,8 +1,9 @@
 """Many items over one bidirectional stream: cheaper for each than a call (docs/decisions/007).
 
-Items of all sessions share the stream to a pool. What comes while a message is being written goes into the
-next one together. Giving up an item tells the pool; a stream that breaks fails what is open, and the next
-item opens a new one.
+Items of all sessions share the stream to a pool. An item may have several answers, and be told more of
+(extended) until the last of them. What comes while a message is being written goes into the next one
+together. Giving up an item tells the pool; a stream that breaks fails what is open, and the next item opens a
+new one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -24,7 +26,8 @@ AnswerT = TypeVar("AnswerT", pb.VerifyAnswer, pb.ProposeAnswer)
 # Items are joined up to this, well below what any pool takes in one message; one alone may be larger.
 MAX_JOINED_BYTES = 64 * 1024
 
-MakeRequest: TypeAlias = Callable[[list[ItemT], list[pb.ItemRef]], object]
+MakeRequest: TypeAlias = Callable[[list[ItemT], list[pb.ItemRef], list[pb.Extension]], object]
+More: TypeAlias = Callable[[AnswerT], bool]
 
 
 class OpenCall(Protocol):
@@ -34,26 +37,86 @@ class OpenCall(Protocol):
         """A new stream."""
 
 
+class OpenItem(Generic[AnswerT]):
+    """One item that has been sent, or will be as soon as the stream has room."""
+
+    def __init__(self, connection: _Connection[Any, AnswerT], ref: pb.ItemRef) -> None:
+        self._connection: _Connection[Any, AnswerT] = connection
+        self._ref = ref
+        self._answers: deque[AnswerT] = deque()
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next_answer(self) -> AnswerT:
+        """Its next answer; not to be called after the last, nor twice at a time.
+
+        Raises grpc.aio.AioRpcError or Unavailable if the stream breaks first.
+        """
+        while not self._answers:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._answers.popleft()
+
+    def extend(self, extension: pb.Extension) -> None:
+        """Tell the pool more of it, if it is still open. `extension` is named here."""
+        extension.session_id, extension.request_id = self._ref.session_id, self._ref.request_id
+        self._connection.extend(extension)
+
+    def close(self) -> None:
+        """Give it up, if it is still open."""
+        self._connection.give_up(self._ref)
+
+    def put(self, answer: AnswerT) -> None:
+        """An answer has come."""
+        self._answers.append(answer)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 class ItemStream(Generic[ItemT, AnswerT]):
     """One pool's stream; opened when first needed."""
 
-    def __init__(self, open_call: OpenCall, request: MakeRequest[ItemT]) -> None:
-        """`request` makes a message of items and of references to those that are given up."""
+    def __init__(
+        self, open_call: OpenCall, request: MakeRequest[ItemT], more: More[AnswerT] = lambda _: False
+    ) -> None:
+        """`request` makes a message of items, references to those given up, and extensions.
+
+        `more` tells whether an answer is not the last of its item.
+        """
         self._open_call = open_call
         self._request: MakeRequest[ItemT] = request
+        self._more: More[AnswerT] = more
         self._ids = itertools.count(1)
         self._current: _Connection[ItemT, AnswerT] | None = None
 
-    async def ask(self, item: ItemT) -> AnswerT:
-        """The answer to `item`, whose `request_id` becomes one of the stream's own.
-
-        Raises grpc.aio.AioRpcError or Unavailable if the stream breaks first; cancelling gives the item up.
-        """
+    def open(self, item: ItemT) -> OpenItem[AnswerT]:
+        """Send `item`, whose `request_id` becomes one of the stream's own."""
         item.slice.request_id = next(self._ids)
         connection = self._current
         if connection is None or connection.broken:
-            connection = self._current = _Connection(self._open_call(), self._request)
-        return await connection.ask(item)
+            connection = self._current = _Connection(self._open_call(), self._request, self._more)
+        return connection.open(item)
+
+    async def ask(self, item: ItemT) -> AnswerT:
+        """The one answer to `item`.
+
+        Raises grpc.aio.AioRpcError or Unavailable if the stream breaks first; cancelling gives the item up.
+        """
+        opened = self.open(item)
+        try:
+            return await opened.next_answer()
+        finally:
+            opened.close()
 
     async def close(self) -> None:
         """End the stream."""
@@ -68,13 +131,16 @@ class _Connection(Generic[ItemT, AnswerT]):
         self,
         call: grpc.aio.StreamStreamCall[Any, Any],
         request: MakeRequest[ItemT],
+        more: More[AnswerT],
     ) -> None:
         self.broken = False
         self._call = call
         self._request: MakeRequest[ItemT] = request
-        self._open: dict[int, asyncio.Future[AnswerT]] = {}
+        self._more: More[AnswerT] = more
+        self._open: dict[int, OpenItem[AnswerT]] = {}
         self._items: list[ItemT] = []
         self._given_up: list[pb.ItemRef] = []
+        self._extensions: list[pb.Extension] = []
         self._work = asyncio.Event()
         # Not in the context of the session that happened to come first: its span and log fields are its own.
         background = contextvars.Context()
@@ -82,20 +148,23 @@ class _Connection(Generic[ItemT, AnswerT]):
             asyncio.create_task(work, context=background.copy()) for work in (self._write(), self._read())
         ]
 
-    async def ask(self, item: ItemT) -> AnswerT:
+    def open(self, item: ItemT) -> OpenItem[AnswerT]:
         request_id = item.slice.request_id
-        future: asyncio.Future[AnswerT] = asyncio.get_running_loop().create_future()
-        self._open[request_id] = future
+        opened = OpenItem(self, pb.ItemRef(session_id=item.slice.session_id, request_id=request_id))
+        self._open[request_id] = opened
         self._items.append(item)
         self._work.set()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._given_up.append(pb.ItemRef(session_id=item.slice.session_id, request_id=request_id))
+        return opened
+
+    def extend(self, extension: pb.Extension) -> None:
+        if extension.request_id in self._open:
+            self._extensions.append(extension)
             self._work.set()
-            raise
-        finally:
-            self._open.pop(request_id, None)
+
+    def give_up(self, ref: pb.ItemRef) -> None:
+        if self._open.pop(ref.request_id, None) is not None:
+            self._given_up.append(ref)
+            self._work.set()
 
     async def close(self) -> None:
         self._break(Unavailable("the gateway is closing"))
@@ -109,12 +178,16 @@ class _Connection(Generic[ItemT, AnswerT]):
             await self._work.wait()
             self._work.clear()
             try:
-                while self._items or self._given_up:
-                    given_up, self._given_up = self._given_up, []
-                    await self._call.write(self._request(self._next_items(), given_up))
+                while self._items or self._given_up or self._extensions:
+                    await self._call.write(self._next_message())
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
                 self._call.cancel()  # if it is not over anyway, whose reason the reader learns
                 return
+
+    def _next_message(self) -> object:
+        items = self._next_items()
+        given_up, self._given_up = self._given_up, []
+        return self._request(items, given_up, self._next_extensions())
 
     def _next_items(self) -> list[ItemT]:
         """What goes into the next message: the items still wanted, and no more than a pool takes."""
@@ -128,21 +201,35 @@ class _Connection(Generic[ItemT, AnswerT]):
         items, self._items = self._items[:count], self._items[count:]
         return items
 
+    def _next_extensions(self) -> list[pb.Extension]:
+        """Those of items that are open and have been sent, or go with them."""
+        unsent = {item.slice.request_id for item in self._items}
+        due = [extension for extension in self._extensions if extension.request_id in self._open]
+        self._extensions = [extension for extension in due if extension.request_id in unsent]
+        return [extension for extension in due if extension.request_id not in unsent]
+
     async def _read(self) -> None:
         try:
             async for response in self._call:
                 for answer in response.answers:
-                    future = self._open.get(answer.request_id)
-                    if future is not None and not future.done():
-                        future.set_result(answer)
+                    self._put(answer)
         except grpc.aio.AioRpcError as error:
             self._break(error)
         finally:
             self._break(Unavailable("the stream to the pool has ended"))
             self._tasks[0].cancel()
 
+    def _put(self, answer: AnswerT) -> None:
+        """Answers to what has been given up or answered already are dropped."""
+        opened = self._open.get(answer.request_id)
+        if opened is None:
+            return
+        if not self._more(answer):
+            del self._open[answer.request_id]
+        opened.put(answer)
+
     def _break(self, error: Exception) -> None:
         self.broken = True
-        for future in self._open.values():
-            if not future.done():
-                future.set_exception(error)
+        failed, self._open = self._open, {}
+        for opened in failed.values():
+            opened.fail(error)

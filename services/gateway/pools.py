@@ -5,7 +5,7 @@ What fails comes back as `Failed`; only cancellation passes through.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 from opentelemetry import trace
@@ -21,9 +21,13 @@ from services.core.ports import Replica
 from services.gateway.item_stream import ItemStream
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator
     from contextlib import AbstractContextManager
 
     from services.core.answer import SessionSpec
+    from services.gateway.item_stream import OpenItem
+
+Verdict: TypeAlias = "ev.Verified | ev.CacheMissed | ev.Failed"
 
 _SECOND = 1_000_000_000
 _RETRYABLE_ITEM = frozenset(
@@ -60,7 +64,7 @@ class TargetPool:
         self._stub = rpc.TargetStub(channel)
         self._address = address
         self._items: ItemStream[pb.VerifyItem, pb.VerifyAnswer] = ItemStream(
-            self._stub.VerifyStream, _verify_request
+            self._stub.VerifyStream, _verify_request, _has_more
         )
         self.info = pb.GetTargetInfoResponse()
         self._met = False
@@ -87,32 +91,85 @@ class TargetPool:
         self.info = info
         self._met = True
 
-    async def verify(
-        self, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None
-    ) -> ev.Verified | ev.CacheMissed | ev.Failed:
+    def verify(self, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None) -> PoolVerification:
         """See `services.core.ports.TargetPort`."""
-        try:
-            if not self._met:
-                await self.meet(_seconds(remaining_ns) or _MEET_TIMEOUT_S)
-            with _item_span("galley.v1.Target/Verify"):
-                item = pb.VerifyItem(
-                    slice=_slice(spec, request.slice, remaining_ns),
-                    draft_tokens=request.draft_tokens,
-                    logprobs=spec.logprobs,
-                )
-                answer = await self._items.ask(item)
-        except TokenizerMismatch as error:
-            return ev.Failed(request.request_id, str(error))
-        except (grpc.aio.AioRpcError, Unavailable) as error:
-            self._met = False  # another process may come back at this address
-            return _failed(request.request_id, error)
-        if answer.WhichOneof("outcome") == "result":
-            return _verified(request.request_id, answer.result)
-        return _other(request.request_id, answer)
+        return PoolVerification(self, spec, request, remaining_ns)
+
+    async def open(self, item: pb.VerifyItem) -> OpenItem[pb.VerifyAnswer]:
+        """Send an item once it is known who serves. Raises what `meet` does."""
+        if not self._met:
+            await self.meet(_seconds(item.slice.remaining_ns) or _MEET_TIMEOUT_S)
+        return self._items.open(item)
+
+    def lost(self) -> None:
+        """The stream broke: another process may come back at this address."""
+        self._met = False
 
     async def close(self) -> None:
         """End the stream."""
         await self._items.close()
+
+
+class PoolVerification:
+    """An item of a TargetPool; see `services.core.ports.Verification`."""
+
+    def __init__(
+        self, pool: TargetPool, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None
+    ) -> None:
+        self._pool = pool
+        self._request_id = request.request_id
+        self._span = _tracer.start_span("galley.v1.Target/Verify", kind=trace.SpanKind.CLIENT)
+        with trace.use_span(self._span):
+            self._item = pb.VerifyItem(
+                slice=_slice(spec, request.slice, remaining_ns),
+                draft_tokens=request.draft_tokens,
+                survival=request.survival,
+                credit=request.credit,
+                hint_due=request.hint_due,
+                logprobs=spec.logprobs,
+            )
+        self._opened: OpenItem[pb.VerifyAnswer] | None = None
+        self._early: list[pb.Extension] = []
+        self._answers = self._run()
+
+    @property
+    def replica(self) -> Replica | None:
+        """Who answers."""
+        return self._pool.replica
+
+    def __aiter__(self) -> AsyncIterator[Verdict]:
+        return self._answers
+
+    def extend(self, request: ev.ExtendVerify) -> None:
+        """Send it after the item."""
+        if self._opened is None:
+            self._early.append(_extension(request))
+        else:
+            self._opened.extend(_extension(request))
+
+    async def aclose(self) -> None:
+        """Give the item up, if it is open."""
+        await self._answers.aclose()
+        self._span.end()
+
+    async def _run(self) -> AsyncGenerator[Verdict, None]:
+        try:
+            opened = self._opened = await self._pool.open(self._item)
+            for extension in self._early:
+                opened.extend(extension)
+            try:
+                more = True
+                while more:
+                    answer = await opened.next_answer()
+                    more = _has_more(answer)
+                    yield _verdict(self._request_id, answer)
+            finally:
+                opened.close()
+        except TokenizerMismatch as error:
+            yield ev.Failed(self._request_id, str(error))
+        except (grpc.aio.AioRpcError, Unavailable) as error:
+            self._pool.lost()
+            yield _failed(self._request_id, error)
 
 
 class DraftPool:
@@ -213,17 +270,41 @@ def _seconds(remaining_ns: int | None) -> float | None:
     return None if remaining_ns is None else remaining_ns / _SECOND
 
 
-def _verify_request(items: list[pb.VerifyItem], given_up: list[pb.ItemRef]) -> pb.VerifyStreamRequest:
-    return pb.VerifyStreamRequest(items=items, cancelled=given_up)
+def _verify_request(
+    items: list[pb.VerifyItem], given_up: list[pb.ItemRef], extensions: list[pb.Extension]
+) -> pb.VerifyStreamRequest:
+    return pb.VerifyStreamRequest(items=items, cancelled=given_up, extensions=extensions)
 
 
-def _propose_request(items: list[pb.ProposeItem], given_up: list[pb.ItemRef]) -> pb.ProposeStreamRequest:
+def _has_more(answer: pb.VerifyAnswer) -> bool:
+    return answer.HasField("result") and answer.result.more
+
+
+def _extension(request: ev.ExtendVerify) -> pb.Extension:
+    """Without the names of its item, which the stream gives."""
+    extension = pb.Extension(limit=request.limit, hint_due=request.hint_due)
+    if (hint := request.hint) is not None:
+        extension.hint.position, extension.hint.prefix_hash = hint.position, hint.prefix_hash
+        extension.hint.draft_tokens.extend(hint.draft_tokens)
+        extension.hint.survival.extend(hint.survival)
+    return extension
+
+
+def _propose_request(
+    items: list[pb.ProposeItem], given_up: list[pb.ItemRef], _extensions: list[pb.Extension]
+) -> pb.ProposeStreamRequest:
     return pb.ProposeStreamRequest(items=items, cancelled=given_up)
 
 
 def _item_span(name: str) -> AbstractContextManager[trace.Span]:
     """The span of one item: gRPC's own instrumentation has one for the whole stream."""
     return _tracer.start_as_current_span(name, kind=trace.SpanKind.CLIENT)
+
+
+def _verdict(request_id: int, answer: pb.VerifyAnswer) -> Verdict:
+    if answer.WhichOneof("outcome") == "result":
+        return _verified(request_id, answer.result)
+    return _other(request_id, answer)
 
 
 def _verified(request_id: int, result: pb.VerifyResult) -> ev.Verified:
@@ -237,6 +318,7 @@ def _verified(request_id: int, result: pb.VerifyResult) -> ev.Verified:
         fingerprint=result.fingerprint,
         logprobs=tuple(logprobs_from(entry) for entry in result.logprobs),
         timing=_timing(result.timing),
+        more=result.more,
     )
 
 
@@ -248,6 +330,7 @@ def _proposed(request_id: int, result: pb.ProposeResult) -> ev.Proposed:
         tokens=tuple(result.draft_tokens),
         cache_len=result.kv_len,
         timing=_timing(result.timing),
+        survival=tuple(result.survival),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -24,8 +25,7 @@ from services.gateway.spans import RoundSpans
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from services.core.answer import SessionSpec
-    from services.core.ports import Clock, DraftPort, Replica, TargetPort
+    from services.core.ports import Clock, DraftPort, Replica, TargetPort, Verification
     from services.core.session import Session
     from services.core.store import Ownership, SessionStore
     from services.gateway.patience import Timeouts
@@ -34,7 +34,6 @@ _SEND_GRACE_S = 5.0
 """How long a stream that ends with an error waits for a client to read what was confirmed before."""
 
 _T = TypeVar("_T")
-_Request = TypeVar("_Request", ev.Propose, ev.Verify)
 _log = get_logger(__name__)
 
 Item: TypeAlias = Chunk | NumericsChanged
@@ -74,6 +73,8 @@ class SessionRunner:
         self._timers: list[asyncio.TimerHandle] = []
         self._spans = RoundSpans(session.spec.session_id)
         self._renewal: asyncio.Task[None] | None = None
+        self._verification: Verification | None = None
+        self._following: asyncio.Task[None] | None = None
         self._end: ev.End | None = None
 
     def tell(self, event: ev.Event) -> None:
@@ -100,14 +101,8 @@ class SessionRunner:
     def _carry_out(self, effects: list[ev.Effect]) -> None:
         for effect in effects:
             match effect:
-                case ev.Propose():
-                    self._spawn_in_round(
-                        self._ask(effect, self._ports.draft.propose, self._timeouts.draft_ns)
-                    )
-                case ev.Verify():
-                    self._spawn_in_round(
-                        self._ask(effect, self._ports.target.verify, self._timeouts.verify_ns)
-                    )
+                case ev.Propose() | ev.Verify() | ev.ExtendVerify() | ev.CancelVerify():
+                    self._ask_pools(effect)
                 case ev.Commit():
                     self._spawn(self._commit(effect))
                 case ev.StoreFinish():
@@ -123,19 +118,51 @@ class SessionRunner:
                     self._end = effect
                     self._outbox.put_nowait(None)
 
-    async def _ask(
-        self,
-        effect: _Request,
-        call: Callable[[SessionSpec, _Request, int | None], Awaitable[ev.Event]],
-        timeout_ns: int,
-    ) -> None:
-        """Ask a pool; what does not come in time has failed."""
+    def _ask_pools(self, effect: ev.Propose | ev.Verify | ev.ExtendVerify | ev.CancelVerify) -> None:
+        """The machine has one item stand at the target at most: extending and giving up mean that one."""
+        match effect:
+            case ev.Propose():
+                self._spawn_in_round(self._propose(effect))
+            case ev.Verify():
+                self._verify(effect)
+            case ev.ExtendVerify() if self._verification is not None:
+                self._verification.extend(effect)
+            case ev.CancelVerify() if self._following is not None:
+                self._following.cancel()
+
+    async def _propose(self, effect: ev.Propose) -> None:
+        """Ask the draft; what does not come in time has failed."""
+        timeout_ns = self._timeouts.draft_ns
+        reply: ev.Event
         try:
             async with asyncio.timeout(timeout_ns / SECOND):
-                reply = await call(self.session.spec, effect, self._within(timeout_ns))
+                reply = await self._ports.draft.propose(self.session.spec, effect, self._within(timeout_ns))
         except TimeoutError:
             reply = ev.Failed(effect.request_id, "no answer in time")
         self.tell(reply)
+
+    def _verify(self, effect: ev.Verify) -> None:
+        # One verdict is of no use after its timeout; what goes on, as long as the client wants it.
+        remaining_ns = self._remaining() if effect.credit else self._within(self._timeouts.verify_ns)
+        self._spans.begin()
+        with self._spans.current():
+            self._verification = self._ports.target.verify(self.session.spec, effect, remaining_ns)
+        self._following = self._spawn_in_round(self._follow(self._verification, effect.request_id))
+
+    async def _follow(self, verification: Verification, request_id: int) -> None:
+        """Tell the machine each answer.
+
+        As long as the item stands, an answer is due (one that has used up its credit is over): if none comes
+        in time, it has failed.
+        """
+        timeout_s = self._timeouts.verify_ns / SECOND
+        try:
+            async with asyncio.timeout(timeout_s) as timer, aclosing(verification):
+                async for answer in verification:
+                    self.tell(answer)
+                    timer.reschedule(asyncio.get_running_loop().time() + timeout_s)
+        except TimeoutError:
+            self.tell(ev.Failed(request_id, "no answer in time"))
 
     async def _commit(self, effect: ev.Commit) -> None:
         meta = encode_records(effect.records)
@@ -165,9 +192,10 @@ class SessionRunner:
             self.tell(event(result))
 
     def _directory(self, effect: ev.Commit) -> Directory:
+        target = None if self._verification is None else self._verification.replica
         return Directory(
             draft=_held(self._ports.draft.replica, effect.draft_cache_len),
-            target=_held(self._ports.target.replica, effect.target_cache_len),
+            target=_held(target, effect.target_cache_len),
         )
 
     async def _keep_alive(self) -> None:
@@ -236,11 +264,11 @@ class SessionRunner:
         task.add_done_callback(self._reap)
         return task
 
-    def _spawn_in_round(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn_in_round(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """A task takes the context in which it is made, and with it the span that its calls belong to."""
         self._spans.begin()
         with self._spans.current():
-            self._spawn(work)
+            return self._spawn(work)
 
     def _reap(self, task: asyncio.Task[None]) -> None:
         """A port that raises what it must not is our fault; the stream ends instead of hanging."""

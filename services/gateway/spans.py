@@ -1,10 +1,13 @@
 """The span of each round, begun with its first request and ended with its verdict.
 
+Under credit, a round that asks for nothing begins where the one before ended.
+
 Calls to the pools are made while the round's span is current, so that theirs are its children.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -24,6 +27,7 @@ class RoundSpans:
     def __init__(self, session_id: str) -> None:
         self._session_id = session_id
         self._span: trace.Span | None = None
+        self._last_end_ns: int | None = None
 
     def begin(self) -> None:
         """Open a round unless one is open."""
@@ -42,7 +46,8 @@ class RoundSpans:
     def end(self, done: RoundEnded) -> None:
         """Close the round with what came of it."""
         if self._span is None:
-            return
+            self._span = _tracer.start_span("round", start_time=self._last_end_ns)
+        self._last_end_ns = time.time_ns()
         if self._span.is_recording():
             self._span.set_attributes(
                 {
@@ -59,7 +64,7 @@ class RoundSpans:
                     "galley.verify.compute_ns": done.target.compute_ns,
                 }
             )
-        self._span.end()
+        self._span.end(self._last_end_ns)
         self._span = None
 
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""A world for the session machine without sockets: draft, target, log and client, each under command.
+"""A world for the session machine without sockets: draft, target, wire, log and client, each under command.
 
 The one true answer is a function of the tokens before it, so every replica of the target says the same, and
 whatever the machine does can be compared with it.
@@ -14,6 +14,7 @@ from services.core import events as ev
 from services.core.answer import Answer, Chunk, SessionSpec
 from services.core.content import Miss, look_up, prefix_hash
 from services.core.errors import DeadlinePassed, Fenced, StoreUnavailable
+from services.core.hints import Hint
 from services.core.params import SamplingParams
 from services.core.records import PositionLogprobs, TokenRecord
 from services.core.session import Phase, Session, SessionLimits
@@ -33,9 +34,9 @@ def true_next(tokens: Sequence[int]) -> int:
     return STOP_TOKEN if byte[0] < 6 else byte[1] % STOP_TOKEN
 
 
-def true_answer(prompt: Sequence[int], max_position: int) -> list[int]:
+def true_answer(prompt: Sequence[int], max_position: int, stops: frozenset[int]) -> list[int]:
     tokens = list(prompt)
-    while len(tokens) < max_position and (len(tokens) == len(prompt) or tokens[-1] != STOP_TOKEN):
+    while len(tokens) < max_position and (len(tokens) == len(prompt) or tokens[-1] not in stops):
         tokens.append(true_next(tokens))
     return tokens
 
@@ -58,6 +59,39 @@ class Replica:
         return list(self.held)
 
 
+class TargetItem:
+    """What stands at the target, by contract: it goes on to `limit`, with whatever hint agrees in content."""
+
+    def __init__(self, asked: ev.Verify) -> None:
+        self.asked = asked
+        self.tokens: list[int] | None = None
+        n = asked.slice.start + len(asked.slice.tokens)
+        self.limit = n + len(asked.draft_tokens) + 1 + asked.credit
+        self.hint: Hint | None = None
+
+    def extend(self, told: ev.ExtendVerify) -> None:
+        self.limit = max(self.limit, told.limit)
+        self.hint = told.hint or self.hint
+
+    def begin(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        if self.hint is None:
+            self.hint = Hint(len(tokens), prefix_hash(tokens), self.asked.draft_tokens)
+
+    def guesses(self, tokens: list[int]) -> tuple[int, ...]:
+        """Of the hint, if its anchor and its first tokens are what was confirmed."""
+        hint = self.hint
+        if hint is None or hint.position > len(tokens):
+            return ()
+        done = len(tokens) - hint.position
+        agrees = prefix_hash(tokens[: hint.position]) == hint.prefix_hash
+        return (
+            hint.draft_tokens[done:]
+            if agrees and tuple(tokens[hint.position :]) == hint.draft_tokens[:done]
+            else ()
+        )
+
+
 class World:
     """Carries out the machine's effects at the test's command and checks the rules after each."""
 
@@ -69,7 +103,7 @@ class World:
     ) -> None:
         self.spec = spec
         self.limits = limits
-        self.truth = true_answer(spec.prompt, spec.max_position)
+        self.truth = true_answer(spec.prompt, spec.max_position, spec.stop_token_ids)
         self.log = list(spec.prompt)
         self.records: list[TokenRecord] = []
         self.draft, self.target = Replica(), Replica()
@@ -79,6 +113,8 @@ class World:
         self.end: ev.End | None = None
         self.now = 0
         self.accepted_counts: set[int] = set()
+        self.extensions = 0
+        self.asked = 0
         self._session_type = session_type
         self.start()
 
@@ -90,8 +126,13 @@ class World:
         for token, record in zip(self.log[len(self.spec.prompt) :], self.records, strict=True):
             answer.absorb(token, record)
         self.waiting: dict[str, ev.Effect] = {}
+        self.to_target: list[ev.Verify | ev.ExtendVerify | ev.CancelVerify] = []
+        self.item: TargetItem | None = None
+        self.answers: list[ev.Event] = []
+        self.stands: int | None = None
         self.end = None
         self.taken = len(self.seen)
+        self.told_logged = len(self.log)
         self.session = self._session_type(
             answer, self.limits, stream_from=len(self.seen), seen_hash=prefix_hash(self.seen)
         )
@@ -104,8 +145,10 @@ class World:
     def _carry_out(self, effects: list[ev.Effect]) -> None:
         for effect in effects:
             match effect:
-                case ev.Propose() | ev.Verify():
-                    self.waiting["pool"] = effect
+                case ev.Propose():
+                    self.waiting["draft"] = effect
+                case ev.Verify() | ev.ExtendVerify() | ev.CancelVerify():
+                    self._send(effect)
                 case ev.Commit():
                     assert "commit" not in self.waiting, "two commits at once"
                     self.waiting["commit"] = effect
@@ -119,7 +162,31 @@ class World:
                     self._receive(effect)
                 case ev.End():
                     self.end = effect
+                    assert self.stands is None, "an item is left behind"
         self.check()
+
+    def _send(self, effect: ev.Verify | ev.ExtendVerify | ev.CancelVerify) -> None:
+        """To the target, in order; one item stands at most."""
+        match effect:
+            case ev.Verify():
+                assert self.stands is None, "two items stand"
+                self.stands = effect.request_id
+                self.asked += 1
+                self._must_have_room(TargetItem(effect).limit)
+            case ev.ExtendVerify():
+                assert self.stands == effect.request_id, "an extension of what does not stand"
+                self.extensions += 1
+                self._must_have_room(effect.limit)
+            case ev.CancelVerify():
+                assert self.stands == effect.request_id, "what does not stand is given up"
+                self.stands = None
+        self.to_target.append(effect)
+
+    def _must_have_room(self, limit: int) -> None:
+        """The target may not go beyond what the log and the client can follow."""
+        assert limit <= self.told_logged + self.limits.window
+        assert limit <= len(self.spec.prompt) + self.taken + self.limits.buffer
+        assert limit <= self.spec.max_position
 
     def _receive(self, effect: ev.Emit) -> None:
         for item in effect.items:
@@ -141,16 +208,90 @@ class World:
 
     # ------------------------------------------------------------------------------- pools --
 
+    @property
+    def pool_waits(self) -> bool:
+        """Something is under way at a pool or on the wire to it."""
+        return "draft" in self.waiting or self.target_waits
+
+    @property
+    def target_waits(self) -> bool:
+        return bool(self.to_target or self.item or self.answers)
+
     def reply(self, *, spoil_at: int | None = None, lie: str = "", fail: bool = False) -> None:
-        """The pool that was asked answers; a draft may lie, either may fail."""
-        effect = self.waiting.pop("pool")
-        if fail:
-            assert isinstance(effect, ev.Propose | ev.Verify)
-            self.tell(ev.Failed(effect.request_id, "away"))
-        elif isinstance(effect, ev.Propose):
-            self.tell(self._propose(effect, spoil_at, lie))
-        elif isinstance(effect, ev.Verify):
-            self.tell(self._verify(effect))
+        """The draft answers if it was asked, else the target, at once; a draft may lie, either may fail."""
+        if "draft" in self.waiting:
+            self.draft_answers(spoil_at=spoil_at, lie=lie, fail=fail)
+        else:
+            self.target_answers(fail=fail)
+
+    def draft_answers(self, *, spoil_at: int | None = None, lie: str = "", fail: bool = False) -> None:
+        effect = self.waiting.pop("draft")
+        assert isinstance(effect, ev.Propose)
+        self.tell(ev.Failed(effect.request_id, "away") if fail else self._propose(effect, spoil_at, lie))
+
+    def target_answers(self, *, fail: bool = False) -> None:
+        """All that is on the way arrives, and one answer, if there is one, is heard."""
+        while self.to_target:
+            self.deliver()
+        if self.item is not None and not self.answers:
+            self.target_fails() if fail else self.target_passes()
+        if self.answers:
+            self.hear()
+
+    def deliver(self) -> None:
+        """The next message comes to the target."""
+        message = self.to_target.pop(0)
+        match message:
+            case ev.Verify():
+                self.item = TargetItem(message)
+            case ev.ExtendVerify() if self._is_at_target(message.request_id):
+                assert self.item is not None
+                self.item.extend(message)
+            case ev.CancelVerify() if self._is_at_target(message.request_id):
+                self.item = None
+
+    def _is_at_target(self, request_id: int) -> bool:
+        return self.item is not None and self.item.asked.request_id == request_id
+
+    def target_passes(self, at_most: int | None = None) -> None:
+        """One pass, which checks `at_most` draft tokens."""
+        item = self.item
+        assert item is not None
+        if item.tokens is None:
+            tokens = self.target.admit(item.asked.slice)
+            if isinstance(tokens, Miss):
+                self._close(ev.CacheMissed(item.asked.request_id, tokens.have, tokens.prefix_hash))
+                return
+            item.begin(tokens)
+        answer = self._verify(item, at_most)
+        if answer.more:
+            self.answers.append(answer)
+        else:
+            self._close(answer)
+
+    def target_fails(self) -> None:
+        assert self.item is not None
+        self._close(ev.Failed(self.item.asked.request_id, "away"))
+
+    def target_preempts(self, keep: int) -> None:
+        """Its blocks go to another session, but for the first `keep` tokens."""
+        assert self.item is not None
+        self.target.held = self.target.held[:keep]
+        have = len(self.target.held)
+        self._close(ev.CacheMissed(self.item.asked.request_id, have, prefix_hash(self.target.held)))
+
+    def _close(self, answer: ev.Event) -> None:
+        self.answers.append(answer)
+        self.item = None
+
+    def hear(self) -> None:
+        """The next answer of the target comes to the machine."""
+        answer = self.answers.pop(0)
+        assert isinstance(answer, ev.Verified | ev.CacheMissed | ev.Failed)
+        last = not (isinstance(answer, ev.Verified) and answer.more)
+        if last and self.stands == answer.request_id:
+            self.stands = None
+        self.tell(answer)
 
     def _propose(self, effect: ev.Propose, spoil_at: int | None, lie: str) -> ev.Event:
         tokens = self.draft.admit(effect.slice)
@@ -179,30 +320,33 @@ class World:
                 self.draft.held = []
         return ev.Proposed(effect.request_id, position, anchor, guesses, len(tokens))
 
-    def _verify(self, effect: ev.Verify) -> ev.Event:
-        tokens = self.target.admit(effect.slice)
-        if isinstance(tokens, Miss):
-            return ev.CacheMissed(effect.request_id, tokens.have, tokens.prefix_hash)
-        position = len(tokens)
+    def _verify(self, item: TargetItem, at_most: int | None) -> ev.Verified:
+        tokens = item.tokens
+        assert tokens is not None
+        position, end = len(tokens), min(item.limit, self.spec.max_position)
+        guesses = item.guesses(tokens)[: at_most if at_most is not None else None][: end - position]
         accepted = 0
-        confirmed: list[int] = []
-        for guess in (*effect.draft_tokens, None):
-            token = true_next([*tokens, *confirmed])
-            confirmed.append(token)
-            if token == STOP_TOKEN or position + len(confirmed) == self.spec.max_position or token != guess:
-                accepted += token == guess
+        for guess in (*guesses, None):
+            if len(tokens) == end:
                 break
-            accepted += 1
-        self.target.held = [*tokens, *confirmed[:-1]]
+            token = true_next(tokens)
+            tokens.append(token)
+            accepted += token == guess
+            if token in self.spec.stop_token_ids or token != guess:
+                break
+        confirmed = tuple(tokens[position:])
+        stopped = confirmed[-1] in self.spec.stop_token_ids
+        self.target.held = tokens[:-1]
         return ev.Verified(
-            request_id=effect.request_id,
+            request_id=item.asked.request_id,
             position=position,
-            tokens=tuple(confirmed),
+            tokens=confirmed,
             accepted=accepted,
-            verified=len(effect.draft_tokens),
+            verified=len(guesses),
             cache_len=len(self.target.held),
             fingerprint="build-1",
             logprobs=tuple(PositionLogprobs(-float(token)) for token in confirmed),
+            more=not stopped and item.asked.credit > 0 and len(tokens) < end,
         )
 
     # ------------------------------------------------------------------- store, client, time --
@@ -213,17 +357,20 @@ class World:
             commit = self.waiting.pop("commit")
             assert isinstance(commit, ev.Commit)
             if commit.expected_len > len(self.log):
+                self.told_logged = len(self.log)
                 self.tell(ev.StoreFailed(LogBehind(self.spec.session_id, len(self.log))))
                 return
             assert commit.expected_len == len(self.log)
             assert len(commit.records) == len(commit.tokens)
             self.log += commit.tokens
             self.records += commit.records
+            self.told_logged = len(self.log)
             self.tell(ev.Committed(len(self.log)))
         elif "finish" in self.waiting:
             finish = self.waiting.pop("finish")
             assert isinstance(finish, ev.StoreFinish)
             if finish.log_len > len(self.log):
+                self.told_logged = len(self.log)
                 self.tell(ev.StoreFailed(LogBehind(self.spec.session_id, len(self.log))))
                 return
             self.finish_stored = True
@@ -269,7 +416,7 @@ class World:
                 return
             if "commit" in self.waiting or "finish" in self.waiting:
                 self.store()
-            elif "pool" in self.waiting:
+            elif self.pool_waits:
                 self.reply(spoil_at=spoil_at, lie=lie)
             elif "wake" in self.waiting:
                 self.wake()

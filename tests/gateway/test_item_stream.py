@@ -14,7 +14,7 @@ from services.core.errors import Unavailable
 from services.gateway.item_stream import MAX_JOINED_BYTES, ItemStream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 Stream = ItemStream[pb.VerifyItem, pb.VerifyAnswer]
 
@@ -27,6 +27,7 @@ class Pool(rpc.TargetServicer):
         self.arrived: asyncio.Queue[pb.VerifyStreamRequest] = asyncio.Queue()
         self.opened = 0
         self.hold = False
+        self.script: Callable[[pb.VerifyItem], list[pb.VerifyAnswer]] | None = None
         self.end = asyncio.Event()
 
     async def VerifyStream(
@@ -41,7 +42,11 @@ class Pool(rpc.TargetServicer):
             if self.end.is_set():
                 self.end.clear()
                 return
-            if not self.hold:
+            if self.script is not None:
+                yield pb.VerifyStreamResponse(
+                    answers=[answer for item in message.items for answer in self.script(item)]
+                )
+            elif not self.hold:
                 yield pb.VerifyStreamResponse(
                     answers=[
                         pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
@@ -64,7 +69,10 @@ async def stream(pool: Pool) -> AsyncIterator[Stream]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stream: Stream = ItemStream(
             rpc.TargetStub(channel).VerifyStream,
-            lambda items, given_up: pb.VerifyStreamRequest(items=items, cancelled=given_up),
+            lambda items, given_up, extensions: pb.VerifyStreamRequest(
+                items=items, cancelled=given_up, extensions=extensions
+            ),
+            lambda answer: answer.result.more,
         )
         yield stream
         await stream.close()
@@ -122,3 +130,65 @@ async def test_a_stream_that_ends_fails_what_is_open_and_is_opened_again(pool: P
         await stream.ask(item("s"))
     assert (await stream.ask(item("s"))).session_id == "s"
     assert pool.opened == 2
+
+
+def result(opened: pb.SessionSlice, position: int, *, more: bool) -> pb.VerifyAnswer:
+    return pb.VerifyAnswer(
+        session_id=opened.session_id,
+        request_id=opened.request_id,
+        result=pb.VerifyResult(position=position, more=more),
+    )
+
+
+async def test_an_item_has_answers_until_the_last_and_what_comes_after_is_dropped(
+    pool: Pool, stream: Stream
+) -> None:
+    pool.script = lambda item: [
+        result(item.slice, 1, more=True),
+        result(item.slice, 2, more=False),
+        result(item.slice, 3, more=False),
+    ]
+    opened = stream.open(item("s"))
+    assert [(await opened.next_answer()).result.position for _ in range(2)] == [1, 2]
+    pool.script = None
+    assert (await stream.ask(item("after"))).session_id == "after"
+    opened.close()
+    assert not any(message.cancelled for message in pool.messages), "what is over is not given up"
+
+
+async def test_an_extension_goes_with_its_item_or_after_it(pool: Pool, stream: Stream) -> None:
+    pool.hold = True
+    # Each too large to be joined: the last waits for the messages of all others, and so does its extension.
+    opened = [stream.open(item(f"s{number}", tokens=30_000)) for number in range(4)]
+    opened[-1].extend(pb.Extension(limit=9))
+    opened[0].extend(pb.Extension(limit=5))
+    seen: list[str] = []
+    while seen.count("extended s3") < 1:
+        message = await pool.arrived.get()
+        seen += [f"asked {item.slice.session_id}" for item in message.items]
+        seen += [f"extended {extension.session_id}" for extension in message.extensions]
+    assert seen.index("extended s0") > seen.index("asked s0")
+    assert seen.index("extended s3") > seen.index("asked s3")
+
+
+async def test_an_item_that_is_over_is_not_extended(pool: Pool, stream: Stream) -> None:
+    opened = stream.open(item("s"))
+    await opened.next_answer()
+    opened.extend(pb.Extension(limit=9))
+    await stream.ask(item("after"))
+    assert not any(message.extensions for message in pool.messages)
+
+
+async def test_a_stream_that_breaks_fails_an_item_after_the_answers_that_came(
+    pool: Pool, stream: Stream
+) -> None:
+    pool.script = lambda item: [result(item.slice, 1, more=True)]
+    opened = stream.open(item("s"))
+    await pool.arrived.get()
+    pool.end.set()
+    other = stream.open(item("ends it"))
+    with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
+        await other.next_answer()
+    assert (await opened.next_answer()).result.position == 1
+    with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
+        await opened.next_answer()

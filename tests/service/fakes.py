@@ -37,7 +37,8 @@ class _Failure(Exception):
 class Replica:
     """What both fakes are: a server on a unix socket, which can go and come back, with a gate before it.
 
-    `calls` is every item that came, `answered` how many passed the gate, `cancelled` how many were given up.
+    `calls` is every item that came, `answered` how many passed the gate (under credit, each pass of an item
+    does), `cancelled` how many were given up.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -89,28 +90,18 @@ class Replica:
     async def was_given_up(self, times: int = 1) -> None:
         await self.watch.until(lambda: self.cancelled >= times)
 
-    async def _answers(
-        self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[list[Any]]:
-        """Of a stream, each as it comes about."""
-        try:
-            async for answers in answer_stream(requests, self._answer, asyncio.Event()):
-                yield answers
-        except _Failure as failure:
-            await context.abort(failure.code, "as told")
-
-    async def _answer(self, item: Any) -> Any:
-        raise NotImplementedError
-
     async def _enter(self, item: Any) -> None:
         self.calls.append(item)
         self.watch.changed()
         try:
-            await self.gate.enter()
+            await self._pass_gate()
         except asyncio.CancelledError:
             self.cancelled += 1
             self.watch.changed()
             raise
+
+    async def _pass_gate(self) -> None:
+        await self.gate.enter()
         self.answered += 1
         self.watch.changed()
         if self.failures_left > 0 and self.failure is not None:
@@ -124,8 +115,45 @@ class Replica:
         return found if isinstance(found, Miss) else [*held[: part.start], *part.tokens]
 
 
+class _Standing:
+    """An item at the fake target: where it stands, how far it may go, and its hint."""
+
+    def __init__(self, item: pb.VerifyItem) -> None:
+        self.item = item
+        self.tokens: list[int] | None = None
+        position = item.slice.start + len(item.slice.tokens)
+        self.limit = position + len(item.draft_tokens) + 1 + item.credit
+        self.hint: pb.Hint | None = None
+
+    def extend(self, extension: pb.Extension) -> None:
+        self.limit = max(self.limit, extension.limit)
+        if extension.HasField("hint"):
+            _check_hint(extension.hint)
+            self.hint = extension.hint
+
+    def begin(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        if self.hint is None:
+            self.hint = pb.Hint(
+                position=len(tokens), prefix_hash=prefix_hash(tokens), draft_tokens=self.item.draft_tokens
+            )
+
+    def guesses(self) -> list[int]:
+        """What is left of the hint, if it agrees in content, as far as the limit allows."""
+        if self.hint is None or self.tokens is None or self.hint.position > len(self.tokens):
+            return []
+        root, reached = self.tokens[: self.hint.position], self.tokens[self.hint.position :]
+        agrees = prefix_hash(root) == self.hint.prefix_hash
+        if not agrees or reached != self.hint.draft_tokens[: len(reached)]:
+            return []
+        return list(self.hint.draft_tokens[len(reached) :])[: max(0, self.limit - len(self.tokens) - 1)]
+
+
 class FakeTarget(Replica, rpc.TargetServicer):
-    """Says `true_next`, checks drafts by the one rule of acceptance, and counts what it was asked."""
+    """Says `true_next`, checks drafts by the one rule of acceptance, and counts what it was asked.
+
+    An item with credit goes on unasked, a pass each `pass_s` seconds; each pass goes through the gate.
+    """
 
     def __init__(self, directory: Path, tokenizer_hash: str) -> None:
         super().__init__(directory, "target")
@@ -133,6 +161,9 @@ class FakeTarget(Replica, rpc.TargetServicer):
         self.fingerprint = "build-1"
         self.item_failure: grpc.StatusCode | None = None
         self.misses = 0
+        self.pass_s = 0.0
+        self.extensions: list[pb.Extension] = []
+        self.preemptions_left = 0
         self.spoil: Callable[[pb.VerifyResult], None] = lambda _: None
 
     def _serve(self, server: grpc.aio.Server) -> None:
@@ -159,52 +190,156 @@ class FakeTarget(Replica, rpc.TargetServicer):
     async def VerifyStream(
         self, request_iterator: AsyncIterator[pb.VerifyStreamRequest], context: Any
     ) -> AsyncIterator[pb.VerifyStreamResponse]:
-        async for answers in self._answers(request_iterator, context):
-            yield pb.VerifyStreamResponse(answers=answers)
-
-    async def _answer(self, item: pb.VerifyItem) -> pb.VerifyAnswer:
-        await self._enter(item)
-        answer = pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
+        stream = _TargetStream(self)
+        reader = asyncio.create_task(stream.read(request_iterator))
         try:
-            self._verify(item, answer)
-        except InvalidField as error:
-            answer.status.CopyFrom(item_status(error))
-        return answer
+            while (answer := await stream.answers.get()) is not None:
+                yield pb.VerifyStreamResponse(answers=[answer])
+        except _Failure as failure:
+            await context.abort(failure.code, "as told")
+        finally:
+            await stream.stop(reader)
 
-    def _verify(self, item: pb.VerifyItem, answer: pb.VerifyAnswer) -> None:
-        part = item.slice
-        _check(item)
+    async def told(self, holds: Callable[[pb.Extension], bool]) -> None:
+        """Wait for an extension of which this holds."""
+        await self.watch.until(lambda: any(map(holds, self.extensions)))
+
+    async def stand(self, standing: _Standing) -> AsyncIterator[pb.VerifyAnswer]:
+        """The answers to one item."""
+        item, more = standing.item, True
+        self.calls.append(item)
+        self.watch.changed()
+        try:
+            while more:
+                await self._pass_gate()
+                answer = pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
+                try:
+                    self._step(standing, answer)
+                except InvalidField as error:
+                    answer.status.CopyFrom(item_status(error))
+                more = answer.result.more
+                yield answer
+                await asyncio.sleep(self.pass_s)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            self.watch.changed()
+            raise
+
+    def _step(self, standing: _Standing, answer: pb.VerifyAnswer) -> None:
+        _check(standing.item)
         if self.item_failure is not None:
             answer.status.code = self.item_failure.value[0]
             answer.status.message = "the logits are not numbers"
             return
-        tokens = self._admit(part)
-        if isinstance(tokens, Miss):
-            self.misses += 1
-            answer.cache_miss.have, answer.cache_miss.prefix_hash = tokens.have, tokens.prefix_hash
+        if standing.tokens is None:
+            admitted = self._admit(standing.item.slice)
+            if isinstance(admitted, Miss):
+                self.misses += 1
+                answer.cache_miss.have, answer.cache_miss.prefix_hash = admitted.have, admitted.prefix_hash
+                return
+            standing.begin(admitted)
+        elif self.preemptions_left:
+            self.preemptions_left -= 1
+            self._preempt(standing, answer)
             return
+        self._verify(standing, answer.result)
+        self.spoil(answer.result)
+
+    def _preempt(self, standing: _Standing, answer: pb.VerifyAnswer) -> None:
+        """The later half of its cache goes to another session."""
+        session_id = standing.item.slice.session_id
+        held = self._held[session_id] = self._held[session_id][: len(self._held[session_id]) // 2]
+        answer.cache_miss.have, answer.cache_miss.prefix_hash = len(held), prefix_hash(held)
+
+    def _verify(self, standing: _Standing, result: pb.VerifyResult) -> None:
+        item, part, tokens = standing.item, standing.item.slice, standing.tokens
+        assert tokens is not None
+        guesses = standing.guesses()
         verdict = confirm(
-            item.draft_tokens,
-            _samples(tokens, item),
+            guesses,
+            _samples(tokens, item, guesses),
             position=len(tokens),
             max_position=part.max_position,
             stop_token_ids=frozenset(part.stop_token_ids),
             output_len=len(tokens) - part.prompt_len,
             min_tokens=part.min_tokens,
         )
-        held = self._held[part.session_id] = [*tokens, *verdict.tokens[:-1]]
-        answer.result.position = len(tokens)
-        answer.result.tokens.extend(verdict.tokens)
-        answer.result.accepted = verdict.accepted
-        answer.result.verified = len(item.draft_tokens)
-        answer.result.kv_len = len(held)
-        answer.result.fingerprint = self.fingerprint
-        answer.result.timing.compute_ns = 1000
+        result.position = len(tokens)
+        tokens += verdict.tokens
+        held = self._held[part.session_id] = tokens[:-1]
+        result.tokens.extend(verdict.tokens)
+        result.accepted = verdict.accepted
+        result.verified = len(guesses)
+        result.kv_len = len(held)
+        result.fingerprint = self.fingerprint
+        result.timing.compute_ns = 1000
+        stopped = len(tokens) - part.prompt_len > part.min_tokens and tokens[-1] in part.stop_token_ids
+        may_go_on = item.credit > 0 and len(tokens) < min(standing.limit, part.max_position)
+        result.more = may_go_on and not stopped
         if item.HasField("logprobs"):
-            answer.result.logprobs.extend(
+            result.logprobs.extend(
                 logprobs_message(logprobs_of(token, item.logprobs)) for token in verdict.tokens
             )
-        self.spoil(answer.result)
+
+
+class _TargetStream:
+    """The open items of one stream to the fake target."""
+
+    def __init__(self, target: FakeTarget) -> None:
+        self.answers: _Answers = _Answers()
+        self._target = target
+        self._items: dict[int, tuple[_Standing, asyncio.Task[None]]] = {}
+
+    async def read(self, requests: AsyncIterator[pb.VerifyStreamRequest]) -> None:
+        async for message in requests:
+            for item in message.items:
+                standing = _Standing(item)
+                self._items[item.slice.request_id] = (standing, asyncio.create_task(self._run(standing)))
+            for extension in message.extensions:
+                if extension.request_id in self._items:
+                    self._items[extension.request_id][0].extend(extension)
+                self._target.extensions.append(extension)
+                self._target.watch.changed()
+            for ref in message.cancelled:
+                if ref.request_id in self._items:
+                    self._items.pop(ref.request_id)[1].cancel()
+        self.answers.put(None)
+
+    async def _run(self, standing: _Standing) -> None:
+        try:
+            async for answer in self._target.stand(standing):
+                self.answers.put(answer)
+        except _Failure as failure:
+            self.answers.put(failure)
+        self._items.pop(standing.item.slice.request_id, None)
+
+    async def stop(self, reader: asyncio.Task[None]) -> None:
+        tasks = [reader, *(task for _, task in self._items.values())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Answers:
+    """What the stream is to say: answers, a failure that ends it, or None at its end."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[pb.VerifyAnswer | _Failure | None] = asyncio.Queue()
+
+    def put(self, answer: pb.VerifyAnswer | _Failure | None) -> None:
+        self._queue.put_nowait(answer)
+
+    async def get(self) -> pb.VerifyAnswer | None:
+        answer = await self._queue.get()
+        if isinstance(answer, _Failure):
+            raise answer
+        return answer
+
+
+def _check_hint(hint: pb.Hint) -> None:
+    check_token_ids("hint.draft_tokens", hint.draft_tokens, VOCAB)
+    if len(hint.draft_tokens) > MAX_DRAFT_TOKENS:
+        raise InvalidField("hint.draft_tokens", "too many")
 
 
 def _check(item: pb.VerifyItem) -> None:
@@ -215,12 +350,12 @@ def _check(item: pb.VerifyItem) -> None:
         raise InvalidField("draft_tokens", "too many")
 
 
-def _samples(tokens: list[int], item: pb.VerifyItem) -> list[int]:
+def _samples(tokens: list[int], item: pb.VerifyItem, guesses: list[int]) -> list[int]:
     """The target's own token at each position, given the draft tokens before it."""
     part = item.slice
     samples = []
     context = list(tokens)
-    for guess in (*item.draft_tokens, None):
+    for guess in (*guesses, None):
         banned = (
             frozenset(part.stop_token_ids)
             if len(context) - part.prompt_len < part.min_tokens
@@ -264,6 +399,16 @@ class FakeDraft(Replica, rpc.DraftServicer):
     ) -> AsyncIterator[pb.ProposeStreamResponse]:
         async for answers in self._answers(request_iterator, context):
             yield pb.ProposeStreamResponse(answers=answers)
+
+    async def _answers(
+        self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[list[Any]]:
+        """Of a stream, each as it comes about."""
+        try:
+            async for answers in answer_stream(requests, self._answer, asyncio.Event()):
+                yield answers
+        except _Failure as failure:
+            await context.abort(failure.code, "as told")
 
     async def _answer(self, item: pb.ProposeItem) -> pb.ProposeAnswer:
         await self._enter(item)

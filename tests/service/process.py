@@ -27,6 +27,7 @@ async def gateway_process(world: World, log: Path, environment: Mapping[str, str
         "draft": settings.draft,
         "redis-url": settings.redis_url.get_secret_value(),
         "model": settings.model,
+        "credit": str(settings.credit),
     }
     read_fd, write_fd = os.pipe()
     with log.open("wb") as out:
