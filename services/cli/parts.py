@@ -3,6 +3,9 @@
 valkey ──────────────────────┐
 model (fetch, convert) ─┬─ target ─┼─ gateway, gateway-2, ...
                         └─ draft ──┘
+
+One target is told to the gateways; several (target, target-2, ...) register themselves at the store. Replicas
+of several ranks are one part, which runs them on a Ray of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.cli.part import Facts, PartSpec, ReadyBy
-from services.cli.stack import StackDirs, StackOptions, threads_of
+from services.cli.stack import StackDirs, StackOptions, registers, threads_of
 from services.common.defaults import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -25,10 +28,15 @@ def stack_parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
     parts.append(_prepare("model", options.model))
     if options.draft_model:
         parts.append(_prepare("draft-model", options.draft_model))
-    parts += [_target(options), _draft(options)]
+    parts += _targets(options)
+    parts.append(_draft(options))
     needs = tuple(part.name for part in parts if part.ready_by is not ReadyBy.EXIT)
-    names = ["gateway", *(f"gateway-{n}" for n in range(2, options.gateways + 1))]
-    return [*parts, *(_gateway(name, ("model", *needs), options) for name in names)]
+    gateways = [_gateway(name, ("model", *needs), options) for name in _numbered("gateway", options.gateways)]
+    return [*parts, *gateways]
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    return [name, *(f"{name}-{n}" for n in range(2, count + 1))]
 
 
 def python_module(module: str, *args: str) -> list[str]:
@@ -60,13 +68,41 @@ def _prepare(name: str, model: str) -> PartSpec:
     return PartSpec(name, lambda _: python_module("services.engine.prepare", *args), ready_by=ReadyBy.EXIT)
 
 
-def _target(options: StackOptions) -> PartSpec:
+def _targets(options: StackOptions) -> list[PartSpec]:
+    if options.tensor_parallel > 1:
+        return [_deployment(options)]
+    return [_target(name, options) for name in _numbered("target", options.replicas)]
+
+
+def _deployment(options: StackOptions) -> PartSpec:
     def command(facts: Facts) -> list[str]:
         dtype = ("--dtype", options.dtype) if options.dtype else ()
         args = [*_common(options), *_threads(options), "--model", facts["model"]["line"], *dtype]
+        args += ["--replicas", str(options.replicas), "--tensor-parallel", str(options.tensor_parallel)]
+        args += _store(facts, options)
+        return python_module("services.target.deploy", *args, *options.extra_args.get("target", ()))
+
+    return PartSpec("target", command, after=("model", *_store_part(options)))
+
+
+def _target(name: str, options: StackOptions) -> PartSpec:
+    def command(facts: Facts) -> list[str]:
+        dtype = ("--dtype", options.dtype) if options.dtype else ()
+        args = [*_common(options), *_threads(options), "--model", facts["model"]["line"], *dtype]
+        if registers(options):
+            args += _store(facts, options)
         return python_module("services.target", *args, *options.extra_args.get("target", ()))
 
-    return PartSpec("target", command, after=("model",))
+    return PartSpec(name, command, after=("model", *(_store_part(options) if registers(options) else ())))
+
+
+def _store_part(options: StackOptions) -> tuple[str, ...]:
+    return () if options.redis_url else ("valkey",)
+
+
+def _store(facts: Facts, options: StackOptions) -> list[str]:
+    """The embedded store; the user's own goes by environment: it may hold a password."""
+    return [] if options.redis_url else ["--redis-url", f"unix://{facts['valkey']['address']}"]
 
 
 def _draft(options: StackOptions) -> PartSpec:
@@ -92,9 +128,9 @@ def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSp
             facts["model"]["line"],
         ]
         args += ["--model-name", _served_name(options.model)]
-        args += ["--target", facts["target"]["address"], "--draft", facts["draft"]["address"]]
-        if not options.redis_url:  # the user's own goes by environment: it may hold a password
-            args += ["--redis-url", f"unix://{facts['valkey']['address']}"]
+        if not registers(options):
+            args += ["--target", facts["target"]["address"]]
+        args += ["--draft", facts["draft"]["address"], *_store(facts, options)]
         if options.k is not None:
             args += ["--k", str(options.k)]
         return python_module("services.gateway", *args, *options.extra_args.get("gateway", ()))

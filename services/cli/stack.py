@@ -1,4 +1,4 @@
-"""The local stack: Valkey, target, draft and gateway(s), each its own process, started as early as can be.
+"""The local stack: Valkey, target(s), draft and gateway(s), each its own process, started as early as can be.
 
     async with Stack(StackOptions(gateways=2)) as stack:
         first, second = stack.gateways
@@ -63,6 +63,10 @@ class StackOptions:
     # None: an embedded Valkey.
     redis_url: str | None = None
     gateways: int = 1
+    # Of the target.
+    replicas: int = 1
+    # Processes that share each replica's model; if several, a Ray of the stack's own places and heals them.
+    tensor_parallel: int = 1
     # Of the first gateway; 0 lets the system choose.
     port: int = 0
     # Further environment and, by part name ("target", "draft", "gateway", "valkey"), further arguments.
@@ -110,8 +114,12 @@ class Stack:
         self.options = options
         if options.gateways < 1:
             raise ValueError("a stack has at least one gateway")
+        if options.replicas < 1:
+            raise ValueError("a stack has at least one target")
+        if options.tensor_parallel < 1:
+            raise ValueError("a replica has at least one rank")
         self.dirs = _make_dirs(options)
-        env = _environment(options)
+        env = environment_of(options)
         self._parts = {
             spec.name: Part(spec, self.dirs.logs / f"{spec.name}.log", env, on_status)
             for spec in parts(options, self.dirs)
@@ -274,7 +282,13 @@ def threads_of(options: StackOptions) -> int | None:
     return 1 if host_cores() <= SMALL_HOST_CORES else None
 
 
-def _environment(options: StackOptions) -> dict[str, str]:
+def registers(options: StackOptions) -> bool:
+    """Do gateways find the targets at the store? One process alone is told to them."""
+    return options.replicas > 1 or options.tensor_parallel > 1
+
+
+def environment_of(options: StackOptions) -> dict[str, str]:
+    """What every part of the stack finds in its environment."""
     # Unbuffered: the last words of a part that is killed are in its log.
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     threads = threads_of(options)
@@ -284,4 +298,6 @@ def _environment(options: StackOptions) -> dict[str, str]:
     env.setdefault("GALLEY_GATEWAY_ID_SECRET", secrets.token_hex(32))
     if options.redis_url:
         env["GALLEY_GATEWAY_REDIS_URL"] = options.redis_url
+        if registers(options):
+            env["GALLEY_TARGET_REDIS_URL"] = options.redis_url
     return {**env, **options.env}

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
 T = TypeVar("T")
+_STOP_GRACE_S = 10.0
+# Serve takes its replicas down one after another, and Ray itself after them.
+_RAY_STOP_GRACE_S = 30.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Model = Annotated[str, typer.Option(help="Target model: hub id, directory or GGUF. Default: the small one.")]
@@ -54,6 +57,10 @@ def up(  # noqa: PLR0913  # one parameter a flag
     threads: Threads = None,
     redis_url: RedisUrl = None,
     gateways: Annotated[int, typer.Option(min=1, help="Gateways over one store.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, help="Targets that serve the model.")] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Ranks that share each target's model; more than one run on Ray.")
+    ] = 1,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Of the first gateway; 0 lets the system choose.")
     ] = 0,
@@ -72,6 +79,9 @@ def up(  # noqa: PLR0913  # one parameter a flag
         threads=threads,
         redis_url=redis_url,
         gateways=gateways,
+        replicas=replicas,
+        tensor_parallel=tensor_parallel,
+        stop_grace_s=_RAY_STOP_GRACE_S if tensor_parallel > 1 else _STOP_GRACE_S,
         port=port,
         log_dir=log_dir,
         data_dir=data_dir,

@@ -11,7 +11,8 @@ from services.core.strategies import STRATEGIES
 from services.gateway.validation import Model
 
 if TYPE_CHECKING:
-    from services.gateway.pools import DraftPool, NoDraft, TargetPool
+    from services.gateway.pools import DraftPool, NoDraft
+    from services.gateway.targets import Targets
     from services.gateway.tokenizer import Tokenizer
     from services.gateway.validation import GenerateSpec, Limits
 
@@ -21,7 +22,7 @@ class ServedModel:
     """`default_k` and `default_strategy` are what AUTO means for now."""
 
     name: str
-    target: TargetPool
+    targets: Targets
     tokenizer: Tokenizer
     draft: DraftPool | NoDraft
     limits: Limits
@@ -31,8 +32,8 @@ class ServedModel:
 
     @property
     def info(self) -> pb.GetTargetInfoResponse:
-        """What the target said of itself when it was last met."""
-        return self.target.info
+        """What the targets said of themselves when they were last met."""
+        return self.targets.info
 
     def request_model(self) -> Model:
         """What a request is checked against."""

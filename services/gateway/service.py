@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import grpc
 
 from services.common.logs import get_logger
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S
+from services.common.registry import ReplicaRegistry
 from services.common.server import KEEPALIVE
-from services.core.errors import TargetUnavailable, TokenizerMismatch
 from services.core.session import SessionLimits
 from services.gateway.clock import MonotonicClock
 from services.gateway.model import ServedModel
 from services.gateway.patience import SECOND, Timeouts, patiently
-from services.gateway.pools import DraftPool, NoDraft, TargetPool
+from services.gateway.pools import DraftPool, NoDraft
+from services.gateway.router import SessionTarget
 from services.gateway.runner import Ports
 from services.gateway.servicer import GenerationServicer
-from services.gateway.store import DEFAULT_CALL_TIMEOUT_S, RedisStore
+from services.gateway.store import RedisStore
 from services.gateway.streams import Streams
+from services.gateway.targets import Registered, Targets, Told
 from services.gateway.tokenizer import Tokenizer
 from services.gateway.validation import Limits
 
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from services.common.server import Parts
+    from services.core.session import Session
+    from services.core.store import StoredSession
     from services.gateway.settings import GatewaySettings
 
 _log = get_logger(__name__)
@@ -41,18 +47,10 @@ class GatewayService:
 
     grpc_services: Sequence[str] = ("galley.v1.Generation",)
 
-    def __init__(
-        self,
-        streams: Streams,
-        store: RedisStore,
-        pools: Sequence[TargetPool | DraftPool | NoDraft],
-        channels: Sequence[grpc.aio.Channel],
-        drain_timeout_s: float,
-    ) -> None:
+    def __init__(self, streams: Streams, parts: AsyncExitStack, drain_timeout_s: float) -> None:
+        """`parts` lets go of everything that the streams use."""
         self._streams = streams
-        self._store = store
-        self._pools = pools
-        self._channels = channels
+        self._parts = parts
         self._drain_timeout_s = drain_timeout_s
 
     async def drain(self) -> None:
@@ -77,11 +75,7 @@ class GatewayService:
 
     async def close(self) -> None:
         """Close connections."""
-        await self._store.close()
-        for pool in self._pools:
-            await pool.close()
-        for channel in self._channels:
-            await channel.close(None)
+        await self._parts.aclose()
 
 
 def build(settings: GatewaySettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
@@ -96,31 +90,52 @@ def build(settings: GatewaySettings) -> Callable[[grpc.aio.Server, Parts], Await
 async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Parts) -> GatewayService:
     parts.readiness.stage("loading the tokenizer")
     tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
-    channels: list[grpc.aio.Channel] = []
-    parts.readiness.stage("waiting for the target")
-    target = await _meet_target(settings, tokenizer, channels, parts)
-    parts.readiness.stage("pairing with the draft")
-    draft = await _meet_draft(settings, target, channels, parts)
-    parts.readiness.stage("connecting to the session store")
-    store = _open_store(settings, parts)
     clock = MonotonicClock()
-    await patiently(store.ping, clock.now_ns() + int(settings.startup_timeout_s * SECOND), clock)
-    streams = Streams(
-        Ports(store, draft, target, clock),
+    async with AsyncExitStack() as opened:
+        targets = _targets(settings, tokenizer, clock, parts)
+        opened.push_async_callback(targets.close)
+        parts.readiness.stage("waiting for a target")
+        await targets.start(settings.startup_timeout_s)
+        parts.readiness.stage("pairing with the draft")
+        draft = await _meet_draft(settings, tokenizer.hash, opened, parts)
+        parts.readiness.stage("connecting to the session store")
+        store = _open_store(settings, parts)
+        opened.push_async_callback(store.close)
+        await patiently(store.ping, clock.now_ns() + int(settings.startup_timeout_s * SECOND), clock)
+        streams = _streams(settings, store, draft, targets, clock, tokenizer)
+        model = _served_model(settings, tokenizer, targets, draft)
+        rpc.add_GenerationServicer_to_server(
+            GenerationServicer(streams, model, clock, _id_secret(settings)), server
+        )
+        return GatewayService(streams, opened.pop_all(), settings.drain_timeout_s)
+
+
+def _streams(
+    settings: GatewaySettings,
+    store: RedisStore,
+    draft: DraftPool | NoDraft,
+    targets: Targets,
+    clock: MonotonicClock,
+    tokenizer: Tokenizer,
+) -> Streams:
+    def ports_of(stored: StoredSession, session: Session) -> Ports:
+        target = SessionTarget(targets, session.answer.fingerprint or "", stored.directory.target)
+        return Ports(store, draft, target, clock)
+
+    return Streams(
+        store,
+        clock,
+        ports_of,
         tokenizer.decode,
         SessionLimits(
             window=settings.window,
             buffer=settings.buffer,
+            credit=settings.credit,
             target_timeout_ns=int(settings.target_timeout_s * SECOND),
         ),
         _timeouts(settings),
         settings.max_sessions,
     )
-    model = _served_model(settings, tokenizer, target, draft)
-    rpc.add_GenerationServicer_to_server(
-        GenerationServicer(streams, model, clock, _id_secret(settings)), server
-    )
-    return GatewayService(streams, store, (target, draft), channels, settings.drain_timeout_s)
 
 
 def _id_secret(settings: GatewaySettings) -> bytes:
@@ -130,26 +145,24 @@ def _id_secret(settings: GatewaySettings) -> bytes:
     return given or secrets.token_bytes(32)
 
 
-async def _meet_target(
-    settings: GatewaySettings, tokenizer: Tokenizer, channels: list[grpc.aio.Channel], parts: Parts
-) -> TargetPool:
-    target = TargetPool(_open(settings.target, channels, parts), settings.target)
-    try:
-        await target.meet(settings.startup_timeout_s, wait=True)
-    except grpc.aio.AioRpcError as error:
-        raise TargetUnavailable(f"no target at {settings.target}: {error.details()}") from error
-    if target.info.tokenizer_hash != tokenizer.hash:
-        raise TokenizerMismatch(tokenizer.hash, target.info.tokenizer_hash, "gateway")
-    return target
+def _targets(settings: GatewaySettings, tokenizer: Tokenizer, clock: MonotonicClock, parts: Parts) -> Targets:
+    told = [address.strip() for address in settings.target.split(",") if address.strip()]
+    source = Told(told) if told else Registered(ReplicaRegistry(settings.redis_url.get_secret_value()))
+    return Targets(
+        source, tokenizer.hash, lambda address: _open(address, parts), clock, settings.max_draft_tokens
+    )
 
 
 async def _meet_draft(
-    settings: GatewaySettings, target: TargetPool, channels: list[grpc.aio.Channel], parts: Parts
+    settings: GatewaySettings, tokenizer_hash: str, opened: AsyncExitStack, parts: Parts
 ) -> DraftPool | NoDraft:
     """A draft that is away is paired with later; one of another tokenizer is refused now."""
     if not settings.draft:
         return NoDraft()
-    draft = DraftPool(_open(settings.draft, channels, parts), settings.draft, target.info.tokenizer_hash)
+    channel = _open(settings.draft, parts)
+    opened.push_async_callback(channel.close, None)
+    draft = DraftPool(channel, settings.draft, tokenizer_hash)
+    opened.push_async_callback(draft.close)
     try:
         await draft.pair(_PAIRING_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
@@ -157,8 +170,8 @@ async def _meet_draft(
     return draft
 
 
-def _open(address: str, channels: list[grpc.aio.Channel], parts: Parts) -> grpc.aio.Channel:
-    channel = grpc.aio.insecure_channel(
+def _open(address: str, parts: Parts) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(
         address,
         interceptors=parts.telemetry.client_interceptors(),
         options=[
@@ -170,8 +183,6 @@ def _open(address: str, channels: list[grpc.aio.Channel], parts: Parts) -> grpc.
             *KEEPALIVE,
         ],
     )
-    channels.append(channel)
-    return channel
 
 
 def _open_store(settings: GatewaySettings, parts: Parts) -> RedisStore:
@@ -185,8 +196,7 @@ def _open_store(settings: GatewaySettings, parts: Parts) -> RedisStore:
         from opentelemetry.instrumentation.redis import RedisInstrumentor  # noqa: PLC0415  # off costs nothing
 
         # Its spans name commands, never their arguments: tokens do not leave by this way.
-        client = store._redis  # noqa: SLF001  # an instance is all that can be traced without patching redis
-        RedisInstrumentor.instrument_client(client, tracer_provider=parts.telemetry.provider)
+        RedisInstrumentor.instrument_client(store.client, tracer_provider=parts.telemetry.provider)
     return store
 
 
@@ -200,10 +210,10 @@ def _timeouts(settings: GatewaySettings) -> Timeouts:
 
 
 def _served_model(
-    settings: GatewaySettings, tokenizer: Tokenizer, target: TargetPool, draft: DraftPool | NoDraft
+    settings: GatewaySettings, tokenizer: Tokenizer, targets: Targets, draft: DraftPool | NoDraft
 ) -> ServedModel:
-    max_draft_tokens = min(settings.max_draft_tokens, target.info.max_draft_tokens)
-    name = settings.model_name or target.info.model
+    max_draft_tokens = min(settings.max_draft_tokens, targets.info.max_draft_tokens)
+    name = settings.model_name or targets.info.model
     limits = Limits(
         default_max_tokens=settings.default_max_tokens,
         max_draft_tokens=max_draft_tokens,
@@ -211,7 +221,7 @@ def _served_model(
     k = 0 if isinstance(draft, NoDraft) else min(settings.k, max_draft_tokens)
     return ServedModel(
         name=name,
-        target=target,
+        targets=targets,
         tokenizer=tokenizer,
         draft=draft,
         limits=limits,

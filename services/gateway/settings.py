@@ -13,7 +13,10 @@ class GatewaySettings(ServiceSettings):
 
     model_config = settings_config("GALLEY_GATEWAY_")
 
-    target: str = Field(description="Address of the target, host:port.")
+    target: str = Field(
+        "",
+        description="Addresses of targets, host:port, with commas; empty: those that register at the store.",
+    )
     draft: str = Field("", description="Address of the draft, host:port; empty decodes plainly.")
     redis_url: SecretStr = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
@@ -31,6 +34,9 @@ class GatewaySettings(ServiceSettings):
     )
     default_max_tokens: int = Field(512, ge=1, description="Length of an answer that names none.")
     window: int = Field(64, ge=1, description="Tokens a session may be ahead of its log.")
+    credit: int = Field(
+        32, ge=0, description="Tokens that the target may confirm unasked; 0: it is asked for each round."
+    )
     buffer: int = Field(256, ge=1, description="Tokens a session may be ahead of its client.")
     store_timeout_s: float = Field(10.0, gt=0, description="How long streams wait for the store.")
     target_timeout_s: float = Field(
@@ -40,7 +46,7 @@ class GatewaySettings(ServiceSettings):
         120.0, gt=0, description="How long one verification may take, a long prompt's prefill included."
     )
     draft_timeout_s: float = Field(0.5, gt=0, description="How long a round waits for the draft.")
-    startup_timeout_s: float = Field(120.0, gt=0, description="How long to wait for the target at start.")
+    startup_timeout_s: float = Field(120.0, gt=0, description="How long to wait for a target at start.")
     session_ttl_s: float = Field(3600.0, gt=0, description="How long an idle session is kept.")
     finished_ttl_s: float = Field(900.0, gt=0, description="How long a finished session is kept.")
     id_secret: SecretStr = Field(

@@ -1,24 +1,13 @@
-"""The session store in Redis (7.0's command set; Valkey too): one server-side script for each change.
-
-A cancelled caller never leaves a connection with an unread reply: each command runs in a task of its own
-that is shielded from its caller and ends when the reply is read or the socket times out.
-"""
+"""The session store in Redis: one server-side script for each change."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
-from dataclasses import dataclass
-from hashlib import sha1
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from redis import asyncio as redis_asyncio
-from redis import exceptions as redis_errors
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-
+from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S, RedisCalls, Script, script_of
 from services.core.content import token_bytes, tokens_of
 from services.core.errors import (
     Broken,
@@ -44,12 +33,13 @@ from services.core.store import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from redis.asyncio import Redis
+
 T = TypeVar("T")
 
 NONCE_BYTES = 16
 DEFAULT_TTL_S = 300.0
 DEFAULT_FINISHED_TTL_S = 3600.0
-DEFAULT_CALL_TIMEOUT_S = 2.0
 DEFAULT_MAX_CONNECTIONS = 32
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
@@ -60,32 +50,10 @@ _OWN_FIELDS = frozenset(
     {"principal", "body_hash", "prompt_len", "epoch", "nonce", "state", "finish", "created_ms"}
     | {f"{pool}_{what}" for pool in _POOLS for what in ("replica", "incarnation", "kv_len")}
 )
-# Error replies that pass: the server is loading, is no master, is short of memory or disk, is busy, ...
-_PASSING_REPLIES = frozenset(
-    {"LOADING", "READONLY", "CLUSTERDOWN", "MOVED", "ASK", "TRYAGAIN", "MASTERDOWN"}
-    | {"OOM", "MISCONF", "NOREPLICAS", "BUSY", "UNBLOCKED"}
-)
-_PASSING_ERRORS = (
-    redis_errors.ConnectionError,
-    redis_errors.TimeoutError,
-    redis_errors.ReadOnlyError,
-    redis_errors.ClusterError,
-    redis_errors.AskError,
-    redis_errors.TryAgainError,
-    redis_errors.OutOfMemoryError,
-    OSError,
-)
 
 
-@dataclass(frozen=True, slots=True)
-class _Script:
-    text: str
-    sha: str
-
-
-def _load(name: str) -> _Script:
-    text = (_SCRIPTS / "owner.lua").read_text() + (_SCRIPTS / f"{name}.lua").read_text()
-    return _Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
+def _load(name: str) -> Script:
+    return script_of((_SCRIPTS / "owner.lua").read_text() + (_SCRIPTS / f"{name}.lua").read_text())
 
 
 class RedisStore(SessionStore):
@@ -106,30 +74,24 @@ class RedisStore(SessionStore):
         max_connections: int = DEFAULT_MAX_CONNECTIONS,
         new_nonce: Callable[[], bytes] = lambda: secrets.token_bytes(NONCE_BYTES),
     ) -> None:
-        pool = redis_asyncio.BlockingConnectionPool.from_url(
-            url,
-            max_connections=max_connections,
-            timeout=call_timeout_s,
-            socket_timeout=call_timeout_s,
-            socket_connect_timeout=call_timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            driver_info=None,  # CLIENT SETINFO is not in 7.0
-        )
-        self._redis = redis_asyncio.Redis.from_pool(pool)
+        self._calls = RedisCalls(url, call_timeout_s=call_timeout_s, max_connections=max_connections)
         self._ttl_ms = _milliseconds(ttl_s)
         self._finished_ttl_ms = _milliseconds(finished_ttl_s)
         self._new_nonce = new_nonce
-        self._running: set[asyncio.Task[Any]] = set()
         self._claim = _load("claim")
         self._commit = _load("commit")
         self._finish = _load("finish")
         self._abort = _load("abort")
         self._renew = _load("renew")
 
+    @property
+    def client(self) -> Redis:
+        """For telemetry alone."""
+        return self._calls.client
+
     async def ping(self) -> None:
         """Raise StoreUnavailable unless the server answers."""
-        await self._shielded(self._attempt("PING"))
+        await self._calls.command("PING")
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
         """See `SessionStore`. Raises ValueError if a field has a name that the store uses itself."""
@@ -200,45 +162,16 @@ class RedisStore(SessionStore):
 
     async def close(self) -> None:
         """See `SessionStore`."""
-        while self._running:
-            await asyncio.wait(self._running)
-        await self._redis.aclose(close_connection_pool=True)
+        await self._calls.close()
 
-    async def _run(self, script: _Script, session_id: str, *args: bytes | str | int) -> list[Any]:
+    async def _run(self, script: Script, session_id: str, *args: bytes | str | int) -> list[Any]:
         """What the script answers after its "ok"; raises as its refusal says."""
         key = f"galley:{{{session_id}}}"
-        reply = await self._shielded(self._evaluate(script, 3, key, f"{key}:log", f"{key}:meta", *args))
+        reply = await self._calls.run(script, (key, f"{key}:log", f"{key}:meta"), *args)
         outcome, *rest = cast("list[Any]", reply)
         if outcome != b"ok":
             _refuse(session_id, outcome.decode(), rest)
         return rest
-
-    async def _evaluate(self, script: _Script, *args: bytes | str | int) -> object:
-        try:
-            return await self._attempt("EVALSHA", script.sha, *args)
-        except redis_errors.NoScriptError:
-            return await self._attempt("EVAL", script.text, *args)
-
-    async def _attempt(self, *command: bytes | str | int) -> object:
-        try:
-            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]  # is untyped
-        except redis_errors.NoScriptError:
-            raise
-        except (redis_errors.RedisError, OSError) as error:
-            if _passes(error):
-                raise StoreUnavailable(f"the session store does not answer: {error}") from error
-            raise Broken(f"the session store refused a command: {error}") from error
-
-    async def _shielded(self, attempt: Awaitable[T]) -> T:
-        task = asyncio.ensure_future(attempt)
-        self._running.add(task)
-        task.add_done_callback(self._forget)
-        return await asyncio.shield(task)
-
-    def _forget(self, task: asyncio.Future[Any]) -> None:
-        self._running.discard(cast("asyncio.Task[Any]", task))
-        if not task.cancelled():
-            task.exception()  # seen: its caller may have gone away
 
 
 async def retrying(
@@ -262,10 +195,6 @@ async def retrying(
                 raise
         await sleep(min(pause_s, left_s))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def _passes(error: Exception) -> bool:
-    return isinstance(error, _PASSING_ERRORS) or str(error).partition(" ")[0] in _PASSING_REPLIES
 
 
 def _refuse(session_id: str, outcome: str, rest: list[Any]) -> NoReturn:

@@ -16,14 +16,16 @@ from services.core.session import Session, SessionLimits
 from services.core.spec_codec import decode_spec, encode_spec
 from services.core.store import NewSession
 from services.gateway.patience import Timeouts, patiently
-from services.gateway.runner import Ports, SessionRunner
+from services.gateway.runner import SessionRunner
 from services.gateway.store import NONCE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from services.core.answer import SessionSpec
-    from services.core.store import StoredSession
+    from services.core.ports import Clock
+    from services.core.store import SessionStore, StoredSession
+    from services.gateway.runner import Ports
 
 _T = TypeVar("_T")
 
@@ -32,17 +34,21 @@ _RETRY_AFTER_S = 1.0
 
 
 class Streams:
-    """What a gateway has open. `decode` turns token ids into text."""
+    """What a gateway has open. `ports_of` gives a session its own; `decode` turns token ids into text."""
 
     def __init__(
         self,
-        ports: Ports,
+        store: SessionStore,
+        clock: Clock,
+        ports_of: Callable[[StoredSession, Session], Ports],
         decode: Callable[[Sequence[int]], str],
         limits: SessionLimits,
         timeouts: Timeouts,
         max_sessions: int,
     ) -> None:
-        self._ports = ports
+        self._store = store
+        self._clock = clock
+        self._ports_of = ports_of
         self._decode = decode
         self._limits = limits
         self._timeouts = timeouts
@@ -75,7 +81,7 @@ class Streams:
         """Store a new session, or join the one of its id and body. Raises KeyReused, StoreUnavailable."""
         new = NewSession(spec.session_id, principal, body_hash, {SPEC_FIELD: encode_spec(spec)}, spec.prompt)
         nonce = secrets.token_bytes(NONCE_BYTES)
-        stored = await self._store_call(lambda: self._ports.store.create(new, nonce), deadline_ns)
+        stored = await self._store_call(lambda: self._store.create(new, nonce), deadline_ns)
         return self._runner(self._session(stored), stored, deadline_ns)
 
     async def claim(
@@ -86,9 +92,7 @@ class Streams:
         Raises UnknownSession, StoreUnavailable, InvalidField, or LogLost if what is stored cannot be read.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
-        stored = await self._store_call(
-            lambda: self._ports.store.claim(session_id, principal, nonce), deadline_ns
-        )
+        stored = await self._store_call(lambda: self._store.claim(session_id, principal, nonce), deadline_ns)
         session = self._session(stored, next_index, seen_hash)
         longest = session.spec.max_position - stored.prompt_len
         if next_index > longest:
@@ -98,7 +102,7 @@ class Streams:
     async def abort(self, session_id: str, principal: str, deadline_ns: int | None) -> None:
         """End a session for good, here and in the store. Raises UnknownSession, StoreUnavailable."""
         record = encode_ending(Ending(Reason.ABORTED))
-        await self._store_call(lambda: self._ports.store.abort(session_id, principal, record), deadline_ns)
+        await self._store_call(lambda: self._store.abort(session_id, principal, record), deadline_ns)
         runner = self._running.get(session_id)
         if runner is not None:
             runner.tell(ev.Aborted())
@@ -152,8 +156,9 @@ class Streams:
         return answer
 
     def _runner(self, session: Session, stored: StoredSession, deadline_ns: int | None) -> SessionRunner:
-        return SessionRunner(session, stored.ownership, self._ports, self._timeouts, deadline_ns)
+        ports = self._ports_of(stored, session)
+        return SessionRunner(session, stored.ownership, ports, self._timeouts, deadline_ns)
 
     async def _store_call(self, call: Callable[[], Awaitable[_T]], deadline_ns: int | None) -> _T:
-        clock = self._ports.clock
+        clock = self._clock
         return await patiently(call, self._timeouts.store_deadline_ns(clock.now_ns(), deadline_ns), clock)

@@ -18,7 +18,7 @@ import redis.asyncio
 from services.cli import guard
 from services.cli.part import PartFailed, PartStatus, State
 from services.cli.parts import stack_parts
-from services.cli.stack import Stack, StackOptions
+from services.cli.stack import Stack, StackOptions, environment_of
 from tests.cli.ends import Ends
 from tests.cli.stand_in_stack import once, stack_of, stand_in
 
@@ -266,6 +266,45 @@ def test_the_real_parts_are_wired_to_one_another(tmp_path: Path) -> None:
         assert "--threads 1" in " ".join(parts[name].command(facts))
 
 
+def test_several_targets_register_and_are_not_told_to_the_gateway() -> None:
+    options = StackOptions(model="tiny", replicas=3)
+    stack = Stack(options)
+    parts = {part.name: part for part in stack_parts(options, stack.dirs)}
+    stack.forget()
+    targets = [name for name in parts if name.startswith("target")]
+    assert targets == ["target", "target-2", "target-3"]
+    facts = {
+        "model": {"line": "/models/tiny"},
+        "draft": {"address": "127.0.0.1:2"},
+        "valkey": {"address": "/run/valkey.sock"},
+    }
+    for name in targets:
+        command = parts[name].command(facts)
+        assert command[command.index("--redis-url") + 1] == "unix:///run/valkey.sock"
+        assert int(command[command.index("--port") + 1]) > 0
+        assert set(parts[name].after) == {"model", "valkey"}
+    assert "--target" not in parts["gateway"].command(facts)
+    assert set(parts["gateway"].after) >= {*targets, "valkey", "draft"}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_address_of_a_store_of_ones_own_is_on_no_command_line(replicas: int) -> None:
+    options = StackOptions(redis_url="redis://:secret@store:6379/0", replicas=replicas)
+    stack = Stack(options)
+    parts = {part.name: part for part in stack_parts(options, stack.dirs)}
+    stack.forget()
+    facts = {
+        "model": {"line": "/models/tiny"},
+        "target": {"address": "127.0.0.1:1"},
+        "draft": {"address": "127.0.0.1:2"},
+    }
+    for name in ("target", "gateway"):
+        assert "secret" not in " ".join(parts[name].command(facts))
+    told = {name for name, value in environment_of(options).items() if "secret" in value}
+    registers = {"GALLEY_TARGET_REDIS_URL"} if replicas > 1 else set()
+    assert told == {"GALLEY_GATEWAY_REDIS_URL", *registers}
+
+
 def test_a_store_of_ones_own_replaces_the_embedded_one() -> None:
     options = StackOptions(redis_url="redis://store:6379/0")
     stack = Stack(options)
@@ -276,3 +315,8 @@ def test_a_store_of_ones_own_replaces_the_embedded_one() -> None:
 def test_a_stack_has_a_gateway() -> None:
     with pytest.raises(ValueError, match="at least one gateway"):
         Stack(StackOptions(gateways=0))
+
+
+def test_a_stack_has_a_target() -> None:
+    with pytest.raises(ValueError, match="at least one target"):
+        Stack(StackOptions(replicas=0))

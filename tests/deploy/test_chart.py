@@ -92,7 +92,7 @@ def test_ports_have_one_truth() -> None:
     rendered = render({role: {"port": port} for role, port in ports.items()})
     gateway = env(workloads(rendered)["gateway"])
     assert gateway["GALLEY_GATEWAY_DRAFT"] == "galley-draft:6002"
-    assert gateway["GALLEY_GATEWAY_TARGET"] == "galley-target:6003"
+    assert env(workloads(rendered)["target"])["GALLEY_TARGET_ADVERTISE"] == "$(POD_IP):6003"
     for role, port in ports.items():
         assert container(workloads(rendered)[role])["livenessProbe"]["grpc"]["port"] == port
 
@@ -165,9 +165,11 @@ def test_the_trial_store_keeps_an_append_only_file(manifests: list[Manifest]) ->
 def test_ones_own_store(redis: Manifest, source: dict[str, Any]) -> None:
     rendered = render({"redis": {**redis, "embedded": {"enabled": False}}})
     assert "redis" not in workloads(rendered)
-    entries = container(workloads(rendered)["gateway"])["env"]
-    (entry,) = (entry for entry in entries if entry["name"] == "GALLEY_GATEWAY_REDIS_URL")
-    assert entry == {"name": "GALLEY_GATEWAY_REDIS_URL", **source}
+    for role in ("gateway", "target"):
+        name = f"GALLEY_{role.upper()}_REDIS_URL"
+        entries = container(workloads(rendered)[role])["env"]
+        (entry,) = (entry for entry in entries if entry["name"] == name)
+        assert entry == {"name": name, **source}
 
 
 def test_another_release_name_keeps_the_parts_together() -> None:
@@ -175,8 +177,17 @@ def test_another_release_name_keeps_the_parts_together() -> None:
     gateway = env(workloads(rendered)["gateway"])
     names = {role: service["metadata"]["name"] for role, service in services(rendered).items()}
     assert names == {role: f"proof-galley-{role}" for role in (*ROLES, "redis")}
-    assert gateway["GALLEY_GATEWAY_TARGET"].startswith(names["target"] + ":")
+    assert "GALLEY_GATEWAY_TARGET" not in gateway, "targets register"
     assert gateway["GALLEY_GATEWAY_REDIS_URL"] == f"redis://{names['redis']}:6379/0"
+
+
+def test_a_target_registers_under_the_address_of_its_pod() -> None:
+    target = workloads(render({"target": {"replicas": 3}}))["target"]
+    assert target["spec"]["replicas"] == 3
+    names = [entry["name"] for entry in container(target)["env"]]
+    assert names.index("POD_IP") < names.index("GALLEY_TARGET_ADVERTISE"), "else it is not filled in"
+    (pod_ip,) = (entry for entry in container(target)["env"] if entry["name"] == "POD_IP")
+    assert pod_ip["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
 
 
 def test_selectors_select_their_own_pods(manifests: list[Manifest]) -> None:

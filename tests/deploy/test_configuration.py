@@ -11,11 +11,11 @@ import yaml
 from tests.deploy.render import CHART, ROLES, ROOT, container, default_values, env, render, workloads
 from tests.deploy.settings_of import parse_env, settings_of, variables_of
 
-# What the chart decides by itself or keeps for tests, and what means nothing in a cluster.
+# What the chart decides by itself (a pod is one rank) or keeps for tests; what means nothing in a cluster.
 CHART_DECIDES = {
     "gateway": {"draft", "id_secret", "model", "redis_url", "startup_timeout_s", "target"},
     "draft": {"oracle_answers", "oracle_spoil", "tokenizer"},
-    "target": {"model"},
+    "target": {"advertise", "model", "redis_url", "tensor_parallel"},
 }
 CHART_DECIDES_FOR_ALL = {"drain_timeout_s", "host", "log_format", "log_level", "port"}
 NOT_IN_A_CLUSTER = {"die_with_parent", "ready_fd"}

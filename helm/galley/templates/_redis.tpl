@@ -1,4 +1,4 @@
-{{/* The value of GALLEY_GATEWAY_REDIS_URL; exactly one of the three ways to say it. */}}
+{{/* The value of GALLEY_GATEWAY_REDIS_URL and GALLEY_TARGET_REDIS_URL; exactly one of the three ways to say it. */}}
 {{- define "galley.redisUrl" -}}
 {{- $redis := .Values.redis -}}
 {{- $ways := list -}}

@@ -1,0 +1,208 @@
+"""The registry of replicas, on a real Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.common.redis_calls import RedisCalls
+from services.common.registry import MAX_CACHED_PREFIXES, ReplicaRegistry, lease_of
+from services.core.errors import StoreUnavailable
+from services.core.routing import ReplicaLease
+from services.target.registration import Facts, start_registration
+from tests.gateway.servers import VALKEY, Server, running
+
+POOL = "target"
+WAIT_S = 10.0
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with running(VALKEY) as server:
+        yield server
+
+
+@pytest.fixture
+async def registry(server: Server) -> AsyncIterator[ReplicaRegistry]:
+    registry = ReplicaRegistry(server.url, call_timeout_s=0.5)
+    yield registry
+    await registry.close()
+
+
+def info(incarnation: str = "life-1") -> pb.GetTargetInfoResponse:
+    return pb.GetTargetInfoResponse(
+        model="tiny",
+        tokenizer_hash="hash",
+        context_window=1024,
+        vocab_size=256,
+        eos_token_ids=[2, 7],
+        fingerprint="build-1",
+        deterministic=True,
+        incarnation=incarnation,
+        max_draft_tokens=16,
+        dtype="float32",
+        device="cpu",
+        ranks=3,
+        kv_block_tokens=32,
+        kv_blocks_total=100,
+        kv_blocks_free=40,
+        queue_depth=5,
+    )
+
+
+def lease(address: str = "host:1", incarnation: str = "life-1", prefixes: int = 2) -> ReplicaLease:
+    return lease_of(address, info(incarnation), cached_prefixes=[bytes([n]) * 16 for n in range(prefixes)])
+
+
+async def until(registry: ReplicaRegistry, wanted: object) -> None:
+    """Wait until the registry reads so."""
+    async with asyncio.timeout(WAIT_S):
+        while await read(registry) != wanted:  # noqa: ASYNC110  # Redis does not call back
+            await asyncio.sleep(0.01)
+
+
+async def read(registry: ReplicaRegistry) -> list[tuple[str, str, bool]] | None:
+    try:
+        return [(it.address, it.incarnation, it.draining) for it in await registry.read(POOL)]
+    except StoreUnavailable:
+        return None
+
+
+async def test_what_was_published_is_read(registry: ReplicaRegistry) -> None:
+    first, second = lease("host:1"), replace(lease("[::1]:2", prefixes=0), draining=True, deterministic=False)
+    await registry.publish(POOL, first)
+    await registry.publish(POOL, second)
+    assert await registry.read(POOL) == [second, first]
+    assert await registry.read("another") == []
+
+
+async def test_a_lease_is_renewed_with_what_has_changed(registry: ReplicaRegistry) -> None:
+    await registry.publish(POOL, lease())
+    busy = replace(lease(), queue_depth=9, kv_blocks_free=1)
+    await registry.publish(POOL, busy)
+    assert await registry.read(POOL) == [busy]
+    warm = replace(busy, cached_prefixes=frozenset([b"x" * 16]))
+    await registry.publish(POOL, warm)
+    assert await registry.read(POOL) == [warm]
+
+
+async def test_prefixes_outlast_a_lease_that_ended(server: Server, registry: ReplicaRegistry) -> None:
+    """They are sent when they change; a store that lost them is told again."""
+    await registry.publish(POOL, lease())
+    await _command(server, "FLUSHALL")
+    await registry.publish(POOL, lease())
+    assert await registry.read(POOL) == [lease()]
+
+
+async def test_a_lease_ends_and_is_swept(server: Server, registry: ReplicaRegistry) -> None:
+    short = ReplicaRegistry(server.url, lease_s=0.05)
+    await short.publish(POOL, lease("gone:1"))
+    await registry.publish(POOL, lease("here:1"))
+    await until(registry, [("here:1", "life-1", False)])
+    assert await _command(server, "SMEMBERS", "galley:replicas:{target}") == {b"here:1"}
+    await short.close()
+
+
+async def test_a_new_life_replaces_the_old_and_is_not_withdrawn_by_it(registry: ReplicaRegistry) -> None:
+    await registry.publish(POOL, lease(incarnation="life-1"))
+    await registry.publish(POOL, lease(incarnation="life-2", prefixes=0))
+    await registry.withdraw(POOL, "host:1", "life-1")
+    assert await registry.read(POOL) == [lease(incarnation="life-2", prefixes=0)]
+    await registry.withdraw(POOL, "host:1", "life-2")
+    assert await registry.read(POOL) == []
+
+
+async def test_keys_of_a_pool_share_a_slot_and_expire(server: Server, registry: ReplicaRegistry) -> None:
+    await registry.publish(POOL, lease())
+    keys = await _command(server, "KEYS", "*")
+    assert isinstance(keys, list)
+    assert sorted(keys) == [b"galley:replicas:{target}", b"galley:replicas:{target}:host:1"]
+    ttl = await _command(server, "PTTL", "galley:replicas:{target}:host:1")
+    assert isinstance(ttl, int)
+    assert 0 < ttl <= 3000
+
+
+async def test_what_another_release_wrote_is_passed_over(server: Server, registry: ReplicaRegistry) -> None:
+    await registry.publish(POOL, lease("good:1"))
+    await registry.publish(POOL, lease("odd:1"))
+    await _command(server, "HSET", "galley:replicas:{target}:odd:1", "ranks", "three")
+    assert [it.address for it in await registry.read(POOL)] == ["good:1"]
+
+
+async def test_prefixes_are_bounded() -> None:
+    many = [n.to_bytes(16, "little") for n in range(2 * MAX_CACHED_PREFIXES)]
+    assert lease_of("a:1", info(), cached_prefixes=many).cached_prefixes == frozenset(
+        many[:MAX_CACHED_PREFIXES]
+    )
+
+
+async def test_a_server_that_is_away_is_unavailable() -> None:
+    with tempfile.TemporaryDirectory(prefix="galley-") as directory:
+        registry = ReplicaRegistry(f"unix://{Path(directory) / 's'}", call_timeout_s=0.2)
+        with pytest.raises(StoreUnavailable):
+            await registry.read(POOL)
+        with pytest.raises(StoreUnavailable):
+            await registry.publish(POOL, lease())
+        await registry.close()
+
+
+async def test_a_replica_is_registered_drains_and_withdraws(
+    server: Server, registry: ReplicaRegistry
+) -> None:
+    registration = start_registration(server.url, POOL, "host:1", lambda: Facts(info()))
+    await until(registry, [("host:1", "life-1", False)])
+    await registration.drain()
+    assert await read(registry) == [("host:1", "life-1", True)]
+    await registration.close()
+    assert await read(registry) == []
+
+
+async def test_a_replica_keeps_its_lease_and_tells_how_it_is(
+    server: Server, registry: ReplicaRegistry
+) -> None:
+    depth = iter(range(1000))
+    registration = start_registration(
+        server.url,
+        POOL,
+        "host:1",
+        lambda: Facts(pb.GetTargetInfoResponse(incarnation="life-1", queue_depth=next(depth))),
+        lease_s=0.3,
+    )
+    await until(registry, [("host:1", "life-1", False)])
+    told = 0
+    async with asyncio.timeout(WAIT_S):
+        while told < 4:  # more than a lease later
+            told = max((it.queue_depth for it in await registry.read(POOL)), default=told)
+    await registration.close()
+
+
+async def test_a_replica_outlasts_a_store_that_was_killed(server: Server, registry: ReplicaRegistry) -> None:
+    registration = start_registration(server.url, POOL, "host:1", lambda: Facts(info()), lease_s=0.3)
+    await until(registry, [("host:1", "life-1", False)])
+    server.kill()
+    await until(registry, None)
+    server.start()
+    await until(registry, [("host:1", "life-1", False)])
+    await registration.close()
+
+
+async def test_a_replica_can_close_while_the_store_is_away(server: Server, registry: ReplicaRegistry) -> None:
+    registration = start_registration(server.url, POOL, "host:1", lambda: Facts(info()))
+    await until(registry, [("host:1", "life-1", False)])
+    server.kill()
+    await registration.drain()
+    await registration.close()
+
+
+async def _command(server: Server, *command: str) -> object:
+    calls = RedisCalls(server.url, call_timeout_s=1, max_connections=1)
+    try:
+        return await calls.command(*command)
+    finally:
+        await calls.close()

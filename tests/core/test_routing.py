@@ -1,0 +1,168 @@
+"""Where a session goes: laws of `services.core.routing`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.core.content import block_hashes
+from services.core.routing import LOAD_TOKENS, Candidate, ReplicaLease, Wanted, cached_tokens, choose
+from services.core.store import Held
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BLOCK = 4
+TOKENS = tuple(range(100, 140))
+WANTED = Wanted(tokens=TOKENS, max_position=64)
+
+
+def lease(address: str, **facts: object) -> ReplicaLease:
+    plain = ReplicaLease(
+        address=address,
+        incarnation=f"life of {address}",
+        model="tiny",
+        fingerprint="build-1",
+        tokenizer_hash="hash",
+        vocab_size=256,
+        context_window=1024,
+        kv_block_tokens=BLOCK,
+        kv_blocks_free=100,
+        kv_blocks_total=100,
+    )
+    return replace(plain, **facts)  # type: ignore[arg-type]  # names are the test's
+
+
+def caching(address: str, tokens: Sequence[int], salt: bytes = b"", **facts: object) -> ReplicaLease:
+    return lease(address, cached_prefixes=frozenset(block_hashes(salt, tokens, BLOCK)), **facts)
+
+
+def chosen(wanted: Wanted, *candidates: Candidate | ReplicaLease, avoid: Sequence[str] = ()) -> str | None:
+    all_of_them = [c if isinstance(c, Candidate) else Candidate(c) for c in candidates]
+    picked = choose(wanted, all_of_them, avoid)
+    return None if picked is None else picked.lease.address
+
+
+def test_the_longest_cached_prefix_wins() -> None:
+    assert chosen(WANTED, caching("a", TOKENS[:8]), caching("b", TOKENS[:16]), lease("c")) == "b"
+
+
+def test_a_prefix_counts_in_whole_blocks_of_that_replica() -> None:
+    hashes = frozenset(block_hashes(b"", TOKENS, 8))
+    assert cached_tokens(WANTED, caching("a", TOKENS[:7])) == BLOCK
+    assert cached_tokens(WANTED, lease("b", kv_block_tokens=8, cached_prefixes=hashes)) == len(TOKENS) - 1
+
+
+def test_another_tenants_prefix_is_none_of_ours() -> None:
+    assert cached_tokens(replace(WANTED, tenant_salt=b"me"), caching("a", TOKENS, b"you")) == 0
+    assert cached_tokens(replace(WANTED, tenant_salt=b"me"), caching("a", TOKENS, b"me")) == len(TOKENS) - 1
+
+
+def test_a_chain_of_which_the_first_blocks_are_not_told_counts_as_a_whole() -> None:
+    """A lease tells a bounded number of hashes; the last one names all before it."""
+    last = frozenset(block_hashes(b"", TOKENS[:16], BLOCK)[-1:])
+    assert cached_tokens(WANTED, lease("a", cached_prefixes=last)) == 16
+
+
+def test_without_a_prefix_the_least_loaded_wins_then_the_one_with_more_room() -> None:
+    assert (
+        chosen(WANTED, lease("a", queue_depth=3), lease("b", queue_depth=1), lease("c", queue_depth=2)) == "b"
+    )
+    assert chosen(WANTED, lease("a", kv_blocks_free=20), lease("b", kv_blocks_free=90)) == "b"
+
+
+def test_ones_own_sessions_count_before_the_lease_tells_of_them() -> None:
+    assert chosen(WANTED, Candidate(lease("a"), sessions=2), Candidate(lease("b"), sessions=1)) == "b"
+
+
+def test_a_prefix_is_worth_some_crowding_and_no_more() -> None:
+    long = Wanted(tokens=tuple(range(1, 2 * LOAD_TOKENS + 2)), max_position=512)
+    home = caching("home", long.tokens)
+    assert chosen(long, replace(home, queue_depth=1), lease("empty")) == "home"
+    assert chosen(long, replace(home, queue_depth=20, kv_blocks_free=0), lease("empty")) == "empty"
+
+
+def test_a_replica_without_room_is_left_for_one_that_has_it() -> None:
+    assert (
+        chosen(WANTED, lease("full", kv_blocks_free=0), lease("busy", queue_depth=0, kv_blocks_free=10))
+        == "busy"
+    )
+
+
+def test_the_directory_names_who_holds_the_kv() -> None:
+    holder = lease("b")
+    held = Held("b", holder.incarnation, kv_len=30)
+    assert chosen(replace(WANTED, held=held), lease("a"), holder, lease("c")) == "b"
+    assert chosen(replace(WANTED, held=held), lease("c"), replace(holder, incarnation="another life")) == "c"
+
+
+def test_its_own_build_comes_before_all_others() -> None:
+    wanted = replace(WANTED, fingerprint="build-1")
+    other = caching("other", TOKENS, fingerprint="build-2")
+    assert chosen(wanted, other, lease("own", queue_depth=50)) == "own"
+    assert chosen(wanted, other, Candidate(lease("own"), up=False)) == "other"
+    assert chosen(wanted, other, lease("own"), avoid=["own"]) == "own", "while one lives"
+    assert chosen(WANTED, other, lease("own")) == "other", "a new session has no build yet"
+
+
+def test_one_that_failed_the_session_is_asked_only_when_there_is_no_other() -> None:
+    assert chosen(WANTED, caching("a", TOKENS), lease("b", queue_depth=9), avoid=["a"]) == "b"
+    assert chosen(WANTED, lease("a"), avoid=["a"]) == "a"
+    assert chosen(WANTED, Candidate(lease("a"), up=False)) == "a", "it may be back by then"
+
+
+def test_one_that_is_too_small_for_the_answer_is_not_asked() -> None:
+    assert chosen(WANTED, caching("small", TOKENS, context_window=63), lease("large")) == "large"
+    assert chosen(WANTED, lease("small", context_window=63)) is None
+
+
+leases = st.builds(
+    lambda address, queue, free, draining, window, cached, fingerprint: caching(
+        address,
+        TOKENS[:cached],
+        queue_depth=queue,
+        kv_blocks_free=free,
+        draining=draining,
+        context_window=window,
+        fingerprint=fingerprint,
+    ),
+    st.text("abcdef", min_size=1, max_size=4),
+    st.integers(0, 40),
+    st.integers(0, 40),
+    st.booleans(),
+    st.sampled_from([32, 64, 1024]),
+    st.integers(0, len(TOKENS)),
+    st.sampled_from(["build-1", "build-2"]),
+)
+candidates = st.lists(
+    st.builds(Candidate, leases, st.integers(0, 20), st.booleans()),
+    max_size=6,
+    unique_by=lambda candidate: candidate.lease.address,
+)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(candidates, st.sets(st.text("abcdef", min_size=1, max_size=4)), st.sampled_from(["", "build-1"]))
+def test_whoever_is_there(found: list[Candidate], avoid: set[str], fingerprint: str) -> None:
+    wanted = replace(WANTED, fingerprint=fingerprint)
+    picked = choose(wanted, found, avoid)
+    able = [c for c in found if not c.lease.draining and c.lease.context_window >= wanted.max_position]
+    assert (picked is None) == (not able), "nobody is refused who could be served"
+    if picked is None:
+        return
+    assert picked in able
+    assert choose(wanted, found[::-1], avoid) is picked, "the order in which they were found says nothing"
+    assert picked.up or not any(c.up for c in able)
+    own = [c for c in able if c.up == picked.up and c.lease.fingerprint == fingerprint]
+    assert not own or picked in own
+    # Nothing beats it in everything.
+    rivals = [c for c in own or able if c.up == picked.up and c.lease.address not in avoid]
+    assert not any(
+        cached_tokens(wanted, c.lease) > cached_tokens(wanted, picked.lease)
+        and c.load < picked.load
+        and c.lease.kv_blocks_free > picked.lease.kv_blocks_free
+        for c in rivals
+    )
