@@ -1,0 +1,139 @@
+"""Rank 0 of a sharded target: meets the others, loads its shard, serves, and registers where it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, cast
+
+from services.common.registry import TARGET_POOL
+from services.common.server import Parts, start_server
+from services.common.telemetry import start_telemetry
+from services.core.errors import Unavailable
+from services.target.loading import kv_blocks, load_engine
+from services.target.paged_engine import PagedEngine
+from services.target.rank import RankSpec, load_rank
+from services.target.registered import Registered
+from services.target.registration import start_registration
+from services.target.serving import add_target
+from services.target.sharded import ShardedModel, agree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import grpc
+
+    from services.common.server import RunningServer, Service
+    from services.engine.process_group import ProcessGroup, Store
+    from services.target.engine import TargetEngine
+    from services.target.registration import Facts, Registration
+    from services.target.servicer import TargetService
+    from services.target.settings import TargetSettings
+
+
+def spec_of(settings: TargetSettings, size: int) -> RankSpec:
+    """What all ranks of a replica of these settings are told."""
+    return RankSpec(settings.model, settings.dtype, settings.device, settings.threads, size)
+
+
+class Leader:
+    """A replica's life in rank 0: `serve`, then `stop`; or `withdraw`, when a rank was lost.
+
+    `on_loss` is called from the engine's thread.
+    """
+
+    def __init__(
+        self, settings: TargetSettings, spec: RankSpec, redis_url: str, on_loss: Callable[[], None]
+    ) -> None:
+        self._settings = settings
+        self._spec = spec
+        self._redis_url = redis_url
+        self._on_loss = on_loss
+        self._group: ProcessGroup | None = None
+        self._model: ShardedModel | None = None
+        self._service: TargetService | None = None
+        self._registration: Registration | None = None
+        self._server: RunningServer | None = None
+
+    async def serve(self, store: Store | None) -> str:
+        """Load and serve; the address. `store` is where the followers come; None with one rank."""
+        self._server = await start_server(
+            self._settings,
+            lambda server, parts: self._build(server, parts, store),
+            Parts(telemetry=start_telemetry("galley-target")),
+        )
+        address = self._settings.advertise or self._server.address
+        if self._redis_url:
+            self._registration = start_registration(self._redis_url, TARGET_POOL, address, self._built.facts)
+            late = cast("_Late", self._server.service)
+            late.registered(self._registration, self._settings.drain_timeout_s)
+        return address
+
+    def facts(self) -> Facts:
+        """What the replica says of itself now."""
+        return self._built.facts()
+
+    async def withdraw(self) -> None:
+        """Be no longer registered; what is under way is left to its fate."""
+        if self._registration is not None:
+            await self._registration.close()
+
+    async def stop(self) -> None:
+        """Drain, withdraw, and let the other ranks go."""
+        if self._server is not None:
+            await self._server.stop()
+        await asyncio.to_thread(self._release)
+
+    @property
+    def _built(self) -> TargetService:
+        if self._service is None:
+            raise Unavailable("this replica is not loaded yet")
+        return self._service
+
+    def _release(self) -> None:
+        if self._model is not None:
+            self._model.stop()
+        if self._group is not None:
+            self._group.close()
+
+    async def _build(self, server: grpc.aio.Server, parts: Parts, store: Store | None) -> Service:
+        engine = await asyncio.to_thread(self._load, store)
+        self._service = await add_target(server, parts, engine, self._settings)
+        return _Late(self._service, self._settings.drain_timeout_s)
+
+    def _load(self, store: Store | None) -> TargetEngine:
+        if store is None:
+            return load_engine(self._settings)
+        from services.engine.process_group import join  # noqa: PLC0415  # imports torch
+
+        spec = self._spec
+        group = self._group = join(0, spec.size, device=spec.device, store=store, timeout_s=spec.timeout_s)
+        blocks = agree(group, group.rank, kv_blocks(self._settings, group))
+        loaded = load_rank(spec, group, blocks)
+        self._model = ShardedModel(loaded.model, group, self._on_loss)
+        return PagedEngine(self._model, loaded.fingerprint, ranks=spec.size)
+
+
+class _Late:
+    """A target service whose registration follows once its port is known."""
+
+    def __init__(self, service: TargetService, drain_timeout_s: float) -> None:
+        self._service: Service = service
+        self._drain_timeout_s = drain_timeout_s
+
+    def registered(self, registration: Registration) -> None:
+        """From now on it says that it drains, and withdraws when it closes."""
+        service = cast("TargetService", self._service)
+        self._service = Registered(service, registration, self._drain_timeout_s)
+
+    @property
+    def grpc_services(self) -> tuple[str, ...]:
+        """Those of the target."""
+        return tuple(self._service.grpc_services)
+
+    async def drain(self) -> None:
+        """See `Service.drain`."""
+        await self._service.drain()
+
+    async def close(self) -> None:
+        """See `Service.close`."""
+        await self._service.close()

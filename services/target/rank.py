@@ -1,0 +1,103 @@
+"""One rank of a sharded target: `python -m services.target.rank` runs a follower without Ray."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from services.common.logs import get_logger, start_logging
+from services.common.process import die_with_parent, limit_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.engine.model import CausalModel
+    from services.engine.process_group import ProcessGroup
+
+_LOG = get_logger(__name__)
+
+REDIS_URL = "GALLEY_TARGET_REDIS_URL"
+"""Replicas on Ray get it by environment, as it may hold a password: Ray keeps arguments, and shows them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What every rank of a replica must be told alike; `model` is a directory, or what resolves to one."""
+
+    model: str
+    dtype: str
+    device: str
+    threads: int
+    size: int
+    timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """One rank's shard, ready to run, and the name of the build, which all ranks compute together."""
+
+    model: CausalModel
+    fingerprint: str
+
+
+def load_rank(spec: RankSpec, group: ProcessGroup, kv_blocks: int) -> LoadedRank:
+    """Load this rank's shard; all ranks at once, as loading probes the model. Raises UnsupportedModel."""
+    # Late, so that --help and Ray's controller need no torch.
+    from services.engine.fingerprint import fingerprint  # noqa: PLC0415
+    from services.engine.serving import load_model  # noqa: PLC0415
+
+    model = load_model(
+        spec.model,
+        dtype=spec.dtype,
+        device=spec.device,
+        threads=spec.threads,
+        kv_blocks=kv_blocks,
+        ranks=group,
+    )
+    return LoadedRank(model, fingerprint(model))
+
+
+def run_follower(spec: RankSpec, rank: int, address: str) -> None:
+    """Meet the others at rank 0's store, load, and run what rank 0 says until it says stop.
+
+    Raises RankLost when another rank has gone, UnsupportedModel where the model cannot be shared so.
+    """
+    limit_threads(spec.threads)
+    from services.engine.process_group import Meeting, join  # noqa: PLC0415
+    from services.target.sharded import agree, follow  # noqa: PLC0415
+
+    group = join(
+        rank, spec.size, device=spec.device, meeting=Meeting(address=address), timeout_s=spec.timeout_s
+    )
+    loaded = load_rank(spec, group, agree(group, rank, 0))
+    follow(loaded.model, group)
+    group.close()
+
+
+def follower_command(spec: RankSpec, rank: int, address: str) -> list[str]:
+    """How to start a follower that ends with the process that starts it."""
+    told = json.dumps({"spec": asdict(spec), "rank": rank, "address": address})
+    return [sys.executable, "-P", "-m", __spec__.name, told]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a follower; exits 1 when a rank was lost."""
+    parser = argparse.ArgumentParser(description="A follower of a sharded Galley target.")
+    parser.add_argument("told", help="JSON of spec, rank and address, as rank 0 says it.")
+    told = json.loads(parser.parse_args(argv).told)
+    die_with_parent()
+    start_logging("galley-target-rank", "info", "json")
+    from services.core.errors import GalleyError  # noqa: PLC0415
+
+    try:
+        run_follower(RankSpec(**told["spec"]), int(told["rank"]), str(told["address"]))
+    except GalleyError as error:
+        _LOG.error("this rank ends", rank=told["rank"], problem=str(error))
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""How many replicas a load needs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from services.target.autoscaling import ReplicaLoad, scale_targets, wanted_replicas
+
+
+@pytest.mark.parametrize(
+    ("loads", "running", "wanted"),
+    [
+        ([], 2, 2),
+        ([(0, 0.9)], 1, 1),
+        ([(0, 0.9), (0, 0.8)], 2, 1),
+        ([(30, 0.9), (0, 0.9)], 2, 3),
+        ([(0, 0.02), (1, 0.1)], 2, 3),
+        ([(3, 0.5), (2, 0.4)], 2, 2),
+        ([(0, 0.4), (0, 0.5)], 2, 2),
+    ],
+)
+def test_wanted_replicas(loads: list[tuple[float, float]], running: int, wanted: int) -> None:
+    assert wanted_replicas([ReplicaLoad(*load) for load in loads], running) == wanted
+
+
+def test_serve_is_answered_from_what_replicas_report() -> None:
+    metrics = {"queue_depth": {"a": 20.0, "b": 10.0, "new": 0.0}, "kv_free_share": {"a": 0.5, "b": 0.5}}
+    assert scale_targets(SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=2)) == (3, {})
+    assert scale_targets(SimpleNamespace(aggregated_metrics=None, target_num_replicas=2)) == (2, {})

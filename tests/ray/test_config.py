@@ -1,0 +1,52 @@
+"""The config that is committed, as Ray Serve and our application read it; and what is refused at start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from services.target import autoscaling
+from services.target.settings import TargetSettings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own, against pydantic
+    from ray.serve.schema import ServeDeploySchema
+
+    from services.target import ray_app
+
+CONFIG = Path(__file__).parents[2] / "deploy" / "ray" / "target.yaml"
+
+
+def test_the_committed_config_is_read_by_serve_and_by_us() -> None:
+    raw: dict[str, Any] = yaml.safe_load(CONFIG.read_text())
+    schema = ServeDeploySchema.model_validate(raw)
+    (application,) = schema.applications
+    (deployment,) = application.deployments
+    assert application.import_path == ray_app.IMPORT_PATH
+    assert application.name == ray_app.APP
+    assert deployment.name == ray_app.DEPLOYMENT
+    args = ray_app.AppArgs.model_validate(application.args)
+    TargetSettings(**args.settings)
+    policy = raw["applications"][0]["deployments"][0]["autoscaling_config"]["policy"]["policy_function"]
+    assert policy == f"{autoscaling.__name__}:{autoscaling.scale_targets.__name__}"
+
+
+def test_every_rank_has_a_bundle() -> None:
+    bound = ray_app.app({"tensor_parallel": 3, "settings": {"threads": 2}})
+    options = bound._bound_deployment._replica_config
+    assert options.placement_group_bundles == [{"CPU": 2.0}] * 3
+    assert options.ray_actor_options["num_cpus"] == 2
+
+
+def test_ranks_that_do_not_divide_are_refused_before_ray_is_started(default_model_dir: Path) -> None:
+    flags = ["--model", str(default_model_dir), "--redis-url", "unix:///nowhere", "--tensor-parallel", "2"]
+    command = [sys.executable, "-m", "services.target.deploy", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "2 ranks cannot share num_attention_heads = 9 evenly" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

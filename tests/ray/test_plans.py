@@ -1,0 +1,138 @@
+"""What rank 0 tells the others: nothing is lost on the way, and what is no plan is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.core.errors import Broken
+from services.core.step import Chunk
+from services.engine.model import CausalModel
+from services.engine.process_group import RankLost
+from services.target.plan_codec import Pass, decode, encode
+from services.target.sharded import ShardedModel, follow, receive_numbers, send_numbers
+
+NUMBERS = st.integers(0, 2**31 - 1)
+
+
+def lists(most: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(NUMBERS, max_size=most)
+
+
+CHUNKS = st.builds(Chunk, NUMBERS, lists(9), lists(5), NUMBERS)
+COPIES = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=3)
+
+
+@settings(max_examples=100, derandomize=True)
+@given(st.lists(CHUNKS, max_size=4), COPIES)
+def test_a_plan_arrives_as_it_was(chunks: list[Chunk], copies: list[tuple[int, int]]) -> None:
+    assert decode(encode(chunks, copies)) == Pass(tuple(chunks), tuple(copies))
+
+
+@settings(max_examples=100, derandomize=True)
+@given(st.lists(CHUNKS, min_size=1, max_size=3), COPIES, st.data())
+def test_a_plan_cut_short_is_refused(
+    chunks: list[Chunk], copies: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    whole = encode(chunks, copies)
+    with pytest.raises(Broken):
+        decode(whole[: data.draw(st.integers(0, len(whole) - 1))])
+
+
+@pytest.mark.parametrize("numbers", [[7], [1, 0, 0, 5]])
+def test_what_is_no_plan_is_refused(numbers: list[int]) -> None:
+    with pytest.raises(Broken):
+        decode(numbers)
+
+
+class Wire:
+    """Both ends in one thread; `lost` is raised in place of the next sending."""
+
+    def __init__(self) -> None:
+        self.sent: deque[Tensor] = deque()
+        self.lost = False
+
+    def send(self, values: Tensor) -> None:
+        if self.lost:
+            raise RankLost("a test lost it")
+        self.sent.append(values.clone())
+
+    def receive(self, values: Tensor) -> None:
+        if not self.sent:
+            raise RankLost("rank 0 has gone")
+        values.copy_(self.sent.popleft())
+
+
+@pytest.mark.parametrize("count", [0, 1, 1022, 1023, 1024, 1025, 70_000])
+def test_numbers_of_any_count_arrive(count: int) -> None:
+    wire = Wire()
+    send_numbers(wire, list(range(count)))
+    assert receive_numbers(wire) == list(range(count))
+    assert not wire.sent
+
+
+class StandIn:
+    """Notes what it runs; `failure` is raised by each run."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.ran: list[Pass] = []
+        self.failure = failure
+
+    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> Tensor:
+        self.ran.append(Pass(tuple(chunks), tuple(copies)))
+        if self.failure is not None:
+            raise self.failure
+        return torch.ones(1)
+
+
+def model_of(stand_in: StandIn) -> CausalModel:
+    return cast("CausalModel", stand_in)
+
+
+CHUNK = Chunk(3, [5, 6], [0, 1], 1)
+
+
+def test_all_ranks_run_what_rank_0_runs_until_it_stops() -> None:
+    wire, first, other = Wire(), StandIn(), StandIn()
+    model = ShardedModel(model_of(first), wire, on_loss=lambda: pytest.fail("nothing was lost"))
+    assert model.run([CHUNK], [(1, 2)]).tolist() == [1.0]
+    model.run([CHUNK])
+    model.stop()
+    follow(model_of(other), wire)
+    assert other.ran == first.ran == [Pass((CHUNK,), ((1, 2),)), Pass((CHUNK,), ())]
+
+
+def test_a_refused_pass_is_refused_by_all_and_the_next_one_runs() -> None:
+    wire, first, other = Wire(), StandIn(Broken("no")), StandIn(Broken("no"))
+    model = ShardedModel(model_of(first), wire, on_loss=lambda: pytest.fail("nothing was lost"))
+    for _ in range(2):
+        with pytest.raises(Broken, match="no"):
+            model.run([CHUNK])
+    model.stop()
+    follow(model_of(other), wire)
+    assert len(other.ran) == 2
+
+
+@pytest.mark.parametrize("failure", [RankLost("gone"), MemoryError()])
+def test_after_a_loss_nothing_runs_any_more(failure: Exception) -> None:
+    losses = threading.Semaphore(0)
+    wire, first = Wire(), StandIn(failure)
+    model = ShardedModel(model_of(first), wire, on_loss=losses.release)
+    with pytest.raises(type(failure)):
+        model.run([CHUNK])
+    with pytest.raises(RankLost):
+        model.run([CHUNK])
+    model.stop()
+    assert len(first.ran) == 1
+    assert losses.acquire(blocking=False)
+    assert not losses.acquire(blocking=False), "it was told twice"
+    with pytest.raises(RankLost):
+        follow(model_of(StandIn(failure)), cast("Any", Wire()))
