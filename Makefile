@@ -42,9 +42,21 @@ clean: ## remove .venv and every cache
 demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), stop them
 	@$(BIN)/galley demo
 
-.PHONY: bench-round prove-noise prove-tokens
+.PHONY: bench-round bench-engine bench-throughput bench-peers prove-noise prove-tokens prove-engine
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
+
+bench-engine: setup ## measure a step of the target engine beside transformers and the roofline
+	@$(BIN)/python -m bench.engine
+
+bench-throughput: setup ## measure 1 to 64 streams through the gateway, and the engine alone
+	@$(BIN)/python -m bench.throughput
+
+bench-peers: setup ## measure ours beside vLLM on the CPU (makes its environment: some GB)
+	@$(BIN)/python -m bench.peers
+
+prove-engine: setup ## the same tokens and bits whatever happens to the engine, over 10^4 passes
+	@$(BIN)/python -m bench.prove_engine
 
 prove-noise: setup ## no noise is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise

@@ -1,0 +1,75 @@
+"""Our engine alone as a process that answers blocks of prompts; the protocol is bench/peer_vllm.py's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+
+from bench.engine_alone import EngineAlone, closed_loop
+from services.core.kv_table import KvTable
+from services.engine.model import CausalModel
+from services.engine.sampling import warm_up
+from services.target.paged_engine import PagedEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_SESSIONS = 256
+
+
+def answer_block(engine: EngineAlone, block: dict[str, Any]) -> dict[str, Any]:
+    """Answer every prompt of a block."""
+    began_s = time.perf_counter()
+    answers = closed_loop(
+        engine,
+        block["prompts"],
+        streams=block["streams"],
+        max_tokens=block["max_tokens"],
+        temperature=block["temperature"],
+        seed=block["seed"],
+    )
+    wall_s = time.perf_counter() - began_s
+    return {"answers": [{"tokens": a.tokens, "at_s": a.at_s} for a in answers], "wall_s": wall_s}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Load, say so, answer blocks until standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-blocks", type=int, default=1456, help="1 GiB of the default model's")
+    options = parser.parse_args(argv)
+    answers = _keep_standard_output()
+    model = CausalModel.load(
+        options.model,
+        dtype=getattr(torch, options.dtype),
+        device="cpu",
+        threads=options.threads,
+        kv_blocks=options.kv_blocks,
+    )
+    warm_up()
+    table = KvTable(model.kv.blocks, model.kv.block_tokens, MAX_SESSIONS)
+    engine = EngineAlone(PagedEngine(model, "bench"), table, sorted(model.info.eos_token_ids))
+    print(json.dumps({"ready": model.info.name}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer_block(engine, json.loads(line))), file=answers, flush=True)
+    return 0
+
+
+def _keep_standard_output() -> TextIO:
+    """The real standard output for answers alone; everything else that is printed goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Logits of a position have the same bits however they are computed: a world that tries to make them differ.
+
+Each sequence's logits are computed once alone, from nothing, in one chunk. Then sequences are fed side by
+side: chunks of random lengths in random company, draft tokens that turn out wrong, cuts, losses of all blocks
+and refills into others, blocks copied elsewhere. Every row of logits on the way must equal the first, bit by
+bit.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from services.core.step import Chunk
+from services.engine.model import CausalModel
+
+_CHUNKS = (1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64)
+_MAX_DRAFTS = 8
+
+
+@dataclass(slots=True)
+class InvarianceCounts:
+    """What was compared; `differing` rows have another bit somewhere."""
+
+    rows: int = 0
+    differing: int = 0
+    passes: int = 0
+    evictions: int = 0
+    copied_blocks: int = 0
+    drafts_fed: int = 0
+    first_difference: str = ""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    tokens: list[int]
+    alone: torch.Tensor  # [len(tokens), vocab]
+    blocks: list[int] = field(default_factory=list)
+    done: int = 0
+
+
+class InvarianceTrial:
+    """A few sequences over one pool; give the model blocks for twice their length."""
+
+    def __init__(self, model: CausalModel, sequences: int, longest: int, seed: int) -> None:
+        self._model = model
+        self._random = random.Random(seed)
+        self._free = list(range(model.kv.blocks))
+        self._random.shuffle(self._free)
+        self._copies: list[tuple[int, int]] = []
+        self.counts = InvarianceCounts()
+        self._sequences = [self._sequence(longest) for _ in range(sequences)]
+
+    def run(self, passes: int) -> InvarianceCounts:
+        """So many passes of random company; sequences that come to their end begin anew."""
+        for _ in range(passes):
+            for sequence in self._sequences:
+                self._disturb(sequence)
+            company = [s for s in self._sequences if self._random.random() < 0.6] or self._sequences[:1]
+            self._random.shuffle(company)
+            self._pass(company)
+        return self.counts
+
+    def _sequence(self, longest: int) -> _Sequence:
+        tokens = self._some(self._random.randint(longest // 4, longest))
+        blocks = self._free[: self._needed(len(tokens))]
+        alone = self._model.run([Chunk(0, tokens, blocks, len(tokens))]).clone()
+        return _Sequence(tokens, alone)
+
+    def _disturb(self, sequence: _Sequence) -> None:
+        """Sometimes cut it, take all its blocks, or copy one elsewhere."""
+        kind = self._random.random()
+        if sequence.done == len(sequence.tokens) or kind < 0.03:
+            self._give_back(sequence, 0)
+            self.counts.evictions += 1
+        elif kind < 0.08:
+            self._give_back(sequence, self._random.randint(0, sequence.done))
+        elif kind < 0.13 and sequence.blocks:
+            at = self._random.randrange(len(sequence.blocks))
+            # Not given back before the pass: the copy reads it.
+            old, sequence.blocks[at] = sequence.blocks[at], self._free.pop()
+            self._copies.append((old, sequence.blocks[at]))
+            self.counts.copied_blocks += 1
+
+    def _give_back(self, sequence: _Sequence, length: int) -> None:
+        kept = self._needed(length)
+        # A block that a copy of this pass is made into may not be another's meanwhile.
+        held_back = {into for _, into in self._copies}
+        for block in sequence.blocks[kept:]:
+            if block not in held_back:
+                self._free.insert(self._random.randrange(len(self._free) + 1), block)
+        del sequence.blocks[kept:]
+        sequence.done = length
+
+    def _pass(self, company: list[_Sequence]) -> None:
+        chunks, wanted = [], []
+        for sequence in company:
+            count = min(self._random.choice(_CHUNKS), len(sequence.tokens) - sequence.done)
+            drafts = self._some(self._random.choice((0, 0, 1, 4, _MAX_DRAFTS)))
+            while len(sequence.blocks) < self._needed(sequence.done + count + len(drafts)):
+                sequence.blocks.append(self._free.pop())
+            fed = [*sequence.tokens[sequence.done : sequence.done + count], *drafts]
+            want = self._random.choice((0, len(fed), len(fed), min(len(fed), 1 + len(drafts))))
+            chunks.append(Chunk(sequence.done, fed, list(sequence.blocks), want))
+            wanted.append((sequence, sequence.done, count, len(fed) - want))
+            self.counts.drafts_fed += len(drafts)
+            sequence.done += count
+        logits = self._model.run(chunks, self._copies)
+        self._free += [old for old, _ in self._copies]
+        self._copies = []
+        self.counts.passes += 1
+        row = 0
+        for (sequence, start, count, skipped), chunk in zip(wanted, chunks, strict=True):
+            mine = logits[row : row + chunk.want_logits]
+            row += chunk.want_logits
+            self._compare(sequence, mine[: max(0, count - skipped)], start + skipped)
+
+    def _compare(self, sequence: _Sequence, logits: torch.Tensor, first: int) -> None:
+        expected = sequence.alone[first : first + len(logits)]
+        same = (logits == expected).all(dim=1)
+        self.counts.rows += len(logits)
+        self.counts.differing += int((~same).sum())
+        if not bool(same.all()) and not self.counts.first_difference:
+            at = int((~same).nonzero()[0])
+            error = float((logits[at] - expected[at]).abs().max())
+            self.counts.first_difference = f"pass {self.counts.passes}, position {first + at}, by {error:.3g}"
+
+    def _needed(self, length: int) -> int:
+        return -(-length // self._model.kv.block_tokens)
+
+    def _some(self, count: int) -> list[int]:
+        return [self._random.randrange(3, self._model.info.vocab_size) for _ in range(count)]
