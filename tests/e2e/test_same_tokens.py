@@ -14,7 +14,7 @@ import pytest_asyncio
 from services.client.options import GenerateOptions
 from services.core.strategies import ORACLE
 from services.gateway.tokenizer import Tokenizer
-from tests.e2e.matrix import DRAFT_LENGTHS, Answer, Case, accepted_per_round, ask_all, pairwise_cases
+from tests.e2e.matrix import Answer, Case, accepted_per_round, ask_all, pairwise_cases
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.reference import Reference
 from tests.e2e.stacks import Clients
@@ -77,13 +77,14 @@ async def test_greedy_equals_transformers(
 
 def _check_speculation(case: Case, answers: Sequence[Answer]) -> None:
     drafted = sum(answer.stats.drafted for answer in answers)
+    verified = sum(answer.stats.verified for answer in answers)
     accepted = sum(answer.stats.accepted for answer in answers)
     if case.strategy in {"off", "none"}:
         assert drafted == 0
     if case.spoil == 0.0:
-        assert accepted == drafted > 0
-    if case.strategy == "model":
-        assert drafted > 0
+        assert drafted >= verified == accepted > 0
+    if case.strategy == "model":  # it was asked; that it knows nothing is known before the target has looked
+        assert sum(answer.stats.draft_compute_ns for answer in answers) > 0
     assert sum(sum(answer.from_draft) for answer in answers) == accepted
 
 
@@ -103,7 +104,7 @@ async def test_sampled_tokens_are_those_of_plain_decoding(
 
 async def test_every_accepted_count_occurs(taught: Clients, default_model_dir: Path) -> None:
     """An oracle that is taught one wrong token is accepted exactly up to there."""
-    k = max(DRAFT_LENGTHS)
+    k = 4  # as many as pay by themselves for a session that is alone
     options = GenerateOptions(temperature=0.0, max_tokens=k + 1, ignore_eos=True)
     prompts = [f"{count} bottles of beer on the wall, {count} bottles of" for count in range(k + 1)]
     encoded = encode(Tokenizer.load(str(default_model_dir)), prompts)
@@ -113,7 +114,7 @@ async def test_every_accepted_count_occurs(taught: Clients, default_model_dir: P
         for count, (prompt, answer) in enumerate(zip(encoded, plain, strict=True))
     ]
     taught.teach(lessons)
-    case = Case(ORACLE, k, 8, spoil=0.0)
+    case = Case(ORACLE, k, 1, spoil=0.0)
     answers = await ask_all(taught.of(case), prompts, options, case)
     for count, (answer, expected) in enumerate(zip(answers, plain, strict=True)):
         assert answer.tokens == expected.tokens

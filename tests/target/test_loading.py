@@ -49,11 +49,3 @@ def test_the_context_window_is_what_the_pool_holds(loaded: CausalModel) -> None:
 def test_several_ranks_are_not_for_this_process(tiny: Path) -> None:
     with pytest.raises(ValueError, match="3 ranks"):
         build(settings(tiny, tensor_parallel=3))
-
-
-def test_a_replica_that_is_registered_has_an_address(tiny: Path) -> None:
-    url = {"redis_url": "redis://127.0.0.1:1/0"}
-    with pytest.raises(ValueError, match="advertise"):
-        settings(tiny, **url)
-    assert settings(tiny, **url, advertise="target:50053").advertise
-    assert settings(tiny, **url, port=50053).port
