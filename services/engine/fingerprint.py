@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -46,13 +47,20 @@ def fingerprint(model: CausalModel) -> str:
         "numba": numba.__version__,
         "llvm": ".".join(map(str, llvmlite.binding.llvm_version_info)),
         "llvmlite": llvmlite.__version__,
-        "isa": torch.backends.cpu.get_cpu_capability(),
+        "cpu": _instruction_sets(),
+        "libc": platform.libc_ver(),  # whose cosines and exponentials the kernels call
         "device": _device_kind(model.info.device),
         "tensor_parallel": model.info.ranks,
     }
     digest = blake2b(json.dumps(build, sort_keys=True).encode(), digest_size=_DIGEST_BYTES)
     digest.update(probe_logits(model).cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _instruction_sets() -> list[str]:
+    """By which oneDNN chooses its kernels, beside torch's own choice."""
+    flags = torch.cpu.get_capabilities().items()
+    return [torch.backends.cpu.get_cpu_capability(), *sorted(name for name, there in flags if there is True)]
 
 
 def _device_kind(device: str) -> str:

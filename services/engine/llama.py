@@ -216,6 +216,11 @@ def _floats(weight: Tensor) -> Floats:
 
 def _window(config: Any, layer: int) -> int | None:
     """How many keys this layer's queries see; None: all."""
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
+    window: int | None = _declared(config, "sliding_window")
+    kinds = _declared(config, "layer_types")
     return None if kinds and kinds[layer] != "sliding_attention" else window
+
+
+def _declared(config: Any, name: str) -> Any:
+    """What this kind of model has by that name; a config.json may hold any others, which say nothing."""
+    return getattr(config, name, None) if hasattr(type(config), name) else None

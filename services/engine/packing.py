@@ -106,5 +106,5 @@ def _keeps_rows(packed: Callable[[Tensor], Tensor], features: int, dtype: torch.
     return all(
         torch.equal(packed(rows[first : first + count]), whole[first : first + count])
         for count in _ROWS_TRIED
-        for first in range(0, _MOST_ROWS_TRIED - count, 64)
+        for first in range(0, _MOST_ROWS_TRIED - count, 192)
     )

@@ -258,7 +258,7 @@ def test_caches_share_the_blocks_and_give_them_back(make_model: MakeModel) -> No
 # --- our own forward
 
 
-FAMILY = {
+FAMILY: dict[str, Callable[[], Any]] = {
     "llama": CONFIGS["llama"],
     "llama with biases": lambda: transformers.LlamaConfig(
         **CONFIGS["llama"]().to_diff_dict() | {"attention_bias": True, "mlp_bias": True}
@@ -275,12 +275,33 @@ FAMILY = {
             }
         }
     ),
+    "llama, heads of 24": lambda: transformers.LlamaConfig(
+        **CONFIGS["llama"]().to_diff_dict() | {"head_dim": 24, "num_key_value_heads": 1}
+    ),
+    "llama, yarn": lambda: transformers.LlamaConfig(
+        **CONFIGS["llama"]().to_diff_dict()
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        }
+    ),
+    "llama that names a window": lambda: transformers.LlamaConfig(
+        **CONFIGS["llama"]().to_diff_dict() | {"sliding_window": 11}
+    ),
     "mistral": CONFIGS["mistral"],
+    "mistral, no window": lambda: transformers.MistralConfig(
+        **CONFIGS["mistral"]().to_diff_dict() | {"sliding_window": None}
+    ),
     "qwen2": lambda: transformers.Qwen2Config(
         **CONFIGS["qwen2"]().to_diff_dict()
         | {"use_sliding_window": True, "sliding_window": 29, "max_window_layers": 1, "layer_types": None}
     ),
     "qwen3": CONFIGS["qwen3"],
+    "qwen3, wide heads": lambda: transformers.Qwen3Config(
+        **CONFIGS["qwen3"]().to_diff_dict() | {"head_dim": 48, "attention_bias": True}
+    ),
 }  # fmt: skip
 
 
@@ -319,13 +340,31 @@ def test_dynamic_shapes_of_heads_go_through_torch(
 # --- the kernels' machine code
 
 
+# Normalizes a row of threes with each stored type named; BREAK comes before the first.
 _NORMALIZE = """
+import os, pathlib, shutil, sys
 import numpy as np
 from services.engine.compiled import compiled
-out = np.empty((1, 2), np.float32)
-compiled().normalize(np.full((1, 2), 3, np.float32), np.ones(2, np.float32), np.float32(0), out)
-print(out.tolist())
+kernels = compiled()
+exec(os.environ.get("BREAK", ""))
+for kind in sys.argv[1:]:
+    out = np.empty((1, 2), kind)
+    kernels.normalize(np.full((1, 2), 3, np.float32), np.ones(2, np.float32), np.float32(0), out)
+    print(out.tolist())
 """
+_ONES = {"float32": "[[1.0, 1.0]]\n", "uint16": "[[16256, 16256]]\n"}  # bfloat16 of 1
+
+
+def _normalize(cache: Path, *kinds: str, first: str = "") -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _NORMALIZE, *kinds],
+        env=os.environ | {"GALLEY_CACHE_DIR": str(cache), "BREAK": first},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "".join(map(_ONES.__getitem__, kinds)), done.stderr
 
 
 @pytest.mark.parametrize("writable", [True, False])
@@ -333,13 +372,31 @@ def test_machine_code_is_kept_where_that_is_possible(writable: bool, tmp_path: P
     cache = tmp_path / "cache"
     if not writable:
         cache.write_text("a file, in which no directory can be made")
-    done = subprocess.run(
-        [sys.executable, "-c", _NORMALIZE],
-        env=os.environ | {"GALLEY_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert done.stdout == "[[1.0, 1.0]]\n"
+    _normalize(cache, "float32")
     assert writable == bool(list(cache.glob("kernels/**/*.nbc")))
+
+
+def test_a_disk_that_fails_between_loading_and_compiling_costs_only_time(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    _normalize(cache, "float32", first=f"shutil.rmtree({str(cache)!r}); pathlib.Path({str(cache)!r}).touch()")
+
+
+def test_machine_code_of_other_types_is_not_run(tmp_path: Path) -> None:
+    """Two processes that compile for different types at once may give their files one name."""
+    cache = tmp_path / "cache"
+    _normalize(cache, "float32", "uint16")
+    first, second = sorted(cache.glob("kernels/**/*.nbc"))
+    first.write_bytes(second.read_bytes())
+    _normalize(cache, "float32", "uint16")
+
+
+def test_damaged_machine_code_is_compiled_anew(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    _normalize(cache, "float32")
+    for suffix in ("nbi", "nbc"):
+        (damaged,) = cache.glob(f"kernels/**/*.{suffix}")
+        size = damaged.stat().st_size
+        damaged.write_bytes(damaged.read_bytes()[: size // 2])
+        _normalize(cache, "float32")
+        (again,) = cache.glob(f"kernels/**/*.{suffix}")
+        assert again.stat().st_size == size
