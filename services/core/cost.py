@@ -243,12 +243,14 @@ def rows_that_pay(
 
     `worth` is what each adds, most first; without them the pass confirms `tokens` over `rows` >= 1 rows.
     Every count up to `room` is looked at: the curve has steps, after which a row may pay where the one before
-    it did not. The smallest of equals.
+    it did not. The smallest of equals. No row makes a pass shorter, whatever `pass_ns` says.
     """
-    best, best_rate = 0, tokens / pass_ns(rows)
+    took_ns = pass_ns(rows)
+    best, best_rate = 0, tokens / took_ns
     for count, gained in enumerate(worth[: max(0, room)], 1):
         tokens += gained
-        rate = tokens / pass_ns(rows + count)
+        took_ns = max(took_ns, pass_ns(rows + count))
+        rate = tokens / took_ns
         if rate > best_rate:
             best, best_rate = count, rate
     return best

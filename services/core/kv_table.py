@@ -71,6 +71,9 @@ class KvTable:
             raise ValueError(f"block_tokens {block_tokens}, max_sessions {max_sessions}: at least 1 each")
         self.block_tokens = block_tokens
         self._max_sessions = max_sessions
+        self._forget_all(blocks)
+
+    def _forget_all(self, blocks: int) -> None:
         self._pool = BlockPool(blocks)
         self._live: dict[Key, KvSession] = {}
         self._idle: OrderedDict[Key, KvSession] = OrderedDict()  # longest idle first
@@ -196,6 +199,10 @@ class KvTable:
         if session is not None:
             self._remove(session)
         self._evicted.pop(key, None)
+
+    def clear(self) -> None:
+        """Forgets everything, and begins anew: what lies in the blocks is in doubt."""
+        self._forget_all(self.total)
 
     def check(self) -> None:
         """Recomputes all accounting, hashes included; raises Broken if it does not balance. For tests."""

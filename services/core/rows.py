@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from services.core.cost import rows_that_pay
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from services.core.cost import PassTimes
     from services.core.target_item import Item
 
 # Of the budget, what a waiting prefill gets at least, however much there is to verify.
@@ -31,18 +30,19 @@ class Grant:
         return self.rows == self.item.missing
 
 
-def share_rows(items: Sequence[Item], times: PassTimes, max_rows: int) -> list[Grant]:
+def share_rows(items: Sequence[Item], pass_ns: Callable[[int], int], max_rows: int) -> list[Grant]:
     """What each of the items, oldest first, gets of a pass of about `max_rows` rows, in that order.
 
     Every item whose KV reaches its position gets its one row, whatever the budget. Draft rows come next, as
-    many as pay, and prefill takes what is left, but at least a quarter of the budget.
+    many as pay by `pass_ns` (the time of a pass over so many rows), and prefill takes what is left, but at
+    least a quarter of the budget.
     """
     standing = sum(item.missing == 1 for item in items)
     demand = sum(item.missing for item in items if item.missing > 1)
     reserved = min(demand, max_rows // _PREFILL_SHARE)
     prefill = min(demand, max(max_rows - standing, reserved))
     offering = _reaching(items, prefill)
-    counts = _draft_counts(offering, standing + prefill, max_rows - standing - reserved, times)
+    counts = _draft_counts(offering, standing + prefill, max_rows - standing - reserved, pass_ns)
     used = standing + sum(counts.values())
     return _grants(items, counts, max(max_rows - used, reserved))
 
@@ -58,13 +58,15 @@ def _reaching(items: Sequence[Item], prefill: int) -> list[Item]:
     return reaching
 
 
-def _draft_counts(offering: Sequence[Item], rows: int, room: int, times: PassTimes) -> dict[int, int]:
+def _draft_counts(
+    offering: Sequence[Item], rows: int, room: int, pass_ns: Callable[[int], int]
+) -> dict[int, int]:
     """How many draft tokens of each item, by its id, are verified beside `rows` other rows."""
     worth = [(chance, item.id) for item in offering for chance in item.survival()]
     # Of one session the chances fall, so that the best of all are the first of each.
     worth.sort(key=lambda one: -one[0])
     chances = [chance for chance, _ in worth]
-    pays = rows_that_pay(chances, tokens=len(offering), rows=rows, pass_ns=times, room=room)
+    pays = rows_that_pay(chances, tokens=len(offering), rows=rows, pass_ns=pass_ns, room=room)
     counts: dict[int, int] = {}
     for _, item_id in worth[:pays]:
         counts[item_id] = counts.get(item_id, 0) + 1

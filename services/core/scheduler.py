@@ -26,6 +26,7 @@ from services.core.acceptance import confirm
 from services.core.content import Miss
 from services.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
 from services.core.linger import Lingering
+from services.core.live_times import LivePassTimes
 from services.core.rows import Grant, share_rows
 from services.core.step import Chunk, Draw, Sampled, StepPlan
 from services.core.target_item import Item, SessionMemory
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from services.core.step import StepOutcome
     from services.core.verify_items import Extend, SessionKey, VerifyRequest
 
-MAX_ROWS = 512
+MAX_ROWS = 256
 _RETRY_AFTER_S = 0.5
 # Sessions whose acceptance and hint delays are remembered: a few numbers each.
 _MEMORIES = 4096
@@ -75,10 +76,10 @@ class Scheduler:
     ) -> None:
         """`max_waiting` items may wait for their first row; `max_linger_ns` 0 never waits for a hint."""
         self._table = table
-        self._times = times
+        self._times = LivePassTimes(times)
         self._max_rows = max_rows
         self._max_waiting = max_waiting
-        self._lingering = Lingering(max_linger_ns, times)
+        self._lingering = Lingering(max_linger_ns, self._times)
         self._items: dict[int, Item] = {}
         self._standing: dict[SessionKey, Item] = {}
         self._arriving: dict[SessionKey, list[Item]] = {}
@@ -163,6 +164,18 @@ class Scheduler:
         """From now on every item ends with its next result, whatever credit it has."""
         self._draining = True
 
+    def abandon(self, error: GalleyError) -> None:
+        """After a fault of the scheduler's own: all items get `error`, and nothing that was held is trusted.
+
+        No pass may be under way in the engine.
+        """
+        self._answers += [Answer(item_id, error) for item_id in self._items]
+        self._items.clear()
+        self._standing.clear()
+        self._arriving.clear()
+        self._under_way = None
+        self._table.clear()
+
     def _admit(self, item: Item) -> None:
         """Let it stand for its session, if the cache holds what it builds on."""
         if (before := self._standing.get(item.key)) is not None:
@@ -208,12 +221,23 @@ class Scheduler:
     def _opened(self) -> list[Item]:
         """The standing items, oldest first, with their blocks opened."""
         for item in sorted(self._standing.values(), key=_age):
-            if item.kv_len is None:
-                try:
-                    item.kv_len = self._table.open(item.key, item.request.arrival_ns, item.tokens)
-                except Overloaded as error:
-                    self._answer(item, error)
+            # One may have made place for an older one already.
+            if item.kv_len is None and self._standing.get(item.key) is item:
+                self._open(item)
         return sorted(self._standing.values(), key=_age)
+
+    def _open(self, item: Item) -> None:
+        """Where there is no place left for a session, the youngest makes it, if it is younger than this."""
+        try:
+            item.kv_len = self._table.open(item.key, item.request.arrival_ns, item.tokens)
+        except Overloaded as error:
+            opened = (other for other in self._standing.values() if other.kv_len is not None)
+            youngest = max(opened, key=_age, default=item)
+            if youngest.age <= item.age:
+                self._answer(item, error)
+                return
+            self._answer(youngest, self._table.held(youngest.key))
+            item.kv_len = self._table.open(item.key, item.request.arrival_ns, item.tokens)
 
     def _reserve(self, wanted: Sequence[Grant]) -> tuple[dict[SessionKey, Grant], list[tuple[int, int]]]:
         """Make blocks for what is granted, oldest first; who gets none is answered and left out."""
@@ -266,6 +290,7 @@ class Scheduler:
         done = self._end(plan)
         if len(outcomes) != len(plan.chunks):
             raise Broken(f"a pass of {len(plan.chunks)} chunks had {len(outcomes)} outcomes")
+        self._times.saw(plan.rows, now - done.begun_ns)
         for grant, outcome in zip(done.grants.values(), outcomes, strict=True):
             grant.item.compute_ns += now - done.begun_ns
             self._settle(grant, outcome, len(done.grants), now)
@@ -294,6 +319,8 @@ class Scheduler:
     def _settle(self, grant: Grant, outcome: StepOutcome, sessions: int, now: int) -> None:
         """One session's outcome; an error costs it what the pass computed, and no other anything."""
         item = grant.item
+        if grant.final and (outcome is None or (isinstance(outcome, Sampled) and not outcome.tokens)):
+            outcome = Broken("the engine drew no token where one was wanted")
         if isinstance(outcome, GalleyError):
             self._table.distrust(item.key)
             self._answer(item, outcome)
@@ -325,7 +352,8 @@ class Scheduler:
             min_tokens=request.min_tokens,
         )
         stopped = _has_stopped(request, position, verdict.tokens)
-        refused = verdict.accepted < len(grant.draft_tokens) and not stopped
+        checked = _checked(grant, sampled)
+        refused = verdict.accepted < checked and not stopped
         item.memory.acceptance.saw(verdict.accepted, refused=refused)
         queue_ns, compute_ns = item.confirmed(verdict.tokens, now)
         # The last confirmed token has no KV yet: the next pass feeds it.
@@ -336,7 +364,7 @@ class Scheduler:
                 position=position,
                 tokens=verdict.tokens,
                 accepted=verdict.accepted,
-                verified=len(grant.draft_tokens),
+                verified=checked,
                 logprobs=sampled.logprobs[: len(verdict.tokens)],
                 kv_len=len(item.tokens) - 1,
                 batch_sessions=sessions,
@@ -386,6 +414,12 @@ def _chunk(grant: Grant, blocks: Sequence[int]) -> Chunk:
         logprobs=request.logprobs,
     )
     return Chunk(start, [*confirmed, *grant.draft_tokens], blocks, 1 + len(grant.draft_tokens), draw)
+
+
+def _checked(grant: Grant, sampled: Sampled) -> int:
+    """How many draft tokens were: all, but those after which the logits were bad."""
+    drafts, tokens = grant.draft_tokens, sampled.tokens
+    return len(tokens) if tokens == drafts[: len(tokens)] else len(drafts)
 
 
 def _has_stopped(request: VerifyRequest, position: int, tokens: Sequence[int]) -> bool:

@@ -1,6 +1,7 @@
 """One step of a target replica, as the scheduler plans it and the engine carries it out: plain values.
 
-The scheduler knows tokens, blocks and costs; the engine knows tensors. These values are all that passes between.
+The scheduler knows tokens, blocks and costs; the engine knows tensors. These values are all that passes
+between.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The model's own tokens, up to and with the first that differs from its guess; at least one."""
+    """The model's own tokens, up to and with the first that differs from its guess; at least one.
+
+    Where the logits after accepted guesses are bad, it ends with these: the next pass begins with the error.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()

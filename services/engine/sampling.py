@@ -46,8 +46,9 @@ def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | GalleyErro
 
     `logits` is float32 [rows, vocab], and is left as it is: each draw has len(guesses) + 1 rows, in the order
     of `draws`. Rows after a disagreement have a history that did not happen and are not looked at. Logprobs
-    are of the logits before any processing. A draw is Broken if a row that is looked at has a NaN or leaves
-    no token possible; the others are not touched by that. Raises Broken if the rows are not the draws'.
+    are of the logits before any processing. A row that has a NaN or leaves no token possible is bad: a draw
+    ends before it, with the accepted guesses alone, so that no guess changes what is confirmed; it is Broken
+    if its first row is bad. Other draws are not touched by it. Raises Broken if the rows are not the draws'.
     """
     ends = list(accumulate(len(draw.guesses) + 1 for draw in draws))
     if logits.shape[0] != sum(ends[-1:]):
@@ -71,7 +72,7 @@ def warm_up() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Drawing:
-    """A draw, its first row, and how many tokens it gave; -1 - i if its row i has no finite maximum."""
+    """A draw, its first row, and how many tokens it gave: none if that row has no finite maximum."""
 
     draw: Draw
     first: int
@@ -84,18 +85,13 @@ class _Drawing:
 
     def outcome(self, tokens: Ids, listed: Iterator[PositionLogprobs | None]) -> Sampled | GalleyError:
         """What the draw comes to; takes its own logprobs off `listed`."""
-        if self.count < 0:
-            return _no_maximum(self.draw, -1 - self.count)
-        own = tuple(int(token) for token in tokens[self.first : self.first + self.count])
-        logprobs = tuple(islice(listed, self.count)) if self.listed else ()
-        known = tuple(entry for entry in logprobs if entry is not None)
-        if len(known) < len(logprobs):
-            return _no_maximum(self.draw, logprobs.index(None))
-        return Sampled(own, known)
-
-
-def _no_maximum(draw: Draw, ahead: int) -> Broken:
-    return Broken(f"the logits for position {len(draw.history) + ahead} have no finite maximum")
+        # All of its own are taken, whether or not one of them is bad.
+        entries = list(islice(listed, self.count)) if self.listed else []
+        good = entries.index(None) if None in entries else self.count
+        if good == 0:
+            return Broken(f"the logits for position {len(self.draw.history)} have no finite maximum")
+        own = tuple(int(token) for token in tokens[self.first : self.first + good])
+        return Sampled(own, tuple(entry for entry in entries[:good] if entry is not None))
 
 
 # --------------------------------------------------------------------------------- for the kernels --

@@ -27,8 +27,8 @@ def draw_rows(
 ) -> None:
     """Sample every draw's rows of `logits` [rows, vocab], each up to the first token that is not its guess.
 
-    What a draw samples goes to `tokens` [rows] from its first row on, and how many they are to `drawn`
-    [draws]: -1 - i if the logits of its row i have no finite maximum.
+    A row whose logits have no finite maximum ends its draw, too, without a token. What a draw samples goes to
+    `tokens` [rows] from its first row on, and how many they are to `drawn` [draws].
     """
     row = 0
     for d in range(len(draws)):
@@ -57,7 +57,7 @@ def _draw(logits: Floats, draw: Any, ids: Ids, biases: Floats, tokens: Ids, at: 
             _edit(row, draw, ids[draw.bias - at :], biases, i < draw.masked_rows, scratch)
         tokens[i] = _choose(row, draw, draw.position + np.uint64(i), scratch)
         if tokens[i] == NOTHING:
-            result = -1 - i
+            result = i
             break
         if i + 1 < len(logits) and tokens[i] != ids[i]:
             result = i + 1

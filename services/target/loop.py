@@ -114,7 +114,9 @@ class StepLoop:
                 async with asyncio.timeout(quiet_s):
                     await self._arrived.wait()
             except TimeoutError:
-                return
+                # One may have come between the two waits.
+                if self._idle.is_set():
+                    return
 
     async def drain(self) -> None:
         """Refuse new items; those that are here end with their next result."""
@@ -132,12 +134,13 @@ class StepLoop:
         self._stop(Unavailable("the replica has stopped"))
 
     async def _run(self) -> None:
-        try:
-            while True:
+        while True:
+            try:
                 await self._turn()
-        except Exception as error:  # noqa: BLE001  # whatever the scheduler's fault is, nobody shall hang
-            log_internal(error)
-            self._stop(Unavailable("the replica's scheduler has failed"))
+            except Exception as error:  # noqa: BLE001  # whatever the scheduler's fault is, nobody shall hang
+                log_internal(error)
+                self._scheduler.abandon(Unavailable("the replica's scheduler has failed"))
+                self._deliver()
 
     async def _turn(self) -> None:
         self._changed.clear()

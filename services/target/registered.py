@@ -37,6 +37,10 @@ class Registered:
                 await self.service.quiet()
         await self.service.drain()
 
+    async def withdraw(self) -> None:
+        """Be no longer registered, now; what is under way is left to its fate."""
+        await self._registration.close()
+
     async def close(self) -> None:
         """Withdraw, and give everything back."""
         try:

@@ -26,7 +26,7 @@ class TargetSettings(ReplicaSettings):
         description="Bound of the KV pool of a rank, in MiB; the context window is cut to what it holds.",
     )
     max_rows: int = Field(
-        default=512,
+        default=256,
         ge=8,
         le=65536,
         description="About how many tokens one forward pass takes; longer prompts take several.",

@@ -86,6 +86,7 @@ class Lives(RuleBasedStateMachine):
     def open(self, key: Key, arrival: int, tokens: list[int]) -> None:
         live = set(self.wanted)
         free = self.table.free
+        had_blocks = bool(self.table.blocks_of(key))
         before = look_up(self.table.tokens_of(key), 0, tokens, prefix_hash(()))
         assert isinstance(before, Hit)
         try:
@@ -93,7 +94,9 @@ class Lives(RuleBasedStateMachine):
         except Overloaded:
             assert len(live - {key}) >= self.MAX_SESSIONS
             return
-        assert min(before.agree, len(tokens) - 1) <= stands < len(tokens)
+        # Of what is only cached, whole blocks are had back.
+        sure = before.agree if had_blocks else before.agree - before.agree % BLOCK_TOKENS
+        assert min(sure, len(tokens) - 1) <= stands < len(tokens)
         assert list(self.table.tokens_of(key)) == tokens[:stands]
         assert self.table.free <= free or key in live
         self.wanted[key] = tokens

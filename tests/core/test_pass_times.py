@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from services.core.cost import PassTimes, rows_that_pay
 from services.core.errors import InvalidField
+from services.core.live_times import LivePassTimes
 
 CURVE = PassTimes.measured([(1, 10_000), (8, 12_000), (16, 30_000), (64, 60_000)])
 
@@ -56,3 +57,50 @@ def test_no_other_number_of_rows_confirms_more_tokens_per_time(
     assert chosen in possible
     assert rate(chosen) == pytest.approx(max(rate(count) for count in possible))
     assert rate(chosen) >= rate(0)
+
+
+def test_a_row_never_makes_a_pass_shorter() -> None:
+    falling = {1: 100, 2: 100, 3: 60}
+    assert rows_that_pay([0.0, 0.0], tokens=1, rows=1, pass_ns=falling.__getitem__, room=2) == 0
+
+
+# ------------------------------------------------------------------------------- while it runs --
+
+
+def test_what_is_not_contradicted_is_as_measured() -> None:
+    live = LivePassTimes(CURVE)
+    for rows in (1, 2, 3, 8, 100, 5000):
+        live.saw(rows, CURVE(rows))
+        live.saw(rows, 0)
+    assert [live(rows) for rows in (1, 8, 12, 2000, 5000)] == [CURVE(rows) for rows in (1, 8, 12, 2000, 5000)]
+
+
+def test_a_bad_start_is_made_good() -> None:
+    # The machine was busy when one row was measured: more rows looked free.
+    noisy = PassTimes.measured([(1, 30_000), (8, 30_000), (64, 60_000)])
+    live = LivePassTimes(noisy)
+    for _ in range(200):
+        live.saw(1, 10_000)
+        live.saw(8, 12_000)
+    assert live(1) == pytest.approx(10_000, rel=0.02)
+    assert live(8) == pytest.approx(12_000, rel=0.02)
+    worth = [0.02] * 7
+    assert rows_that_pay(worth, tokens=1, rows=1, pass_ns=noisy, room=7) == 7
+    assert rows_that_pay(worth, tokens=1, rows=1, pass_ns=live, room=7) == 0
+
+
+def test_what_was_never_seen_goes_along_and_what_was_seen_stays() -> None:
+    live = LivePassTimes(CURVE)
+    for _ in range(200):
+        live.saw(64, 120_000)
+    assert live(1) == pytest.approx(20_000, rel=0.02), "all of the machine may be slower"
+    for _ in range(200):
+        live.saw(1, 10_000)
+    assert live(1) == pytest.approx(10_000, rel=0.02)
+    assert live(64) == pytest.approx(120_000, rel=0.02)
+
+
+def test_one_pass_that_was_interrupted_changes_little() -> None:
+    live = LivePassTimes(CURVE)
+    live.saw(1, 10_000_000_000)
+    assert live(1) < 1.2 * CURVE(1)

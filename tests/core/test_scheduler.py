@@ -282,6 +282,33 @@ def test_an_error_of_one_chunk_is_its_own() -> None:
     assert isinstance(answers[well], Confirmed)
 
 
+@pytest.mark.parametrize("outcome", [None, Sampled(())])
+def test_an_engine_that_draws_nothing_ends_the_item_and_stalls_nobody(outcome: Sampled | None) -> None:
+    bench = Bench()
+    bench.submit(request(PROMPT, credit=9))
+    plan = bench.begin()
+    bench.scheduler.conclude(plan, [outcome], bench.now)
+    (answer,) = bench.scheduler.take_answers()
+    assert isinstance(answer.outcome, Broken)
+    assert bench.scheduler.plan(bench.now) is None
+
+
+def test_what_was_accepted_before_bad_logits_is_confirmed_and_the_next_pass_fails() -> None:
+    bench = Bench()
+    item = bench.submit(request(PROMPT, draft_tokens=tuple(ANSWER[:4]), credit=9))
+    plan = bench.begin()
+    bench.scheduler.conclude(plan, [Sampled(tuple(ANSWER[:2]))], bench.now)
+    result = only(bench.scheduler.take_answers())
+    assert (result.tokens, result.accepted, result.verified) == (tuple(ANSWER[:2]), 2, 2)
+    assert (result.kv_len, result.more) == (6, True)
+    plan = bench.begin()
+    assert plan.chunks[0].tokens[0] == ANSWER[1], "the last confirmed token is fed again"
+    broken = Broken("no finite maximum")
+    bench.scheduler.conclude(plan, [broken], bench.now)
+    assert [(answer.item, answer.outcome) for answer in bench.scheduler.take_answers()] == [(item, broken)]
+    bench.table.check()
+
+
 def test_the_youngest_makes_room_for_the_older_and_learns_what_is_left() -> None:
     bench = Bench(blocks=8, max_rows=64)
     young = bench.submit(request(prompt(16, 1), session="young", arrival_ns=9, credit=99))
@@ -304,6 +331,21 @@ def test_a_young_session_is_refused_where_older_ones_hold_everything() -> None:
     refused = answers[young]
     assert isinstance(refused, Overloaded)
     assert refused.retry_after_s > 0
+
+
+def test_the_youngest_makes_place_for_an_older_session() -> None:
+    bench = Bench(max_sessions=2)
+    items = [bench.submit(request(prompt(9, i), session=f"s{i}", arrival_ns=i, credit=50)) for i in (1, 2)]
+    bench.step()
+    old = bench.submit(request(PROMPT, session="old", arrival_ns=0))
+    young = bench.submit(request(PROMPT, session="young", arrival_ns=3))
+    answers = {answer.item: answer.outcome for answer in bench.step()}
+    assert isinstance(answers[old], Confirmed)
+    assert isinstance(answers[items[0]], Confirmed)
+    missed = answers[items[1]]
+    assert isinstance(missed, Miss)
+    assert missed.have > 0, "it keeps what was cached of it"
+    assert isinstance(answers[young], Overloaded)
 
 
 def test_what_can_never_be_held_is_refused_at_once() -> None:
@@ -351,6 +393,23 @@ def test_times_are_of_what_led_to_each_result() -> None:
     assert first.queue_ns == 3 * MS
     assert first.compute_ns == FLAT(5)
     assert (second.queue_ns, second.compute_ns) == (0, FLAT(1))
+
+
+def test_after_a_fault_of_its_own_everything_ends_and_begins_anew() -> None:
+    bench = Bench()
+    bench.submit(request(PROMPT, session="idle"))
+    bench.step()
+    items = [bench.submit(request(PROMPT, session=f"s{i}", credit=9)) for i in range(2)]
+    bench.begin()
+    items.append(bench.submit(request(PROMPT, session="s1")))
+    error = Unavailable("failed")
+    bench.scheduler.abandon(error)
+    answers = bench.scheduler.take_answers()
+    assert [(answer.item, answer.outcome) for answer in answers] == [(item, error) for item in items]
+    assert (bench.scheduler.queue_depth, bench.table.live_blocks) == (0, 0)
+    assert bench.table.cached_prefixes(9) == []
+    item = bench.submit(request(PROMPT, session="s1", credit=5))
+    assert [token for result in bench.results()[item] for token in result.tokens] == ANSWER[:6]
 
 
 def test_one_pass_at_a_time() -> None:

@@ -129,6 +129,22 @@ def test_a_draft_with_nothing_to_say_is_asked_again_only_after_a_verdict() -> No
     assert "draft" in here.waiting
 
 
+def test_a_draft_that_keeps_saying_nothing_costs_the_target_no_message_per_token() -> None:
+    here = world(length=100)
+    here.draft_answers(lie="nothing")
+    before = here.extensions
+    for _ in range(32):
+        here.target_answers()
+        here.draft_answers(lie="nothing")
+        here.store()
+        here.take()
+    assert here.extensions - before <= 32 // 8, "but for its credit"
+    here.target_answers()
+    here.draft_answers()
+    assert told(here)[-1].hint is not None
+    assert told(here)[-1].hint_due, "from then on it is waited for again"
+
+
 def test_a_draft_that_fails_does_not_let_the_target_wait_for_it() -> None:
     here = world(draft_cooldown_ns=1000 * MS)
     here.draft_answers(fail=True)

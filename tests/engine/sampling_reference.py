@@ -34,19 +34,19 @@ def sample(logits: Tensor, draw: Draw, guesses: Sequence[int] = ()) -> list[int]
 
 
 def expected(logits: Floats, draw: Draw) -> Sampled | None:
-    """What a draw gives of its rows [guesses + 1, vocab]; None if it is an error."""
+    """What a draw gives of its rows [guesses + 1, vocab]; None if its first row is bad."""
     tokens: list[int] = []
     for row, guess in zip(logits, [*draw.guesses, None], strict=True):
         token = _choose(row, draw, tokens)
-        if token is None:
-            return None
+        if token is None or (draw.logprobs is not None and not np.isfinite(row.max())):
+            break
         tokens.append(token)
         if token != guess:
             break
+    if not tokens:
+        return None
     if draw.logprobs is None:
         return Sampled(tuple(tokens))
-    if not all(np.isfinite(row.max()) for row in logits[: len(tokens)]):
-        return None
     pairs = zip(logits, tokens, strict=False)
     return Sampled(tuple(tokens), tuple(_logprobs(row, token, draw.logprobs) for row, token in pairs))
 

@@ -146,7 +146,7 @@ def test_what_cannot_be_computed_changes_nothing(make_model: Callable[[Any], Pat
         cache.truncate(1)
 
 
-def test_a_fingerprint_names_weights_and_dtype(
+def test_a_fingerprint_names_weights_dtype_and_machine(
     make_model: Callable[[Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GALLEY_CACHE_DIR", str(tmp_path / "cache"))
@@ -156,6 +156,9 @@ def test_a_fingerprint_names_weights_and_dtype(
     assert fingerprint(load(directory)) == name
     assert fingerprint(load(directory, torch.bfloat16)) != name
     assert fingerprint(load(truncate_model(directory, [0, 2], tmp_path / "shallow"))) != name
+    model = load(directory)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    assert fingerprint(model) != name
 
 
 @torch.inference_mode()

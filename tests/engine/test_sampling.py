@@ -279,6 +279,33 @@ def test_a_bad_row_costs_its_own_draw_alone(shape: str, bad: float) -> None:
     assert "position 1 " in str(broken)
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("shape", ["plain", "greedy", "filtered", "penalized"])
+def test_a_bad_row_keeps_what_was_accepted_before_it(shape: str, logprobs: int | None) -> None:
+    rng = np.random.default_rng(9)
+    rows = torch.from_numpy(rng.normal(size=(4, 500)).astype(np.float32))
+    draw = replace(draw_of(replace(SamplingParams(seed=3), **SHAPES[shape])), logprobs=logprobs)
+    guesses: tuple[int, ...] = ()
+    for _ in range(3):
+        guesses = tuple(sample(rows[: len(guesses) + 1], draw, guesses))
+    for bad in (1, 2, 3):
+        spoiled = rows.clone()
+        spoiled[bad] = math.nan
+        (outcome,) = draw_all(spoiled, [replace(draw, guesses=guesses)])
+        assert tokens_of(outcome) == guesses[:bad], "no token of its own: the next pass is the one that fails"
+        assert len(logprobs_of(outcome)) == (0 if logprobs is None else bad)
+
+
+def test_logits_that_can_be_drawn_from_but_not_normed_are_bad_where_logprobs_are_wanted() -> None:
+    # The infinite one is masked for sampling, but logprobs are of the logits as they are.
+    rows = torch.zeros(2, 9)
+    rows[1, 4] = math.inf
+    draw = replace(draw_of(GREEDY), guesses=(0,), stop_token_ids=frozenset({4}), min_tokens=5)
+    assert tokens_of(draw_all(rows, [draw])[0]) == (0, 0)
+    assert tokens_of(draw_all(rows, [replace(draw, logprobs=1)])[0]) == (0,)
+    assert isinstance(draw_all(rows[1:], [replace(draw, guesses=(), logprobs=1)])[0], Broken)
+
+
 @pytest.mark.parametrize("at", [0, 4998])
 def test_a_single_nan_is_found_wherever_it_stands(at: int) -> None:
     for nan in (np.float32(math.nan), np.array([0xFFC00001], dtype=np.uint32).view(np.float32)[0]):
@@ -427,7 +454,7 @@ def test_a_row_that_is_not_needed_may_hold_anything() -> None:
     logits = torch.tensor([[0.0, 1.0], [math.nan, math.nan]])
     assert sample(logits, draw_of(GREEDY), [0]) == [1]
     with pytest.raises(Broken):
-        sample(logits, draw_of(GREEDY), [1])
+        sample(logits[1:], draw_of(GREEDY))
 
 
 @pytest.mark.parametrize(("rows", "guesses"), [(0, []), (2, []), (4, [1, 1]), (2, [1, 1])])

@@ -35,7 +35,6 @@ STOP = 1
 POISON = 127
 # A step of the clock, in nanoseconds.
 TICK_NS = 1_000_000
-_LONGEST_HINT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,30 +350,29 @@ class FuzzWorld:
         self._compare(session, confirmed)
         session.tokens += confirmed.tokens
         session.held = confirmed.kv_len
+        if confirmed.accepted == len(confirmed.tokens) and confirmed.tokens[-1] != STOP:
+            self.counts.happened["accepted, then nothing"] += 1
+            if not self._comes_to_nothing(session):
+                raise AssertionError("no token of its own after the accepted ones, but there is one")
         self.counts.verified += confirmed.verified
         self.counts.accepted += confirmed.accepted
         if session.request is not None and len(session.tokens) > session.request.max_position:
             raise AssertionError("confirmed beyond max_position")
 
     def _hear_error(self, session: _Session, error: GalleyError) -> None:
-        poisoned = self._size.poison is not None and self._size.poison in session.tokens
-        if isinstance(error, Broken) and not poisoned and not self._comes_to_poison(session):
-            raise AssertionError(f"a session without poison is broken: {error}") from error
         if not isinstance(error, Broken | Overloaded | DeadlinePassed) and type(error) is not OurFault:
             raise AssertionError(f"an error of another kind: {error!r}") from error
-        if poisoned:
+        if isinstance(error, Broken):
+            if not self._comes_to_nothing(session):
+                raise AssertionError(f"a session that could go on is broken: {error}") from error
             # It can never go on.
             self._sessions.pop(session.key, None)
             session.item, session.request = None, None
 
-    def _comes_to_poison(self, session: _Session) -> bool:
-        """Does the model itself say poison within one pass's drafts? The rows after it are NaN, too."""
-        said: list[int] = []
-        while len(said) < _LONGEST_HINT and self._size.poison not in said:
-            history = [*session.tokens, *said]
-            draw = Draw(session.sampling, history, session.prompt_len, frozenset({STOP}), 0)
-            said += fresh_tokens(self._fresh, draw)
-        return self._size.poison in said
+    def _comes_to_nothing(self, session: _Session) -> bool:
+        """Is there no token that a fresh run says next?"""
+        draw = Draw(session.sampling, session.tokens, session.prompt_len, frozenset({STOP}), 0)
+        return isinstance(fresh_outcome(self._fresh, draw), Broken)
 
     def _compare(self, session: _Session, confirmed: Confirmed) -> None:
         """These tokens are those of a fresh run of the whole sequence, alone."""
@@ -442,14 +440,19 @@ def run_plan(model: CausalModel, plan: StepPlan) -> list[StepOutcome]:
 
 
 def fresh_tokens(model: CausalModel, draw: Draw) -> list[int]:
-    """What the model says after draw.history, given draw.guesses: one sequence, one chunk, from nothing."""
-    tokens = [*draw.history, *draw.guesses]
-    blocks = range(-(-len(tokens) // model.kv.block_tokens))
-    chunk = Chunk(0, tokens, blocks, 1 + len(draw.guesses), draw)
-    (outcome,) = run_plan(model, StepPlan((chunk,)))
+    """What the model says after draw.history, given draw.guesses. Raises AssertionError if it is nothing."""
+    outcome = fresh_outcome(model, draw)
     if isinstance(outcome, Sampled):
         return list(outcome.tokens)
     raise AssertionError(f"a fresh run came to nothing: {outcome}")
+
+
+def fresh_outcome(model: CausalModel, draw: Draw) -> StepOutcome:
+    """The draw of one sequence, in one chunk, from nothing."""
+    tokens = [*draw.history, *draw.guesses]
+    blocks = range(-(-len(tokens) // model.kv.block_tokens))
+    chunk = Chunk(0, tokens, blocks, 1 + len(draw.guesses), draw)
+    return run_plan(model, StepPlan((chunk,)))[0]
 
 
 def save_small_model(directory: Path) -> Path:

@@ -212,6 +212,22 @@ async def test_a_failed_pass_costs_its_sessions_that_pass_and_no_more(
     assert list(retried.result.tokens) == answer[1:2]
 
 
+async def test_a_fault_of_the_scheduler_costs_all_items_and_the_replica_goes_on(
+    target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
+) -> None:
+    engine.gate.clear()
+    engine.missing = 1
+    async with stream_of(target) as stream:
+        await stream.send(item(credit=5))
+        await held_at_first_pass(engine)
+        engine.gate.set()
+        (failed,) = await stream.until_last()
+        assert failed.status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert (await info(target)).kv_blocks_free == (await info(target)).kv_blocks_total
+        await stream.send(item(credit=5))
+        assert tokens_of(await stream.until_last()) == answer[:6]
+
+
 async def test_draining_closes_credit_and_refuses_the_rest(
     target: rpc.TargetAsyncStub, engine: Recording, service: Served, answer: list[int]
 ) -> None:
