@@ -8,6 +8,8 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+# Some microseconds: as fast as a long spin where the cores are free.
+_SPINS = "2000"
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -30,6 +32,9 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 def limit_threads(count: int) -> None:
     """Have every thread's numeric kernels use `count` threads; call before torch or numpy is imported.
 
-    Set in the environment, because a library's own setter holds for the calling thread alone.
+    Set in the environment, because a library's own setter holds for the calling thread alone. Threads that
+    wait for one another spin only for a moment: where another process has the core, a long spin takes the
+    time away from the thread that is waited for, and steps stall.
     """
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(count)
+    os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)

@@ -81,7 +81,8 @@ class ReplicaRegistry:
     async def publish(self, pool: str, lease: ReplicaLease) -> None:
         """Register the replica, or renew its lease with what it says now."""
         key = (pool, lease.address)
-        changed = self._published.get(key) != lease.cached_prefixes
+        # Forgotten until all went well: what is there after a call that failed is not known.
+        changed = self._published.pop(key, None) != lease.cached_prefixes
         known = await self._publish(pool, lease, with_prefixes=changed)
         if not known and not changed:  # the lease had ended, and its prefixes with it
             await self._publish(pool, lease, with_prefixes=True)

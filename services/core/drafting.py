@@ -27,12 +27,13 @@ class Drafting:
     """One proposal is under way at most. Times in nanoseconds.
 
     `hint` is the last proposal, while it may be of use; `cache_len` is how far the draft's cache holds what
-    is confirmed or guessed.
+    is confirmed or guessed. `silent`: when last asked it had nothing to say, and may have nothing again.
     """
 
     def __init__(self, cooldown_ns: int, max_cooldown_ns: int) -> None:
         self.asked: Asked | None = None
         self.hint: Hint | None = None
+        self.silent = False
         self.cache_len = 0
         self.misses = 0
         self._first_cooldown = self._cooldown = cooldown_ns
@@ -57,6 +58,7 @@ class Drafting:
             return
         self._cooldown = self._first_cooldown
         self.hint = _read_hint(event, asked.k, answer.spec.vocab_size)
+        self.silent = not self.hint.draft_tokens
         self.cache_len = max(0, event.cache_len)
         self.confirm(answer.tokens)
 

@@ -220,7 +220,8 @@ class Session:
         k = self._affordable_k(now)
         if self._drafting.asked is None and k > 0:
             self._ask_draft(k)
-        self._hint_due = self._drafting.asked is not None
+        # After silence the target is not made to wait, nor told of each question: a hint is taken any time.
+        self._hint_due = self._drafting.asked is not None and not self._drafting.silent
 
     def _ask_draft(self, k: int) -> None:
         asked = self._drafting.asked = Asked(self._next_request(), len(self.answer.tokens), k)

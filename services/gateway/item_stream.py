@@ -99,6 +99,11 @@ class ItemStream(Generic[ItemT, AnswerT]):
         self._ids = itertools.count(1)
         self._current: _Connection[ItemT, AnswerT] | None = None
 
+    @property
+    def broken(self) -> bool:
+        """Whether it has ended since it was last opened, so that somebody else may answer the next item."""
+        return self._current is not None and self._current.broken
+
     def open(self, item: ItemT) -> OpenItem[AnswerT]:
         """Send `item`, whose `request_id` becomes one of the stream's own."""
         item.slice.request_id = next(self._ids)

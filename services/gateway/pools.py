@@ -21,7 +21,7 @@ from services.core.ports import Replica
 from services.gateway.item_stream import ItemStream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
     from contextlib import AbstractContextManager
 
     from services.core.answer import SessionSpec
@@ -60,9 +60,11 @@ _MEET_TIMEOUT_S = 1.0
 class TargetPool:
     """One target address; `info` is what it said of itself when it was last met."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str, came_back: Callable[[], None]) -> None:
+        """`came_back` is called when an item found out who serves there now."""
         self._stub = rpc.TargetStub(channel)
         self._address = address
+        self._came_back = came_back
         self._items: ItemStream[pb.VerifyItem, pb.VerifyAnswer] = ItemStream(
             self._stub.VerifyStream, _verify_request, _has_more
         )
@@ -97,8 +99,11 @@ class TargetPool:
 
     async def open(self, item: pb.VerifyItem) -> OpenItem[pb.VerifyAnswer]:
         """Send an item once it is known who serves. Raises what `meet` does."""
+        if self._items.broken:
+            self.lost()  # though no item was open to notice
         if not self._met:
             await self.meet(_seconds(item.slice.remaining_ns) or _MEET_TIMEOUT_S)
+            self._came_back()
         return self._items.open(item)
 
     def lost(self) -> None:
@@ -203,6 +208,8 @@ class DraftPool:
     ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
         """See `services.core.ports.DraftPort`."""
         try:
+            if self._items.broken:
+                self.info = None  # though no item was open to notice
             info = self.info or await self.pair(_seconds(remaining_ns) or _MEET_TIMEOUT_S)
             with _item_span("galley.v1.Draft/Propose"):
                 item = pb.ProposeItem(

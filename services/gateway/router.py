@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class SessionTarget:
     """The TargetPort of one session.
 
-    It stays where it is until an item fails there, the lease ends, or an item is given up unanswered; while
-    that happens, replicas that failed it are asked only when there is no other.
+    It stays where it is until an item fails there, the replica is let go, or an item is given up of which an
+    answer was due; while that happens, replicas that failed it are asked only when there is no other.
     """
 
     def __init__(self, targets: Targets, fingerprint: str = "", held: Held | None = None) -> None:
@@ -40,16 +40,22 @@ class SessionTarget:
         return _Routed(self, spec, request, remaining_ns)
 
     def place(self, spec: SessionSpec, request: ev.Verify) -> Member | None:
-        """The session's replica, chosen if it has none that will do."""
+        """The session's replica, chosen if it has none that will do.
+
+        None if there is none, or only one of another build: whether that must be is worth another look.
+        """
         at = self._at
-        if at is None or not at.fits or at.gone_since_ns is not None:
-            at = self._at = self._targets.choose(self._wanted(spec, request), self._failed)
-        return at
+        if at is None or not at.fits:
+            at = self._targets.choose(self._wanted(spec, request), self._failed)
+            self._at = at if at is not None and self._fingerprint in {"", at.fingerprint} else None
+        return self._at
 
     async def find(self, spec: SessionSpec, request: ev.Verify) -> Member | None:
-        """The same after a look at who is there now."""
+        """The same after a look at who is there now; of another build if it must be."""
         await self._targets.refresh()
-        return self.place(spec, request)
+        if self.place(spec, request) is None:
+            self._at = self._targets.choose(self._wanted(spec, request), self._failed)
+        return self._at
 
     @property
     def problem(self) -> str:
@@ -90,7 +96,7 @@ class _Routed:
         self._request = request
         self._remaining_ns = remaining_ns
         self._extensions: list[ev.ExtendVerify] = []
-        self._answered = False
+        self._owes = True
         self._item: Verification | None = None
         self._member: Member | None = None
         member = session.place(spec, request)
@@ -114,8 +120,8 @@ class _Routed:
             self._item.extend(request)
 
     async def aclose(self) -> None:
-        """Give the item up. A replica that had not answered by then is not asked next."""
-        if self._member is not None and not self._answered:
+        """Give the item up. A replica that owes an answer by then is not asked next."""
+        if self._member is not None and self._owes:
             self._session.leave(self._member)
         await self._end()
 
@@ -145,7 +151,7 @@ class _Routed:
     def _note(self, answer: ev.Verified | ev.CacheMissed | ev.Failed) -> None:
         if isinstance(answer, ev.Verified):
             self._session.served(answer)
-        self._answered = not isinstance(answer, ev.Failed)
+        self._owes = isinstance(answer, ev.Failed) or (isinstance(answer, ev.Verified) and answer.more)
         if isinstance(answer, ev.Failed) and self._member is not None:
             self._session.leave(self._member)
 

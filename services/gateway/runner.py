@@ -75,6 +75,7 @@ class SessionRunner:
         self._renewal: asyncio.Task[None] | None = None
         self._verification: Verification | None = None
         self._following: asyncio.Task[None] | None = None
+        self._holder: Replica | None = None
         self._end: ev.End | None = None
 
     def tell(self, event: ev.Event) -> None:
@@ -159,6 +160,8 @@ class SessionRunner:
         try:
             async with asyncio.timeout(timeout_s) as timer, aclosing(verification):
                 async for answer in verification:
+                    if not isinstance(answer, ev.Failed):
+                        self._holder = verification.replica
                     self.tell(answer)
                     timer.reschedule(asyncio.get_running_loop().time() + timeout_s)
         except TimeoutError:
@@ -192,10 +195,10 @@ class SessionRunner:
             self.tell(event(result))
 
     def _directory(self, effect: ev.Commit) -> Directory:
-        target = None if self._verification is None else self._verification.replica
+        """The target's is whose answer told how far its cache reaches, not who is asked next."""
         return Directory(
             draft=_held(self._ports.draft.replica, effect.draft_cache_len),
-            target=_held(target, effect.target_cache_len),
+            target=_held(self._holder, effect.target_cache_len),
         )
 
     async def _keep_alive(self) -> None:
@@ -285,6 +288,8 @@ class SessionRunner:
             task.cancel()
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._verification is not None:
+                await self._verification.aclose()  # its task may have been cancelled before it began
         finally:
             self._spans.abandon()
 

@@ -92,9 +92,9 @@ class Registered:
 class Member:
     """One address as this gateway uses it; `items` counts the gateway's own that are open there."""
 
-    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+    def __init__(self, address: str, channel: grpc.aio.Channel, came_back: Callable[[], None]) -> None:
         self.address = address
-        self.pool = TargetPool(channel, address)
+        self.pool = TargetPool(channel, address, came_back)
         self.lease: ReplicaLease | None = None
         self.items = 0
         self.fits = False
@@ -105,6 +105,11 @@ class Member:
     def up(self) -> bool:
         """Its lease lives, and nothing has failed since it was last met."""
         return self.gone_since_ns is None and self.pool.replica is not None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its build, as it was last told."""
+        return self.candidate().lease.fingerprint
 
     def candidate(self) -> Candidate:
         """As routing sees it."""
@@ -215,7 +220,7 @@ class Targets:
             self._refuse(address, self._mismatch(lease.tokenizer_hash))
             return False
         if address not in self._members:
-            self._members[address] = Member(address, self._open_channel(address))
+            self._members[address] = Member(address, self._open_channel(address), self._tell)
         member = self._members[address]
         member.lease = lease
         member.gone_since_ns = None
@@ -237,6 +242,7 @@ class Targets:
             await member.pool.meet(_MEET_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             self._problem = f"{member.address}: {error.details()}"
+            member.pool.lost()
             return
         except (TokenizerMismatch, Unavailable) as error:
             fault: GalleyError | None = error

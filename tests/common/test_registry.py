@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,26 @@ async def test_prefixes_outlast_a_lease_that_ended(server: Server, registry: Rep
     """They are sent when they change; a store that lost them is told again."""
     await registry.publish(POOL, lease())
     await _command(server, "FLUSHALL")
+    await registry.publish(POOL, lease())
+    assert await registry.read(POOL) == [lease()]
+
+
+async def test_prefixes_outlast_a_call_that_failed(
+    server: Server, registry: ReplicaRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease had ended, and the store goes away between the two calls that tell all of it anew."""
+    await registry.publish(POOL, lease())
+    await _command(server, "FLUSHALL")
+    run, calls = RedisCalls.run, iter([True, False])
+
+    async def once(*args: Any) -> object:
+        if not next(calls, True):
+            raise StoreUnavailable("away")
+        return await run(*args)
+
+    monkeypatch.setattr(RedisCalls, "run", once)
+    with pytest.raises(StoreUnavailable):
+        await registry.publish(POOL, lease())
     await registry.publish(POOL, lease())
     assert await registry.read(POOL) == [lease()]
 

@@ -39,22 +39,28 @@ def own_store(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 @pytest.fixture
-async def world(shared_store: Server, tokenizer: Path) -> AsyncIterator[World]:
+def credit() -> int:
+    """Of all gateways, where a test is not marked with `any_credit`."""
+    return 0
+
+
+@pytest.fixture
+async def world(shared_store: Server, tokenizer: Path, credit: int) -> AsyncIterator[World]:
     """Valkey, target and draft; the gateways are the test's to start."""
-    async with _world(shared_store, tokenizer) as world:
+    async with _world(shared_store, tokenizer, credit) as world:
         yield world
 
 
 @pytest.fixture
-async def frail_world(own_store: Server, tokenizer: Path) -> AsyncIterator[World]:
+async def frail_world(own_store: Server, tokenizer: Path, credit: int) -> AsyncIterator[World]:
     """The same around `own_store`."""
-    async with _world(own_store, tokenizer) as world:
+    async with _world(own_store, tokenizer, credit) as world:
         yield world
 
 
 @asynccontextmanager
-async def _world(store: Server, tokenizer: Path) -> AsyncIterator[World]:
+async def _world(store: Server, tokenizer: Path, credit: int) -> AsyncIterator[World]:
     # Not pytest's tmp_path: the path of a unix socket may have 107 bytes only.
     with tempfile.TemporaryDirectory(prefix="galley-") as directory:
-        async with World(Path(directory), tokenizer, store.url) as world:
+        async with World(Path(directory), tokenizer, store.url, credit) as world:
             yield world

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ class Replica:
         self.calls: list[Any] = []
         self.answered = 0
         self.cancelled = 0
+        self._waiting = 0
         self.failure: grpc.StatusCode | None = None
         self.failures_left = 0
         self.incarnations = 0
@@ -87,6 +89,10 @@ class Replica:
     async def has_answered(self, times: int) -> None:
         await self.watch.until(lambda: self.answered >= times)
 
+    async def waits_after(self, times: int) -> None:
+        """Until it has answered so often, and stands before a closed gate with more."""
+        await self.watch.until(lambda: self.answered >= times and self._waiting > 0)
+
     async def was_given_up(self, times: int = 1) -> None:
         await self.watch.until(lambda: self.cancelled >= times)
 
@@ -101,7 +107,12 @@ class Replica:
             raise
 
     async def _pass_gate(self) -> None:
-        await self.gate.enter()
+        self._waiting += 1
+        self.watch.changed()
+        try:
+            await self.gate.enter()
+        finally:
+            self._waiting -= 1
         self.answered += 1
         self.watch.changed()
         if self.failures_left > 0 and self.failure is not None:
@@ -153,6 +164,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
     """Says `true_next`, checks drafts by the one rule of acceptance, and counts what it was asked.
 
     An item with credit goes on unasked, a pass each `pass_s` seconds; each pass goes through the gate.
+    `confirmed` is how many output tokens each session has.
     """
 
     def __init__(self, directory: Path, tokenizer_hash: str) -> None:
@@ -164,6 +176,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         self.pass_s = 0.0
         self.extensions: list[pb.Extension] = []
         self.preemptions_left = 0
+        self.confirmed: Counter[str] = Counter()
         self.spoil: Callable[[pb.VerifyResult], None] = lambda _: None
 
     def _serve(self, server: grpc.aio.Server) -> None:
@@ -266,6 +279,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         )
         result.position = len(tokens)
         tokens += verdict.tokens
+        self.confirmed[part.session_id] = len(tokens) - part.prompt_len
         held = self._held[part.session_id] = tokens[:-1]
         result.tokens.extend(verdict.tokens)
         result.accepted = verdict.accepted

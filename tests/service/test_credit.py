@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from tests.service.world import MAX_TOKENS, World, hear, must_be_true
+from tests.service.truth import logprobs_of
+from tests.service.world import MAX_TOKENS, Heard, World, hear, must_be_true
 
 if TYPE_CHECKING:
     from tests.service.world import Gateway
@@ -40,6 +41,26 @@ async def test_plain_decoding_asks_once(world: World) -> None:
     assert len(world.target.extensions) <= MAX_TOKENS // 8
     assert heard.finished is not None
     assert heard.finished.speculation.rounds == MAX_TOKENS
+
+
+async def test_plain_decoding_needs_few_messages_within_the_usual_bounds(world: World) -> None:
+    world.target.pass_s = 0.002
+    gateway = await gateway_with_credit(world, draft="", window=64, buffer=256)
+    must_be_true(await hear(gateway.ask(max_tokens=256)), max_tokens=256)
+    assert len(world.target.calls) + len(world.target.extensions) <= 256 // 16
+
+
+async def test_a_client_cut_off_anywhere_goes_on_at_another_gateway(world: World) -> None:
+    world.draft.spoil_rate = 0.3
+    first, second = await gateway_with_credit(world), await gateway_with_credit(world)
+    for at in range(0, MAX_TOKENS, 4):
+        stream = first.ask(logprobs=2)
+        heard = Heard()
+        heard.hear(await anext(stream))
+        await heard.listen(stream, until=at)
+        stream.cancel()
+        must_be_true(await heard.listen(second.client.resume_stream(stream)))
+        assert heard.logprobs == [logprobs_of(token, 2) for token in heard.tokens]
 
 
 async def test_hints_reach_a_target_that_is_under_way(world: World) -> None:

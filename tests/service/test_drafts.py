@@ -14,7 +14,7 @@ from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.core.errors import TokenizerMismatch
 from tests.service.truth import VOCAB
 from tests.service.waiting import PATIENCE_S
-from tests.service.world import MAX_TOKENS, World, hear, must_be_true
+from tests.service.world import MAX_TOKENS, World, any_credit, hear, must_be_true
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,6 +111,7 @@ async def test_a_draft_that_is_right_so_often_changes_no_token(world: World, spo
         assert stats.rounds == MAX_TOKENS // 5  # 4 draft tokens and the target's own
 
 
+@any_credit
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
 async def test_a_lie_of_the_draft_is_harmless(
     world: World, lie: Callable[[pb.ProposeItem, pb.ProposeAnswer], None]
@@ -121,6 +122,7 @@ async def test_a_lie_of_the_draft_is_harmless(
     assert world.draft.calls
 
 
+@any_credit
 async def test_draft_calls_that_fail_are_harmless(world: World) -> None:
     world.draft.fail(grpc.StatusCode.INTERNAL, times=1000)
     gateway = await world.gateway()
@@ -171,12 +173,13 @@ async def test_a_draft_that_was_killed_is_used_again_when_it_is_back(world: Worl
             must_be_true(heard)
 
 
+@any_credit
 async def test_a_draft_killed_mid_stream_does_not_end_the_stream(world: World) -> None:
     gateway = await world.gateway()
     world.target.gate.close()
     stream = gateway.ask()
     world.target.gate.permit(2)
-    await world.target.called(3)
+    await world.target.waits_after(2)
     await world.draft.stop()
     world.target.gate.open()
     must_be_true(await hear(stream))

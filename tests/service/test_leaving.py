@@ -13,22 +13,35 @@ from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.service.truth import SEED, true_output
 from tests.service.waiting import PATIENCE_S
-from tests.service.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, Heard, World, hear, must_be_true, refused
+from tests.service.world import (
+    MAX_TOKENS,
+    PROMPT,
+    PROMPT_TOKENS,
+    Heard,
+    World,
+    any_credit,
+    hear,
+    must_be_true,
+    refused,
+)
 
 LONG = 50_000
 
 
+@any_credit
 async def test_a_client_that_cancels_stops_the_work_of_the_target_within_a_round(world: World) -> None:
     gateway = await world.gateway()
     world.target.gate.close()
     world.target.gate.permit(1)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
-    await world.target.called(2)
+    await world.target.waits_after(1)
+    asked = len(world.target.calls)
     stream.cancel()
     await world.target.was_given_up()
     await gateway.idle()
-    assert len(world.target.calls) == 2
+    assert len(world.target.calls) == asked
+    assert world.target.answered == 1
 
     world.target.gate.open()
     must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
@@ -50,6 +63,7 @@ async def test_a_client_that_cancels_stops_the_work_of_the_draft(world: World) -
     must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
 
 
+@any_credit
 async def test_a_client_that_cancels_while_nothing_waits_leaves_nothing_behind(world: World) -> None:
     """At whatever point: mid-stream, with the target answering freely."""
     gateway = await world.gateway()
@@ -63,6 +77,7 @@ async def test_a_client_that_cancels_while_nothing_waits_leaves_nothing_behind(w
     assert world.target.calls[calls].slice.start == 0
 
 
+@any_credit
 async def test_a_slow_client_stops_its_own_session_and_no_other(world: World) -> None:
     buffer = 32
     gateway = await world.gateway(buffer=buffer)
@@ -77,8 +92,7 @@ async def test_a_slow_client_stops_its_own_session_and_no_other(world: World) ->
         session_id = (await anext(stream)).started.session_id
 
         def confirmed() -> int:
-            parts = [call.slice for call in world.target.calls if call.slice.session_id == session_id]
-            return max((part.start + len(part.tokens) - part.prompt_len for part in parts), default=0)
+            return world.target.confirmed[session_id]
 
         before = -1
         while before != (before := confirmed()):
@@ -91,6 +105,7 @@ async def test_a_slow_client_stops_its_own_session_and_no_other(world: World) ->
     await gateway.idle()
 
 
+@any_credit
 async def test_an_aborted_session_ends_its_stream_and_cannot_be_continued(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
     for aborter in (first, second):
@@ -130,6 +145,7 @@ async def test_aborting_a_finished_session_leaves_it_as_it_ended(world: World) -
     assert again.tokens == whole.tokens
 
 
+@any_credit
 async def test_a_draining_gateway_refuses_new_work_and_lets_streams_end(world: World) -> None:
     gateway = await world.gateway(drain_timeout_s=20)
     world.target.gate.close()

@@ -9,7 +9,7 @@ import pytest
 
 from services.core.content import prefix_hash
 from tests.service.truth import logprobs_of, text_of
-from tests.service.world import MAX_TOKENS, Gateway, Heard, World, hear, must_be_true
+from tests.service.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true
 
 
 def summary(heard: Heard) -> tuple[object, ...]:
@@ -117,6 +117,7 @@ async def test_a_session_goes_on_where_its_log_ends_not_where_its_client_is(worl
     assert text_of(heard.tokens[:2]) + rest.text == whole.text
 
 
+@any_credit
 async def test_the_seed_of_a_session_is_kept(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
     world.target.gate.close()
@@ -146,6 +147,7 @@ async def test_a_session_with_drafts_goes_on_at_a_gateway_that_has_none(world: W
     assert len(world.draft.calls) == asked
 
 
+@any_credit
 async def test_many_sessions_at_once_are_each_the_one_that_was_asked_for(world: World) -> None:
     world.draft.spoil_rate = 0.3
     gateways = await world.gateway(), await world.gateway()

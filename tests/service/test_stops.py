@@ -7,7 +7,7 @@ import pytest
 from services.client.client import Message, Speculation
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from tests.service.truth import ASSISTANT, END, SEED, USER, logprobs_of, text_of, true_output
-from tests.service.world import MAX_TOKENS, PROMPT_TOKENS, World, hear, must_be_true
+from tests.service.world import MAX_TOKENS, PROMPT_TOKENS, World, any_credit, hear, must_be_true
 
 SPECULATIONS = [
     Speculation(off=True),
@@ -36,6 +36,7 @@ async def test_an_answer_is_the_same_with_every_speculation(world: World, specul
     assert all(call.k <= (speculation.k or 0) for call in world.draft.calls)
 
 
+@any_credit
 @pytest.mark.parametrize("speculation", SPECULATIONS, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 5])
 async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(
@@ -53,6 +54,7 @@ async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(
     assert heard.finished.usage.output_tokens == len(heard.tokens)
 
 
+@any_credit
 async def test_the_beginning_of_a_stop_string_is_held_back_and_told_at_the_end(world: World) -> None:
     gateway = await world.gateway()
     text = text_of(output())
@@ -62,6 +64,7 @@ async def test_the_beginning_of_a_stop_string_is_held_back_and_told_at_the_end(w
     assert heard.finished.reason == pb.Finished.REASON_LENGTH
 
 
+@any_credit
 @pytest.mark.parametrize("speculation", SPECULATIONS, ids=str)
 async def test_a_stop_token_ends_the_answer(world: World, speculation: Speculation) -> None:
     gateway = await world.gateway()
@@ -74,6 +77,7 @@ async def test_a_stop_token_ends_the_answer(world: World, speculation: Speculati
     assert (heard.finished.reason, heard.finished.stop_token_id) == (pb.Finished.REASON_STOP, stop)
 
 
+@any_credit
 async def test_the_models_own_end_stops_unless_it_is_ignored(world: World) -> None:
     gateway = await world.gateway()
     seed = seed_with_end(3, 30)
@@ -89,6 +93,7 @@ async def test_the_models_own_end_stops_unless_it_is_ignored(world: World) -> No
     assert heard.finished.reason == pb.Finished.REASON_LENGTH
 
 
+@any_credit
 async def test_min_tokens_keeps_stop_tokens_and_stop_strings_from_ending(world: World) -> None:
     gateway = await world.gateway()
     seed = seed_with_end(3, 30)
@@ -104,6 +109,7 @@ async def test_min_tokens_keeps_stop_tokens_and_stop_strings_from_ending(world: 
         assert heard.finished.stop == text[2]
 
 
+@any_credit
 async def test_max_tokens_of_one_asks_no_draft(world: World) -> None:
     gateway = await world.gateway()
     heard = await hear(gateway.ask(max_tokens=1))
@@ -113,6 +119,7 @@ async def test_max_tokens_of_one_asks_no_draft(world: World) -> None:
     assert not world.draft.calls
 
 
+@any_credit
 @pytest.mark.parametrize("top", [None, 0, 3])
 async def test_logprobs_are_those_of_the_target(world: World, top: int | None) -> None:
     gateway = await world.gateway()

@@ -10,7 +10,7 @@ import pytest
 from redis import asyncio as redis_asyncio
 
 from tests.service.waiting import PATIENCE_S
-from tests.service.world import MAX_TOKENS, Heard, World, hear, must_be_true, refused
+from tests.service.world import MAX_TOKENS, Heard, World, any_credit, hear, must_be_true, refused
 
 if TYPE_CHECKING:
     from tests.gateway.servers import Server
@@ -19,6 +19,7 @@ QUIET_S = 0.2
 """How long nothing may happen, where nothing must."""
 
 
+@any_credit
 async def test_nothing_is_streamed_before_it_is_logged_and_work_stops_at_the_window(
     frail_world: World, own_store: Server
 ) -> None:
@@ -36,7 +37,7 @@ async def test_nothing_is_streamed_before_it_is_logged_and_work_stops_at_the_win
     chunk = asyncio.ensure_future(anext(stream))
     await asyncio.wait({chunk}, timeout=QUIET_S)
     assert not chunk.done(), "streamed what the log cannot hold"
-    assert len(world.target.calls) == window, "worked on beyond the window"
+    assert world.target.answered == window, "worked on beyond the window"
 
     own_store.go_on()
     heard.hear(await chunk)
@@ -53,7 +54,7 @@ async def test_a_store_away_for_too_long_is_unavailable_and_the_session_resumabl
     world.target.gate.permit(1)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
-    await world.target.called(2)
+    await world.target.waits_after(1)
 
     own_store.pause() if how == "hangs" else own_store.kill()
     world.target.gate.open()
@@ -68,6 +69,7 @@ async def test_a_store_away_for_too_long_is_unavailable_and_the_session_resumabl
     must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
 
 
+@any_credit
 async def test_a_store_that_restarts_is_a_pause(frail_world: World, own_store: Server) -> None:
     world = frail_world
     gateway = await world.gateway()
@@ -75,7 +77,7 @@ async def test_a_store_that_restarts_is_a_pause(frail_world: World, own_store: S
     world.target.gate.permit(2)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
-    await world.target.called(3)
+    await world.target.waits_after(2)
     own_store.kill()
     world.target.gate.open()
     await world.target.has_answered(3)
@@ -83,6 +85,7 @@ async def test_a_store_that_restarts_is_a_pause(frail_world: World, own_store: S
     must_be_true(await heard.listen(stream))
 
 
+@any_credit
 async def test_a_store_that_was_emptied_ends_the_stream_and_says_the_session_is_gone(
     frail_world: World, own_store: Server
 ) -> None:
@@ -92,7 +95,7 @@ async def test_a_store_that_was_emptied_ends_the_stream_and_says_the_session_is_
     world.target.gate.permit(1)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
-    await world.target.called(2)
+    await world.target.waits_after(1)
     async with redis_asyncio.Redis.from_url(own_store.url) as store:
         await store.flushall()
     world.target.gate.open()
@@ -114,6 +117,7 @@ async def test_a_clients_deadline_comes_before_the_stores(frail_world: World, ow
     own_store.go_on()
 
 
+@any_credit
 async def test_a_client_that_cancels_while_the_store_hangs_leaves_the_gateway_whole(
     frail_world: World, own_store: Server
 ) -> None:

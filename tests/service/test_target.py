@@ -11,7 +11,7 @@ import pytest
 from services.client.client import GalleyRpcError
 from services.core.errors import TargetUnavailable, TokenizerMismatch
 from tests.service.waiting import PATIENCE_S
-from tests.service.world import MAX_TOKENS, Heard, World, hear, must_be_true, refused
+from tests.service.world import MAX_TOKENS, Heard, World, any_credit, hear, must_be_true, refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from services.common.pb.galley.v1 import galley_pb2 as pb
 
 
+@any_credit
 @pytest.mark.parametrize(
     "code",
     [
@@ -42,6 +43,7 @@ async def test_a_stream_to_the_target_that_breaks_costs_a_pause(world: World, co
     assert world.target.failures_left == 0
 
 
+@any_credit
 @pytest.mark.parametrize(
     "code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED], ids=lambda code: code.name
 )
@@ -56,28 +58,31 @@ async def test_an_item_that_the_target_cannot_take_now_is_sent_again(
     must_be_true(await hear(stream))
 
 
+@any_credit
 async def test_a_target_that_is_killed_and_comes_back_goes_on_with_the_same_tokens(world: World) -> None:
     gateway = await world.gateway()
     world.target.gate.close()
     world.target.gate.permit(3)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
-    await world.target.called(4)
+    await world.target.waits_after(3)
+    asked = len(world.target.calls)
     await world.target.stop()
     await world.target.start()
     world.target.gate.open()
     must_be_true(await heard.listen(stream))
     assert world.target.incarnations == 2
-    assert any(call.slice.start == 0 for call in world.target.calls[4:]), "what it lacked, it was sent"
+    assert any(call.slice.start == 0 for call in world.target.calls[asked:]), "what it lacked, it was sent"
 
 
+@any_credit
 async def test_a_target_away_for_good_is_unavailable_and_the_session_resumable(world: World) -> None:
     gateway = await world.gateway(target_timeout_s=0.3)
     world.target.gate.close()
     world.target.gate.permit(1)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
-    await world.target.called(2)
+    await world.target.waits_after(1)
     await world.target.stop()
     error = await refused(heard.listen(stream))
     assert error.code is grpc.StatusCode.UNAVAILABLE
@@ -97,6 +102,7 @@ async def test_a_target_away_for_good_is_unavailable_and_the_session_resumable(w
     must_be_true(heard)
 
 
+@any_credit
 async def test_a_target_that_hangs_is_given_up_after_its_timeout(world: World) -> None:
     gateway = await world.gateway(target_timeout_s=0.2, verify_timeout_s=0.2)
     world.target.gate.close()
@@ -140,6 +146,7 @@ def never_drafted(result: pb.VerifyResult) -> None:
     result.accepted = result.verified = 16
 
 
+@any_credit
 @pytest.mark.parametrize(
     "broken", [too_many, no_tokens, elsewhere, other_vocabulary, never_drafted], ids=lambda lie: lie.__name__
 )
@@ -206,6 +213,7 @@ async def test_another_build_of_the_target_is_told_at_the_token_where_it_begins(
         assert again.changes == []
 
 
+@any_credit
 async def test_a_session_that_moves_to_another_build_says_so_on_resume(world: World) -> None:
     gateway = await world.gateway(draft="")
     world.target.gate.close()
@@ -219,6 +227,26 @@ async def test_a_session_that_moves_to_another_build_says_so_on_resume(world: Wo
     other = await world.gateway(draft="")
     must_be_true(await heard.listen(other.client.resume_stream(stream)))
     assert heard.changes == [(2, "build-2")]
+
+
+@any_credit
+async def test_a_target_that_comes_back_unnoticed_is_met_before_it_is_asked(world: World) -> None:
+    """No item was open when it went, so that none has failed."""
+    gateway = await world.gateway(target_timeout_s=1)
+    must_be_true(await hear(gateway.ask()))
+    await world.target.stop()
+    world.target.fingerprint = "build-2"
+    await world.target.start()
+    must_be_true(await hear(gateway.ask()))
+    assert (await gateway.client.model_info()).fingerprint == "build-2"
+
+    await world.target.stop()
+    world.target.tokenizer_hash = "another"
+    await world.target.start()
+    calls = len(world.target.calls)
+    error = await refused(hear(gateway.ask()))
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    assert len(world.target.calls) == calls, "the tokens of one tokenizer mean nothing to another"
 
 
 async def test_a_gateway_does_not_start_with_a_target_of_another_tokenizer(world: World) -> None:

@@ -31,6 +31,9 @@ PROMPT = "Tell me more."
 PROMPT_TOKENS = list(PROMPT.encode())
 MAX_TOKENS = 40
 
+any_credit = pytest.mark.parametrize("credit", [0, 32], ids=["asked", "unasked"])
+"""For tests that hold however the target is asked: round by round, or to go on by itself."""
+
 
 @dataclass
 class Heard:
@@ -146,8 +149,10 @@ class _Errors(logging.Handler):
 class World:
     """Use as an async context; everything that it started ends with it."""
 
-    def __init__(self, directory: Path, tokenizer: Path, redis_url: str) -> None:
+    def __init__(self, directory: Path, tokenizer: Path, redis_url: str, credit: int = 0) -> None:
+        """`credit` is the gateways': 0 goes round by round, which tests can step through."""
         self.directory = directory
+        self._credit = credit
         self.tokenizer = tokenizer
         self.tokenizer_hash = tokenizer_hash(tokenizer)
         self.redis_url = redis_url
@@ -170,7 +175,7 @@ class World:
                 "drain_timeout_s": 5,
                 "window": 1000,
                 "buffer": 1000,
-                "credit": 0,  # round by round, which tests can step through; test_credit.py goes on unasked
+                "credit": self._credit,
                 "id_secret": "the same at all gateways",
                 **given,
             }

@@ -1444,7 +1444,9 @@ class Extension(_message.Message):
     limit: _builtins.int
     """Tokens may be confirmed unasked at positions below this. 0: as before. Never lowered."""
     hint_due: _builtins.bool
-    """A hint is being drafted for the position after the last result. Unset: none is."""
+    """Without `hint`: one is being drafted for the position after the last result. With it: another will be
+    drafted as soon as this one has its verdict. Unset: none will come.
+    """
     @_builtins.property
     def hint(self) -> Global___Hint:
         """Replaces the one before."""

@@ -1,0 +1,110 @@
+"""The shell around the session machine, where only a hair's breadth of time makes the difference."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from services.core import events as ev
+from services.core.answer import Answer, SessionSpec
+from services.core.errors import Cancelled
+from services.core.params import SamplingParams
+from services.core.ports import Replica
+from services.core.session import Session, SessionLimits
+from services.core.store import UNCHANGED, Directory, NewSession
+from services.gateway.clock import MonotonicClock
+from services.gateway.patience import Timeouts
+from services.gateway.pools import NoDraft
+from services.gateway.runner import Ports, SessionRunner
+from tests.fakes.store import MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.core.store import Ownership
+
+SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
+
+
+class Item:
+    """A Verification: one token, said by `replica`."""
+
+    def __init__(self, request: ev.Verify, replica: Replica) -> None:
+        self.replica = replica
+        self.closed = 0
+        self._request = request
+
+    async def __aiter__(self) -> AsyncIterator[ev.Verified | ev.CacheMissed | ev.Failed]:
+        position = self._request.slice.start + len(self._request.slice.tokens)
+        await asyncio.sleep(0)
+        yield ev.Verified(self._request.request_id, position, (5,), 0, 0, position, "build")
+
+    def extend(self, request: ev.ExtendVerify) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        self.closed += 1
+
+
+class Targets:
+    """A TargetPort whose every item is another replica's."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+
+    def verify(self, _spec: SessionSpec, request: ev.Verify, _remaining_ns: int | None) -> Item:
+        self.items.append(Item(request, Replica(f"host:{len(self.items)}", "life")))
+        return self.items[-1]
+
+
+class Store(MemoryStore):
+    """Remembers what each commit says of the caches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[Directory] = []
+
+    async def commit(
+        self,
+        owner: Ownership,
+        expected_len: int,
+        tokens: Sequence[int],
+        meta: bytes,
+        directory: Directory = UNCHANGED,
+    ) -> int:
+        self.said.append(directory)
+        return await super().commit(owner, expected_len, tokens, meta, directory)
+
+
+async def runner_of(targets: Targets, store: Store) -> SessionRunner:
+    stored = await store.create(NewSession("s", "me", b"body", {}, SPEC.prompt))
+    session = Session(
+        Answer(SPEC, lambda tokens: "x" * len(tokens)), replace(SessionLimits(), credit=0, window=8)
+    )
+    ports = Ports(store, NoDraft(), targets, MonotonicClock())
+    return SessionRunner(session, stored.ownership, ports, Timeouts(), None)
+
+
+async def nothing(_: object) -> None:
+    pass
+
+
+async def test_an_item_is_given_up_though_its_client_went_before_its_task_began() -> None:
+    targets = Targets()
+    runner = await runner_of(targets, Store())
+    runner.tell(ev.Interrupted(Cancelled("the client went away")))
+    end = await runner.run(nothing)
+    assert isinstance(end.error, Cancelled)
+    [item] = targets.items
+    assert item.closed
+
+
+async def test_the_directory_names_the_replica_whose_answer_it_was() -> None:
+    """Not the one that is asked next, which is chosen before the commit is on its way."""
+    targets, store = Targets(), Store()
+    await (await runner_of(targets, store)).run(nothing)
+    told = [(said.target.replica, said.target.kv_len) for said in store.said if said.target is not None]
+    assert told[0] == ("host:0", 3)
+    assert len(targets.items) == 3
