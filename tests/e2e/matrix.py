@@ -71,6 +71,22 @@ def pairwise_cases() -> list[Case]:
     return cases
 
 
+def rotated_cases(turn: int, spoil: float) -> list[Case]:
+    """No draft in company, then ngram and the oracle of this rate with every k.
+
+    Each is alone or in company by turns: two turns after one another have every combination.
+    """
+    drafts: list[tuple[str, float | None]] = [(strategies.NGRAM, None), (strategies.ORACLE, spoil)]
+    return [
+        Case("off", 0, CONCURRENCIES[-1]),
+        *(
+            Case(strategy, k, CONCURRENCIES[(at + step + turn) % 2], rate)
+            for at, (strategy, rate) in enumerate(drafts)
+            for step, k in enumerate(DRAFT_LENGTHS)
+        ),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a stream gave."""

@@ -41,20 +41,27 @@ class Clients:
 
 
 @asynccontextmanager
-async def running_clients(folder: Path, draft_model: Path) -> AsyncIterator[Clients]:
-    """The whole system in float32; oracle drafts know what `teach` tells them."""
+async def running_clients(
+    folder: Path,
+    draft_model: Path | None,
+    *,
+    dtype: str = "float32",
+    gateways: int = 2,
+    spoils: Sequence[float] = SPOILS,
+) -> AsyncIterator[Clients]:
+    """The whole system; oracle drafts, one for each of `spoils`, know what `teach` tells them."""
     answers = folder / "answers.jsonl"
     answers.touch()
     options = StackOptions(
-        dtype="float32",
-        gateways=2,
-        draft_model=str(draft_model),
+        dtype=dtype,
+        gateways=gateways,
+        draft_model=None if draft_model is None else str(draft_model),
         strategies=(strategies.NGRAM,),
         extra_args={"gateway": ["--draft-timeout-s", "30"], "target": ["--max-sessions", "64"]},
     )
 
     def parts(options: StackOptions, dirs: StackDirs) -> list[PartSpec]:
-        oracles = [part for spoil in SPOILS for part in _oracle_parts(answers, spoil)]
+        oracles = [part for spoil in spoils for part in _oracle_parts(answers, spoil)]
         return [*stack_parts(options, dirs), *oracles]
 
     async with AsyncExitStack() as cleanup:
@@ -62,7 +69,7 @@ async def running_clients(folder: Path, draft_model: Path) -> AsyncIterator[Clie
         main = await cleanup.enter_async_context(GalleyClient(stack.address("gateway")))
         oracles = {
             spoil: await cleanup.enter_async_context(GalleyClient(stack.address(_oracle_gateway(spoil))))
-            for spoil in SPOILS
+            for spoil in spoils
         }
         yield Clients(stack, main, oracles, answers)
 

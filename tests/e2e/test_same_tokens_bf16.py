@@ -1,0 +1,57 @@
+"""The same tokens in bfloat16, where the reference is this engine alone: no draft, one answer at a time.
+
+transformers rounds otherwise, so it is no reference here, and nothing is excused. `make prove-tokens` runs
+more on long answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from services.client.options import GenerateOptions
+from services.core.strategies import NGRAM, ORACLE
+from services.gateway.tokenizer import Tokenizer
+from tests.e2e.matrix import Case, ask_all, rotated_cases
+from tests.e2e.prompts import PROMPTS, encode
+from tests.e2e.stacks import Clients, running_clients
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+ALONE = Case("off", 0, 1)
+SPOIL = 0.3
+SUBSET = PROMPTS[::3]
+TEMPERATURES = (0.0, 0.7, 1.0)
+MAX_TOKENS = 12
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def bf16_clients(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clients]:
+    folder = tmp_path_factory.mktemp("bf16")
+    async with running_clients(folder, None, dtype="bfloat16", gateways=1, spoils=(SPOIL,)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("turn", range(len(TEMPERATURES)), ids=lambda turn: f"T{TEMPERATURES[turn]}")
+async def test_no_draft_and_no_company_changes_a_token(
+    turn: int, bf16_clients: Clients, default_model_dir: Path
+) -> None:
+    options = GenerateOptions(temperature=TEMPERATURES[turn], seed=21 + turn, max_tokens=MAX_TOKENS)
+    plain = await ask_all(bf16_clients.main, SUBSET, options, ALONE)
+    assert not any(any(answer.from_draft) for answer in plain)
+    prompt_tokens = encode(Tokenizer.load(str(default_model_dir)), SUBSET)
+    bf16_clients.teach([[*p, *a.tokens] for p, a in zip(prompt_tokens, plain, strict=True)])
+    accepted = dict.fromkeys((NGRAM, ORACLE, ALONE.strategy), 0)
+    for case in rotated_cases(turn, SPOIL):
+        prompts = SUBSET if case.concurrency > 1 else SUBSET[-2:]
+        answers = await ask_all(bf16_clients.of(case), prompts, options, case)
+        for answer, expected in zip(answers, plain[-len(prompts) :], strict=True):
+            assert answer.tokens == expected.tokens, case
+            assert answer.text == expected.text, case
+        accepted[case.strategy] += sum(answer.stats.accepted for answer in answers)
+    # That drafts were in it at all.
+    assert accepted[ORACLE] > 0
+    assert accepted[ALONE.strategy] == 0
