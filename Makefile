@@ -42,7 +42,7 @@ clean: ## remove .venv and every cache
 demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), stop them
 	@$(BIN)/galley demo
 
-.PHONY: bench-round bench-engine bench-throughput bench-peers prove-noise prove-tokens prove-engine
+.PHONY: bench-round bench-engine bench-throughput bench-peers prove-noise prove-tokens prove-engine prove-ray
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
 
@@ -57,6 +57,9 @@ bench-peers: setup ## measure ours beside vLLM on the CPU (makes its environment
 
 prove-engine: setup ## the same tokens and bits whatever happens to the engine, over 10^4 passes
 	@$(BIN)/python -m bench.prove_engine
+
+prove-ray: setup ## replicas of three ranks: a killed rank, fewer replicas and a dead head go unnoticed
+	@$(BIN)/python -m bench.prove_ray
 
 prove-noise: setup ## no noise is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise

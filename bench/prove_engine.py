@@ -6,7 +6,8 @@ on the real default model; every confirmed token is compared with a fresh run of
 and the block accounting must balance to zero.
 
 *Invariance*: on the real model, bf16 and fp32, every row of logits in random batches, chunkings, draft
-lengths, evictions and block copies must equal that of the sequence alone in one chunk, bit by bit.
+lengths, evictions and block copies must equal that of the sequence alone in one chunk, bit by bit; then
+again by --ranks processes that share the model.
 
 Each seed is a world of its own. Writes bench/results/engine_proof/<commit>.json; exits 1 if anything
 differs.
@@ -28,6 +29,8 @@ from bench.harness import BENCH, commit, machine, result_path, write_record
 from services.common.defaults import DEFAULT_MODEL
 from services.engine.model import CausalModel
 from services.engine.prepare import resolve_model
+from tests.ray.program import Work
+from tests.ray.ranks import run_ranks
 from tests.target.fuzz import SMALL, FuzzSize, FuzzWorld, load_pair, save_small_model
 from tests.target.invariance import InvarianceTrial
 
@@ -38,6 +41,7 @@ STEPS_A_WORLD = 1000
 CHECK_EVERY = 20
 _TRIAL_PASSES = 60
 _SEQUENCES, _LONGEST = 6, 300
+_RANKS_TIMEOUT_S = 3600
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--real-passes", type=int, default=300, help="of the default model, fuzzed")
     parser.add_argument("--trials", type=int, default=6, help="of invariance, for each dtype")
+    parser.add_argument("--ranks", type=int, default=3, help="that share the model for it; 1: none do")
     parser.add_argument("--seed", type=int, default=20261121)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--results", type=Path, default=BENCH / "results")
@@ -70,6 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         found[f"invariance_{name}"] = invariance(model_dir, dtype, given.trials, given.seed)
+        if given.ranks > 1:
+            found[f"invariance_{name}_{given.ranks}_ranks"] = invariance_of_ranks(
+                model_dir, name, given.ranks, given.trials, given.seed
+            )
     record = {
         "name": "engine_proof",
         "commit": commit(),
@@ -132,6 +141,17 @@ def invariance(model_dir: Path, dtype: torch.dtype, trials: int, seed: int) -> d
         "rows": sum(count["rows"] for count in counts),
         "trials": counts,
     }
+
+
+def invariance_of_ranks(model_dir: Path, dtype: str, ranks: int, trials: int, seed: int) -> dict[str, Any]:
+    """As `invariance`, by so many processes that share the model over gloo."""
+    seeds = tuple(range(seed, seed + trials))
+    work = Work(str(model_dir), dtype, longest=_LONGEST, passes=_TRIAL_PASSES, seeds=seeds)
+    with tempfile.TemporaryDirectory(prefix="galley-prove-") as scratch:
+        (found,) = run_ranks(ranks, [work], Path(scratch) / "ranks", timeout_s=_RANKS_TIMEOUT_S)
+    print(f"invariance {dtype}, {ranks} ranks: {found['rows']} rows, {found['differing']} differ")
+    held = found["differing"] == 0 and found["deterministic"]
+    return {"held": held, "rows": found["rows"], "trials": found["trials"]}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -25,23 +26,24 @@ from services.common.logs import get_logger, start_logging
 from services.common.process import die_with_parent
 from services.common.readiness import Readiness
 from services.common.registry import TARGET_POOL, ReplicaRegistry
-from services.core.errors import GalleyError, StoreUnavailable, Unavailable
-from services.target.rank import REDIS_URL
+from services.core.errors import GalleyError, StoreUnavailable
+from services.target import ray_cluster
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from services.core.routing import ReplicaLease
+    from services.target.ray_app import AppArgs
 
 _LOG = get_logger(__name__)
 _DESCRIPTION = (
     "Galley targets on Ray: replicas of several ranks each, placed, healed and scaled by Ray Serve."
 )
 _POLL_S = 0.25
-# Local actors are counted, not held back: the cores of one machine are shared anyway.
-_LOCAL_SLOTS = 64
-_OBJECT_STORE_BYTES = 80 * 2**20  # nothing of ours lies there
+_WATCH_S = 1.0
+# Ray starts a controller that has died anew, which takes seconds.
+_SILENCE_S = 30.0
 # What concerns this process, not the replicas; the store's URL may hold a password and goes by environment.
 _NOT_FOR_REPLICAS = frozenset(
     {
@@ -84,10 +86,19 @@ def main() -> None:
         die_with_parent()
     start_logging("galley-target-deploy", settings.log_level, settings.log_format)
     try:
-        asyncio.run(Deployment(settings).run())
+        asyncio.run(_run(settings))
     except (GalleyError, OSError, ValueError) as error:
         _LOG.error("cannot start", problem=str(error))
         raise SystemExit(1) from None
+
+
+async def _run(settings: DeploySettings) -> None:
+    try:
+        await Deployment(settings).run()
+    except ray_cluster.RayLost as error:
+        _LOG.error("Ray has gone", problem=str(error))
+        ray_cluster.kill_rest()
+        os._exit(1)  # threads of this process may wait for Ray for ever
 
 
 class Deployment:
@@ -98,23 +109,40 @@ class Deployment:
         self._readiness = Readiness(settings.ready_fd)
 
     async def run(self) -> None:
-        """Until SIGTERM or SIGINT."""
+        """Until SIGTERM or SIGINT. Raises RayLost when Ray ends before, Unavailable if nothing can start."""
+        stopped, hung_up = asyncio.Event(), asyncio.Event()
+        _listen(stopped, hung_up)
         self._readiness.stage("checking the model", detail=self._settings.model)
         await asyncio.to_thread(_refuse_model, self._settings)
         self._readiness.stage("starting Ray")
         scratch = Path(tempfile.mkdtemp(prefix="galley-ray-"))
         try:
-            await asyncio.to_thread(_start_ray, self._settings, scratch)
-            await self._serve()
+            await self._run_in(scratch, stopped, hung_up)
         finally:
-            await asyncio.to_thread(_stop_ray, own=not self._settings.ray_address)
             shutil.rmtree(scratch, ignore_errors=True)
             self._readiness.close()
 
-    async def _serve(self) -> None:
-        stopped, hung_up = _signals()
+    async def _run_in(self, scratch: Path, stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
+        settings = self._settings
+        redis_url = settings.redis_url.get_secret_value()
+        lost = False
+        try:
+            await asyncio.to_thread(
+                ray_cluster.start, settings.ray_address, redis_url, threads=settings.threads, scratch=scratch
+            )
+            _listen(stopped, hung_up)  # again: Ray has put handlers of its own in front
+            watching = asyncio.create_task(self._watch())
+            await _first_of(watching, asyncio.create_task(self._serve(stopped, hung_up)))
+        except ray_cluster.RayLost:
+            lost = True
+            raise
+        finally:
+            if not lost:
+                await asyncio.to_thread(ray_cluster.stop, own=not settings.ray_address)
+
+    async def _serve(self, stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
         self._readiness.stage("starting replicas", detail=f"{self._replicas()} x {self._ranks} ranks")
-        await asyncio.to_thread(_deploy, self._settings, self._replicas())
+        await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), self._replicas())
         leases = await _unless(stopped, self._registered())
         if leases is None:
             return
@@ -125,7 +153,20 @@ class Deployment:
         while await _first(stopped, hung_up) is not stopped:
             hung_up.clear()
             _LOG.info("scaling", replicas=self._replicas())
-            await asyncio.to_thread(_deploy, self._settings, self._replicas())
+            await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), self._replicas())
+
+    async def _watch(self) -> None:
+        """Raise RayLost once the local head has ended, or Serve's controller answers no more."""
+        heard = time.monotonic()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            ray_cluster.refuse_dead_head()
+            with suppress(Exception):  # Ray's errors are of many kinds; how long they last is what counts
+                async with asyncio.timeout(_SILENCE_S):
+                    await asyncio.to_thread(ray_cluster.ask_serve)
+                heard = time.monotonic()
+            if time.monotonic() - heard > _SILENCE_S:
+                raise ray_cluster.RayLost(f"Serve's controller has not answered for {_SILENCE_S:g} s")
 
     @property
     def _ranks(self) -> int:
@@ -136,15 +177,16 @@ class Deployment:
         return self._settings.replicas if file is None else int(file.read_text(encoding="utf-8"))
 
     async def _registered(self) -> list[ReplicaLease]:
-        """All replicas, once they are registered. Raises Unavailable if they cannot start."""
+        """All replicas, once they run and are registered. Raises Unavailable if they cannot start."""
         registry = ReplicaRegistry(self._settings.redis_url.get_secret_value())
         try:
             while True:
+                # A lease alone may be that of a replica that has failed since, or of another deployment.
+                running = await asyncio.to_thread(ray_cluster.running_replicas)
                 with suppress(StoreUnavailable):
                     leases = await registry.read(TARGET_POOL)
-                    if len(leases) >= self._replicas():
+                    if min(running, len(leases)) >= self._replicas():
                         return leases
-                await asyncio.to_thread(_refuse_failed_app)
                 await asyncio.sleep(_POLL_S)
         finally:
             await registry.close()
@@ -159,96 +201,30 @@ def _refuse_model(settings: DeploySettings) -> None:
     refuse_ranks(load_config(resolve_model(settings.model)), settings.tensor_parallel)
 
 
-def _environment(settings: DeploySettings) -> None:
-    """What Ray's processes, and with them the replicas, inherit; read when ray is imported."""
-    os.environ.update(
-        {
-            "RAY_USAGE_STATS_ENABLED": "0",  # nothing phones home
-            "RAY_DEDUP_LOGS": "0",
-            # The user's code runs in the replica's main loop otherwise, beside Serve's own calls.
-            "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "1",
-            REDIS_URL: settings.redis_url.get_secret_value(),
-        }
-    )
-
-
-def _start_ray(settings: DeploySettings, scratch: Path) -> None:
-    _environment(settings)
-    import ray  # noqa: PLC0415  # after the environment
-    from ray import serve  # noqa: PLC0415
-
-    common: dict[str, Any] = {"namespace": "galley", "log_to_driver": False, "logging_level": "warning"}
-    if settings.ray_address:
-        ray.init(settings.ray_address, **common)
-    else:
-        ray.init(
-            "local",
-            num_cpus=_LOCAL_SLOTS * settings.threads,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(scratch),
-            **common,
-        )
-    serve.start(proxy_location="Disabled")
-
-
-def _deploy(settings: DeploySettings, replicas: int) -> None:
-    """Have Serve make it so; as the REST API does, which would need the dashboard. Returns at once."""
-    from ray.serve import context  # noqa: PLC0415
-    from ray.serve.schema import ServeDeploySchema  # noqa: PLC0415
-
-    from services.target.ray_app import AppArgs, schema_of  # noqa: PLC0415
+def _args(settings: DeploySettings) -> AppArgs:
+    from services.target.ray_app import AppArgs  # noqa: PLC0415  # imports Ray
 
     told = settings.model_dump(mode="json", exclude=set(_NOT_FOR_REPLICAS))
-    args = AppArgs(tensor_parallel=settings.tensor_parallel, settings=told)
-    schema = ServeDeploySchema.model_validate(schema_of(args, replicas))
-    client: Any = context._get_global_client()  # noqa: SLF001  # there is no public way in process
-    client.deploy_apps(schema)
+    return AppArgs(tensor_parallel=settings.tensor_parallel, settings=told)
 
 
-def _refuse_failed_app() -> None:
-    from ray import serve  # noqa: PLC0415
-
-    from services.target.ray_app import APP, DEPLOYMENT  # noqa: PLC0415
-
-    status = serve.status().applications.get(APP)
-    if status is not None and status.status == "DEPLOY_FAILED":
-        deployment = status.deployments.get(DEPLOYMENT)
-        raise Unavailable(_last_line(deployment.message if deployment else status.message))
-
-
-def _last_line(trace: str) -> str:
-    """Of a trace, what was raised."""
-    return next(
-        (line.strip() for line in reversed(trace.splitlines()) if line.strip()), "Serve did not say why"
-    )
-
-
-def _stop_ray(*, own: bool) -> None:
-    import ray  # noqa: PLC0415
-    from ray import serve  # noqa: PLC0415
-
-    from services.target.ray_app import APP  # noqa: PLC0415
-
-    if not ray.is_initialized():
-        return
-    untyped: Any = serve
-    if own:
-        untyped.shutdown()  # drains
-    else:
-        untyped.delete(APP)
-    ray.shutdown()
-
-
-def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Set when told to stop, and to look again; to be made after ray.init, which takes SIGTERM itself."""
-    stopped, hung_up = asyncio.Event(), asyncio.Event()
+def _listen(stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
+    """Have signals set them: told to stop, and to look again."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     loop.add_signal_handler(signal.SIGHUP, hung_up.set)
-    return stopped, hung_up
+
+
+async def _first_of(watching: asyncio.Task[None], work: asyncio.Task[None]) -> None:
+    """Until `work` is done, or `watching` raises."""
+    try:
+        await asyncio.wait({watching, work}, return_when=asyncio.FIRST_COMPLETED)
+        (watching if watching.done() else work).result()
+    finally:
+        for task in (watching, work):
+            task.cancel()
+        await asyncio.wait({watching, work})
 
 
 async def _unless(stopped: asyncio.Event, work: Any) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from services.common.registry import TARGET_POOL
+from pydantic import SecretStr
+
 from services.common.server import Parts, start_server
 from services.common.telemetry import start_telemetry
 from services.core.errors import Unavailable
@@ -13,8 +14,7 @@ from services.target.loading import kv_blocks, load_engine
 from services.target.paged_engine import PagedEngine
 from services.target.rank import RankSpec, load_rank
 from services.target.registered import Registered
-from services.target.registration import start_registration
-from services.target.serving import add_target
+from services.target.serving import add_target, registered
 from services.target.sharded import ShardedModel, agree
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from services.common.server import RunningServer, Service
     from services.engine.process_group import ProcessGroup, Store
     from services.target.engine import TargetEngine
-    from services.target.registration import Facts, Registration
+    from services.target.registration import Facts
     from services.target.servicer import TargetService
     from services.target.settings import TargetSettings
 
@@ -44,14 +44,13 @@ class Leader:
     def __init__(
         self, settings: TargetSettings, spec: RankSpec, redis_url: str, on_loss: Callable[[], None]
     ) -> None:
-        self._settings = settings
+        # Replicas on Ray are told where to register apart from what Ray shows.
+        self._settings = settings.model_copy(update={"redis_url": SecretStr(redis_url)})
         self._spec = spec
-        self._redis_url = redis_url
         self._on_loss = on_loss
         self._group: ProcessGroup | None = None
         self._model: ShardedModel | None = None
         self._service: TargetService | None = None
-        self._registration: Registration | None = None
         self._server: RunningServer | None = None
 
     async def serve(self, store: Store | None) -> str:
@@ -61,12 +60,7 @@ class Leader:
             lambda server, parts: self._build(server, parts, store),
             Parts(telemetry=start_telemetry("galley-target")),
         )
-        address = self._settings.advertise or self._server.address
-        if self._redis_url:
-            self._registration = start_registration(self._redis_url, TARGET_POOL, address, self._built.facts)
-            late = cast("_Late", self._server.service)
-            late.registered(self._registration, self._settings.drain_timeout_s)
-        return address
+        return self._settings.advertise or self._server.address
 
     def facts(self) -> Facts:
         """What the replica says of itself now."""
@@ -74,8 +68,8 @@ class Leader:
 
     async def withdraw(self) -> None:
         """Be no longer registered; what is under way is left to its fate."""
-        if self._registration is not None:
-            await self._registration.close()
+        if self._server is not None and isinstance(self._server.service, Registered):
+            await self._server.service.withdraw()
 
     async def stop(self) -> None:
         """Drain, withdraw, and let the other ranks go."""
@@ -98,7 +92,7 @@ class Leader:
     async def _build(self, server: grpc.aio.Server, parts: Parts, store: Store | None) -> Service:
         engine = await asyncio.to_thread(self._load, store)
         self._service = await add_target(server, parts, engine, self._settings)
-        return _Late(self._service, self._settings.drain_timeout_s)
+        return registered(self._service, self._settings, parts.address)
 
     def _load(self, store: Store | None) -> TargetEngine:
         if store is None:
@@ -111,29 +105,3 @@ class Leader:
         loaded = load_rank(spec, group, blocks)
         self._model = ShardedModel(loaded.model, group, self._on_loss)
         return PagedEngine(self._model, loaded.fingerprint, ranks=spec.size)
-
-
-class _Late:
-    """A target service whose registration follows once its port is known."""
-
-    def __init__(self, service: TargetService, drain_timeout_s: float) -> None:
-        self._service: Service = service
-        self._drain_timeout_s = drain_timeout_s
-
-    def registered(self, registration: Registration) -> None:
-        """From now on it says that it drains, and withdraws when it closes."""
-        service = cast("TargetService", self._service)
-        self._service = Registered(service, registration, self._drain_timeout_s)
-
-    @property
-    def grpc_services(self) -> tuple[str, ...]:
-        """Those of the target."""
-        return tuple(self._service.grpc_services)
-
-    async def drain(self) -> None:
-        """See `Service.drain`."""
-        await self._service.drain()
-
-    async def close(self) -> None:
-        """See `Service.close`."""
-        await self._service.close()

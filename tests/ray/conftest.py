@@ -54,6 +54,25 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _save(model, tmp_path_factory.mktemp("biased"))
 
 
+@pytest.fixture(scope="session")
+def nine_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with 9 heads over 3 heads of keys and values, which three ranks can share."""
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=VOCAB + 1,
+        hidden_size=72,
+        head_dim=8,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        eos_token_id=1,
+    )
+    return _save(LlamaForCausalLM(config), tmp_path_factory.mktemp("nine-heads"))
+
+
 def _save(model: LlamaForCausalLM | Qwen2ForCausalLM, directory: Path) -> Path:
     model.save_pretrained(directory)
     words = {f"w{i}": i for i in range(VOCAB)}

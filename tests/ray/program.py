@@ -1,98 +1,106 @@
-"""What each rank of a test runs: `python -m tests.ray.program RANK SIZE MEETING TASK`.
+"""What the ranks of a test or a proof run: `python -m tests.ray.program SIZE MEETING WORK OUT`.
 
-All ranks make the same calls; rank 0 writes what it found to the task's `out`.
+Imports once and forks: ranks start together, and cost their own work alone. All of them make the same calls;
+rank 0 writes what it found to the file OUT.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import random
+import os
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from services.common.process import die_with_parent
 from services.core.step import Chunk
 from services.engine.model import CausalModel
-from services.engine.process_group import Meeting, ProcessGroup, join
-from services.engine.ranks import ALONE, Ranks
+from services.engine.process_group import Meeting, join
+from services.engine.ranks import Ranks
+from tests.target.invariance import InvarianceTrial
 
-BLOCKS = 64
+SEQUENCES = 6
+PROMPT = [3 * i % 100 for i in range(40)]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of one model: logits and greedy tokens of PROMPT, and a trial of `passes` for each of `seeds`."""
+
+    model: str
+    dtype: str = "float32"
+    new_tokens: int = 5
+    longest: int = 60
+    passes: int = 10
+    seeds: tuple[int, ...] = (1,)
 
 
 def main() -> None:
-    rank, size, meeting, task = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+    size, meeting = int(sys.argv[1]), sys.argv[2]
+    parent = os.getpid()
+    rank, followers = _fork(size)
+    if rank > 0:
+        die_with_parent(parent)
     torch.set_num_threads(1)
-    group = join(rank, size, device="cpu", meeting=Meeting(file=meeting)) if size > 1 else None
-    found = {dtype: work(task, dtype, group or ALONE) for dtype in task["dtypes"]}
+    group = join(rank, size, device="cpu", meeting=Meeting(file=meeting))
+    found = [run(Work(**told), group) for told in json.loads(sys.argv[3])]
+    group.close()
     if rank == 0:
-        torch.save(found, task["out"])
-    if isinstance(group, ProcessGroup):
-        group.close()
+        torch.save(found, sys.argv[4])
+        failed = [pid for pid in followers if os.waitpid(pid, 0)[1] != 0]
+        raise SystemExit(len(failed))
 
 
-def work(task: dict[str, Any], dtype: str, ranks: Ranks) -> dict[str, Any]:
-    """Logits of the whole prompt, greedy tokens after it, and how often other company gave other bits."""
+def _fork(size: int) -> tuple[int, list[int]]:
+    """This process's rank, and in rank 0 the processes of the others."""
+    followers = []
+    for rank in range(1, size):
+        pid = os.fork()
+        if pid == 0:
+            return rank, []
+        followers.append(pid)
+    return 0, followers
+
+
+def run(work: Work, ranks: Ranks) -> dict[str, Any]:
+    """Load the model and do the work."""
+    needed = 3 * SEQUENCES * (-(-work.longest // 32) + 1)
     model = CausalModel.load(
-        Path(task["model"]),
-        dtype=getattr(torch, dtype),
+        Path(work.model),
+        dtype=getattr(torch, work.dtype),
         device="cpu",
         threads=1,
-        kv_blocks=BLOCKS,
+        kv_blocks=needed,
         ranks=ranks,
     )
-    prompt = task["prompt"]
-    whole = model.run([Chunk(0, prompt, range(4), len(prompt))])
+    trials = [InvarianceTrial(model, SEQUENCES, work.longest, seed).run(work.passes) for seed in work.seeds]
     return {
-        "logits": whole,
-        "greedy": greedy(model, prompt, task["new_tokens"]),
-        "differing": sum(not torch.equal(again, whole) for again in again_in_company(model, prompt, task)),
+        "logits": model.run([Chunk(0, PROMPT, range(4), len(PROMPT))]),
+        "greedy": greedy(model, work.new_tokens),
+        "trials": [
+            {"seed": seed, **dataclasses.asdict(trial)}
+            for seed, trial in zip(work.seeds, trials, strict=True)
+        ],
+        "rows": sum(trial.rows for trial in trials),
+        "differing": sum(trial.differing for trial in trials),
         "deterministic": model.info.deterministic,
-        "forward": model.forward_kind,
         "kv_bytes": model.kv.block_bytes,
     }
 
 
-def greedy(model: CausalModel, prompt: Sequence[int], count: int) -> list[int]:
-    """The likeliest tokens, one pass each."""
-    tokens = list(prompt)
+def greedy(model: CausalModel, count: int) -> list[int]:
+    """The likeliest tokens after PROMPT, one pass each."""
+    tokens: list[int] = list(PROMPT)
     fed = 0
     for _ in range(count):
         logits = model.run([Chunk(fed, tokens[fed:], range(8, 16), 1)])
         fed = len(tokens)
         tokens.append(int(logits[0].argmax()))
-    return tokens[len(prompt) :]
-
-
-def again_in_company(model: CausalModel, prompt: list[int], task: dict[str, Any]) -> list[torch.Tensor]:
-    """The prompt's logits, cut anew each time, each piece in a pass with other sequences."""
-    dice = random.Random(task["seed"])
-    found = []
-    for round_ in range(task["rounds"]):
-        blocks = range(16 + 4 * (round_ % 4), 20 + 4 * (round_ % 4))
-        parts, start = [], 0
-        while start < len(prompt):
-            end = min(len(prompt), start + dice.choice(task["cuts"]))
-            mine = Chunk(start, prompt[start:end], blocks, end - start)
-            before, after = company(dice, prompt, 32), company(dice, prompt, 48)
-            logits = model.run([*before, mine, *after])
-            skipped = sum(chunk.want_logits for chunk in before)
-            parts.append(logits[skipped : skipped + end - start])
-            start = end
-        found.append(torch.cat(parts))
-    return found
-
-
-def company(dice: random.Random, prompt: list[int], first_block: int) -> list[Chunk]:
-    """Up to three other sequences at their beginning."""
-    chunks = []
-    for index in range(dice.randrange(4)):
-        rows = dice.choice((1, 4, 7, 30))
-        tokens = dice.choices(prompt, k=rows)
-        chunks.append(Chunk(0, tokens, [first_block + index], dice.choice((0, 1))))
-    return chunks
+    return tokens[len(PROMPT) :]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs the ranks of a test as processes of their own, which end with it."""
+"""Runs ranks as processes of their own, which end with this one."""
 
 from __future__ import annotations
 
@@ -6,38 +6,30 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-TIMEOUT_S = 120
+from tests.ray.program import Work
 
 
-def run_ranks(size: int, task: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What rank 0 of `size` found; raises AssertionError, with its output, if a rank failed."""
+def run_ranks(size: int, works: Sequence[Work], folder: Path, timeout_s: float = 120) -> list[dict[str, Any]]:
+    """What rank 0 of `size` found, work by work; raises AssertionError, with the output, if a rank failed."""
     folder.mkdir()
     out = folder / "found.pt"
-    command = [sys.executable, "-m", "tests.ray.program"]
-    told = json.dumps({**task, "out": str(out)})
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), str(folder / "meeting"), told],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for rank, output in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, output
-    found: dict[str, Any] = torch.load(out, weights_only=True)
+    told = json.dumps([asdict(work) for work in works])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ray.program", str(size), str(folder / "meeting"), told, str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    found: list[dict[str, Any]] = torch.load(out, weights_only=True)
     return found

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from pydantic import SecretStr
 
+from services.engine.errors import UnsupportedModel
 from services.target import autoscaling
+from services.target.deploy import Deployment, DeploySettings
 from services.target.settings import TargetSettings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, against pydantic
+    import ray
     from ray.serve.schema import ServeDeploySchema
 
     from services.target import ray_app
@@ -43,10 +46,10 @@ def test_every_rank_has_a_bundle() -> None:
     assert options.ray_actor_options["num_cpus"] == 2
 
 
-def test_ranks_that_do_not_divide_are_refused_before_ray_is_started(default_model_dir: Path) -> None:
-    flags = ["--model", str(default_model_dir), "--redis-url", "unix:///nowhere", "--tensor-parallel", "2"]
-    command = [sys.executable, "-m", "services.target.deploy", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 1
-    assert "2 ranks cannot share num_attention_heads = 9 evenly" in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+async def test_ranks_that_do_not_divide_are_refused_before_ray_is_started(default_model_dir: Path) -> None:
+    told = DeploySettings(
+        model=str(default_model_dir), redis_url=SecretStr("unix:///nowhere"), tensor_parallel=2
+    )
+    with pytest.raises(UnsupportedModel, match="2 ranks cannot share num_attention_heads = 9 evenly"):
+        await Deployment(told).run()
+    assert not ray.is_initialized()

@@ -12,48 +12,43 @@ from transformers import AutoConfig, GPT2Config, LlamaConfig, Phi3Config
 from services.engine.errors import UnsupportedModel
 from services.engine.ranks import ALONE
 from services.engine.sharding import refuse_ranks
-from tests.ray.program import work
+from tests.ray.program import Work, run
 from tests.ray.ranks import run_ranks
 
 # Of float32 logits, whose size is about 20: sums are cut elsewhere.
 TOLERANCE = 1e-3
 
 
-def task(
-    model: Path, *dtypes: str, cuts: tuple[int, ...] = (1, 2, 3, 5, 16), rounds: int = 2
-) -> dict[str, Any]:
-    prompt = [3 * i % 100 for i in range(40)]
-    return {
-        "model": str(model),
-        "dtypes": dtypes,
-        "prompt": prompt,
-        "new_tokens": 5,
-        "cuts": cuts,
-        "rounds": rounds,
-        "seed": 1,
-    }
+def agree(ours: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert torch.allclose(alone["logits"], ours["logits"], rtol=0, atol=TOLERANCE)
+    assert alone["greedy"] == ours["greedy"]
 
 
-@pytest.mark.parametrize("model", ["four_heads", "biased"])
-def test_two_ranks_agree_with_one(model: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    told = task(request.getfixturevalue(model), "float32")
-    alone, two = work(told, "float32", ALONE), run_ranks(2, told, tmp_path / "two")["float32"]
-    assert torch.allclose(alone["logits"], two["logits"], rtol=0, atol=TOLERANCE)
-    assert alone["greedy"] == two["greedy"]
-    assert two["differing"] == 0
-    assert 2 * two["kv_bytes"] == alone["kv_bytes"]
+def keeps_bits(found: dict[str, Any]) -> None:
+    assert found["deterministic"]
+    assert found["rows"] > 0
+    assert found["differing"] == 0, found["trials"]
+
+
+def test_two_ranks_agree_with_one(four_heads: Path, biased: Path, tmp_path: Path) -> None:
+    works = [Work(str(four_heads)), Work(str(biased))]
+    for work, two in zip(works, run_ranks(2, works, tmp_path / "two"), strict=True):
+        alone = run(work, ALONE)
+        agree(two, alone)
+        keeps_bits(two)
+        assert 2 * two["kv_bytes"] == alone["kv_bytes"]
 
 
 @pytest.mark.model
-def test_three_ranks_of_the_default_model(default_model_dir: Path, tmp_path: Path) -> None:
-    told = task(default_model_dir, "float32", "bfloat16", cuts=(1, 7, 16), rounds=1)
-    three = run_ranks(3, told, tmp_path / "three")
-    alone, single = work(told, "float32", ALONE), three["float32"]
-    assert torch.allclose(alone["logits"], single["logits"], rtol=0, atol=TOLERANCE)
-    assert alone["greedy"] == single["greedy"]
-    for found in three.values():
-        assert found["differing"] == 0
-        assert found["deterministic"]
+def test_three_ranks_agree_with_one_and_keep_their_bits(
+    default_model_dir: Path, nine_heads: Path, tmp_path: Path
+) -> None:
+    real = Work(str(default_model_dir), longest=40, passes=2)
+    small = [Work(str(nine_heads), dtype, passes=25) for dtype in ("float32", "bfloat16")]
+    found = run_ranks(3, [real, *small], tmp_path / "three")
+    agree(found[0], run(real, ALONE))
+    for one in found:
+        keeps_bits(one)
 
 
 def test_ranks_that_do_not_divide_are_refused_with_the_numbers(default_model_dir: Path) -> None:

@@ -70,7 +70,7 @@ async def running(model: Path) -> AsyncIterator[Replica]:
     assert not alive, "a follower outlived its replica"
 
 
-async def test_two_ranks_serve_what_one_process_says_and_end_in_order(tiny: Path) -> None:
+async def test_two_ranks_serve_what_one_process_says_and_end_together(tiny: Path) -> None:
     expected = greedy(tiny, PROMPT, COUNT)
     async with running(tiny) as replica:
         info = await replica.target.GetTargetInfo(pb.GetTargetInfoRequest())
@@ -84,18 +84,8 @@ async def test_two_ranks_serve_what_one_process_says_and_end_in_order(tiny: Path
         tokens, accepted = await generate(replica.target, PROMPT, COUNT, draft)
         assert tokens == expected
         assert max(accepted) > 0
-        replica.process.terminate()
-        assert await replica.ended() == 0
 
-
-async def test_a_killed_rank_fails_what_is_asked_and_ends_the_replica(tiny: Path) -> None:
-    async with running(tiny) as replica:
-        item = pb.VerifyItem(slice=slice_of(PROMPT))
-        (answer,) = await verify(replica.target, item)
-        assert answer.WhichOneof("outcome") == "result"
         os.kill(replica.followers[0], signal.SIGKILL)
-        (answer,) = await verify(
-            replica.target, pb.VerifyItem(slice=slice_of([*PROMPT, *answer.result.tokens]))
-        )
-        assert answer.WhichOneof("outcome") == "status"
+        (answer,) = await verify(replica.target, pb.VerifyItem(slice=slice_of(PROMPT, session_id="new")))
+        assert answer.WhichOneof("outcome") == "status", "a pass without a rank was answered"
         assert await replica.ended() == LOST

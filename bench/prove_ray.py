@@ -1,0 +1,73 @@
+"""Prove that replicas of several ranks heal and shrink unnoticed: `make prove-ray`.
+
+The long form of tests/e2e/test_ray_replicas.py, with the real default model in float32: two replicas of three
+ranks on a local Ray answer 16 streams while a rank is killed with SIGKILL, and 4 more while they are scaled
+down to one; every token must be transformers' own likeliest (a tie within 1e-4 is excused and counted), all
+replicas must be there again, and those that live on must keep their sessions. The last trial ends with
+the death of Ray's head, after which no process may be left. Writes bench/results/ray/<commit>.json; exits
+1 if anything shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.harness import BENCH, commit, machine, result_path, write_record
+from services.common.defaults import DEFAULT_MODEL
+from services.engine.prepare import resolve_model
+from tests.e2e.ray_trial import RANKS, REPLICAS, Trial
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 if nothing showed in any trial."""
+    parser = argparse.ArgumentParser(prog="python -m bench.prove_ray", description=__doc__)
+    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--results", type=Path, default=BENCH / "results")
+    given = parser.parse_args(argv)
+    directory = resolve_model(given.model)
+    trials = []
+    for number in range(given.trials):
+        last = number == given.trials - 1
+        trials.append(_run(Trial(directory, given.streams, given.max_tokens, lose_head=last)))
+        print(f"trial {number + 1}: {trials[-1]}")
+    held = all(trial["held"] for trial in trials)
+    record = {
+        "name": "ray",
+        "commit": commit(),
+        "machine": machine(),
+        "options": {name: str(value) for name, value in vars(given).items()},
+        "replicas": REPLICAS,
+        "ranks": RANKS,
+        "held": held,
+        "trials": trials,
+    }
+    path = result_path("ray", commit(), given.results)
+    write_record(path, record)
+    print(f"record: {path}")
+    print("held" if held else "FAILED")
+    return 0 if held else 1
+
+
+def _run(trial: Trial) -> dict[str, Any]:
+    failure = ""
+    with tempfile.TemporaryDirectory(prefix="galley-prove-") as scratch:
+        try:
+            asyncio.run(trial.run(Path(scratch)))
+        except Exception as error:  # noqa: BLE001  # whatever it is, the proof has failed and says of what
+            failure = repr(error)
+    return {"held": not failure, "failure": failure, "ties": trial.ties, "seconds": trial.seconds}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
