@@ -2,17 +2,20 @@
 
 Measured is a whole pass (plan, the engine's own Python, sampling, conclude, answers) of sixteen sessions
 that decode plainly, over a model with as many layers as the default one but so narrow that its arithmetic
-is all but nothing. So it counts every Python statement, every dispatch into torch and every call of a
-compiled kernel: an upper bound of the host's work. `outside` is the part outside the engine: scheduler and
-answers.
+is small. `pass` is that; `python` is the same with the layers' products and compiled loops replaced by
+functions that do nothing, so that only Python and its calls are left; `outside` is the part of it outside
+the engine: scheduler and answers.
 """
+
+# ruff: noqa: SLF001  # there is no seam for leaving the arithmetic out
 
 from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,22 +23,39 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.engine_alone import EngineAlone
 from bench.stats import percentile
 from services.core.kv_table import KvTable
-from services.engine.model import CausalModel
+from services.engine.compiled import Kernels
+from services.engine.model import MAX_ROWS, CausalModel
 from services.target.paged_engine import PagedEngine
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
 SESSIONS = 16
-CONTEXT = 256
+# Attention over more would be arithmetic again.
+CONTEXT = 16
 _VOCAB = 512
+_HIDDEN = 64
+_PRODUCTS = ("qkv", "output", "gate_up", "down")
 _BLOCKS = 512
 _PASSES = 40
 
 
 def host_time(layers: int, pairs: int) -> dict[str, Any]:
-    """Seconds of a pass, median of each of `pairs` runs of passes: whole, and outside the engine."""
-    whole, outside = [], []
+    """Seconds of a pass, median of each of `pairs` runs of passes: see the module."""
     with tempfile.TemporaryDirectory(prefix="galley-bench-") as scratch:
         model = narrow_model(Path(scratch), layers)
-    for run in range(pairs):
+    whole, _ = _passes(model, pairs)
+    take_arithmetic_out(model)
+    python, outside = _passes(model, pairs)
+    return {"sessions": SESSIONS, "pass": whole, "python": python, "outside": outside}
+
+
+def _passes(model: CausalModel, runs: int) -> tuple[list[float], list[float]]:
+    """Seconds of a pass, whole and outside the engine: the median of each run."""
+    whole, outside = [], []
+    for run in range(runs):
         engine = EngineAlone(
             PagedEngine(model, "bench"), KvTable(model.kv.blocks, model.kv.block_tokens, 2 * SESSIONS), ()
         )
@@ -47,15 +67,32 @@ def host_time(layers: int, pairs: int) -> dict[str, Any]:
         times = [engine.step() for _ in range(_PASSES)]
         whole.append(percentile([one.whole_s for one in times], 50))
         outside.append(percentile([one.whole_s - one.engine_s for one in times], 50))
-    return {"sessions": SESSIONS, "pass": whole, "outside": outside}
+    return whole, outside
+
+
+def take_arithmetic_out(model: CausalModel) -> None:
+    """Replace the layers' products and compiled loops by functions that do nothing; answers mean nothing."""
+    forward: Any = model._forward
+    forward._layers = [
+        replace(layer, **{name: _idle(getattr(layer, name)) for name in _PRODUCTS})
+        for layer in forward._layers
+    ]
+    nothing = Kernels(**{field.name: lambda *_: None for field in fields(Kernels)})
+    forward._kernels = forward.attention._kernels = nothing
+
+
+def _idle(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    with torch.inference_mode():
+        out = product(torch.zeros(MAX_ROWS, _HIDDEN, dtype=torch.bfloat16))
+    return lambda rows: out[: len(rows)]
 
 
 def narrow_model(directory: Path, layers: int) -> CausalModel:
     """A Llama of random weights, two heads wide."""
     config = LlamaConfig(
         vocab_size=_VOCAB,
-        hidden_size=64,
-        intermediate_size=64,
+        hidden_size=_HIDDEN,
+        intermediate_size=_HIDDEN,
         num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,

@@ -172,8 +172,8 @@ def _part_goals(measured: Measured, at: str) -> list[Goal]:
         what = f"sampling {part['rows']} rows at temperature 1, no top-k, over their forward pass, {at}"
         found.append(at_most("sampling", what, share, SAMPLING_BOUND))
     if "host" in measured:
-        host = median_interval([s * MS for s in measured["host"]["pass"]])
-        what = f"a whole pass of {measured['host']['sessions']} sessions, arithmetic all but nothing, {at}"
+        host = median_interval([s * MS for s in measured["host"]["python"]])
+        what = f"a whole pass of {measured['host']['sessions']} sessions, its arithmetic left out, {at}"
         found.append(at_most("host", what, host, HOST_BOUND_MS, " ms"))
     if "pools" in measured:
         part = measured["pools"]

@@ -45,7 +45,7 @@ MEASURED: dict[str, Any] = {
         }
     ],
     "sampling": {"rows": 80, "drawn": 80, "step": [0.1] * 7, "sampling": [0.02] * 7},
-    "host": {"sessions": 16, "pass": [0.002] * 7, "outside": [0.0005] * 7},
+    "host": {"sessions": 16, "pass": [0.004] * 7, "python": [0.002] * 7, "outside": [0.0005] * 7},
     "pools": {"small_blocks": 10, "large_blocks": 80, "small": [0.1] * 7, "large": [0.1] * 7},
     "prefill": {"ours": [0.05] * 7, "peer": [0.1] * 7},
     "contexts": {"64": [0.01] * 7, "256": [0.02] * 7},
