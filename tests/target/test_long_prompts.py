@@ -36,6 +36,12 @@ def item(
     return pb.VerifyItem(slice=named, draft_tokens=draft_tokens)
 
 
+async def until_here(target: rpc.TargetAsyncStub, items: int) -> None:
+    """Return once so many items are at the target."""
+    while (await target.GetTargetInfo(pb.GetTargetInfoRequest())).queue_depth < items:
+        pass
+
+
 async def test_the_others_go_on_beside_it(target: rpc.TargetAsyncStub, engine: Recording, tiny: Path) -> None:
     await verify(target, item(SHORT, "short"))
     engine.gate.clear()
@@ -44,7 +50,7 @@ async def test_the_others_go_on_beside_it(target: rpc.TargetAsyncStub, engine: R
     assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
     other = asyncio.ensure_future(verify(target, item(OTHER, "other", arrival_ns=2)))
     told = asyncio.ensure_future(verify(target, item(SHORT, "short", arrival_ns=3)))
-    await target.GetTargetInfo(pb.GetTargetInfoRequest())
+    await until_here(target, 3)
     engine.gate.set()
     answers = [(await asked)[0].result for asked in (long, other, told)]
 
@@ -67,7 +73,7 @@ async def test_a_prompt_given_up_midway_is_taken_up_where_it_stands(
     await asyncio.wait({asked})
     # A short item behind it shows that the cancelled one is out of the queue.
     short = asyncio.ensure_future(verify(target, item(SHORT, "short")))
-    await target.GetTargetInfo(pb.GetTargetInfoRequest())
+    await until_here(target, 1)
     engine.gate.set()
     await short
     passes_before = len(engine.passes)
