@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 
 _TIMEOUT_S = 20
+_NOBODY = "nobody"
 
 
 class Stream:
@@ -34,12 +35,22 @@ class Stream:
 
     async def next(self) -> pb.VerifyAnswer:
         """The next answer of any item."""
-        async with asyncio.timeout(_TIMEOUT_S):
-            while not self._read:
-                response = await self.call.read()
-                assert isinstance(response, pb.VerifyStreamResponse), "the stream has ended"
-                self._read += response.answers
+        if not self._read:
+            await self._receive()
         return self._read.pop(0)
+
+    async def _receive(self) -> None:
+        async with asyncio.timeout(_TIMEOUT_S):
+            response = await self.call.read()
+        assert isinstance(response, pb.VerifyStreamResponse), "the stream has ended"
+        self._read += response.answers
+
+    async def heard(self) -> None:
+        """Return once the target has taken all that was sent: it refuses what comes last, and says so."""
+        await self.send(pb.VerifyItem(slice=pb.SessionSlice(session_id=_NOBODY)))
+        while not any(answer.session_id == _NOBODY for answer in self._read):
+            await self._receive()
+        self._read = [answer for answer in self._read if answer.session_id != _NOBODY]
 
     async def until_last(self) -> list[pb.VerifyAnswer]:
         """All answers up to one that nothing follows."""

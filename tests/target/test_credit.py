@@ -74,7 +74,7 @@ async def test_an_extension_raises_the_limit(
         await stream.send(item(credit=1))
         await held_at_first_pass(engine)
         await stream.send(extensions=[extension(PROMPT, limit=len(PROMPT) + 6)])
-        await target.GetTargetInfo(pb.GetTargetInfoRequest())
+        await stream.heard()
         engine.gate.set()
         answers = await stream.until_last()
         # It has ended: more is said to nobody.
@@ -100,7 +100,7 @@ async def test_a_hint_keeps_its_worth_when_it_comes_late(
         await stream.send(pb.VerifyItem(slice=slice_of(tokens), credit=20))
         await held_at_first_pass(engine)
         await stream.send(extensions=[extension(known, answer[3 - late : 7])])
-        await target.GetTargetInfo(pb.GetTargetInfoRequest())
+        await stream.heard()
         engine.gate.set()
         first, second = await stream.next(), await stream.next()
     assert list(first.result.tokens) == answer[2:3]
@@ -117,7 +117,7 @@ async def test_a_hint_of_other_content_is_not_used(
         await held_at_first_pass(engine)
         other = extension([*PROMPT[:4], 3, answer[0]], answer[1:5])
         await stream.send(extensions=[other])
-        await target.GetTargetInfo(pb.GetTargetInfoRequest())
+        await stream.heard()
         engine.gate.set()
         answers = await stream.until_last()
     assert [one.result.verified for one in answers] == [0] * 6
@@ -158,7 +158,7 @@ async def test_a_newer_item_overtakes_one_that_stands_on_credit(
         await stream.send(item(credit=50))
         await held_at_first_pass(engine)
         await stream.send(item(credit=1, request_id=8))
-        await target.GetTargetInfo(pb.GetTargetInfoRequest())
+        await stream.heard()
         engine.gate.set()
         first, over = await stream.next(), await stream.next()
         answers = await stream.until_last()
