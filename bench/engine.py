@@ -34,6 +34,7 @@ from bench.engine_run import PARTS, SPLITS
 from bench.harness import BENCH, MIN_PAIRS, Goal, commit, machine, prompt_hash, result_path, write_record
 from bench.options import integers, names
 from services.common.defaults import DEFAULT_MODEL
+from services.common.process import thread_environment
 from services.engine.prepare import resolve_model
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def measure(options: EngineOptions, console: Console, profiles: Path) -> dict[in
                 "dtype": options.dtype,
                 "profile": f"{profiles}-{threads}t.txt",
             }
-            env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+            env = {**os.environ, **thread_environment(threads)}
             command = (sys.executable, "-m", "bench.engine_run", json.dumps(task), str(out))
             subprocess.run(command, check=True, env=env, cwd=BENCH.parent)
             found[threads] = json.loads(out.read_text(encoding="utf-8"))

@@ -31,6 +31,7 @@ from bench.closed_loop import LoopBlock, LoopPlan, LoopSide, run_loads
 from bench.harness import BENCH, Goal, commit, result_path
 from bench.loop_run import LoopOptions, Result, add_options, finish_options, keep_to_cores, our_stack, report
 from bench.loop_sides import process_loop
+from services.common.process import thread_environment
 from services.engine.prepare import resolve_model
 from services.gateway.tokenizer import Tokenizer
 
@@ -54,7 +55,7 @@ def engine_command(options: LoopOptions, model_dir: Path) -> tuple[list[str], di
     flags = ["--threads", str(options.engine_threads), "--dtype", options.dtype]
     command = [sys.executable, "-m", "bench.peer_engine", str(model_dir), *flags]
     paths = os.pathsep.join(filter(None, (str(BENCH.parent), os.environ.get("PYTHONPATH"))))
-    return command, {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(options.engine_threads)}
+    return command, {**os.environ, **thread_environment(options.engine_threads), "PYTHONPATH": paths}
 
 
 async def measure(

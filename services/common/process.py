@@ -32,9 +32,20 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 def limit_threads(count: int) -> None:
     """Have every thread's numeric kernels use `count` threads; call before torch or numpy is imported.
 
-    Set in the environment, because a library's own setter holds for the calling thread alone. Threads that
-    wait for one another spin only for a moment: where another process has the core, a long spin takes the
-    time away from the thread that is waited for, and steps stall.
+    Set in the environment, because a library's own setter holds for the calling thread alone.
     """
-    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(count)
-    os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+    os.environ.update(thread_environment(count))
+
+
+def thread_environment(count: int) -> dict[str, str]:
+    """The environment of a process whose numeric kernels use `count` threads.
+
+    Threads that wait for one another spin only for a moment: where another process, or another thread of
+    this one, has the core, a long spin takes the time away from what is waited for, and steps stall.
+    """
+    threads = str(count)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", _SPINS),
+    }
