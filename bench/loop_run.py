@@ -44,7 +44,7 @@ class LoopOptions:
     pairs: int = MIN_PAIRS
     max_tokens: int = 32
     cores: int = 2
-    target_threads: int = 1
+    target_threads: int = 2
     engine_threads: int = 2
     dtype: str = "bfloat16"
     model: str = DEFAULT_MODEL
