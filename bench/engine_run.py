@@ -151,7 +151,7 @@ def _profile(step: OurStep) -> str:
     python = cProfile.Profile()
     python.runcall(_steps, step)
     text = io.StringIO()
-    pstats.Stats(python, stream=text).sort_stats("tottime").print_stats(25)
+    pstats.Stats(python, stream=text).strip_dirs().sort_stats("tottime").print_stats(25)
     operators = seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
     return f"{_PROFILED_STEPS} steps of {PROFILED}\n\n{operators}\n\n{text.getvalue()}"
 

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "name": "engine_proof",
         "commit": commit(),
         "machine": machine(),
-        "options": {name: str(value) for name, value in vars(given).items()},
+        "options": {name: str(value) for name, value in vars(given).items() if name != "results"},
         "seconds": round(time.monotonic() - began_s, 1),
         **found,
     }

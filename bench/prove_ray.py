@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "name": "ray",
         "commit": commit(),
         "machine": machine(),
-        "options": {name: str(value) for name, value in vars(given).items()},
+        "options": {name: str(value) for name, value in vars(given).items() if name != "results"},
         "replicas": REPLICAS,
         "ranks": RANKS,
         "held": held,
