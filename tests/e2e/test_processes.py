@@ -57,8 +57,6 @@ async def test_a_killed_gateway_is_a_pause(clients: Clients) -> None:
     whole = Seen()
     await read(clients.main.generate(PROMPT, **OPTIONS), whole)
     assert whole.finished is not None
-    assert any(whole.origins)
-    assert not all(whole.origins)
 
     cut = Seen()
     async with GalleyClient(clients.stack.address("gateway-2")) as doomed:
@@ -75,12 +73,19 @@ async def test_a_killed_gateway_is_a_pause(clients: Clients) -> None:
 
     assert cut.tokens == whole.tokens
     assert cut.text == whole.text
-    assert cut.origins == whole.origins
     for ours, theirs in zip(cut.logprobs, whole.logprobs, strict=True):
         assert [top.token_id for top in ours.top] == [top.token_id for top in theirs.top]
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     assert cut.finished is not None
     assert cut.finished.reason == whole.finished.reason
+
+    # Which tokens a draft guessed in time differs from run to run; what one session was told of them does not.
+    again = Seen()
+    await read(clients.main.resume(stream.session_id, 0), again)
+    assert again.tokens == cut.tokens
+    assert again.origins == cut.origins
+    assert any(cut.origins)
+    assert not all(cut.origins)
 
 
 async def test_buf_curl_streams_by_reflection(clients: Clients) -> None:
