@@ -1,4 +1,4 @@
-"""Ties the life of a process to that of the one that started it."""
+"""What a process asks of the system: to end with the one that started it, how many threads, less memory."""
 
 from __future__ import annotations
 
@@ -27,6 +27,19 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     if os.getppid() != parent:
         # It ended in between, so the signal will never come.
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def hand_back_free_memory() -> None:
+    """Return to the system what glibc keeps of freed memory; under another C library, nothing.
+
+    What is freed beneath something that lives on glibc keeps for itself: after loading a model, which leaves
+    much behind, that is memory that this process will not ask for again.
+    """
+    if sys.platform != "linux":
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def limit_threads(count: int) -> None:

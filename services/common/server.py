@@ -10,7 +10,6 @@ import asyncio
 import gc
 import signal
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -26,6 +25,7 @@ from services.common.process import die_with_parent
 from services.common.readiness import Readiness
 from services.common.status import StatusInterceptor
 from services.common.telemetry import Telemetry, start_telemetry
+from services.common.unless import unless
 from services.core.errors import GalleyError
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ async def run_service(
     parts = Parts(Readiness(settings.ready_fd), start_telemetry(f"galley-{name}"))
     parts.readiness.stage("starting")
     try:
-        running = await _unless(stopped, start_server(settings, build, parts))
+        running = await unless(stopped, start_server(settings, build, parts))
         if running is None:
             return
         # What a start leaves behind (modules, a model) lives as long as the process; do not walk it again.
@@ -211,24 +211,6 @@ def _stop_signal() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     return stopped
-
-
-R = TypeVar("R")
-
-
-async def _unless(stopped: asyncio.Event, work: Awaitable[R]) -> R | None:
-    """The result of `work`, or None if the process was told to stop before it was done."""
-    task, stop = asyncio.ensure_future(work), asyncio.ensure_future(stopped.wait())
-    try:
-        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stop.cancel()
-    if task.done():
-        return task.result()
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
-    return None
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

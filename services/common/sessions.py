@@ -10,7 +10,7 @@ from services.core.errors import Overloaded
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
-    from services.common.slices import SessionKey
+    from services.core.content import SessionKey
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from services.common.codec import sampling_from
 from services.core.content import HASH_BYTES
@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from services.common.pb.galley.v1 import galley_pb2 as pb
+    from services.core.content import SessionKey
     from services.core.params import SamplingParams
-
-# (tenant_salt, session_id): caches never cross salts.
-SessionKey: TypeAlias = tuple[bytes, str]
 
 MAX_SESSION_ID_BYTES = 256
 MAX_SALT_BYTES = 16

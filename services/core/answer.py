@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.core.content import TOKEN_BYTES, hash_token_bytes, token_bytes
+from services.core.content import PrefixHasher, prefix_hash
 from services.core.text import TextStream
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ class Answer:
     def __init__(self, spec: SessionSpec, decode: Callable[[Sequence[int]], str]) -> None:
         self.spec = spec
         self.tokens: list[int] = list(spec.prompt)
-        # Beside the tokens, because every round hashes prefixes of them.
-        self._encoded = bytearray(token_bytes(spec.prompt))
+        # Every round names prefixes of them.
+        self._hasher = PrefixHasher()
         self.records: list[TokenRecord] = []
         self.ending: Ending | None = None
         self.fingerprint: str | None = None
@@ -109,22 +109,19 @@ class Answer:
         return len(self.records)
 
     def prefix_hash(self, length: int) -> bytes:
-        """The content address of the first `length` tokens."""
-        return hash_token_bytes(memoryview(self._encoded)[: length * TOKEN_BYTES])
+        """The content address of the first `length` tokens, which are there."""
+        return self._hasher.of(self.tokens, length)
 
     def output_hash(self, length: int) -> bytes:
         """The content address of the first `length` output tokens, as a client computes it."""
         start = len(self.spec.prompt)
-        return hash_token_bytes(
-            memoryview(self._encoded)[start * TOKEN_BYTES : (start + length) * TOKEN_BYTES]
-        )
+        return prefix_hash(self.tokens[start : start + length])
 
     def absorb(self, token: int, record: TokenRecord) -> bool:
         """Append one confirmed token; false once the answer has ended: what follows is cut."""
         if self.ending is not None:
             return False
         self.tokens.append(token)
-        self._encoded += token_bytes((token,))
         self.records.append(record)
         if record.fingerprint is not None:
             self.fingerprint = record.fingerprint

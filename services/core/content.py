@@ -10,13 +10,15 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# (tenant_salt, session_id): caches never cross salts.
+SessionKey: TypeAlias = tuple[bytes, str]
+
 HASH_BYTES = 16
-TOKEN_BYTES = 4
 _PERSON = b"galley.v1"
 _BLOCK_PERSON = b"galley.kv.v1"
 _MARK_TOKENS = 512
@@ -24,12 +26,7 @@ _MARK_TOKENS = 512
 
 def prefix_hash(tokens: Sequence[int]) -> bytes:
     """The blake2b-128 of `tokens` as little-endian uint32."""
-    return hash_token_bytes(token_bytes(tokens))
-
-
-def hash_token_bytes(data: bytes | bytearray | memoryview) -> bytes:
-    """`prefix_hash` of tokens that are encoded already."""
-    return blake2b(data, digest_size=HASH_BYTES, person=_PERSON).digest()
+    return blake2b(token_bytes(tokens), digest_size=HASH_BYTES, person=_PERSON).digest()
 
 
 def chain_start(salt: bytes) -> bytes:
@@ -55,14 +52,17 @@ def block_hashes(salt: bytes, tokens: Sequence[int], block_tokens: int) -> list[
 class PrefixHasher:
     """`prefix_hash` of the prefixes of one growing sequence, without hashing it from its beginning each time.
 
-    The owner of the sequence calls `cut` before it changes tokens that it has had hashed.
+    It goes on from the hash asked for last, as most are of the sequence's present length; for a shorter
+    prefix, from the mark before its end. The owner of the sequence calls `cut` before it changes tokens that
+    it has had hashed.
     """
 
-    __slots__ = ("_marks",)
+    __slots__ = ("_last", "_marks")
 
     def __init__(self) -> None:
         # Mark i has taken the first i * _MARK_TOKENS tokens.
         self._marks = [blake2b(digest_size=HASH_BYTES, person=_PERSON)]
+        self._last = (0, self._marks[0])
 
     def of(self, tokens: Sequence[int], length: int) -> bytes:
         """The hash of tokens[:length]; 0 <= length <= len(tokens)."""
@@ -71,14 +71,21 @@ class PrefixHasher:
             mark = self._marks[-1].copy()
             mark.update(token_bytes(tokens[done : done + _MARK_TOKENS]))
             self._marks.append(mark)
-        done = length // _MARK_TOKENS * _MARK_TOKENS
-        last = self._marks[length // _MARK_TOKENS].copy()
-        last.update(token_bytes(tokens[done:length]))
-        return last.digest()
+        done, state = self._last
+        marked = length // _MARK_TOKENS * _MARK_TOKENS
+        if not marked <= done <= length:
+            done, state = marked, self._marks[length // _MARK_TOKENS]
+        if done < length:
+            state = state.copy()
+            state.update(token_bytes(tokens[done:length]))
+        self._last = (length, state)
+        return state.digest()
 
     def cut(self, length: int) -> None:
         """Tokens at and beyond `length` are about to change."""
         del self._marks[length // _MARK_TOKENS + 1 :]
+        if self._last[0] > length:
+            self._last = (0, self._marks[0])
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from services.core.content import agreement
 from services.core.hints import NOTHING, Hint, Rest
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Drafting:
         if self.hint is None:
             return
         reached = len(tokens) - self.hint.position
-        agreeing = _agreeing(self.hint.draft_tokens, tokens[self.hint.position :])
+        agreeing = agreement(self.hint.draft_tokens, tokens[self.hint.position :])
         if agreeing < reached:
             self.cache_len = min(self.cache_len, self.hint.position + agreeing)
             self.hint = None
@@ -106,20 +107,7 @@ def rest_of(hint: Hint, confirmed: Sequence[int]) -> Rest:
         return NOTHING
     if tuple(confirmed[hint.position :]) != hint.draft_tokens[:reached]:
         return NOTHING
-    # The chances of what is left, given that the first came true.
-    sure = hint.survival[reached - 1] if reached and hint.survival else 1.0
-    survival = tuple(min(1.0, chance / sure) if sure > 0 else 0.0 for chance in hint.survival[reached:])
-    return Rest(hint.draft_tokens[reached:], survival)
-
-
-def _agreeing(guesses: Sequence[int], confirmed: Sequence[int]) -> int:
-    """How many of the guesses come true before the first that does not."""
-    count = 0
-    for guess, token in zip(guesses, confirmed, strict=False):
-        if guess != token:
-            break
-        count += 1
-    return count
+    return hint.after(reached)
 
 
 def valid_prefix(tokens: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:

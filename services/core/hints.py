@@ -27,6 +27,17 @@ class Hint:
     draft_tokens: tuple[int, ...]
     survival: tuple[float, ...] = ()
 
+    def after(self, passed: int) -> Rest:
+        """What it offers once its first `passed` tokens have come true."""
+        if not passed:
+            return Rest(self.draft_tokens, self.survival)
+        survival = self.survival
+        if survival:
+            # The chance of all that is left, given that the first have survived.
+            sure = survival[passed - 1]
+            survival = tuple(min(1.0, chance / sure) if sure > 0.0 else 0.0 for chance in survival[passed:])
+        return Rest(self.draft_tokens[passed:], survival)
+
 
 @dataclass(frozen=True, slots=True)
 class Rest:
@@ -62,7 +73,7 @@ class PendingHint:
         self.useless = not (self._has_root(tokens, hasher) and self._agrees(tokens, passed))
         if self.useless:
             return NOTHING
-        return Rest(self._hint.draft_tokens[passed:], self._rest_of_survival(passed))
+        return self._hint.after(passed)
 
     def _has_root(self, tokens: Sequence[int], hasher: PrefixHasher) -> bool:
         if not self._rooted:
@@ -79,11 +90,3 @@ class PendingHint:
                 return False
         self._agreed = passed
         return True
-
-    def _rest_of_survival(self, passed: int) -> tuple[float, ...]:
-        survival = self._hint.survival
-        if not survival or not passed:
-            return survival
-        # The chance of all that is left, given that the first have survived.
-        sure = survival[passed - 1]
-        return tuple(min(1.0, chance / sure) if sure > 0.0 else 0.0 for chance in survival[passed:])

@@ -7,7 +7,7 @@ block in which the next position lies may be shared or registered (attached, or 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from services.core.content import PrefixHasher, agreement, block_hashes, chain_start, next_block_hash
 from services.core.errors import Broken
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from services.core.blocks import BlockPool
-
-Key: TypeAlias = tuple[bytes, str]  # (tenant salt, session id)
+    from services.core.content import SessionKey
 
 
 class KvSession:
@@ -37,7 +36,7 @@ class KvSession:
         "tokens",
     )
 
-    def __init__(self, key: Key, pool: BlockPool, block_tokens: int) -> None:
+    def __init__(self, key: SessionKey, pool: BlockPool, block_tokens: int) -> None:
         self.key = key
         self.arrival = 0
         self.live = False
@@ -51,7 +50,7 @@ class KvSession:
         self._view: tuple[int, ...] | None = None
 
     @property
-    def age(self) -> tuple[int, Key]:
+    def age(self) -> tuple[int, SessionKey]:
         """Smaller is older; no two sessions have the same."""
         return self.arrival, self.key
 

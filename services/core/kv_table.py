@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING
 from services.core.blocks import BlockPool
 from services.core.content import Hit, Miss, PrefixHasher, agreement
 from services.core.errors import Broken, Overloaded
-from services.core.kv_session import Key, KvSession
+from services.core.kv_session import KvSession
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Key", "KvTable", "Reservation"]
+    from services.core.content import SessionKey
 
 _RETRY_AFTER_S = 1.0
 
@@ -48,7 +48,7 @@ class Reservation:
     """
 
     copies: tuple[tuple[int, int], ...] = ()
-    preempted: tuple[Key, ...] = ()
+    preempted: tuple[SessionKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class KvTable:
 
     def _forget_all(self, blocks: int) -> None:
         self._pool = BlockPool(blocks)
-        self._live: dict[Key, KvSession] = {}
-        self._idle: OrderedDict[Key, KvSession] = OrderedDict()  # longest idle first
-        self._evicted: OrderedDict[Key, _Evicted] = OrderedDict()  # longest without blocks first
+        self._live: dict[SessionKey, KvSession] = {}
+        self._idle: OrderedDict[SessionKey, KvSession] = OrderedDict()  # longest idle first
+        self._evicted: OrderedDict[SessionKey, _Evicted] = OrderedDict()  # longest without blocks first
 
     # What there is.
 
@@ -96,18 +96,18 @@ class KvTable:
         """Blocks to be had without touching a live session: never used, cached, or idle sessions'."""
         return self.total - self.live_blocks
 
-    def is_live(self, key: Key) -> bool:
+    def is_live(self, key: SessionKey) -> bool:
         """Whether the session was opened, and not made idle, dropped or preempted since."""
         return key in self._live
 
-    def tokens_of(self, key: Key) -> Sequence[int]:
+    def tokens_of(self, key: SessionKey) -> Sequence[int]:
         """The tokens that `look_up` and `held` speak of: after a Hit, the first `start` are the caller's.
 
         The very list of a session that has blocks: not to be changed, and not to be kept over a change.
         """
         return self._known(key)[0]
 
-    def blocks_of(self, key: Key) -> tuple[int, ...]:
+    def blocks_of(self, key: SessionKey) -> tuple[int, ...]:
         """The session's block table: position p lies in block blocks_of(key)[p // block_tokens]."""
         session = self._session(key)
         return session.view if session is not None else ()
@@ -116,12 +116,12 @@ class KvTable:
         """Up to `limit` hashes of blocks that a new session could attach, most recently used first."""
         return self._pool.recent(limit)
 
-    def held(self, key: Key) -> Miss:
+    def held(self, key: SessionKey) -> Miss:
         """The session's longest prefix that is in its blocks, or still cached: what a cache_miss says."""
         tokens, prefix = self._known(key)
         return Miss(len(tokens), prefix.of(tokens, len(tokens)))
 
-    def look_up(self, key: Key, start: int, tokens: Sequence[int], prefix_hash: bytes) -> Hit | Miss:
+    def look_up(self, key: SessionKey, start: int, tokens: Sequence[int], prefix_hash: bytes) -> Hit | Miss:
         """`content.look_up` over what is `held` of the session, not hashing all of it. Changes nothing."""
         ours, prefix = self._known(key)
         if len(ours) < start:
@@ -132,7 +132,7 @@ class KvTable:
 
     # What an item does.
 
-    def open(self, key: Key, arrival: int, tokens: Sequence[int]) -> int:
+    def open(self, key: SessionKey, arrival: int, tokens: Sequence[int]) -> int:
         """Makes the session live for these confirmed tokens; returns at how many of them it stands.
 
         It keeps its own KV as far as that agrees, or attaches whole cached blocks where these go further; at
@@ -144,7 +144,7 @@ class KvTable:
         session.keep_or_attach(tokens)
         return len(session.tokens)
 
-    def reserve(self, key: Key, length: int, busy: frozenset[Key] = frozenset()) -> Reservation:
+    def reserve(self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()) -> Reservation:
         """Gives the live session blocks for [0, length), its own from its standing on.
 
         Takes cached blocks, then those of idle sessions, then preempts live ones that are younger than this;
@@ -160,7 +160,7 @@ class KvTable:
             self._evict(victim)
         return Reservation(session.make_room(length), preempted)
 
-    def computed(self, key: Key, tokens: Sequence[int]) -> None:
+    def computed(self, key: SessionKey, tokens: Sequence[int]) -> None:
         """A pass is over: the KV of `tokens`, confirmed and next after those it stood at, now stands too.
 
         May be empty. Registers the blocks that got full. Raises Broken if the session has no blocks, or
@@ -171,19 +171,19 @@ class KvTable:
             raise Broken(f"session {key[1]!r} was computed but holds no blocks")
         session.computed(tokens)
 
-    def truncate(self, key: Key, length: int) -> None:
+    def truncate(self, key: SessionKey, length: int) -> None:
         """The session stands at `length` tokens at most; blocks wholly beyond `length` are returned."""
         session = self._session(key)
         if session is not None:
             session.cut(length)
 
-    def distrust(self, key: Key) -> None:
+    def distrust(self, key: SessionKey) -> None:
         """Its pass failed or never ran: what stood before stands, but for a block that was to be copied."""
         session = self._session(key)
         if session is not None:
             session.settle()
 
-    def idle(self, key: Key) -> None:
+    def idle(self, key: SessionKey) -> None:
         """No item stands: the session keeps the blocks of what it stands at until somebody needs them."""
         session = self._live.pop(key, None)
         if session is None:
@@ -193,7 +193,7 @@ class KvTable:
         if session.blocks:
             self._idle[key] = session
 
-    def drop(self, key: Key) -> None:
+    def drop(self, key: SessionKey) -> None:
         """Forgets the session; its full blocks stay cached."""
         session = self._session(key)
         if session is not None:
@@ -218,10 +218,10 @@ class KvTable:
 
     # How.
 
-    def _session(self, key: Key) -> KvSession | None:
+    def _session(self, key: SessionKey) -> KvSession | None:
         return self._live.get(key) or self._idle.get(key)
 
-    def _known(self, key: Key) -> tuple[Sequence[int], PrefixHasher]:
+    def _known(self, key: SessionKey) -> tuple[Sequence[int], PrefixHasher]:
         """The tokens whose KV could be had for the session now, and their hasher."""
         session = self._session(key)
         if session is not None:
@@ -235,7 +235,7 @@ class KvTable:
                 return evicted.tokens[: index * self.block_tokens]
         return evicted.tokens
 
-    def _wake(self, key: Key) -> KvSession:
+    def _wake(self, key: SessionKey) -> KvSession:
         """The session, live, new if need be; raises Overloaded if there is no place for a new one."""
         session = self._session(key)
         if session is None:
@@ -274,7 +274,7 @@ class KvTable:
         while len(self._evicted) > room:
             self._evicted.popitem(last=False)
 
-    def _victims(self, session: KvSession, length: int, busy: frozenset[Key]) -> list[KvSession]:
+    def _victims(self, session: KvSession, length: int, busy: frozenset[SessionKey]) -> list[KvSession]:
         """Whom to evict so that `session` can cover `length`; raises Overloaded if nobody's blocks suffice.
 
         A block that it must copy counts as had once all others that hold it are gone.
@@ -295,7 +295,7 @@ class KvTable:
                 short -= left == (1 if block == shared else 0)
         return chosen
 
-    def _candidates(self, session: KvSession, busy: frozenset[Key]) -> Iterator[KvSession]:
+    def _candidates(self, session: KvSession, busy: frozenset[SessionKey]) -> Iterator[KvSession]:
         """Who may lose its blocks to the session, in this order."""
         yield from (other for other in self._idle.values() if other.key not in busy)
         younger = [

@@ -35,10 +35,11 @@ from services.core.verify_items import Answer, Confirmed, Outcome, Overtaken
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from services.core.content import SessionKey
     from services.core.cost import PassTimes
     from services.core.kv_table import KvTable, Reservation
     from services.core.step import StepOutcome
-    from services.core.verify_items import Extend, SessionKey, VerifyRequest
+    from services.core.verify_items import Extend, VerifyRequest
 
 MAX_ROWS = 256
 _RETRY_AFTER_S = 0.5

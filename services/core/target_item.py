@@ -10,7 +10,8 @@ from services.core.hints import NOTHING, Hint, PendingHint, Rest
 from services.core.linger import Acceptance, HintHabits
 
 if TYPE_CHECKING:
-    from services.core.verify_items import Extend, SessionKey, VerifyRequest
+    from services.core.content import SessionKey
+    from services.core.verify_items import Extend, VerifyRequest
 
 # Results that a hint may still be anchored at when it tells how long hints take.
 _ANCHORS = 8

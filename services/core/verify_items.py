@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.core.content import Miss
+    from services.core.content import Miss, SessionKey
     from services.core.errors import GalleyError
     from services.core.hints import Hint
     from services.core.params import SamplingParams
     from services.core.records import PositionLogprobs
-
-# (tenant_salt, session_id): caches never cross salts.
-SessionKey: TypeAlias = tuple[bytes, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from services.draft.strategies.base import DraftJob, DraftSession, Proposal, Str
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from services.common.slices import SessionKey, Slice
+    from services.common.slices import Slice
+    from services.core.content import SessionKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.common.process import hand_back_free_memory
 from services.engine.loading import parse_dtype
 from services.engine.model import DEFAULT_KV_BLOCKS, CausalModel
 from services.engine.prepare import resolve_model
@@ -24,7 +25,7 @@ def load_model(
     ranks: Ranks = ALONE,
 ) -> CausalModel:
     """The model that `spec` names, resolved and loaded; raises UnsupportedModel. Blocks, long at first."""
-    return CausalModel.load(
+    model = CausalModel.load(
         resolve_model(spec),
         dtype=parse_dtype(dtype, device),
         device=device,
@@ -33,6 +34,8 @@ def load_model(
         kv_blocks=kv_blocks,
         ranks=ranks,
     )
+    hand_back_free_memory()
+    return model
 
 
 def _name_of(spec: str) -> str:

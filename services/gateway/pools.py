@@ -19,6 +19,7 @@ from services.core import events as ev
 from services.core.errors import TokenizerMismatch, Unavailable
 from services.core.ports import Replica
 from services.gateway.item_stream import ItemStream
+from services.gateway.patience import SECOND
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 Verdict: TypeAlias = "ev.Verified | ev.CacheMissed | ev.Failed"
 
-_SECOND = 1_000_000_000
 _RETRYABLE_ITEM = frozenset(
     code.value[0]
     for code in (
@@ -274,7 +274,7 @@ def _slice(spec: SessionSpec, part: ev.Slice, remaining_ns: int | None) -> pb.Se
 
 
 def _seconds(remaining_ns: int | None) -> float | None:
-    return None if remaining_ns is None else remaining_ns / _SECOND
+    return None if remaining_ns is None else remaining_ns / SECOND
 
 
 def _verify_request(

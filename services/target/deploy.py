@@ -17,7 +17,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, model_validator
 
@@ -26,6 +26,7 @@ from services.common.logs import get_logger, start_logging
 from services.common.process import die_with_parent
 from services.common.readiness import Readiness
 from services.common.registry import TARGET_POOL, ReplicaRegistry
+from services.common.unless import unless
 from services.core.errors import GalleyError, StoreUnavailable
 from services.target import ray_cluster
 from services.target.settings import TargetSettings
@@ -73,7 +74,6 @@ class DeploySettings(TargetSettings):
 
     @model_validator(mode="after")
     def _can_be_found(self) -> Self:
-        # In place of what a lone target checks: replicas advertise the port that they get.
         if not self.redis_url.get_secret_value():
             raise ValueError("redis_url is needed: replicas on Ray are found by their registration")
         return self
@@ -143,7 +143,7 @@ class Deployment:
     async def _serve(self, stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
         self._readiness.stage("starting replicas", detail=f"{self._replicas()} x {self._ranks} ranks")
         await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), self._replicas())
-        leases = await _unless(stopped, self._registered())
+        leases = await unless(stopped, self._registered())
         if leases is None:
             return
         gc.collect()
@@ -225,18 +225,6 @@ async def _first_of(watching: asyncio.Task[None], work: asyncio.Task[None]) -> N
         for task in (watching, work):
             task.cancel()
         await asyncio.wait({watching, work})
-
-
-async def _unless(stopped: asyncio.Event, work: Any) -> Any:
-    """The result of `work`, or None if told to stop before."""
-    task, stop = asyncio.ensure_future(work), asyncio.ensure_future(stopped.wait())
-    done = {task}
-    try:
-        done, _ = await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for pending in (task, stop):
-            pending.cancel()
-    return task.result() if task in done else None
 
 
 async def _first(*events: asyncio.Event) -> asyncio.Event:

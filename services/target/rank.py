@@ -1,23 +1,15 @@
-"""One rank of a sharded target: `python -m services.target.rank` runs a follower without Ray."""
+"""One rank of a sharded target: what all are told, how each is loaded, and a follower's whole life."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.common.logs import get_logger, start_logging
-from services.common.process import die_with_parent, limit_threads
+from services.common.process import limit_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from services.engine.model import CausalModel
     from services.engine.process_group import ProcessGroup
-
-_LOG = get_logger(__name__)
 
 REDIS_URL = "GALLEY_TARGET_REDIS_URL"
 """Replicas on Ray get it by environment, as it may hold a password: Ray keeps arguments, and shows them."""
@@ -75,29 +67,3 @@ def run_follower(spec: RankSpec, rank: int, address: str) -> None:
     loaded = load_rank(spec, group, agree(group, rank, 0))
     follow(loaded.model, group)
     group.close()
-
-
-def follower_command(spec: RankSpec, rank: int, address: str) -> list[str]:
-    """How to start a follower that ends with the process that starts it."""
-    told = json.dumps({"spec": asdict(spec), "rank": rank, "address": address})
-    return [sys.executable, "-P", "-m", __spec__.name, told]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run a follower; exits 1 when a rank was lost."""
-    parser = argparse.ArgumentParser(description="A follower of a sharded Galley target.")
-    parser.add_argument("told", help="JSON of spec, rank and address, as rank 0 says it.")
-    told = json.loads(parser.parse_args(argv).told)
-    die_with_parent()
-    start_logging("galley-target-rank", "info", "json")
-    from services.core.errors import GalleyError  # noqa: PLC0415
-
-    try:
-        run_follower(RankSpec(**told["spec"]), int(told["rank"]), str(told["address"]))
-    except GalleyError as error:
-        _LOG.error("this rank ends", rank=told["rank"], problem=str(error))
-        raise SystemExit(1) from None
-
-
-if __name__ == "__main__":
-    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from services.common.codec import logprobs_from, logprobs_message, sampling_from, sampling_message
 from services.common.config import parse_settings
 from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.common.process import hand_back_free_memory
 from services.common.readiness import Readiness
 from services.core.params import SamplingParams
 from services.core.records import PositionLogprobs
@@ -34,6 +36,19 @@ try:
     raise ValueError("broken")
 except ValueError:
     get_logger("a").exception("failed")
+"""
+
+
+FREED_BENEATH_WHAT_LIVES = """
+from services.common.process import hand_back_free_memory
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+many = [bytes(4000) for _ in range(25_000)]
+last = many[-1]
+del many
+before = resident()
+hand_back_free_memory()
+print(before - resident())
 """
 
 
@@ -87,6 +102,16 @@ def test_it_ends_when_its_parent_is_killed() -> None:
     # The child alone holds the other end: it closes when the child is gone.
     with os.fdopen(read) as lines:
         assert lines.read() == ""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library hands it back by itself")
+def test_memory_that_is_free_is_handed_back() -> None:
+    assert int(run(FREED_BENEATH_WHAT_LIVES).stdout) > 50_000_000
+
+
+def test_without_a_call_for_it_nothing_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda _: object())
+    hand_back_free_memory()
 
 
 def test_readiness_is_told_in_json_lines_and_then_closed() -> None:

@@ -96,6 +96,25 @@ def test_other_tokens_at_the_same_length_are_a_miss() -> None:
     assert isinstance(look_up([1, 2, 9], 3, [4], prefix_hash([1, 2, 3])), Miss)
 
 
+@given(st.lists(token_ids, min_size=1, max_size=700), st.lists(token_ids, max_size=700), st.data())
+def test_the_prefixes_of_an_answer_are_named_by_their_content(
+    prompt: list[int], output: list[int], data: st.DataObject
+) -> None:
+    spec = SessionSpec("s", tuple(prompt), SamplingParams(), max_position=2000, vocab_size=2**32)
+    answer = Answer(spec, lambda tokens: "x" * len(tokens))
+    grown = list(prompt)
+    for token in output:
+        answer.absorb(token, TokenRecord())
+        grown.append(token)
+        if len(grown) % 50 == 0:
+            length = data.draw(st.integers(0, len(grown)))
+            for asked in (length, len(grown), len(grown) - 1):
+                assert answer.prefix_hash(asked) == prefix_hash(grown[:asked])
+    assert answer.prefix_hash(len(grown)) == prefix_hash(grown)
+    assert answer.output_hash(len(output)) == prefix_hash(output)
+    assert answer.output_hash(len(output) // 2) == prefix_hash(output[: len(output) // 2])
+
+
 def test_a_replay_comes_in_chunks_of_bounded_size() -> None:
     spec = SessionSpec("s", (1,), SamplingParams(), max_position=2000, vocab_size=9)
     answer = Answer(spec, lambda tokens: "x" * len(tokens))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from services.core.content import Hit, Miss, PrefixHasher, block_hashes, prefix_hash
+from services.core.content import Hit, Miss, PrefixHasher, SessionKey, block_hashes, prefix_hash
 from services.core.errors import Broken, Overloaded
-from services.core.kv_table import Key, KvTable
+from services.core.kv_table import KvTable
 
 T = 4  # tokens a block
 A, B, C, D = ((b"salt", name) for name in "abcd")
@@ -17,7 +19,7 @@ def table_of(blocks: int, max_sessions: int = 8) -> KvTable:
     return KvTable(blocks, T, max_sessions)
 
 
-def filled(table: KvTable, key: Key, tokens: list[int], arrival: int = 0, room: int = 0) -> None:
+def filled(table: KvTable, key: SessionKey, tokens: list[int], arrival: int = 0, room: int = 0) -> None:
     """The session is live and stands at all but the last of `tokens`, with blocks for `room` more."""
     have = table.open(key, arrival, tokens)
     table.reserve(key, len(tokens) + room)
@@ -55,6 +57,19 @@ def test_a_growing_sequence_is_hashed_as_from_its_beginning() -> None:
     sequence[513:] = tokens(1400, 5)
     for length in (1913, 513, 514, 1025):
         assert hasher.of(sequence, length) == prefix_hash(sequence[:length])
+
+
+@given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 9), st.booleans()), max_size=12))
+def test_whatever_is_asked_while_it_grows_and_is_cut(steps: list[tuple[int, int, bool]]) -> None:
+    hasher, sequence = PrefixHasher(), [0]
+    for grown, back, cut in steps:
+        sequence += [token * token % 251 for token in range(grown)]
+        length = max(0, len(sequence) - back)
+        for asked in (len(sequence), length, length // 2, length, len(sequence)):
+            assert hasher.of(sequence, asked) == prefix_hash(sequence[:asked])
+        if cut:
+            hasher.cut(length)
+            sequence[length:] = [251] * (back // 2)
 
 
 def test_what_is_computed_stands_and_takes_whole_blocks() -> None:

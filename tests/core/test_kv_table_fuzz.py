@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.core.content import Hit, block_hashes, look_up, prefix_hash
+from services.core.content import Hit, SessionKey, block_hashes, look_up, prefix_hash
 from services.core.errors import Overloaded
-from services.core.kv_table import Key, KvTable
+from services.core.kv_table import KvTable
 
 BLOCK_TOKENS = 3
 MOST_TOKENS = 18
 SALTS = (b"one", b"two")
-KEYS: list[Key] = [(salt, name) for salt in SALTS for name in "abc"]
+KEYS: list[SessionKey] = [(salt, name) for salt in SALTS for name in "abc"]
 PROMPTS = [
     [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3],
     [1, 2, 3, 4, 5, 6, 9, 9, 9, 9, 9, 9],
@@ -40,7 +40,7 @@ confirmed = st.builds(
 chunks = st.dictionaries(keys, st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=4)
 
 
-def kv(key: Key, tokens: list[int]) -> Cell:
+def kv(key: SessionKey, tokens: list[int]) -> Cell:
     return key[0], tuple(tokens)
 
 
@@ -65,7 +65,7 @@ class Memory:
 class Plan:
     """One pass: which session feeds what, of which so many tokens turn out to be confirmed."""
 
-    fed: dict[Key, tuple[list[int], int]] = field(default_factory=dict)
+    fed: dict[SessionKey, tuple[list[int], int]] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -79,11 +79,11 @@ class Lives(RuleBasedStateMachine):
         super().__init__()
         self.table = KvTable(self.BLOCKS, BLOCK_TOKENS, self.MAX_SESSIONS)
         self.memory = Memory([[None] * BLOCK_TOKENS for _ in range(self.BLOCKS)])
-        self.wanted: dict[Key, list[int]] = {}  # of live sessions: confirmed tokens
-        self.arrivals: dict[Key, int] = {}
+        self.wanted: dict[SessionKey, list[int]] = {}  # of live sessions: confirmed tokens
+        self.arrivals: dict[SessionKey, int] = {}
 
     @rule(key=keys, arrival=st.integers(0, 3), tokens=confirmed)
-    def open(self, key: Key, arrival: int, tokens: list[int]) -> None:
+    def open(self, key: SessionKey, arrival: int, tokens: list[int]) -> None:
         live = set(self.wanted)
         free = self.table.free
         had_blocks = bool(self.table.blocks_of(key))
@@ -103,7 +103,7 @@ class Lives(RuleBasedStateMachine):
         self.arrivals[key] = arrival
 
     @rule(chunks=chunks, fails=st.booleans(), trash=st.lists(st.integers(0, 9), max_size=3))
-    def step(self, chunks: dict[Key, tuple[int, int]], fails: bool, trash: list[int]) -> None:
+    def step(self, chunks: dict[SessionKey, tuple[int, int]], fails: bool, trash: list[int]) -> None:
         plan = Plan()
         for key, (rows, guesses) in chunks.items():
             if key in self.wanted:
@@ -118,7 +118,7 @@ class Lives(RuleBasedStateMachine):
                 if len(self.tokens(key)) >= len(self.wanted[key]):  # sampled one of its own
                     self.wanted[key] = [*self.tokens(key), 1]
 
-    def plan(self, plan: Plan, key: Key, rows: int, guesses: int) -> None:
+    def plan(self, plan: Plan, key: SessionKey, rows: int, guesses: int) -> None:
         """Adds the next `rows` confirmed tokens, and guesses if these were the last of them."""
         stands = len(self.table.tokens_of(key))
         fed = self.wanted[key][stands : stands + rows]
@@ -129,7 +129,7 @@ class Lives(RuleBasedStateMachine):
         if self.reserve(plan, key, stands + len(fed)):
             plan.fed[key] = (fed, max(1, good))
 
-    def reserve(self, plan: Plan, key: Key, length: int) -> bool:
+    def reserve(self, plan: Plan, key: SessionKey, length: int) -> bool:
         busy = frozenset(plan.fed)
         before = {other: self.table.blocks_of(other) for other in KEYS}
         asker = (self.arrivals[key], key)
@@ -154,7 +154,7 @@ class Lives(RuleBasedStateMachine):
         assert len(self.table.blocks_of(key)) * BLOCK_TOKENS >= length
         return True
 
-    def must_refuse(self, key: Key, length: int, kept: set[int]) -> bool:
+    def must_refuse(self, key: SessionKey, length: int, kept: set[int]) -> bool:
         """Whether not even all that may be taken would have been enough."""
         own = self.table.blocks_of(key)
         first = len(self.table.tokens_of(key)) // BLOCK_TOKENS
@@ -183,7 +183,7 @@ class Lives(RuleBasedStateMachine):
                 )
 
     @rule(key=keys, length=st.integers(0, MOST_TOKENS))
-    def truncate(self, key: Key, length: int) -> None:
+    def truncate(self, key: SessionKey, length: int) -> None:
         before = self.tokens(key)
         blocks = self.table.blocks_of(key)
         self.table.truncate(key, length)
@@ -192,20 +192,20 @@ class Lives(RuleBasedStateMachine):
             assert self.table.blocks_of(key) == blocks[: -(-length // BLOCK_TOKENS)]
 
     @rule(key=keys)
-    def idle(self, key: Key) -> None:
+    def idle(self, key: SessionKey) -> None:
         before = self.tokens(key)
         self.table.idle(key)
         self.wanted.pop(key, None)
         assert self.tokens(key) == before
 
     @rule(key=keys)
-    def drop(self, key: Key) -> None:
+    def drop(self, key: SessionKey) -> None:
         self.table.drop(key)
         self.wanted.pop(key, None)
         assert self.table.blocks_of(key) == ()
 
     @rule(key=keys, start=st.integers(0, 8), tokens=confirmed)
-    def looks_up_as_content_does(self, key: Key, start: int, tokens: list[int]) -> None:
+    def looks_up_as_content_does(self, key: SessionKey, start: int, tokens: list[int]) -> None:
         held = self.tokens(key)
         prefix = prefix_hash(tokens[:start])
         assert self.table.look_up(key, start, tokens[start:], prefix) == look_up(
@@ -245,7 +245,7 @@ class Lives(RuleBasedStateMachine):
             if not self.table.blocks_of(key):
                 assert set(block_hashes(key[0], self.tokens(key), BLOCK_TOKENS)) <= known
 
-    def tokens(self, key: Key) -> list[int]:
+    def tokens(self, key: SessionKey) -> list[int]:
         return list(self.table.tokens_of(key))
 
     def teardown(self) -> None:

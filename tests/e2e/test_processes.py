@@ -79,7 +79,7 @@ async def test_a_killed_gateway_is_a_pause(clients: Clients) -> None:
     assert cut.finished is not None
     assert cut.finished.reason == whole.finished.reason
 
-    # Which tokens a draft guessed in time differs from run to run; what one session was told of them does not.
+    # Which tokens a draft guessed in time differs from run to run; what is told of one session does not.
     again = Seen()
     await read(clients.main.resume(stream.session_id, 0), again)
     assert again.tokens == cut.tokens

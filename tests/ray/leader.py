@@ -16,19 +16,16 @@ import threading
 from services.common.process import die_with_parent
 from services.engine.process_group import Store, open_store
 from services.target.leader import Leader, spec_of
-from services.target.rank import RankSpec, follower_command
+from services.target.rank import RankSpec
 from services.target.settings import TargetSettings
+from tests.ray.follower import start_follower
 
 LOST = 7
 
 
 def start(settings: TargetSettings, size: int) -> tuple[RankSpec, Store, list[subprocess.Popen[bytes]]]:
     spec, store = spec_of(settings, size), open_store("127.0.0.1", size)
-    return (
-        spec,
-        store,
-        [subprocess.Popen(follower_command(spec, rank, store.address)) for rank in range(1, size)],
-    )
+    return spec, store, [start_follower(spec, rank, store.address) for rank in range(1, size)]
 
 
 async def main() -> None:

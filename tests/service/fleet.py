@@ -88,6 +88,12 @@ class Fleet:
             target.register()
         await self.until(lambda leases: len(leases) == len(self.targets))
 
+    def hold_after(self, answers: int) -> None:
+        """Each of them answers so often, and then not until its gate is opened."""
+        for target in self.targets:
+            target.fake.gate.close()
+            target.fake.gate.permit(answers)
+
     async def until(self, holds: Callable[[list[ReplicaLease]], bool]) -> None:
         """Wait until the registry reads so."""
         async with asyncio.timeout(PATIENCE_S):

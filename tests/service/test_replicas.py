@@ -60,8 +60,7 @@ async def test_a_session_goes_where_its_prompt_is_cached(world: World, fleet: Fl
 
 async def test_sessions_that_come_at_once_are_spread_and_stay(world: World, fleet: Fleet) -> None:
     gateway = await gateway_of(world, fleet)
-    for target in fleet.targets:
-        target.fake.gate.close()
+    fleet.hold_after(0)
     streams = [gateway.ask() for _ in range(STREAMS)]
     listening = [asyncio.ensure_future(hear(stream)) for stream in streams]
     for target in fleet.targets:
@@ -76,8 +75,7 @@ async def test_sessions_that_come_at_once_are_spread_and_stay(world: World, flee
 
 async def test_a_replica_that_dies_hands_its_sessions_on(world: World, fleet: Fleet) -> None:
     gateway = await gateway_of(world, fleet)
-    for target in fleet.targets:
-        target.fake.gate.close()
+    fleet.hold_after(0)
     streams = [gateway.ask() for _ in range(STREAMS)]
     listening = [asyncio.ensure_future(hear(stream, until=1)) for stream in streams]
     for target in fleet.targets:
@@ -97,9 +95,7 @@ async def test_a_replica_that_dies_hands_its_sessions_on(world: World, fleet: Fl
 
 async def test_another_build_serves_where_no_other_lives_and_is_named(world: World, fleet: Fleet) -> None:
     gateway = await gateway_of(world, fleet)
-    for target in fleet.targets:
-        target.fake.gate.close()
-        target.fake.gate.permit(1)
+    fleet.hold_after(1)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
     doomed, other = holder(fleet)
@@ -127,9 +123,7 @@ async def test_a_replica_without_room_is_left_for_another(world: World, fleet: F
 
 async def test_a_drain_moves_new_sessions_and_not_live_ones(world: World, fleet: Fleet) -> None:
     gateway = await gateway_of(world, fleet)
-    for target in fleet.targets:
-        target.fake.gate.close()
-        target.fake.gate.permit(1)
+    fleet.hold_after(1)
     live = gateway.ask()
     heard = await hear(live, until=1)
     draining, other = holder(fleet)
@@ -146,9 +140,7 @@ async def test_a_drain_moves_new_sessions_and_not_live_ones(world: World, fleet:
 
 async def test_a_resumed_session_goes_where_its_kv_is(world: World, fleet: Fleet) -> None:
     first = await gateway_of(world, fleet)
-    for target in fleet.targets:
-        target.fake.gate.close()
-        target.fake.gate.permit(2)
+    fleet.hold_after(2)
     stream = first.ask()
     heard = await hear(stream, until=2)
     home, other = holder(fleet)
@@ -167,9 +159,7 @@ async def test_a_replica_that_hangs_loses_its_sessions_with_its_lease(
 ) -> None:
     monkeypatch.setattr("services.gateway.targets.GONE_GRACE_S", 0.1)
     gateway = await gateway_of(world, fleet)
-    for target in fleet.targets:
-        target.fake.gate.close()
-        target.fake.gate.permit(1)
+    fleet.hold_after(1)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
     hung, other = holder(fleet)
@@ -261,9 +251,7 @@ async def test_replicas_stay_known_while_the_registry_is_away(frail_world: World
     async with Fleet(frail_world) as fleet:
         await fleet.register()
         gateway = await gateway_of(frail_world, fleet)
-        for target in fleet.targets:
-            target.fake.gate.close()
-            target.fake.gate.permit(1)
+        fleet.hold_after(1)
         stream = gateway.ask()
         heard = await hear(stream, until=1)
         home, other = holder(fleet)

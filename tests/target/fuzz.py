@@ -8,7 +8,6 @@ pool. All randomness comes from one seed.
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.core.content import Miss, prefix_hash
+from services.core.content import Miss, SessionKey, prefix_hash
 from services.core.cost import PassTimes
 from services.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, OurFault, Overloaded
 from services.core.hints import Hint
@@ -26,13 +24,11 @@ from services.core.kv_table import KvTable
 from services.core.params import SamplingParams
 from services.core.scheduler import Linger, Scheduler
 from services.core.step import Chunk, Draw, Sampled, StepOutcome, StepPlan
-from services.core.verify_items import Answer, Confirmed, Extend, SessionKey, VerifyRequest
+from services.core.verify_items import Answer, Confirmed, Extend, VerifyRequest
 from services.engine.model import CausalModel
 from services.target.paged_engine import PagedEngine
+from tests.target.tiny import CONTEXT, POISON, STOP, VOCAB, random_llama, save
 
-STOP = 1
-# The last token, which the engine's own probe prompt leaves out: its logits would be NaN.
-POISON = 127
 # A step of the clock, in nanoseconds.
 TICK_NS = 1_000_000
 
@@ -53,7 +49,7 @@ class FuzzSize:
 
 
 SMALL = FuzzSize(
-    vocab=POISON + 1, context=192, blocks=14, sessions=8, prompt_tokens=70, max_rows=48, poison=POISON
+    vocab=VOCAB, context=CONTEXT, blocks=14, sessions=8, prompt_tokens=70, max_rows=48, poison=POISON
 )
 
 
@@ -456,37 +452,8 @@ def fresh_outcome(model: CausalModel, draw: Draw) -> StepOutcome:
 
 
 def save_small_model(directory: Path) -> Path:
-    """A two-layer Llama of random weights with grouped heads; the embedding of POISON is NaN."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=SMALL.vocab,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=SMALL.context,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=STOP,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[POISON] = float("nan")
-    model.save_pretrained(directory)
-    words = {f"w{token}": token for token in range(SMALL.vocab)}
-    tokenizer: dict[str, object] = {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w1"},
-    }
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return directory
+    """A wider one than the tiny model, which may say POISON."""
+    return save(random_llama(hidden_size=64, spread=0.3, seed=0), directory)
 
 
 def load_pair(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -15,10 +16,12 @@ from tests.target.stream import extension, stream_of, tokens_of
 from tests.target.tiny import VOCAB, greedy
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
     from tests.target.conftest import Recording, Served
+    from tests.target.stream import Stream
 
 PROMPT = [5, 9, 2, 33, 17]
 COUNT = 24
@@ -34,7 +37,20 @@ def item(credit: int, draft: list[int] | None = None, **given: Any) -> pb.Verify
     return pb.VerifyItem(slice=slice_of(PROMPT, **given), draft_tokens=draft or [], credit=credit)
 
 
-async def held_at_first_pass(engine: Recording) -> None:
+@asynccontextmanager
+async def first_pass_held(
+    target: rpc.TargetAsyncStub, engine: Recording, *items: pb.VerifyItem
+) -> AsyncIterator[Stream]:
+    """A stream with these items, whose first pass waits until `engine.gate` is set."""
+    engine.gate.clear()
+    async with stream_of(target) as stream:
+        await stream.send(*items)
+        await begun(engine)
+        yield stream
+
+
+async def begun(engine: Recording) -> None:
+    """Until a pass has."""
     assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
 
 
@@ -69,10 +85,7 @@ async def test_credit_means_nothing_to_a_unary_call(target: rpc.TargetAsyncStub,
 async def test_an_extension_raises_the_limit(
     target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
 ) -> None:
-    engine.gate.clear()
-    async with stream_of(target) as stream:
-        await stream.send(item(credit=1))
-        await held_at_first_pass(engine)
+    async with first_pass_held(target, engine, item(credit=1)) as stream:
         await stream.send(extensions=[extension(PROMPT, limit=len(PROMPT) + 6)])
         await stream.heard()
         engine.gate.set()
@@ -98,7 +111,7 @@ async def test_a_hint_keeps_its_worth_when_it_comes_late(
             pass
         tokens = [*PROMPT, *answer[:2]]
         await stream.send(pb.VerifyItem(slice=slice_of(tokens), credit=20))
-        await held_at_first_pass(engine)
+        await begun(engine)
         await stream.send(extensions=[extension(known, answer[3 - late : 7])])
         await stream.heard()
         engine.gate.set()
@@ -111,10 +124,7 @@ async def test_a_hint_keeps_its_worth_when_it_comes_late(
 async def test_a_hint_of_other_content_is_not_used(
     target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
 ) -> None:
-    engine.gate.clear()
-    async with stream_of(target) as stream:
-        await stream.send(item(credit=5))
-        await held_at_first_pass(engine)
+    async with first_pass_held(target, engine, item(credit=5)) as stream:
         other = extension([*PROMPT[:4], 3, answer[0]], answer[1:5])
         await stream.send(extensions=[other])
         await stream.heard()
@@ -135,10 +145,7 @@ BAD = [
 async def test_a_bad_extension_closes_its_item_alone(
     target: rpc.TargetAsyncStub, engine: Recording, answer: list[int], field: str, bad: pb.Extension
 ) -> None:
-    engine.gate.clear()
-    async with stream_of(target) as stream:
-        await stream.send(item(credit=100), item(credit=2, session_id="well"))
-        await held_at_first_pass(engine)
+    async with first_pass_held(target, engine, item(credit=100), item(credit=2, session_id="well")) as stream:
         await stream.send(extensions=[bad])
         refused = await stream.next()
         assert refused.session_id == "s"
@@ -153,10 +160,7 @@ async def test_a_bad_extension_closes_its_item_alone(
 async def test_a_newer_item_overtakes_one_that_stands_on_credit(
     target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
 ) -> None:
-    engine.gate.clear()
-    async with stream_of(target) as stream:
-        await stream.send(item(credit=50))
-        await held_at_first_pass(engine)
+    async with first_pass_held(target, engine, item(credit=50)) as stream:
         await stream.send(item(credit=1, request_id=8))
         await stream.heard()
         engine.gate.set()
@@ -187,10 +191,8 @@ async def test_what_is_cancelled_ends_and_keeps_its_cache(
 async def test_a_client_that_vanishes_takes_its_items_along(
     target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
 ) -> None:
-    engine.gate.clear()
-    async with stream_of(target) as stream:
-        await stream.send(item(credit=150))
-        await held_at_first_pass(engine)
+    async with first_pass_held(target, engine, item(credit=150)):
+        pass
     staying = asyncio.ensure_future(verify(target, pb.VerifyItem(slice=slice_of(PROMPT, session_id="t"))))
     await target.GetTargetInfo(pb.GetTargetInfoRequest())
     engine.gate.set()
@@ -215,11 +217,8 @@ async def test_a_failed_pass_costs_its_sessions_that_pass_and_no_more(
 async def test_a_fault_of_the_scheduler_costs_all_items_and_the_replica_goes_on(
     target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
 ) -> None:
-    engine.gate.clear()
     engine.missing = 1
-    async with stream_of(target) as stream:
-        await stream.send(item(credit=5))
-        await held_at_first_pass(engine)
+    async with first_pass_held(target, engine, item(credit=5)) as stream:
         engine.gate.set()
         (failed,) = await stream.until_last()
         assert failed.status.code == grpc.StatusCode.UNAVAILABLE.value[0]
@@ -231,10 +230,7 @@ async def test_a_fault_of_the_scheduler_costs_all_items_and_the_replica_goes_on(
 async def test_draining_closes_credit_and_refuses_the_rest(
     target: rpc.TargetAsyncStub, engine: Recording, service: Served, answer: list[int]
 ) -> None:
-    engine.gate.clear()
-    async with stream_of(target) as stream:
-        await stream.send(item(credit=150))
-        await held_at_first_pass(engine)
+    async with first_pass_held(target, engine, item(credit=150)) as stream:
         draining = asyncio.ensure_future(service.running.service.drain())
         await target.GetTargetInfo(pb.GetTargetInfoRequest())
         (refused,) = await verify(target, item(credit=0, session_id="t"))

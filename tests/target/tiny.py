@@ -1,4 +1,4 @@
-"""A model of random weights, small enough to be made by the test that wants it."""
+"""Models of random weights, small enough to be made by the test that wants one."""
 
 from __future__ import annotations
 
@@ -13,34 +13,59 @@ from services.engine.model import CausalModel
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transformers import PreTrainedModel
+
 VOCAB = 128
 CONTEXT = 192
+STOP = 1
 # Its embedding is NaN, and so are the logits of whatever has seen it. The probe at load does not see it.
 POISON = VOCAB - 1
 
 
 def save_tiny_model(directory: Path, seed: int = 0) -> Path:
-    """Config, safetensors and tokenizer.json of a two-layer Llama with grouped heads."""
+    """Config, safetensors and tokenizer.json of a model that never says POISON."""
+    model = random_llama(hidden_size=32, spread=0.4, seed=seed)
+    with torch.no_grad():
+        model.lm_head.weight[POISON] = 0.0
+    return save(model, directory)
+
+
+def random_llama(*, hidden_size: int, spread: float, seed: int) -> LlamaForCausalLM:
+    """Two layers with grouped heads; `spread` is of its weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
-        initializer_range=0.4,
+        initializer_range=spread,
         tie_word_embeddings=False,
         bos_token_id=0,
-        eos_token_id=1,
+        eos_token_id=STOP,
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         model.model.embed_tokens.weight[POISON] = float("nan")
-        model.lm_head.weight[POISON] = 0.0  # nobody says it
+    return model
+
+
+def save(model: PreTrainedModel, directory: Path) -> Path:
+    """The model, and a tokenizer.json of as many words."""
     model.save_pretrained(directory)
-    (directory / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    words = {f"w{token}": token for token in range(VOCAB)}
+    tokenizer: dict[str, object] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     return directory
 
 
@@ -57,19 +82,3 @@ def greedy(directory: Path, prompt: list[int], count: int) -> list[int]:
         for _ in range(count):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
-
-
-def _tokenizer() -> dict[str, object]:
-    return {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {
-            "type": "WordLevel",
-            "vocab": {f"w{i}": i for i in range(VOCAB)},
-            "unk_token": "w0",
-        },
-    }

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from services.common.status import log_internal
+from services.core.content import agreement
 from services.core.errors import GalleyError
 from services.core.step import Draw
 from services.engine.model import Rows
@@ -81,16 +82,8 @@ class ModelStrategy:
         if cache is None:
             cache = self._caches[job.session] = self._model.new_cache()
         confirmed = job.session.tokens
-        agree = next(
-            (
-                i
-                for i, (ours, theirs) in enumerate(zip(cache.tokens, confirmed, strict=False))
-                if ours != theirs
-            ),
-            min(len(cache.tokens), len(confirmed)),
-        )
         # The last confirmed token is always fed: its logits are wanted.
-        cache.truncate(min(agree, len(confirmed) - 1))
+        cache.truncate(min(agreement(cache.tokens, confirmed), len(confirmed) - 1))
         # A token is guessed from the logits of the one before it, so the window must hold only that one.
         room = self._model.info.context_window - len(confirmed) + 1
         return _Guess(job, cache, min(job.k, room))

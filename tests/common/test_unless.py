@@ -1,0 +1,96 @@
+"""Work that is given up when the process is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.common.unless import unless
+
+
+class Work:
+    """Waits to be let go on; it takes a moment to end when it is cancelled."""
+
+    def __init__(self, last_words: Exception | None = None) -> None:
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+        self.ended = False
+        self._last_words = last_words
+
+    async def run(self) -> str:
+        try:
+            self.begun.set()
+            await self.go.wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)
+            if self._last_words is not None:
+                raise self._last_words from None
+            raise
+        finally:
+            self.ended = True
+        return "done"
+
+
+async def test_it_is_the_result_of_the_work() -> None:
+    work = Work()
+    work.go.set()
+    assert await unless(asyncio.Event(), work.run()) == "done"
+    assert_nothing_runs()
+
+
+async def test_work_that_is_done_counts_also_when_told_to_stop_at_once() -> None:
+    stopped, work = asyncio.Event(), Work()
+    stopped.set()
+    work.go.set()
+    assert await unless(stopped, work.run()) == "done"
+
+
+async def test_what_the_work_raises_is_raised() -> None:
+    async def fail() -> None:
+        raise OSError("no such thing")
+
+    with pytest.raises(OSError, match="no such thing"):
+        await unless(asyncio.Event(), fail())
+    assert_nothing_runs()
+
+
+async def test_work_that_cancels_itself_is_not_taken_for_given_up() -> None:
+    async def give_up() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await unless(asyncio.Event(), give_up())
+
+
+async def test_told_to_stop_it_is_nothing_and_the_work_has_ended() -> None:
+    stopped, work = asyncio.Event(), Work()
+    waiting = asyncio.create_task(unless(stopped, work.run()))
+    await work.begun.wait()
+    stopped.set()
+    assert await waiting is None
+    assert work.ended
+    assert_nothing_runs()
+
+
+async def test_work_that_fails_at_its_end_is_heard() -> None:
+    stopped, work = asyncio.Event(), Work(OSError("cannot end"))
+    waiting = asyncio.create_task(unless(stopped, work.run()))
+    await work.begun.wait()
+    stopped.set()
+    with pytest.raises(OSError, match="cannot end"):
+        await waiting
+
+
+async def test_cancelled_it_takes_the_work_along_and_stays_cancelled() -> None:
+    work = Work()
+    waiting = asyncio.create_task(unless(asyncio.Event(), work.run()))
+    await work.begun.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert work.ended
+    assert_nothing_runs()
+
+
+def assert_nothing_runs() -> None:
+    assert asyncio.all_tasks() == {asyncio.current_task()}
