@@ -153,6 +153,15 @@ def _splat(builder: Any, number: Any) -> Any:
     return builder.shuffle_vector(first, ir.Constant(_VECTOR, ir.Undefined), zeros)
 
 
+def _prefetch(builder: Any, pointer: Any) -> None:
+    """Ask for the cache line at `pointer`, for the second level: it is read a block later."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+    ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    read, second_level, data = (ir.Constant(_I32, number) for number in (0, 2, 1))
+    builder.call(ask, [builder.bitcast(pointer, byte), read, second_level, data])
+
+
 def _emit_tile(
     builder: Any,
     rows: int,
@@ -161,12 +170,17 @@ def _emit_tile(
     b: Any,
     b_kind: Any,
     b_stride: Any,
+    ahead: Any,
     steps: Any,
     c: Any,
     c_stride: Any,
     add: bool,
 ) -> None:
-    """c[m, 0:32] = sum over i < steps of a[m, i] * b[i, 0:32] for m < rows; onto c where `add`."""
+    """c[m, 0:32] = sum over i < steps of a[m, i] * b[i, 0:32] for m < rows; onto c where `add`.
+
+    Each step also asks for the same row of what lies at `ahead`. Blocks are scattered, so the processor
+    cannot guess the next one; asked for one by one between products, its lines do not hold those up.
+    """
     fma_kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
     fma_lanes = cgutils.get_or_insert_function(builder.module, fma_kind, f"llvm.fma.v{LANES}f32")
     sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(rows)]
@@ -183,9 +197,9 @@ def _emit_tile(
     for total, end in zip(sums, ends, strict=True):
         builder.store(builder.load(end, align=4) if add else ir.Constant(_VECTOR, [0.0] * LANES), total)
     with cgutils.for_range(builder, steps) as loop:
-        lanes = _load_lanes(
-            builder, cgutils.gep_inbounds(builder, b, builder.mul(loop.index, b_stride)), b_kind
-        )
+        row = builder.mul(loop.index, b_stride)
+        _prefetch(builder, cgutils.gep_inbounds(builder, ahead, row))
+        lanes = _load_lanes(builder, cgutils.gep_inbounds(builder, b, row), b_kind)
         for total, start in zip(sums, starts, strict=True):
             factor = _splat(builder, builder.load(cgutils.gep_inbounds(builder, start, loop.index)))
             builder.store(builder.call(fma_lanes, [factor, lanes, builder.load(total)]), total)
@@ -204,15 +218,18 @@ def _tile_product(add: bool) -> Callable[..., Any]:
         b: Any,
         b_at: Any,
         b_stride: Any,
+        ahead_at: Any,
         steps: Any,
         c: Any,
         c_at: Any,
         c_stride: Any,
     ) -> tuple[Any, Any]:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            count, a_, a_at_, a_stride_, b_, b_at_, b_stride_, steps_, c_, c_at_, c_stride_ = args
+            count, a_, a_at_, a_stride_, b_, b_at_, b_stride_, ahead_at_, *others = args
+            steps_, c_, c_at_, c_stride_ = others
             left = _pointer(context, builder, a, a_, a_at_)
             right = _pointer(context, builder, b, b_, b_at_)
+            ahead = _pointer(context, builder, b, b_, ahead_at_)
             out = _pointer(context, builder, c, c_, c_at_)
             done = builder.append_basic_block("done")
             choice = builder.switch(count, done)
@@ -220,18 +237,22 @@ def _tile_product(add: bool) -> Callable[..., Any]:
                 block = builder.append_basic_block(f"rows{m}")
                 choice.add_case(ir.Constant(_I64, m), block)
                 with builder.goto_block(block):
-                    _emit_tile(builder, m, left, a_stride_, right, b, b_stride_, steps_, out, c_stride_, add)
+                    _emit_tile(
+                        builder, m, left, a_stride_, right, b, b_stride_, ahead, steps_, out, c_stride_, add
+                    )
                     builder.branch(done)
             builder.position_at_end(done)
             return context.get_dummy_value()
 
         index = types.int64
-        return types.void(index, a, index, index, b, index, index, index, c, index, index), generate
+        sizes = (index, index, index, index)
+        return types.void(index, a, index, index, b, *sizes, c, index, index), generate
 
     return product
 
 
-# rows <= TILE_ROWS; offsets and strides count elements: c[m, 0:32] = sum of a[m, i] * b[i, 0:32].
+# rows <= TILE_ROWS; offsets and strides count elements: c[m, 0:32] = sum of a[m, i] * b[i, 0:32]. What
+# lies at `ahead_at` of b is prefetched.
 multiply = _tile_product(add=False)
 multiply_onto = _tile_product(add=True)
 

@@ -45,17 +45,21 @@ def _score(
     heads: int,
     keys: Stored,
     key_at: int,
+    ahead_at: int,
     dim: int,
     scores: Floats,
     score_at: int,
     width: int,
 ) -> None:
-    """scores[m, 0:32] = queries[m] . keys[:, 0:32] for m < heads; `queries` lie `dim` apart."""
+    """scores[m, 0:32] = queries[m] . keys[:, 0:32] for m < heads; `queries` lie `dim` apart.
+
+    Here and below, what lies at `ahead_at` is taken after this.
+    """
     done = 0
     while done < heads:
         rows = min(TILE_ROWS, heads - done)
         multiply(
-            rows, queries, query_at + done * dim, dim, keys, key_at, LANES, dim,
+            rows, queries, query_at + done * dim, dim, keys, key_at, LANES, ahead_at, dim,
             scores, score_at + done * width, width,
         )  # fmt: skip
         done += rows
@@ -70,6 +74,7 @@ def _gather(
     steps: int,
     values: Stored,
     value_at: int,
+    ahead_at: int,
     dim: int,
     sums: Floats,
     sum_at: int,
@@ -80,8 +85,8 @@ def _gather(
         rows = min(TILE_ROWS, heads - done)
         for column in range(0, dim, LANES):
             multiply_onto(
-                rows, scores, score_at + done * width, width, values, value_at + column, dim, steps,
-                sums, sum_at + done * dim + column, dim,
+                rows, scores, score_at + done * width, width, values, value_at + column, dim,
+                ahead_at + column, steps, sums, sum_at + done * dim + column, dim,
             )  # fmt: skip
         done += rows
 
@@ -135,6 +140,7 @@ def _add_values(
     width: int,
     values: Stored,
     value_at: int,
+    ahead_at: int,
     dim: int,
     group: int,
     rows: tuple[int, int],
@@ -166,8 +172,15 @@ def _add_values(
             if taken and begin < end:
                 _gather(
                     scores, r * group * width + column + begin, width, taken * group, end - begin,
-                    values, value_at + begin * dim, dim, sums, r * group * dim,
+                    values, value_at + begin * dim, ahead_at + begin * dim, dim, sums, r * group * dim,
                 )  # fmt: skip
+
+
+@helper
+def _block_at(tables: Ints, at: int, kv_heads: int, head: int, numbers: int) -> int:
+    """Where one head's `numbers` of the block in tables[at] begin."""
+    place: int = (tables[at] * kv_heads + head) * numbers
+    return place
 
 
 @helper
@@ -211,6 +224,7 @@ def attend(
     flat_queries, flat_scores, flat_sums = queries.reshape(-1), scores.reshape(-1), sums.reshape(-1)
     flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
     lanes = np.empty(LANES, np.float32)
+    key_numbers, value_numbers = key_dim * LANES, LANES * value_width
     for task in range(first_task, last_task):
         head = task % kv_heads
         row, rows, position, table = tiles[task // kv_heads]
@@ -221,9 +235,11 @@ def attend(
         last_block = (spans[rows - 1, 1] - 1) // LANES
         for block in range(first_block, last_block + 1):
             near, far = _rows_of_block(spans, rows, block)
+            after = min(block + 1, last_block)
             _score(
                 flat_queries, ((head * all_rows + row + near) * group) * key_dim, (far - near) * group,
-                flat_keys, (tables[table + block] * kv_heads + head) * key_dim * LANES, key_dim,
+                flat_keys, _block_at(tables, table + block, kv_heads, head, key_numbers),
+                _block_at(tables, table + after, kv_heads, head, key_numbers), key_dim,
                 flat_scores, near * group * width + (block - first_block) * LANES, width,
             )  # fmt: skip
         for m in range(rows * group):
@@ -238,9 +254,11 @@ def attend(
             scores[m, width - 1] = total
         for block in range(first_block, last_block + 1):
             near, far = _rows_of_block(spans, rows, block)
+            after = min(block + 1, last_block)
             _add_values(
-                flat_scores, width, flat_values,
-                (tables[table + block] * kv_heads + head) * LANES * value_width, value_width, group,
+                flat_scores, width,
+                flat_values, _block_at(tables, table + block, kv_heads, head, value_numbers),
+                _block_at(tables, table + after, kv_heads, head, value_numbers), value_width, group,
                 (near, far), spans, block, (block - first_block) * LANES, flat_sums,
             )  # fmt: skip
         for m in range(rows * group):
