@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from services.engine import kernel_ops, kernels, layer_kernels
+from services.engine import kernel_ops, kernels, layer_kernels, openmp
 from services.engine.machine_code import compile_kept, sources_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MODULES = (kernel_ops, kernels, layer_kernels)
+_MODULES = (kernel_ops, kernels, layer_kernels, openmp)
 _OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
 
 
@@ -32,6 +32,7 @@ class Kernels:
 @cache
 def compiled() -> Kernels:
     """The kernels; from the cache directory, where that can be written, after the first start."""
+    openmp.link()
     functions, folder = vars(kernels) | vars(layer_kernels), sources_digest(_MODULES, _OPTIONS)
     return Kernels(
         **{name: compile_kept(functions[name], folder, _OPTIONS) for name in Kernels.__dataclass_fields__}

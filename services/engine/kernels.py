@@ -25,6 +25,7 @@ from services.engine.kernel_ops import (
     weigh_lanes,
     widen,
 )
+from services.engine.openmp import shared
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -194,29 +195,25 @@ def _rows_of_block(spans: Ints, rows: int, block: int) -> tuple[int, int]:
     return first, last
 
 
-def attend(
+@shared
+def _attend(
+    thread: int,
+    first_task: int,
+    last_task: int,
     queries: Floats,
     keys: Stored,
     values: Stored,
     tables: Ints,
     tiles: Ints,
-    first_task: int,
-    last_task: int,
     window: int,
     softcap: np.float32,
-    scores: Floats,
-    sums: Floats,
-    spans: Ints,
+    all_scores: Floats,
+    all_sums: Floats,
+    all_spans: Ints,
     out: Stored,
 ) -> None:
-    """Attention of the tasks [first_task, last_task): task t is kv head t % kv_heads of tile t // kv_heads.
-
-    queries: float32 [kv_heads, rows, group, key_dim], scaled. keys: stored [blocks, kv_heads, key_dim, 32];
-    values: stored [blocks, kv_heads, 32, value_width]. tiles: int64 [tiles, 4]: first row, rows, position of
-    the first row, where its block table begins in `tables`. window: keys that a query sees, 0: all.
-    softcap: 0: none. scores: float32 [rows of a tile * group, keys]; sums: float32 [the same rows,
-    value_width]; spans: int64 [rows of a tile, 2]. out: stored [rows, kv_heads, group, value_dim].
-    """
+    """See `attend`: of the tasks [first_task, last_task), in the work space of one thread."""
+    scores, sums, spans = all_scores[thread], all_sums[thread], all_spans[thread]
     kv_heads, _, group, key_dim = queries.shape
     all_rows = queries.shape[1]
     value_width, value_dim = values.shape[3], out.shape[3]
@@ -266,6 +263,33 @@ def attend(
             share = _ONE / scores[m, width - 1]
             for d in range(value_dim):
                 out[row + r, head, g, d] = narrow(sums[m, d] * share, out[0, 0, 0, 0])
+
+
+def attend(
+    threads: int,
+    tasks: int,
+    queries: Floats,
+    keys: Stored,
+    values: Stored,
+    tables: Ints,
+    tiles: Ints,
+    window: int,
+    softcap: np.float32,
+    scores: Floats,
+    sums: Floats,
+    spans: Ints,
+    out: Stored,
+) -> None:
+    """Attention of all tasks: task t is kv head t % kv_heads of tile t // kv_heads.
+
+    queries: float32 [kv_heads, rows, group, key_dim], scaled. keys: stored [blocks, kv_heads, key_dim, 32];
+    values: stored [blocks, kv_heads, 32, value_width]. tiles: int64 [tiles, 4]: first row, rows, position of
+    the first row, where its block table begins in `tables`. window: keys that a query sees, 0: all.
+    softcap: 0: none. Room to work in: scores: float32 [threads, rows of a tile * group, keys]; sums: float32
+    [threads, the same rows, value_width]; spans: int64 [threads, rows of a tile, 2]. out: stored [rows,
+    kv_heads, group, value_dim].
+    """
+    _attend(threads, tasks, queries, keys, values, tables, tiles, window, softcap, scores, sums, spans, out)
 
 
 def store(

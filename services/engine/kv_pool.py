@@ -47,21 +47,20 @@ class KvShape:
 def kv_shape(config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> KvShape:
     """What a model of this transformers configuration keeps. Raises UnsupportedModel."""
     heads = config.num_attention_heads
-    kv_heads = _declared(config, "num_key_value_heads") or heads
+    kv_heads = declared(config, "num_key_value_heads") or heads
     if kv_heads % ranks.size:
         raise UnsupportedModel(
             f"{config.model_type}: {ranks.size} ranks cannot share {kv_heads} heads of keys and values evenly"
         )
-    head_dim = _declared(config, "head_dim") or config.hidden_size // heads
-    key_dim = _declared(config, "qk_head_dim") or head_dim
-    value_dim = _declared(config, "v_head_dim") or head_dim
+    head_dim = declared(config, "head_dim") or config.hidden_size // heads
+    key_dim = declared(config, "qk_head_dim") or head_dim
+    value_dim = declared(config, "v_head_dim") or head_dim
     return KvShape(config.num_hidden_layers, kv_heads // ranks.size, key_dim, value_dim, dtype)
 
 
-def _declared(config: Any, name: str) -> int | None:
-    """A number that this kind of model has; a config.json may hold any others, which say nothing."""
-    value: int | None = getattr(config, name, None) if hasattr(type(config), name) else None
-    return value
+def declared(config: Any, name: str) -> Any:
+    """What this kind of model has by that name; a config.json may hold any others, which say nothing."""
+    return getattr(config, name, None) if hasattr(type(config), name) else None
 
 
 def kv_block_bytes(config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from services.core.blocks import BLOCK_TOKENS
+from services.engine import openmp
 from services.engine.compiled import compiled
 from services.engine.pages import Pages, Span, lay_out, tile_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from concurrent.futures import Future
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
     Stored = NDArray[np.uint16] | NDArray[np.float32]
 
-# Keys times heads seen in a pass from which a second thread is worth waking.
-_WORTH_A_THREAD = 20_000
+# What a query's head and a key that it sees cost, roughly.
+_KEY_NS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +83,12 @@ class CompiledAttention:
             (as_array(keys), as_array(values)) for keys, values in zip(pool.keys, pool.values, strict=True)
         ]
         self._tile_rows = tile_rows(self.group)
-        self._threads = torch.get_num_threads()
-        others = self._threads - 1
-        self._others = ThreadPoolExecutor(others, "attention") if others else None
-        room = self._tile_rows * self.group * _width(min(context, pool.blocks * BLOCK_TOKENS))
-        self._scores = [np.empty(room, np.float32) for _ in range(self._threads)]
+        self.threads = openmp.threads()
         tile = self._tile_rows * self.group
-        self._sums = [np.empty((tile, pool.shape.value_width), np.float32) for _ in range(self._threads)]
-        self._seen = [np.empty((self._tile_rows, 2), np.int64) for _ in range(self._threads)]
+        longest = _width(min(context, pool.blocks * BLOCK_TOKENS))
+        self._scores = np.empty(self.threads * tile * longest, np.float32)
+        self._sums = np.empty((self.threads, tile, pool.shape.value_width), np.float32)
+        self._spans = np.empty((self.threads, self._tile_rows, 2), np.int64)
 
     def lay_out(self, spans: Sequence[Span]) -> Pages:
         """See `Attention`."""
@@ -121,29 +119,15 @@ class CompiledAttention:
     def attend(self, pages: Pages, layer: int, queries: Floats, out: Stored, shape: Shape) -> None:
         """Attention of stored rows; `out`: at least pages.rows * heads * value_dim stored numbers."""
         kept = self.pool.shape
-        width = _width(pages.longest)
-        target = out.reshape(-1, kept.kv_heads, self.group, kept.value_dim)
-        window, softcap = shape.window or 0, np.float32(shape.softcap or 0.0)
-
-        def run(thread: int, first: int, last: int) -> None:
-            scores = self._scores[thread][: self._tile_rows * self.group * width]
-            self._kernels.attend(
-                queries, *self.layers[layer], pages.tables, pages.tiles, first, last, window, softcap,
-                scores.reshape(-1, width), self._sums[thread], self._seen[thread], target,
-            )  # fmt: skip
-
         tasks = len(pages.tiles) * kept.kv_heads
-        if self._others is None or pages.work * kept.kv_heads * self.group < _WORTH_A_THREAD:
-            run(0, 0, tasks)
-            return
-        edges = [tasks * thread // self._threads for thread in range(self._threads + 1)]
-        waiting: list[Future[None]] = [
-            self._others.submit(run, thread, edges[thread], edges[thread + 1])
-            for thread in range(1, self._threads)
-        ]
-        run(0, 0, edges[1])
-        for other in waiting:
-            other.result()
+        threads = openmp.worth(self.threads, pages.work * kept.kv_heads * self.group * _KEY_NS)
+        room = (self.threads, self._tile_rows * self.group, _width(pages.longest))
+        scores = self._scores[: math.prod(room)].reshape(room)
+        self._kernels.attend(
+            threads, tasks, queries, *self.layers[layer], pages.tables, pages.tiles,
+            shape.window or 0, np.float32(shape.softcap or 0.0), scores, self._sums, self._spans,
+            out.reshape(-1, kept.kv_heads, self.group, kept.value_dim),
+        )  # fmt: skip
 
 
 def _width(keys: int) -> int:

@@ -25,6 +25,7 @@ from services.core.noise import LANES
 from services.core.params import SamplingParams
 from services.core.records import PositionLogprobs
 from services.core.step import Draw, Sampled
+from services.engine import openmp
 from services.engine.sampling_compiled import compiled
 from services.engine.sampling_layout import DRAW, Scratch
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from services.core.errors import GalleyError
     from services.engine.sampling_layout import Floats, Ids
 
+# What one logit costs, at least.
+_LOGIT_NS = 0.3
 # Temperatures beyond these would over- or underflow float32; they sample as these do.
 _COLDEST, _HOTTEST = 1e-30, 1e30
 
@@ -54,9 +57,10 @@ def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | GalleyErro
     if logits.shape[0] != sum(ends[-1:]):
         raise Broken(f"{logits.shape[0]} rows of logits for {sum(ends[-1:])} to draw")
     rows: Floats = np.ascontiguousarray(logits.detach().float().cpu().numpy())
-    scratch = _scratch(rows.shape[1], penalized=any(map(_penalized, draws)))
+    threads = openmp.worth(min(openmp.threads(), len(draws)), rows.size * _LOGIT_NS)
+    scratch = _scratch(threads, rows.shape[1], penalized=any(map(_penalized, draws)))
     tokens, drawn = np.empty(len(rows), dtype=np.int64), np.empty(len(draws), dtype=np.int64)
-    compiled().draw_rows(rows, *_pack(draws), tokens, drawn, scratch)
+    compiled().draw_rows(threads, rows, *_pack(draws), tokens, drawn, scratch)
     drawings = [
         _Drawing(draw, end - len(draw.guesses) - 1, count)
         for draw, end, count in zip(draws, ends, drawn.tolist(), strict=True)
@@ -97,23 +101,24 @@ class _Drawing:
 # --------------------------------------------------------------------------------- for the kernels --
 
 
-def _scratch(vocab: int, *, penalized: bool) -> Scratch:
+def _scratch(threads: int, vocab: int, *, penalized: bool) -> Scratch:
     blocks = -(-vocab // LANES)
     remembered = vocab if penalized else 0
     return Scratch(
-        row=np.empty(vocab, dtype=np.float32),
-        scaled=np.full(blocks * LANES, -np.inf, dtype=np.float32),
-        weights=np.empty(blocks * LANES, dtype=np.float32),
-        blocks=np.empty(blocks, dtype=np.uint64),
-        seen=np.zeros(remembered, dtype=np.bool_),
-        counts=np.zeros(remembered, dtype=np.int64),
-        touched=np.zeros(1 + remembered, dtype=np.int64),
+        row=np.empty((threads, vocab), dtype=np.float32),
+        scaled=np.full((threads, blocks * LANES), -np.inf, dtype=np.float32),
+        weights=np.empty((threads, blocks * LANES), dtype=np.float32),
+        blocks=np.empty((threads, blocks), dtype=np.uint64),
+        seen=np.zeros((threads, remembered), dtype=np.bool_),
+        counts=np.zeros((threads, remembered), dtype=np.int64),
+        touched=np.zeros((threads, 1 + remembered), dtype=np.int64),
     )
 
 
 def _pack(draws: Sequence[Draw]) -> tuple[NDArray[np.void], Ids, Floats]:
     """The draws, their ids and their biases, as DRAW of the kernels says."""
     records: list[tuple[float, ...]] = []
+    row = 0
     ids: list[Collection[int]] = []
     biases: list[float] = []
     end = 0
@@ -125,7 +130,8 @@ def _pack(draws: Sequence[Draw]) -> tuple[NDArray[np.void], Ids, Floats]:
         bias = prompt + len(history)
         mask = bias + len(draw.params.logit_bias)
         end = mask + len(masked)
-        records.append((prompt, output, bias, mask, end, len(biases), *_record(draw)))
+        records.append((row, prompt, output, bias, mask, end, len(biases), *_record(draw)))
+        row += len(draw.guesses) + 1
         ids += (draw.guesses, history, draw.params.logit_bias, masked)
         biases += draw.params.logit_bias.values()
     flat = np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=end)

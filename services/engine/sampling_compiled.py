@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from services.core import noise
 from services.engine import (
+    kernel_ops,
+    openmp,
     sampling_filters,
     sampling_kernels,
     sampling_largest,
@@ -19,7 +21,10 @@ from services.engine.machine_code import compile_kept, sources_digest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_SOURCES = (noise, sampling_filters, sampling_kernels, sampling_largest, sampling_layout, sampling_noise)
+_SOURCES = (
+    *(kernel_ops, noise, openmp),
+    *(sampling_filters, sampling_kernels, sampling_largest, sampling_layout, sampling_noise),
+)
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
@@ -34,6 +39,7 @@ class SamplingKernels:
 @cache
 def compiled() -> SamplingKernels:
     """The kernels; from the cache directory, where that can be written, after the first start."""
+    openmp.link()
     folder = f"sampling-{sources_digest(_SOURCES, _OPTIONS)}"
     return SamplingKernels(
         draw_rows=compile_kept(sampling_kernels.draw_rows, folder, _OPTIONS),

@@ -4,6 +4,8 @@ Plain loops over one row at a time, each small enough to stay in the cache and, 
 single tokens, simple enough for the compiler to vectorise.
 """
 
+# ruff: noqa: PLR0913, PLR0917  # kernels take arrays, not objects
+
 from __future__ import annotations
 
 import math
@@ -11,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from services.engine.openmp import shared
 from services.engine.sampling_filters import keep_likeliest
 from services.engine.sampling_largest import exponentials, likeliest, list_first
-from services.engine.sampling_layout import NOTHING, part
+from services.engine.sampling_layout import NOTHING, of_thread, part
 from services.engine.sampling_noise import noisiest
 
 if TYPE_CHECKING:
@@ -22,23 +25,46 @@ if TYPE_CHECKING:
     from services.engine.sampling_layout import Floats, Ids, Scratch
 
 
+@shared
+def _draw_some(
+    thread: int,
+    first: int,
+    last: int,
+    logits: Floats,
+    draws: Any,
+    ids: Ids,
+    biases: Floats,
+    tokens: Ids,
+    drawn: Ids,
+    scratch: Scratch,
+) -> None:
+    """See `draw_rows`: the draws [first, last)."""
+    own = of_thread(scratch, thread)
+    for d in range(first, last):
+        draw = draws[d]
+        start = draws[d - 1].end if d > 0 else 0
+        end = draw.row + draw.prompt - start + 1
+        drawn[d] = _draw(
+            logits[draw.row : end], draw, ids[start : draw.end], biases, tokens[draw.row : end], start, own
+        )
+
+
 def draw_rows(
-    logits: Floats, draws: Any, ids: Ids, biases: Floats, tokens: Ids, drawn: Ids, scratch: Scratch
+    threads: int,
+    logits: Floats,
+    draws: Any,
+    ids: Ids,
+    biases: Floats,
+    tokens: Ids,
+    drawn: Ids,
+    scratch: Scratch,
 ) -> None:
     """Sample every draw's rows of `logits` [rows, vocab], each up to the first token that is not its guess.
 
     A row whose logits have no finite maximum ends its draw, too, without a token. What a draw samples goes to
     `tokens` [rows] from its first row on, and how many they are to `drawn` [draws].
     """
-    row = 0
-    for d in range(len(draws)):
-        draw = draws[d]
-        start = draws[d - 1].end if d > 0 else 0
-        end = row + draw.prompt - start + 1
-        drawn[d] = _draw(
-            logits[row:end], draw, ids[start : draw.end], biases, tokens[row:end], start, scratch
-        )
-        row = end
+    _draw_some(threads, len(draws), logits, draws, ids, biases, tokens, drawn, scratch)
 
 
 @part
@@ -138,10 +164,11 @@ def list_likeliest(
     tops[i] are listed of row i, by (logit descending, id ascending). The norm is NaN where the logits have no
     finite maximum.
     """
+    weights = scratch.weights[0]
     for i in range(len(rows)):
         row = logits[rows[i]]
         best = likeliest(row)
         norms[i] = np.nan
         if best != NOTHING:
-            norms[i] = float(row[best]) + math.log(exponentials(row, row[best], scratch.weights))
+            norms[i] = float(row[best]) + math.log(exponentials(row, row[best], weights))
             list_first(row, ids[i, : tops[i]])

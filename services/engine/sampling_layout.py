@@ -23,6 +23,7 @@ NOTHING: Final = -1  # in place of a token
 # beyond the logits are passed over: a draft's vocabulary may be padded otherwise, and a guess be anything.
 DRAW: Final = np.dtype(
     [
+        ("row", np.int64),  # its first
         ("prompt", np.int64),  # where in `ids` the prompt begins, and so the guesses end
         ("output", np.int64),
         ("bias", np.int64),
@@ -46,12 +47,26 @@ DRAW: Final = np.dtype(
 
 
 class Scratch(NamedTuple):
-    """Room to work in; `padded` is the vocabulary rounded up to whole blocks of the noise."""
+    """Room to work in for each thread; `padded` is the vocabulary rounded up to whole blocks of the noise."""
 
-    row: Floats  # [vocab]: the logits after bias, mask and penalties
-    scaled: Floats  # [padded]: less their maximum, divided by the temperature; -inf from `vocab` on
-    weights: Floats  # [padded]
-    blocks: NDArray[np.uint64]  # [padded / 4]
-    seen: NDArray[np.bool_]  # [vocab] or [0]: is it in the history? All False between draws
-    counts: Ids  # [vocab] or [0]: how often is it in the output? All 0 between draws
-    touched: Ids  # [1 + vocab] or [1]: how many tokens are seen, then which
+    row: Floats  # [threads, vocab]: the logits after bias, mask and penalties
+    scaled: Floats  # [threads, padded]: less their maximum, over the temperature; -inf from `vocab` on
+    weights: Floats  # [threads, padded]
+    blocks: NDArray[np.uint64]  # [threads, padded / 4]
+    seen: NDArray[np.bool_]  # [threads, vocab or 0]: is it in the history? All False between draws
+    counts: Ids  # [threads, vocab or 0]: how often is it in the output? All 0 between draws
+    touched: Ids  # [threads, 1 + vocab or 1]: how many tokens are seen, then which
+
+
+@part
+def of_thread(scratch: Scratch, thread: int) -> Scratch:
+    """One thread's room, without the first dimension."""
+    return Scratch(
+        scratch.row[thread],
+        scratch.scaled[thread],
+        scratch.weights[thread],
+        scratch.blocks[thread],
+        scratch.seen[thread],
+        scratch.counts[thread],
+        scratch.touched[thread],
+    )

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from services.core.blocks import BLOCK_TOKENS
 from services.core.errors import Broken, Overloaded
 from services.core.step import Chunk
-from services.engine import llama, paged
+from services.engine import llama, openmp, paged
 from services.engine.kv_pool import KvPool, KvShape, kv_block_bytes, kv_shape
 from services.engine.model import CausalModel, Rows
 from services.engine.paged import CompiledAttention, Shape, TorchAttention
@@ -104,7 +104,7 @@ def test_another_thread_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     alone = _attend(CompiledAttention, case, company=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(paged, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr(openmp, "_WORTH_NS", 0)
     assert torch.equal(alone, _attend(CompiledAttention, case, company=False))
 
 
@@ -319,6 +319,17 @@ def test_our_own_forward_gives_the_logits_of_transformers(
     torch.testing.assert_close(whole(ours[0], tokens), expected, atol=2e-4, rtol=2e-4)
     rough = whole(ours[1], tokens)
     assert float((rough - expected).norm() / expected.norm()) < 0.1
+
+
+def test_more_threads_change_no_bit_of_our_own_forward(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row of a loop is worked on by one thread; torch's own threads stay as they are."""
+    directory, tokens = make_model(CONFIGS["qwen3"]()), tokens_of(random.Random(15), 90)
+    expected = whole(load(directory, torch.bfloat16, kv_blocks=BLOCKS), tokens)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(openmp, "_WORTH_NS", 0)
+    assert torch.equal(whole(load(directory, torch.bfloat16, kv_blocks=BLOCKS), tokens), expected)
 
 
 def test_dynamic_shapes_of_heads_go_through_torch(

@@ -18,6 +18,7 @@ from services.core.params import SamplingParams
 from services.core.records import PositionLogprobs
 from services.core.step import Draw, Sampled
 from services.engine import noise as torch_noise
+from services.engine import openmp
 from services.engine.sampling import draw_all
 from services.engine.sampling_noise import gumbel as compiled_gumbel
 from tests.engine.sampling_reference import expected, sample
@@ -232,7 +233,9 @@ def with_guesses(rng: np.random.Generator, rows: NDArray[np.float32], draw: Draw
 
 
 @pytest.mark.parametrize(("vocab", "times"), [(1, 30), (7, 60), (257, 30), (3001, 8), (49152, 1)])
-def test_a_step_is_what_the_definition_says_of_each_draw(vocab: int, times: int) -> None:
+def test_a_step_is_what_the_definition_says_of_each_draw(
+    vocab: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of draws of all kinds side by side: the same tokens and logprobs, and the same draws are broken."""
     rng = np.random.default_rng(vocab)
     shapes = [shape for shape in SHAPES.values() for _ in range(times)]
@@ -246,6 +249,11 @@ def test_a_step_is_what_the_definition_says_of_each_draw(vocab: int, times: int)
     for outcome, answer in zip(outcomes, answers, strict=True):
         if answer is not None:
             assert_same_logprobs(logprobs_of(outcome), answer.logprobs)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(openmp, "_WORTH_NS", 0)
+    shared_out = draw_all(torch.from_numpy(np.concatenate(rows)), draws)
+    assert [str(outcome) for outcome in shared_out] == [str(outcome) for outcome in outcomes]
 
 
 def tokens_of(outcome: object) -> tuple[int, ...] | None:
