@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.common.process import in_passing_thread
 from services.common.server import main_of
 from services.draft.loading import load_drafter
 from services.draft.servicer import DraftService
@@ -29,7 +29,7 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
     async def build_service(server: grpc.aio.Server, parts: Parts) -> DraftService:
         if settings.model is not None:
             parts.readiness.stage("loading model", detail=settings.model)
-        loaded = await asyncio.to_thread(load_drafter, settings)
+        loaded = await in_passing_thread(load_drafter, settings)
         tracer = parts.telemetry.tracer(__name__)
         service = DraftService(loaded.drafter, loaded.info, tracer, max_waiting=settings.max_waiting)
         rpc.add_DraftServicer_to_server(service, server)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
+from services.common.process import in_passing_thread
 from services.common.server import main_of
 from services.target.loading import load_engine
 from services.target.serving import add_target, registered
@@ -30,7 +30,7 @@ def build(settings: TargetSettings) -> Callable[[grpc.aio.Server, Parts], Awaita
 
     async def build_service(server: grpc.aio.Server, parts: Parts) -> Service:
         parts.readiness.stage("loading model", detail=settings.model)
-        engine = await asyncio.to_thread(load_engine, settings)
+        engine = await in_passing_thread(load_engine, settings)
         service = await add_target(server, parts, engine, settings)
         return registered(service, settings, parts.address)
 

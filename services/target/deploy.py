@@ -2,7 +2,8 @@
 
 Starts a Ray of its own on this machine, or uses the cluster at --ray-address, deploys the replicas, is ready
 when all of them are registered in Redis, and takes them down when told to stop. SIGHUP reads --replicas-file
-again: replicas are added, or drained and stopped; the others do not notice.
+again: replicas are added, or drained and stopped; the others do not notice. With --max-replicas the load says
+how many there are, from that number on.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from services.core.routing import ReplicaLease
-    from services.target.ray_app import AppArgs
+    from services.target.ray_app import AppArgs, Scale
 
 _LOG = get_logger(__name__)
 _DESCRIPTION = (
@@ -49,6 +50,9 @@ _SILENCE_S = 30.0
 _NOT_FOR_REPLICAS = frozenset(
     {
         "replicas",
+        "max_replicas",
+        "upscale_delay_s",
+        "downscale_delay_s",
         "replicas_file",
         "port",
         "advertise",
@@ -69,6 +73,16 @@ class DeploySettings(TargetSettings):
     replicas: int = Field(default=1, ge=1, le=1024, description="Replicas of the model.")
     replicas_file: Path | None = Field(
         default=None, description="File that holds the number of replicas; read again on SIGHUP."
+    )
+    max_replicas: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="As many as the load may have where it wants more than there are; 0: no more.",
+    )
+    upscale_delay_s: float = Field(default=10.0, ge=0, description="How long the load must want one more.")
+    downscale_delay_s: float = Field(
+        default=300.0, ge=0, description="How long the load must want one fewer."
     )
     ray_address: str = Field(default="", description="A Ray cluster to use; empty: one of our own, here.")
 
@@ -142,7 +156,7 @@ class Deployment:
 
     async def _serve(self, stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
         self._readiness.stage("starting replicas", detail=f"{self._replicas()} x {self._ranks} ranks")
-        await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), self._replicas())
+        await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), self.scale)
         leases = await unless(stopped, self._registered())
         if leases is None:
             return
@@ -153,7 +167,7 @@ class Deployment:
         while await _first(stopped, hung_up) is not stopped:
             hung_up.clear()
             _LOG.info("scaling", replicas=self._replicas())
-            await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), self._replicas())
+            await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), self.scale)
 
     async def _watch(self) -> None:
         """Raise RayLost once the local head has ended, or Serve's controller answers no more."""
@@ -175,6 +189,19 @@ class Deployment:
     def _replicas(self) -> int:
         file = self._settings.replicas_file
         return self._settings.replicas if file is None else int(file.read_text(encoding="utf-8"))
+
+    @property
+    def scale(self) -> Scale:
+        """How many replicas there are to be."""
+        from services.target.ray_app import Scale  # noqa: PLC0415  # imports Ray
+
+        settings = self._settings
+        return Scale(
+            replicas=self._replicas(),
+            most=settings.max_replicas,
+            upscale_delay_s=settings.upscale_delay_s,
+            downscale_delay_s=settings.downscale_delay_s,
+        )
 
     async def _registered(self) -> list[ReplicaLease]:
         """All replicas, once they run and are registered. Raises Unavailable if they cannot start."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
+from services.common.process import in_passing_thread
 from services.common.server import Parts, start_server
 from services.common.telemetry import start_telemetry
 from services.core.errors import Unavailable
@@ -90,7 +91,7 @@ class Leader:
             self._group.close()
 
     async def _build(self, server: grpc.aio.Server, parts: Parts, store: Store | None) -> Service:
-        engine = await asyncio.to_thread(self._load, store)
+        engine = await in_passing_thread(self._load, store)
         self._service = await add_target(server, parts, engine, self._settings)
         return registered(self._service, self._settings, parts.address)
 

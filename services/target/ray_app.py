@@ -21,6 +21,8 @@ AUTOSCALING_POLICY = "services.target.autoscaling:scale_targets"
 _HEALTH_CHECK_S = 1
 _HEALTH_CHECK_TIMEOUT_S = 10
 _AFTER_DRAIN_S = 10
+# Over how long what replicas say of themselves is averaged.
+_LOOK_BACK_S = 10
 
 
 class AppArgs(BaseModel):
@@ -55,8 +57,35 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     return bound
 
 
-def schema_of(args: AppArgs, replicas: int) -> dict[str, Any]:
-    """A config, as `serve deploy` reads it. Deployed again with another count it leaves the others alone."""
+class Scale(BaseModel):
+    """How many replicas there are: `replicas`, or as many as the load wants from there up to `most`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    replicas: int
+    most: int
+    # How long the load must want it.
+    upscale_delay_s: float
+    downscale_delay_s: float
+
+    def options(self) -> dict[str, Any]:
+        """Of the deployment, in a config."""
+        if self.most <= self.replicas:
+            return {"num_replicas": self.replicas}
+        return {
+            "autoscaling_config": {
+                "min_replicas": self.replicas,
+                "max_replicas": self.most,
+                "upscale_delay_s": self.upscale_delay_s,
+                "downscale_delay_s": self.downscale_delay_s,
+                "look_back_period_s": _LOOK_BACK_S,
+                "policy": {"policy_function": AUTOSCALING_POLICY},
+            }
+        }
+
+
+def schema_of(args: AppArgs, scale: Scale) -> dict[str, Any]:
+    """A config, as `serve deploy` reads it. Deployed again with another scale it leaves the others alone."""
     return {
         "proxy_location": "Disabled",
         "applications": [
@@ -65,7 +94,7 @@ def schema_of(args: AppArgs, replicas: int) -> dict[str, Any]:
                 "route_prefix": None,
                 "import_path": IMPORT_PATH,
                 "args": args.model_dump(),
-                "deployments": [{"name": DEPLOYMENT, "num_replicas": replicas}],
+                "deployments": [{"name": DEPLOYMENT, **scale.options()}],
             }
         ],
     }

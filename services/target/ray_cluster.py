@@ -15,7 +15,7 @@ from services.core.errors import Unavailable
 from services.target.rank import REDIS_URL
 
 if TYPE_CHECKING:
-    from services.target.ray_app import AppArgs
+    from services.target.ray_app import AppArgs, Scale
 
 # Local actors are counted, not held back: the cores of one machine are shared anyway.
 _LOCAL_SLOTS = 64
@@ -61,12 +61,14 @@ def _environment(redis_url: str) -> None:
             "RAY_COLOR_PREFIX": "0",
             # The user's code runs in the replica's main loop otherwise, beside Serve's own calls.
             "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "1",
+            # How often a replica says how it is, for autoscaling.
+            "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
             REDIS_URL: redis_url,
         }
     )
 
 
-def deploy(args: AppArgs, replicas: int) -> None:
+def deploy(args: AppArgs, scale: Scale) -> None:
     """Have Serve make it so; as the REST API does, which would need the dashboard. Returns at once."""
     from ray.serve import context  # noqa: PLC0415
     from ray.serve.schema import ServeDeploySchema  # noqa: PLC0415
@@ -74,7 +76,7 @@ def deploy(args: AppArgs, replicas: int) -> None:
     from services.target.ray_app import schema_of  # noqa: PLC0415
 
     client: Any = context._get_global_client()  # noqa: SLF001  # there is no public way in process
-    client.deploy_apps(ServeDeploySchema.model_validate(schema_of(args, replicas)))
+    client.deploy_apps(ServeDeploySchema.model_validate(schema_of(args, scale)))
 
 
 def running_replicas() -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.common.process import in_passing_thread
 from services.common.registry import TARGET_POOL
 from services.target.calibrate import measure
 from services.target.registered import Registered
@@ -25,7 +25,7 @@ async def add_target(
 ) -> TargetService:
     """Measure the engine, and serve it on `server`."""
     parts.readiness.stage("measuring passes")
-    times = await asyncio.to_thread(measure, engine)
+    times = await in_passing_thread(measure, engine)
     service = TargetService(engine, times, parts.telemetry.tracer(__name__), limits_of(settings))
     rpc.add_TargetServicer_to_server(service, server)
     return service

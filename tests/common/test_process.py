@@ -7,13 +7,14 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from services.common.codec import logprobs_from, logprobs_message, sampling_from, sampling_message
 from services.common.config import parse_settings
 from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.process import hand_back_free_memory
+from services.common.process import hand_back_free_memory, in_passing_thread
 from services.common.readiness import Readiness
 from services.core.params import SamplingParams
 from services.core.records import PositionLogprobs
@@ -40,7 +41,7 @@ except ValueError:
 
 
 FREED_BENEATH_WHAT_LIVES = """
-from services.common.process import hand_back_free_memory
+from services.common.process import hand_back_free_memory, in_passing_thread
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 many = [bytes(4000) for _ in range(25_000)]
@@ -157,3 +158,11 @@ def test_sampling_goes_over_the_wire_and_back() -> None:
 def test_logprobs_go_over_the_wire_and_back() -> None:
     given = PositionLogprobs(-0.5, ((7, -0.5), (3, -1.25)))
     assert logprobs_from(logprobs_message(given)) == given
+
+
+async def test_a_passing_thread_ends_with_what_it_calls() -> None:
+    thread = await in_passing_thread(threading.current_thread)
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    with pytest.raises(ValueError, match="no"):
+        await in_passing_thread(int, "no")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
+from services.engine.loading import silence
 from services.engine.model import CausalModel, Rows
 
 if TYPE_CHECKING:
@@ -44,6 +46,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         vocab_size=VOCAB, n_positions=1024, n_embd=64, n_layer=3, n_head=4
     ),
 }
+
+
+def save_random(config: Any, directory: Path) -> Path:
+    """Save a model of random weights, large enough to be told apart, with a tokenizer to hash."""
+    silence()
+    torch.manual_seed(7)
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(directory)
+    vocabulary = {f"t{index}": index for index in range(config.vocab_size)}
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    return directory
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32, kv_blocks: int = 128) -> CausalModel:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -8,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.common.defaults import DEFAULT_MODEL
-from services.engine.loading import silence
 from services.engine.model import CausalModel
 from services.engine.prepare import resolve_model
+from tests.engine.configs import save_random
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,19 +38,5 @@ def default_reference(default_model_dir: Path) -> Any:
 
 @pytest.fixture
 def make_model(tmp_path: Path) -> MakeModel:
-    """Saves a model of random weights, large enough to be told apart, with a tokenizer to hash."""
-
-    def make(config: Any) -> Path:
-        silence()
-        torch.manual_seed(7)
-        auto: Any = AutoModelForCausalLM
-        model = auto.from_config(config)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.15)
-        directory = tmp_path / str(config.model_type)
-        model.save_pretrained(directory)
-        vocabulary = {f"t{index}": index for index in range(config.vocab_size)}
-        (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-        return directory
-
-    return make
+    """`save_random`, into a folder named after the kind of model."""
+    return lambda config: save_random(config, tmp_path / str(config.model_type))

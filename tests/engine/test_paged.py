@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +17,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.process import in_passing_thread
 from services.core.blocks import BLOCK_TOKENS
 from services.core.errors import Broken, Overloaded
 from services.core.step import Chunk
@@ -27,7 +30,6 @@ from tests.engine.configs import CONFIGS, VOCAB, load, tokens_of, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     MakeModel = Callable[[Any], Path]
 
@@ -330,6 +332,33 @@ def test_more_threads_change_no_bit_of_our_own_forward(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(openmp, "_WORTH_NS", 0)
     assert torch.equal(whole(load(directory, torch.bfloat16, kv_blocks=BLOCKS), tokens), expected)
+
+
+async def test_what_loads_in_a_passing_thread_leaves_no_team_of_openmps(make_model: MakeModel) -> None:
+    """Another team beside that of the thread that runs the steps would keep both from spinning."""
+    directory = make_model(CONFIGS["llama"]())
+    before = len(_tasks())
+    during = await in_passing_thread(_load_and_multiply, directory)
+    assert len(during) > before + 1, "no team was there that could be left"
+    async with asyncio.timeout(10):
+        while True:
+            if len(_tasks()) <= before:
+                break
+            await asyncio.sleep(0.01)
+
+
+def _load_and_multiply(directory: Path) -> list[Path]:
+    """On two threads; the process's threads at the end."""
+    load(directory, kv_blocks=BLOCKS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.randn(512, 512) @ torch.randn(512, 512)
+    torch.set_num_threads(threads)
+    return _tasks()
+
+
+def _tasks() -> list[Path]:
+    return list(Path("/proc/self/task").iterdir())
 
 
 def test_dynamic_shapes_of_heads_go_through_torch(

@@ -35,8 +35,10 @@ def test_the_committed_config_is_read_by_serve_and_by_us() -> None:
     assert deployment.name == ray_app.DEPLOYMENT
     args = ray_app.AppArgs.model_validate(application.args)
     TargetSettings(**args.settings)
-    policy = raw["applications"][0]["deployments"][0]["autoscaling_config"]["policy"]["policy_function"]
-    assert policy == f"{autoscaling.__name__}:{autoscaling.scale_targets.__name__}"
+    told = DeploySettings(redis_url=SecretStr("unix:///nowhere"), max_replicas=4)
+    ours = ray_app.schema_of(args, Deployment(told).scale)
+    assert raw["applications"][0]["deployments"] == ours["applications"][0]["deployments"]
+    assert f"{autoscaling.__name__}:{autoscaling.scale_targets.__name__}" == ray_app.AUTOSCALING_POLICY
 
 
 def test_every_rank_has_a_bundle() -> None:

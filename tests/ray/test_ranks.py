@@ -12,6 +12,7 @@ from transformers import AutoConfig, GPT2Config, LlamaConfig, Phi3Config
 from services.engine.errors import UnsupportedModel
 from services.engine.ranks import ALONE
 from services.engine.sharding import refuse_ranks
+from tests.engine.configs import CONFIGS, save_random
 from tests.ray.program import Work, run
 from tests.ray.ranks import run_ranks
 
@@ -31,7 +32,11 @@ def keeps_bits(found: dict[str, Any]) -> None:
 
 
 def test_two_ranks_agree_with_one(four_heads: Path, biased: Path, tmp_path: Path) -> None:
-    works = [Work(str(four_heads)), Work(str(biased))]
+    """In our own forward and in transformers', whose plans cut fused and separate products."""
+    others = [
+        save_random(CONFIGS[kind](), tmp_path / kind) for kind in ("mistral", "qwen3", "gemma2", "gpt_neox")
+    ]
+    works = [Work(str(four_heads)), Work(str(biased)), *(Work(str(other), passes=4) for other in others)]
     for work, two in zip(works, run_ranks(2, works, tmp_path / "two"), strict=True):
         alone = run(work, ALONE)
         agree(two, alone)

@@ -1,0 +1,85 @@
+"""A deployment that grows while its replicas are busy, and shrinks when they are idle again, on a real Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+
+from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.common.registry import TARGET_POOL, ReplicaRegistry
+from services.core.routing import ReplicaLease
+from tests.gateway.servers import VALKEY, running
+from tests.target.items import slice_of
+from tests.target.tiny import CONTEXT, save_tiny_model
+
+# More than autoscaling.BUSY_QUEUE a replica, also when there are two.
+SESSIONS = 24
+SOON_S = 90.0
+
+
+@asynccontextmanager
+async def deployed(model: Path, redis_url: str) -> AsyncIterator[None]:
+    """One replica, and at most one more."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.target.deploy", "--model", str(model), "--kv-memory-mb", "8"),
+        *("--replicas", "1", "--max-replicas", "2", "--upscale-delay-s", "0", "--downscale-delay-s", "1"),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GALLEY_TARGET_REDIS_URL": redis_url},
+    )
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+async def until(registry: ReplicaRegistry, replicas: int) -> list[ReplicaLease]:
+    async with asyncio.timeout(SOON_S):
+        while True:
+            if len(leases := await registry.read(TARGET_POOL)) == replicas:
+                return leases
+            await asyncio.sleep(0.1)
+
+
+async def keep_busy(address: str) -> None:
+    """Sessions that always have work to do, until cancelled."""
+
+    async def session(target: rpc.TargetAsyncStub, name: str) -> None:
+        for turn in range(10**6):
+            item = pb.VerifyItem(slice=slice_of([turn % 7, 3, 5], session_id=name), credit=CONTEXT)
+            call = target.VerifyStream()
+            await call.write(pb.VerifyStreamRequest(items=[item]))
+            async for response in call:
+                if not all(answer.result.more for answer in response.answers):
+                    break
+            call.cancel()
+
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.TaskGroup() as group:
+        target = rpc.TargetStub(channel)
+        for number in range(SESSIONS):
+            group.create_task(session(target, f"s{number}"))
+
+
+@pytest.mark.timeout(240)
+async def test_busy_replicas_get_company_and_idle_ones_lose_it(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path)
+    with running(VALKEY) as store:
+        registry = ReplicaRegistry(store.url)
+        async with deployed(model, store.url):
+            (first,) = await until(registry, 1)
+            busy = asyncio.create_task(keep_busy(first.address))
+            both = await until(registry, 2)
+            busy.cancel()
+            with suppress(asyncio.CancelledError):
+                await busy
+            (left,) = await until(registry, 1)
+            assert left.incarnation in {lease.incarnation for lease in both}
+        await registry.close()
