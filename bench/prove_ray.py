@@ -4,7 +4,8 @@ The long form of tests/e2e/test_ray_replicas.py, with the real default model in 
 ranks on a local Ray answer 16 streams while a rank is killed with SIGKILL, and 4 more while they are scaled
 down to one; every token must be transformers' own likeliest (a tie within 1e-4 is excused and counted), all
 replicas must be there again, and those that live on must keep their sessions. The last trial ends with
-the death of Ray's head, after which no process may be left. Writes bench/results/ray/<commit>.json; exits
+the death of Ray's head, after which no process may be left. Then a deployment of a tiny model with
+--max-replicas must grow while it is busy and shrink when it idles (tests/ray/autoscale_trial.py). Writes bench/results/ray/<commit>.json; exits
 1 if anything shows.
 """
 
@@ -21,9 +22,10 @@ from bench.harness import BENCH, commit, machine, result_path, write_record
 from services.common.defaults import DEFAULT_MODEL
 from services.engine.prepare import resolve_model
 from tests.e2e.ray_trial import RANKS, REPLICAS, Trial
+from tests.ray import autoscale_trial
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         last = number == given.trials - 1
         trials.append(_run(Trial(directory, given.streams, given.max_tokens, lose_head=last)))
         print(f"trial {number + 1}: {trials[-1]}")
-    held = all(trial["held"] for trial in trials)
+    autoscaling = _scale()
+    print(f"autoscaling: {autoscaling}")
+    held = all(trial["held"] for trial in [*trials, autoscaling])
     record = {
         "name": "ray",
         "commit": commit(),
@@ -51,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ranks": RANKS,
         "held": held,
         "trials": trials,
+        "autoscaling": autoscaling,
     }
     path = result_path("ray", commit(), given.results)
     write_record(path, record)
@@ -60,13 +65,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(trial: Trial) -> dict[str, Any]:
-    failure = ""
+    return {**_held(trial.run), "ties": trial.ties, "seconds": trial.seconds}
+
+
+def _scale() -> dict[str, Any]:
+    return _held(autoscale_trial.run)
+
+
+def _held(run: Callable[[Path], Coroutine[Any, Any, Any]]) -> dict[str, Any]:
+    """Whether it came to its end, in an empty folder; what it found, or what went wrong."""
     with tempfile.TemporaryDirectory(prefix="galley-prove-") as scratch:
         try:
-            asyncio.run(trial.run(Path(scratch)))
+            found = asyncio.run(run(Path(scratch)))
         except Exception as error:  # noqa: BLE001  # whatever it is, the proof has failed and says of what
-            failure = repr(error)
-    return {"held": not failure, "failure": failure, "ties": trial.ties, "seconds": trial.seconds}
+            return {"held": False, "failure": repr(error)}
+    return {"held": True, "failure": "", "found": found}
 
 
 if __name__ == "__main__":

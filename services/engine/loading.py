@@ -12,6 +12,7 @@ from services.engine import attention, packing, sharding
 from services.engine.errors import UnsupportedModel
 from services.engine.ranks import ALONE
 from services.engine.support import refuse_config, refuse_files
+from services.engine.weights import read_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +61,10 @@ def causal_class(config: Any) -> Any:
 def load_module(
     directory: Path, config: Any, *, dtype: torch.dtype, device: str, ranks: Ranks = ALONE
 ) -> Any:
-    """The model, or this rank's shard of it, in evaluation mode on `device`, from safetensors only."""
+    """The model, or this rank's shard of it, in evaluation mode on `device`, from safetensors only.
+
+    Raises UnsupportedModel where a weight is missing or of another shape.
+    """
     silence()
     attention.register()
     if ranks.size > 1:
@@ -69,14 +73,8 @@ def load_module(
         )
         sharding.join_ranks(module, ranks)
         return module
-    module = CAUSAL_LM.from_pretrained(
-        directory,
-        config=config,
-        dtype=dtype,
-        attn_implementation=attention.NAME,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
+    module = read_weights(
+        CAUSAL_LM, directory, config=config, dtype=dtype, attn_implementation=attention.NAME
     )
     return module.to(device).eval()
 

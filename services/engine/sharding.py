@@ -22,6 +22,7 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, TensorParallelLayer
 
 from services.engine.errors import UnsupportedModel
+from services.engine.weights import read_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,7 +117,8 @@ def _on_host(model_class: Any) -> Any:
             prepared, _, mesh = super().prepare_distribute_model(distributed_config, device_map)
             return prepared, None, mesh
 
-    OnHost.__name__ = model_class.__name__
+    # By both, transformers finds how this class's weights are named in files.
+    OnHost.__name__, OnHost.__module__ = model_class.__name__, model_class.__module__
     return OnHost
 
 
@@ -181,15 +183,13 @@ def load_shard(
     """
     plan = plan_of(config, ranks.size)
     register()
-    module = _on_host(type(_meta_model(config))).from_pretrained(
+    module = read_weights(
+        _on_host(type(_meta_model(config))),
         directory,
         config=config,
         dtype=dtype,
         attn_implementation=attention,
         distributed_config=DistributedConfig(tp_size=ranks.size, tp_plan=plan),
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
     )
     _make_local(module)
     _cut_tied_head(module, ranks)

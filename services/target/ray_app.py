@@ -21,8 +21,6 @@ AUTOSCALING_POLICY = "services.target.autoscaling:scale_targets"
 _HEALTH_CHECK_S = 1
 _HEALTH_CHECK_TIMEOUT_S = 10
 _AFTER_DRAIN_S = 10
-# Over how long what replicas say of themselves is averaged.
-_LOOK_BACK_S = 10
 
 
 class AppArgs(BaseModel):
@@ -78,7 +76,6 @@ class Scale(BaseModel):
                 "max_replicas": self.most,
                 "upscale_delay_s": self.upscale_delay_s,
                 "downscale_delay_s": self.downscale_delay_s,
-                "look_back_period_s": _LOOK_BACK_S,
                 "policy": {"policy_function": AUTOSCALING_POLICY},
             }
         }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -162,6 +163,20 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     (directory / "config.json").unlink()
     with pytest.raises(UnsupportedModel, match=r"no config\.json"):
         resolve_model(str(directory))
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_weights_that_are_not_all_there_are_refused(missing: bool, make_model: Callable[[Any], Path]) -> None:
+    """transformers makes up random ones."""
+    directory = make_model(transformers.LlamaConfig(**SMALL))
+    weights = safetensors.torch.load_file(directory / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    taken = weights.pop(name)
+    if not missing:
+        weights[name] = taken[:-1].clone()
+    safetensors.torch.save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=f"missing or of another shape.*: {name}$"):
+        CausalModel.load(directory, dtype=torch.float32, device="cpu", threads=1)
 
 
 def test_attention_that_is_not_ours_is_refused(make_model: Callable[[Any], Path]) -> None:

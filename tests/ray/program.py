@@ -24,7 +24,7 @@ from services.engine.ranks import Ranks
 from tests.target.invariance import InvarianceTrial
 
 SEQUENCES = 6
-PROMPT = [3 * i % 100 for i in range(40)]
+PROMPT = [3 * i % 97 for i in range(40)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,16 @@
-"""A deployment that grows while its replicas are busy, and shrinks when they are idle again, on a real Ray."""
+"""A deployment that grows while its replicas are busy, and shrinks when they idle again, on a real Ray."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
-import pytest
-
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.registry import TARGET_POOL, ReplicaRegistry
@@ -68,18 +67,22 @@ async def keep_busy(address: str) -> None:
             group.create_task(session(target, f"s{number}"))
 
 
-@pytest.mark.timeout(240)
-async def test_busy_replicas_get_company_and_idle_ones_lose_it(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path)
+async def run(scratch: Path) -> dict[str, float]:
+    """Seconds until there are two replicas, and until there is one again. Raises TimeoutError."""
+    model = save_tiny_model(scratch)
     with running(VALKEY) as store:
         registry = ReplicaRegistry(store.url)
         async with deployed(model, store.url):
             (first,) = await until(registry, 1)
+            since = time.monotonic()
             busy = asyncio.create_task(keep_busy(first.address))
             both = await until(registry, 2)
+            grown = time.monotonic()
             busy.cancel()
             with suppress(asyncio.CancelledError):
                 await busy
             (left,) = await until(registry, 1)
+            seconds = {"growing": grown - since, "shrinking": time.monotonic() - grown}
             assert left.incarnation in {lease.incarnation for lease in both}
         await registry.close()
+    return seconds

@@ -1,0 +1,38 @@
+"""Reading weights: all that a model needs, or a refusal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from services.engine.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_NAMED = 3
+
+
+def read_weights(model_class: Any, directory: Path, **given: Any) -> Any:
+    """The model of a transformers class (or auto class), from safetensors in `directory` only.
+
+    Raises UnsupportedModel where a weight is missing or of another shape: transformers itself would make up
+    random ones.
+    """
+    module, found = model_class.from_pretrained(
+        directory,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **given,
+    )
+    mismatched = {name for name, *_ in found["mismatched_keys"]}
+    wrong = sorted({*found["missing_keys"], *mismatched})
+    if wrong:
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise UnsupportedModel(
+            f"{directory}: weights are missing or of another shape than config.json says: "
+            f"{', '.join(wrong[:_NAMED])}{more}"
+        )
+    return module
