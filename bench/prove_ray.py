@@ -1,12 +1,12 @@
-"""Prove that replicas of several ranks heal and shrink unnoticed: `make prove-ray`.
+"""Prove that replicas of several ranks heal, shrink and grow unnoticed: `make prove-ray`.
 
 The long form of tests/e2e/test_ray_replicas.py, with the real default model in float32: two replicas of three
 ranks on a local Ray answer 16 streams while a rank is killed with SIGKILL, and 4 more while they are scaled
 down to one; every token must be transformers' own likeliest (a tie within 1e-4 is excused and counted), all
 replicas must be there again, and those that live on must keep their sessions. The last trial ends with
 the death of Ray's head, after which no process may be left. Then a deployment of a tiny model with
---max-replicas must grow while it is busy and shrink when it idles (tests/ray/autoscale_trial.py). Writes bench/results/ray/<commit>.json; exits
-1 if anything shows.
+--max-replicas must grow while it is busy and shrink when it idles (tests/ray/autoscale_trial.py). Writes
+bench/results/ray/<commit>.json; exits 1 if anything shows.
 """
 
 from __future__ import annotations

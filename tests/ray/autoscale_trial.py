@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
+
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.registry import TARGET_POOL, ReplicaRegistry
