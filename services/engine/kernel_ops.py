@@ -198,7 +198,10 @@ def _emit_tile(
         builder.store(builder.load(end, align=4) if add else ir.Constant(_VECTOR, [0.0] * LANES), total)
     with cgutils.for_range(builder, steps) as loop:
         row = builder.mul(loop.index, b_stride)
-        _prefetch(builder, cgutils.gep_inbounds(builder, ahead, row))
+        # 32 float32 are two cache lines.
+        for column in (0, LANES // 2) if b_kind.dtype == types.float32 else (0,):
+            at = builder.add(row, ir.Constant(_I64, column))
+            _prefetch(builder, cgutils.gep_inbounds(builder, ahead, at))
         lanes = _load_lanes(builder, cgutils.gep_inbounds(builder, b, row), b_kind)
         for total, start in zip(sums, starts, strict=True):
             factor = _splat(builder, builder.load(cgutils.gep_inbounds(builder, start, loop.index)))

@@ -35,9 +35,12 @@ _WORTH_NS = 12_000
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The libgomp that torch brings and uses, or None."""
-    path = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
-    return ctypes.CDLL(str(path)) if path.exists() else None
+    """Where torch's own products find libgomp, or None; another copy of it would have a pool of its own."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if not path.exists():
+        return None
+    library = ctypes.CDLL(str(path))
+    return library if hasattr(library, _PARALLEL) else None
 
 
 def threads() -> int:
@@ -46,12 +49,15 @@ def threads() -> int:
 
 
 def worth(count: int, work_ns: float) -> int:
-    """On how many of `count` threads a loop of about `work_ns` nanoseconds should run."""
+    """On how many of `count` threads a loop of about `work_ns` nanoseconds should run: 1 or all.
+
+    libgomp ends the threads that a smaller team leaves over.
+    """
     return count if work_ns >= _WORTH_NS else 1
 
 
 def link() -> None:
-    """Let compiled code find what `share` calls, before it is loaded."""
+    """Let compiled code find what `shared` calls, before it is loaded."""
     library = _library()
     for name in (_PARALLEL, _THREAD, _THREADS):
         # Without the library no loop is shared out, so any address will do to load what could.

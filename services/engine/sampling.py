@@ -57,7 +57,7 @@ def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | GalleyErro
     if logits.shape[0] != sum(ends[-1:]):
         raise Broken(f"{logits.shape[0]} rows of logits for {sum(ends[-1:])} to draw")
     rows: Floats = np.ascontiguousarray(logits.detach().float().cpu().numpy())
-    threads = openmp.worth(min(openmp.threads(), len(draws)), rows.size * _LOGIT_NS)
+    threads = openmp.worth(openmp.threads(), rows.size * _LOGIT_NS) if len(draws) > 1 else 1
     scratch = _scratch(threads, rows.shape[1], penalized=any(map(_penalized, draws)))
     tokens, drawn = np.empty(len(rows), dtype=np.int64), np.empty(len(draws), dtype=np.int64)
     compiled().draw_rows(threads, rows, *_pack(draws), tokens, drawn, scratch)

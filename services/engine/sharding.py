@@ -218,7 +218,7 @@ def _cut_tied_head(module: Any, ranks: Ranks) -> None:
     cut = nn.Linear(
         head.in_features, each, bias=head.bias is not None, device="meta", dtype=head.weight.dtype
     )
-    cut.weight = nn.Parameter(table.weight.detach()[mine], requires_grad=False)
+    cut.weight = nn.Parameter(head.weight.detach()[mine], requires_grad=False)
     if head.bias is not None:
         cut.bias = nn.Parameter(head.bias.detach()[mine], requires_grad=False)
     module.set_output_embeddings(cut)

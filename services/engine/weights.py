@@ -15,8 +15,8 @@ _NAMED = 3
 def read_weights(model_class: Any, directory: Path, **given: Any) -> Any:
     """The model of a transformers class (or auto class), from safetensors in `directory` only.
 
-    Raises UnsupportedModel where a weight is missing or of another shape: transformers itself would make up
-    random ones.
+    Raises UnsupportedModel where a weight is missing, for which transformers itself would make up random
+    numbers, or of another shape.
     """
     module, found = model_class.from_pretrained(
         directory,

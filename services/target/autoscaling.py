@@ -47,6 +47,8 @@ def wanted_replicas(loads: Sequence[ReplicaLoad], running: int) -> int:
 
 def scale_targets(ctx: Any) -> tuple[int, dict[str, Any]]:
     """Ray Serve's autoscaling policy; bounds and delays of the AutoscalingConfig are applied by Serve."""
+    if ctx.current_num_replicas < ctx.target_num_replicas:
+        return ctx.target_num_replicas, {}  # the last one is still loading, and relieves nobody yet
     metrics = ctx.aggregated_metrics or {}
     queues, frees = metrics.get(QUEUE_DEPTH, {}), metrics.get(KV_FREE_SHARE, {})
     loads = [ReplicaLoad(queues[replica], frees[replica]) for replica in queues if replica in frees]

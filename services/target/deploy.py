@@ -42,6 +42,7 @@ _LOG = get_logger(__name__)
 _DESCRIPTION = (
     "Galley targets on Ray: replicas of several ranks each, placed, healed and scaled by Ray Serve."
 )
+MAX_REPLICAS = 1024
 _POLL_S = 0.25
 _WATCH_S = 1.0
 # Ray starts a controller that has died anew, which takes seconds.
@@ -70,14 +71,14 @@ class DeploySettings(TargetSettings):
 
     model_config = settings_config("GALLEY_TARGET_")
 
-    replicas: int = Field(default=1, ge=1, le=1024, description="Replicas of the model.")
+    replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS, description="Replicas of the model.")
     replicas_file: Path | None = Field(
         default=None, description="File that holds the number of replicas; read again on SIGHUP."
     )
     max_replicas: int = Field(
         default=0,
         ge=0,
-        le=1024,
+        le=MAX_REPLICAS,
         description="As many as the load may have where it wants more than there are; 0: no more.",
     )
     upscale_delay_s: float = Field(default=10.0, ge=0, description="How long the load must want one more.")
@@ -90,6 +91,12 @@ class DeploySettings(TargetSettings):
     def _can_be_found(self) -> Self:
         if not self.redis_url.get_secret_value():
             raise ValueError("redis_url is needed: replicas on Ray are found by their registration")
+        return self
+
+    @model_validator(mode="after")
+    def _grows(self) -> Self:
+        if 0 < self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas {self.max_replicas} is below replicas {self.replicas}")
         return self
 
 
@@ -166,8 +173,13 @@ class Deployment:
         self._readiness.ready(addresses[0], addresses=addresses)
         while await _first(stopped, hung_up) is not stopped:
             hung_up.clear()
-            _LOG.info("scaling", replicas=self._replicas())
-            await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), self.scale)
+            try:
+                scale = self.scale
+            except (OSError, ValueError) as error:
+                _LOG.error("not scaled", problem=str(error))
+                continue
+            _LOG.info("scaling", replicas=scale.replicas)
+            await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), scale)
 
     async def _watch(self) -> None:
         """Raise RayLost once the local head has ended, or Serve's controller answers no more."""
@@ -187,8 +199,14 @@ class Deployment:
         return self._settings.tensor_parallel
 
     def _replicas(self) -> int:
+        """Raises OSError or ValueError where the file does not hold a number of replicas."""
         file = self._settings.replicas_file
-        return self._settings.replicas if file is None else int(file.read_text(encoding="utf-8"))
+        if file is None:
+            return self._settings.replicas
+        replicas = int(file.read_text(encoding="utf-8"))
+        if not 1 <= replicas <= MAX_REPLICAS:
+            raise ValueError(f"{file}: replicas must be in [1, {MAX_REPLICAS}], are {replicas}")
+        return replicas
 
     @property
     def scale(self) -> Scale:

@@ -27,5 +27,12 @@ def test_wanted_replicas(loads: list[tuple[float, float]], running: int, wanted:
 
 def test_serve_is_answered_from_what_replicas_report() -> None:
     metrics = {"queue_depth": {"a": 20.0, "b": 10.0, "new": 0.0}, "kv_free_share": {"a": 0.5, "b": 0.5}}
-    assert scale_targets(SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=2)) == (3, {})
-    assert scale_targets(SimpleNamespace(aggregated_metrics=None, target_num_replicas=2)) == (2, {})
+    two = SimpleNamespace(current_num_replicas=2, target_num_replicas=2)
+    assert scale_targets(SimpleNamespace(**vars(two), aggregated_metrics=metrics)) == (3, {})
+    assert scale_targets(SimpleNamespace(**vars(two), aggregated_metrics=None)) == (2, {})
+
+
+def test_a_replica_that_is_still_loading_is_waited_for() -> None:
+    metrics = {"queue_depth": {"a": 20.0}, "kv_free_share": {"a": 0.5}}
+    loading = SimpleNamespace(current_num_replicas=1, target_num_replicas=2, aggregated_metrics=metrics)
+    assert scale_targets(loading) == (2, {})
