@@ -58,7 +58,13 @@ async def test_no_draft_changes_a_token(
 ) -> None:
     tokens, accepted = await generate(target, PROMPT, COUNT, oracle(answer, k, right))
     assert tokens == answer
-    assert accepted[0] == min(k, right)
+    assert_accepted(accepted, min(k, right))
+
+
+def assert_accepted(accepted: list[int], right: int) -> None:
+    """What was right, of as many as paid by the measured costs; never more."""
+    assert accepted[0] <= right
+    assert (sum(accepted) > 0) == (right > 0)
 
 
 async def test_seeded_sampling_does_not_depend_on_the_draft(target: rpc.TargetAsyncStub) -> None:
@@ -73,7 +79,7 @@ async def test_seeded_sampling_does_not_depend_on_the_draft(target: rpc.TargetAs
                 target, PROMPT, COUNT, oracle(plain, k, right), sampling=sampling, session_id=f"{k}.{right}"
             )
             assert tokens == plain
-            assert accepted[0] == min(k, right)
+            assert_accepted(accepted, min(k, right))
 
 
 async def test_it_ends_at_a_stop_token_even_within_the_draft(
