@@ -8,7 +8,6 @@ as the kernel counts it) is what the other blocks take.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import psutil
 import torch
 
 from bench.harness import BENCH, Goal
+from services.common.process import hand_back_free_memory
 from services.core.step import Chunk
 from services.engine.model import CausalModel
 
@@ -68,8 +68,7 @@ def _fill(model: CausalModel, first: int, last: int) -> None:
 
 
 def _resident() -> int:
-    # What the C allocator keeps for later is not in use.
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    hand_back_free_memory()
     return int(psutil.Process().memory_info().rss)
 
 

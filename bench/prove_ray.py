@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         last = number == given.trials - 1
         trials.append(_run(Trial(directory, given.streams, given.max_tokens, lose_head=last)))
         print(f"trial {number + 1}: {trials[-1]}")
-    autoscaling = _scale()
+    autoscaling = _held(autoscale_trial.run)
     print(f"autoscaling: {autoscaling}")
     held = all(trial["held"] for trial in [*trials, autoscaling])
     record = {
@@ -66,10 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(trial: Trial) -> dict[str, Any]:
     return {**_held(trial.run), "ties": trial.ties, "seconds": trial.seconds}
-
-
-def _scale() -> dict[str, Any]:
-    return _held(autoscale_trial.run)
 
 
 def _held(run: Callable[[Path], Coroutine[Any, Any, Any]]) -> dict[str, Any]:
