@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core.content import prefix_hash
+from services.core.content import agreement, prefix_hash
 from tests.target.tiny import CONTEXT
 
 if TYPE_CHECKING:
@@ -49,11 +49,13 @@ async def generate(
     given |= {"prompt_len": len(prompt), "max_position": len(prompt) + count}
     stop = set(given.get("stop_token_ids", ()))
     while len(tokens) < len(prompt) + count and not (stop & set(tokens[len(prompt) :])):
-        item = pb.VerifyItem(slice=slice_of(tokens, start=held, **given), draft_tokens=draft(tokens))
+        guesses = draft(tokens)
+        item = pb.VerifyItem(slice=slice_of(tokens, start=held, **given), draft_tokens=guesses)
         (answer,) = await verify(target, item)
         assert answer.WhichOneof("outcome") == "result", answer
         result = answer.result
         assert result.position == len(tokens)
+        assert result.accepted == agreement(guesses[: result.verified], result.tokens)
         tokens += result.tokens
         held = result.kv_len
         assert held == len(tokens) - 1
