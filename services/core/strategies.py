@@ -4,7 +4,8 @@ from __future__ import annotations
 
 MODEL = "model"
 NGRAM = "ngram"
+HYBRID = "hybrid"
 ORACLE = "oracle"
 NONE = "none"
 
-STRATEGIES = (MODEL, NGRAM, ORACLE, NONE)
+STRATEGIES = (MODEL, NGRAM, HYBRID, ORACLE, NONE)

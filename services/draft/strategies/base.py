@@ -1,9 +1,9 @@
-"""What every draft strategy is: from confirmed tokens to guesses of the next ones."""
+"""What every draft strategy is: from a session's tokens to guesses of the next ones, a step at a time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,16 +13,18 @@ if TYPE_CHECKING:
 
 
 class DraftSession:
-    """The confirmed tokens of one session, from absolute position 0; strategies hang what they keep on it.
+    """The tokens of one session, from absolute position 0; strategies hang what they keep on it.
 
-    Compared and hashed by identity, so that a strategy can keep its own state in a WeakKeyDictionary: it is
-    gone with the session.
+    The first `confirmed` of them the target has confirmed; the rest are guesses that it has not answered yet,
+    and may be replaced. Compared and hashed by identity, so that a strategy can keep its own state in a
+    WeakKeyDictionary: it is gone with the session.
     """
 
-    __slots__ = ("__weakref__", "tokens")
+    __slots__ = ("__weakref__", "confirmed", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.confirmed = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +34,32 @@ class DraftJob:
     slice: Slice
     session: DraftSession
     k: int
+    workload: str = ""
 
 
-# The guesses, at most k; an error is the outcome of its own job alone.
-Proposal: TypeAlias = "list[int] | GalleyError"
+@dataclass(slots=True)
+class Guess:
+    """A proposal in the making: at most `job.k` tokens, good for use as far as it has come.
+
+    `survival[i]` is the estimated chance that tokens 0 to i are all accepted: as many as tokens, never rising.
+    An error is the outcome of its own job alone. Strategies hang on it what they need by subclassing.
+    """
+
+    job: DraftJob
+    tokens: list[int] = field(default_factory=list)
+    survival: list[float] = field(default_factory=list)
+    done: bool = False
+    error: GalleyError | None = None
 
 
 class Strategy(Protocol):
     """Called from one thread, one step at a time."""
 
-    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """The proposal of each job, all of different sessions, in order."""
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
+        """A guess for each job, all of different sessions, in order; those that need no step are done."""
+
+    def advance(self, guesses: Sequence[Guess]) -> None:
+        """One more step for each of these, none of them done: usually a token each, computed together.
+
+        Which guesses share a step changes from call to call; one that is not advanced again has been given up.
+        """

@@ -1068,6 +1068,7 @@ class ProposeItem(_message.Message):
     STRATEGY_FIELD_NUMBER: _builtins.int
     WORKLOAD_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     k: _builtins.int
     """At most this many tokens."""
     strategy: _builtins.str
@@ -1075,6 +1076,10 @@ class ProposeItem(_message.Message):
     workload: _builtins.str
     features: _builtins.bytes
     """Reserved: hidden states of the target, for drafts that are fed with them."""
+    ahead: _builtins.int
+    """The last so many tokens of the slice are guesses that the target has not confirmed yet: the draft goes on
+    from them, and learns nothing of them. At least the first token of the session is confirmed.
+    """
     @_builtins.property
     def slice(self) -> Global___SessionSlice: ...
     def __init__(
@@ -1085,10 +1090,11 @@ class ProposeItem(_message.Message):
         strategy: _builtins.str = ...,
         workload: _builtins.str = ...,
         features: _builtins.bytes = ...,
+        ahead: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slice", b"slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "k", b"k", "slice", b"slice", "strategy", b"strategy", "workload", b"workload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "features", b"features", "k", b"k", "slice", b"slice", "strategy", b"strategy", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
