@@ -44,8 +44,9 @@ class Ending:
 class SessionSpec:
     """All that an answer depends on besides the target build, and how to go about it.
 
-    `max_position` bounds positions, prompt included (exclusive). `k` is 0 where speculation is off; an empty
-    `strategy` leaves the choice to the draft.
+    `max_position` bounds positions, prompt included (exclusive). `k` is 0 where speculation is off, and else
+    the most draft tokens that are verified in a round; with `auto`, as many of them are drafted as pay, down
+    to none. An empty `strategy` leaves the choice to the draft.
     """
 
     session_id: str
@@ -58,6 +59,7 @@ class SessionSpec:
     min_tokens: int = 0
     logprobs: int | None = None
     k: int = 0
+    auto: bool = False
     strategy: str = ""
     workload: str = ""
     arrival_ns: int = 0
@@ -111,6 +113,10 @@ class Answer:
     def prefix_hash(self, length: int) -> bytes:
         """The content address of the first `length` tokens, which are there."""
         return self._hasher.of(self.tokens, length)
+
+    def hash_beyond(self, guesses: Sequence[int]) -> bytes:
+        """The content address of all tokens and these guesses after them."""
+        return self._hasher.beyond(self.tokens, guesses)
 
     def output_hash(self, length: int) -> bytes:
         """The content address of the first `length` output tokens, as a client computes it."""

@@ -81,6 +81,13 @@ class PrefixHasher:
         self._last = (length, state)
         return state.digest()
 
+    def beyond(self, tokens: Sequence[int], further: Sequence[int]) -> bytes:
+        """The hash of all `tokens` and then `further`, which are not remembered."""
+        self.of(tokens, len(tokens))
+        state = self._last[1].copy()
+        state.update(token_bytes(further))
+        return state.digest()
+
     def cut(self, length: int) -> None:
         """Tokens at and beyond `length` are about to change."""
         del self._marks[length // _MARK_TOKENS + 1 :]

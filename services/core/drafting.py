@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.core.content import agreement
-from services.core.hints import NOTHING, Hint, Rest
+from services.core.hints import MAX_HINT_TOKENS, NOTHING, Hint, Rest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,24 +17,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A proposal under way: up to `k` tokens from `position` on."""
+    """A proposal under way, asked for at `at_ns`: up to `k` tokens from `position` on.
+
+    The prefix, of this hash, may end with guesses: with `ahead` tokens that were not confirmed then.
+    """
 
     request_id: int
     position: int
+    prefix_hash: bytes
+    ahead: int
     k: int
+    at_ns: int
 
 
 class Drafting:
     """One proposal is under way at most. Times in nanoseconds.
 
-    `hint` is the last proposal, while it may be of use; `cache_len` is how far the draft's cache holds what
-    is confirmed or guessed. `silent`: when last asked it had nothing to say, and may have nothing again.
+    `hint` is what has been proposed, while it may be of use: proposals that went on from one another are
+    joined. `cache_len` is how far the draft's cache holds what is confirmed or guessed. `silent`: when last
+    asked it had nothing to say, and may have nothing again; `spent`: it had less to say than was asked for,
+    so that there is no more to be had after this hint.
     """
 
     def __init__(self, cooldown_ns: int, max_cooldown_ns: int) -> None:
         self.asked: Asked | None = None
         self.hint: Hint | None = None
         self.silent = False
+        self.spent = False
         self.cache_len = 0
         self.misses = 0
         self._first_cooldown = self._cooldown = cooldown_ns
@@ -49,29 +58,49 @@ class Drafting:
         """Whether it failed or lied a short while ago."""
         return now < self._off_until
 
-    def take(self, event: Proposed, answer: Answer, now: int) -> None:
-        """What was asked has come: keep what is of use; leave a draft that answers something else alone."""
+    def take(self, event: Proposed, answer: Answer, now: int) -> int:
+        """What was asked has come: keep what is of use; how many tokens that is.
+
+        A draft that answers something else is left alone for a while.
+        """
         asked, self.asked = self.asked, None
         self.misses = 0
-        self.hint = None
-        if asked is None or not _is_anchored(event, asked.position, answer):
+        if asked is None or (event.position, event.prefix_hash) != (asked.position, asked.prefix_hash):
             self._rest(now)
-            return
+            return 0
         self._cooldown = self._first_cooldown
-        self.hint = _read_hint(event, asked.k, answer.spec.vocab_size)
-        self.silent = not self.hint.draft_tokens
+        came = _read_hint(event, asked.k, answer.spec.vocab_size)
+        self.hint = joined(self.hint, came)
+        self.spent = len(came.draft_tokens) < asked.k
+        self.silent = not came.draft_tokens
         self.cache_len = max(0, event.cache_len)
         self.confirm(answer.tokens)
+        return len(came.draft_tokens)
 
-    def confirm(self, tokens: Sequence[int]) -> None:
-        """These are confirmed: a hint that they contradict or reach beyond is of no more use."""
-        if self.hint is None:
-            return
-        reached = len(tokens) - self.hint.position
-        agreeing = agreement(self.hint.draft_tokens, tokens[self.hint.position :])
-        if agreeing < reached:
-            self.cache_len = min(self.cache_len, self.hint.position + agreeing)
+    def confirm(self, tokens: Sequence[int]) -> Asked | None:
+        """These are confirmed: a hint that they contradict or reach beyond is of no more use.
+
+        Returns what is asked if it goes on from a guess that has turned out wrong: it is of no use either.
+        """
+        hint = self.hint
+        if hint is None:
+            return None
+        reached = len(tokens) - hint.position
+        agreeing = agreement(hint.draft_tokens, tokens[hint.position :])
+        if agreeing < min(reached, len(hint.draft_tokens)):
+            self.cache_len = min(self.cache_len, hint.position + agreeing)
             self.hint = None
+            if self.asked is not None and self.asked.position > hint.position + agreeing:
+                return self.give_up()
+        elif reached >= len(hint.draft_tokens):
+            self.hint = None
+        return None
+
+    def give_up(self) -> Asked | None:
+        """What is asked is not wanted any more; whether the draft's cache came to hold it is not known."""
+        asked, self.asked = self.asked, None
+        self.misses = 0
+        return asked
 
     def fail(self, now: int) -> None:
         """What was asked came to nothing."""
@@ -83,12 +112,23 @@ class Drafting:
 
     def _rest(self, now: int) -> None:
         """Leave it alone, each time twice as long as the last."""
+        self.hint = None
         self._off_until = now + self._cooldown
         self._cooldown = min(2 * self._cooldown, self._max_cooldown)
 
 
-def _is_anchored(event: Proposed, position: int, answer: Answer) -> bool:
-    return event.position == position and event.prefix_hash == answer.prefix_hash(position)
+def joined(hint: Hint | None, further: Hint) -> Hint:
+    """A hint and what was proposed after its last token; another hint takes its place."""
+    if hint is None or hint.end != further.position:
+        return further
+    chances: tuple[float, ...] = ()
+    if hint.survival or not hint.draft_tokens:
+        sure = hint.survival[-1] if hint.survival else 1.0
+        chances = hint.survival + tuple(sure * chance for chance in further.survival)
+    tokens = hint.draft_tokens + further.draft_tokens
+    if len(chances) != len(tokens):
+        chances = ()
+    return Hint(hint.position, hint.prefix_hash, tokens[:MAX_HINT_TOKENS], chances[:MAX_HINT_TOKENS])
 
 
 def _read_hint(event: Proposed, k: int, vocab_size: int) -> Hint:

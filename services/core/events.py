@@ -30,10 +30,11 @@ class Pool(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """As the replica measured it."""
+    """As the replica measured it; `linger_ns`, of `queue_ns`, is how long a target waited for a hint."""
 
     queue_ns: int = 0
     compute_ns: int = 0
+    linger_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Proposed:
 class Verified:
     """The target's verdict: `accepted` draft tokens, then at most one token of its own.
 
-    With `more`, further verdicts of the same request follow.
+    With `more`, further verdicts of the same request follow. `sessions` shared the pass.
     """
 
     request_id: int
@@ -69,6 +70,7 @@ class Verified:
     logprobs: tuple[PositionLogprobs, ...] = ()
     timing: Timing = field(default_factory=Timing)
     more: bool = False
+    sessions: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,19 +168,21 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Ask the draft for up to `k` tokens."""
+    """Ask the draft for up to `k` tokens; the last `ahead` of the slice are guesses that it goes on from."""
 
     request_id: int
     slice: Slice
     k: int
     strategy: str
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
     """Ask the target to check `draft_tokens`, then to go on unasked for `credit` tokens.
 
-    With `hint_due`, a hint for this request is being drafted.
+    With `hint_due`, a hint for this request is being drafted. At most `max_verified` draft tokens are
+    verified in a pass; 0 is as many as pay.
     """
 
     request_id: int
@@ -187,6 +191,7 @@ class Verify:
     survival: tuple[float, ...] = ()
     credit: int = 0
     hint_due: bool = False
+    max_verified: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,13 @@ class ExtendVerify:
     limit: int
     hint: Hint | None
     hint_due: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPropose:
+    """Give up a Propose that is under way: what it goes on from has turned out wrong, or is not needed."""
+
+    request_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +262,7 @@ class RoundEnded:
     `drafted` counts the draft tokens that the target was sent in this round. `verify_wait_ns` is how long the
     verdict was awaited. `draft_wait_ns` is how long into the round its last proposal came: without credit the
     target is asked only then; with it, it may have waited so long, and the two waits overlap.
+    `exposed_draft_ns` is how long the target was held up: the wait for a proposal, or its lingering.
     `orchestration_ns` is what neither of the two accounts for: without credit the round less their computing,
     with it the wait for the verdict less the target's queueing and computing.
     """
@@ -262,6 +275,7 @@ class RoundEnded:
     accepted: int
     confirmed: int
     draft_wait_ns: int
+    exposed_draft_ns: int
     verify_wait_ns: int
     orchestration_ns: int
     draft: Timing
@@ -277,5 +291,15 @@ class End:
 
 
 Effect = (
-    Propose | Verify | ExtendVerify | CancelVerify | Commit | Emit | StoreFinish | WakeAt | RoundEnded | End
+    Propose
+    | CancelPropose
+    | Verify
+    | ExtendVerify
+    | CancelVerify
+    | Commit
+    | Emit
+    | StoreFinish
+    | WakeAt
+    | RoundEnded
+    | End
 )

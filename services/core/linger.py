@@ -136,18 +136,23 @@ def _gain(due: Sequence[Due], wait_ns: float, sessions: int, pass_ns: Callable[[
 
 
 class Lingering:
-    """Whether to wait, from plan to plan: no pass is put off twice, nor longer than `max_ns` in all."""
+    """Whether to wait, from plan to plan: no pass is put off twice, nor longer than `max_ns` in all.
+
+    `waited_ns` is how long the last pass asked about has been put off so far.
+    """
 
     def __init__(self, max_ns: int, pass_ns: Callable[[int], float]) -> None:
         self._max_ns = max_ns
         self._pass_ns = pass_ns
+        self.waited_ns = 0
         self._since_ns: int | None = None
         self._until_ns = 0
         self._awaited: list[Item] = []
 
     def until(self, items: Sequence[Item], now: int) -> int | None:
         """Until when the pass of these items had better wait; None: begin it. Their hints were looked at."""
-        if self._max_ns == 0 or any(item.missing > 1 or item.rest.draft_tokens for item in items):
+        self.waited_ns = 0 if self._since_ns is None else now - self._since_ns
+        if self._max_ns == 0 or any(item.missing > 1 or item.hinted for item in items):
             self._forget()
             return None
         if self._since_ns is not None and now >= self._until_ns:

@@ -277,6 +277,7 @@ class Scheduler:
     ) -> StepPlan:
         for grant in grants.values():
             grant.item.begun = True
+            grant.item.linger_ns += self._lingering.waited_ns
             if grant.item.rest.draft_tokens and not grant.draft_tokens and grant.final:
                 grant.item.memory.acceptance.passed_over()
         chunks = tuple(_chunk(grant, self._table.blocks_of(key)) for key, grant in grants.items())
@@ -355,8 +356,11 @@ class Scheduler:
         stopped = _has_stopped(request, position, verdict.tokens)
         checked = _checked(grant, sampled)
         refused = verdict.accepted < checked and not stopped
-        item.memory.acceptance.saw(verdict.accepted, refused=refused)
-        queue_ns, compute_ns = item.confirmed(verdict.tokens, now)
+        # The first token of a shaken hint is its own affair: it says nothing of the draft as it is now.
+        shaken = checked > 0 and item.rest.shaken
+        if not shaken or verdict.accepted:
+            item.memory.acceptance.saw(verdict.accepted - shaken, refused=refused)
+        queue_ns, compute_ns, linger_ns = item.confirmed(verdict.tokens, now)
         # The last confirmed token has no KV yet: the next pass feeds it.
         self._computed(item, len(item.tokens) - 1)
         self._answer(
@@ -372,6 +376,7 @@ class Scheduler:
                 more=self._goes_on(item, stopped=stopped),
                 queue_ns=queue_ns,
                 compute_ns=compute_ns,
+                linger_ns=linger_ns,
             ),
         )
 

@@ -9,6 +9,9 @@ The rules it keeps (they are the design's rules 2 and 4):
 - What was confirmed is committed to the log, one commit at a time, and only what the log holds is emitted.
   At most `window` tokens may be confirmed and not yet logged; at most `buffer` may be confirmed and not yet
   taken by the client. The target is never allowed to go beyond either.
+- The draft works ahead: while the target checks what was proposed, it goes on from its own guesses, so that
+  the next round finds draft tokens ready when they come true. What goes on from a guess that was refused is
+  given up. How many tokens are asked for, `services/core/speculation.py` decides: down to none.
 - The draft is never needed: if it fails, lies or is late, the round goes on with what is valid of its
   proposal, at worst with nothing, and the draft is left alone for a while.
 - A target that fails is asked again, until `target_timeout_ns` have passed without a verdict (one that hangs
@@ -32,6 +35,7 @@ from services.core.drafting import Asked, Drafting, rest_of
 from services.core.errors import Broken, LogLost, TargetUnavailable, Unavailable
 from services.core.hints import NOTHING, Hint, Rest
 from services.core.records import TokenRecord
+from services.core.speculation import Book, Speculation
 from services.core.standing import Standing
 from services.core.stats import SpeculationStats
 from services.core.store import LogBehind, SessionEnded
@@ -68,12 +72,13 @@ class SessionLimits:
     """Bounds of one session; times in nanoseconds.
 
     `credit` is how many tokens the target may confirm unasked, at most `window`; with 0 it is asked for each
-    round.
+    round. An item takes at most `item_drafts` draft tokens; more follow as a hint.
     """
 
     window: int = 64
     buffer: int = 256
     credit: int = 32
+    item_drafts: int = 16
     target_timeout_ns: int = 10_000 * _MS
     retry_ns: int = 50 * _MS
     max_retry_ns: int = 1_000 * _MS
@@ -92,8 +97,11 @@ class Session:
         stream_from: int = 0,
         seen_hash: bytes = b"",
         finished: Ending | None = None,
+        book: Book | None = None,
     ) -> None:
         """`answer` holds what the log holds already; `finished` is the stored end of a session that has one.
+
+        `book` is what sessions share of what they learn of drafts and load.
 
         The client has output tokens [0, stream_from), whose hash is `seen_hash` (empty: not checked).
         """
@@ -112,6 +120,7 @@ class Session:
         self._request_id = 0
         self._credit = min(self._limits.credit, self._limits.window)
         self._drafting = Drafting(self._limits.draft_cooldown_ns, self._limits.max_draft_cooldown_ns)
+        self._speculation = Speculation(answer.spec, book or Book())
         self._hint_due = False
         self._standing: Standing | None = None
         self._target_misses = 0
@@ -166,7 +175,7 @@ class Session:
             return
         elif self._finished is not None or self.answer.ending is not None:
             self.phase = Phase.SEALING
-            self._drafting.asked = None
+            self._give_up_draft(self._drafting.give_up())
             self._seal()
         elif self._draining:
             self._leave()
@@ -187,11 +196,9 @@ class Session:
             self._draft_ahead(now)
             self._verify(now)
             return
-        self._drafting.hint = None
-        k = self._affordable_k(now)
-        if k > 0:
+        self._draft_ahead(now)
+        if self._drafting.asked is not None and not self._rest_of_hint().draft_tokens:
             self.phase = Phase.DRAFTING
-            self._ask_draft(k)
         else:
             self._verify(now)
 
@@ -212,48 +219,71 @@ class Session:
 
     # ------------------------------------------------------------------------------- the draft --
 
-    def _affordable_k(self, now: int) -> int:
-        return 0 if self._drafting.resting(now) else min(self.spec.k, self._room() - 1)
-
     def _draft_ahead(self, now: int) -> None:
         """Have what follows drafted while the target is at work, if it is not under way already."""
-        k = self._affordable_k(now)
-        if self._drafting.asked is None and k > 0:
-            self._ask_draft(k)
+        drafting, rest = self._drafting, self._rest_of_hint()
+        if drafting.asked is None and not drafting.resting(now):
+            k = 0 if rest.draft_tokens and drafting.spent else self._wanted(rest)
+            if k > 0:
+                self._ask_draft(k, rest, now)
         # After silence the target is not made to wait, nor told of each question: a hint is taken any time.
-        self._hint_due = self._drafting.asked is not None and not self._drafting.silent
+        self._hint_due = drafting.asked is not None and not drafting.silent
 
-    def _ask_draft(self, k: int) -> None:
-        asked = self._drafting.asked = Asked(self._next_request(), len(self.answer.tokens), k)
+    def _wanted(self, rest: Rest) -> int:
+        ready = len(rest.draft_tokens)
+        sure = rest.survival[-1] if rest.survival else self._speculation.habits.alpha**ready
+        return self._speculation.wanted(ready, sure, self._room() - 1 - ready)
+
+    def _ask_draft(self, k: int, rest: Rest, now: int) -> None:
+        """For what follows the confirmed tokens and the `rest` of the hint."""
+        guesses = rest.draft_tokens
         part = self._slice(self._drafting.cache_len)
-        self._emit_effect(ev.Propose(asked.request_id, part, k, self.spec.strategy))
+        part = ev.Slice(part.start, part.tokens + guesses, part.prefix_hash)
+        position, prefix = len(self.answer.tokens) + len(guesses), self.answer.hash_beyond(guesses)
+        asked = Asked(self._next_request(), position, prefix, len(guesses), k, now)
+        self._drafting.asked = asked
+        self._emit_effect(ev.Propose(asked.request_id, part, k, self.spec.strategy, len(guesses)))
+
+    def _give_up_draft(self, asked: Asked | None) -> None:
+        if asked is not None:
+            self.stats.cancelled += 1
+            self._emit_effect(ev.CancelPropose(asked.request_id))
 
     def _on_proposed(self, event: ev.Proposed, now: int) -> None:
-        if not self._drafting.has_asked(event.request_id):
+        asked = self._drafting.asked
+        if asked is None or asked.request_id != event.request_id:
             raise Broken("Proposed for what the target was asked")
         self._round.draft_came(event.timing, now)
-        self._drafting.take(event, self.answer, now)
-        self._after_draft(event.position, now)
+        came = self._drafting.take(event, self.answer, now)
+        self.stats.proposed += len(event.tokens)
+        self._speculation.saw_proposal(came, now - asked.at_ns, event.timing.compute_ns)
+        self._after_draft(came, asked.position, now)
 
     def _on_draft_failed(self, now: int) -> None:
         self._round.draft_came(ev.Timing(), now)
         self._drafting.fail(now)
-        self._after_draft(len(self.answer.tokens), now)
+        self._after_draft(0, len(self.answer.tokens), now)
 
-    def _after_draft(self, position: int, now: int) -> None:
-        """What the draft was asked has come to an end, whatever came of it; it was for `position`."""
+    def _after_draft(self, came: int, position: int, now: int) -> None:
+        """What the draft was asked has come to an end: `came` tokens for `position` on."""
         if self.phase is Phase.DRAFTING:
+            self._round.exposed_ns = self._round.draft_wait_ns
             self._verify(now)
             return
-        hint = self._drafting.hint if self._rest_of_hint().draft_tokens else None
-        if hint is not None:
-            self._hint_due = self._affordable_k(now) > 0  # another, as soon as this one has its verdict
-        elif position < len(self.answer.tokens):
-            self._draft_ahead(now)  # it came too late; the next may not
-        else:
-            self._hint_due = False
+        rest = self._rest_of_hint()
+        hint = self._present_hint(rest) if came and rest.draft_tokens else None
+        self._hint_due = False
+        if rest.draft_tokens or position < len(self.answer.tokens):
+            self._draft_ahead(now)  # further; or anew, for it came too late, and the next may not
+            # Another will follow as soon as these have their verdict.
+            self._hint_due = self._hint_due or (hint is not None and not self._drafting.resting(now))
         if self.phase is Phase.VERIFYING:
-            self._tell_target(hint)
+            self._tell_target(hint, came)
+
+    def _present_hint(self, rest: Rest) -> Hint:
+        """The rest of the hint, from here on."""
+        position = len(self.answer.tokens)
+        return Hint(position, self.answer.prefix_hash(position), rest.draft_tokens, rest.survival)
 
     def _rest_of_hint(self) -> Rest:
         """What the last proposal says of the tokens that follow."""
@@ -268,8 +298,10 @@ class Session:
             return
         drafting.cache_len = self._usable(event)
         asked, drafting.asked = drafting.asked, None
-        if self.phase is Phase.DRAFTING and asked is not None:
-            self._ask_draft(asked.k)
+        rest = self._rest_of_hint()
+        k = min(asked.k, self._room() - 1 - len(rest.draft_tokens)) if asked else 0
+        if k > 0:
+            self._ask_draft(k, rest, now)
         else:
             self._draft_ahead(now)
             self._advance(now)
@@ -279,13 +311,16 @@ class Session:
     def _verify(self, now: int) -> None:
         self._round.verify_ns = now
         self._ask_target()
+        if not self._credit:
+            self._draft_ahead(now)
 
     def _ask_target(self) -> None:
         """Without credit, the limit is what one verdict can reach."""
         self.phase = Phase.VERIFYING
         position, room = len(self.answer.tokens), self._room()
         rest = self._rest_of_hint()
-        tokens = rest.draft_tokens[: max(0, room - 1)]
+        most = min(self._limits.item_drafts, max(0, room - 1))
+        tokens = rest.draft_tokens[: most if self._credit else min(most, self.spec.k)]
         survival = rest.survival[: len(tokens)]
         asked_for = len(tokens) + 1
         credit = max(0, min(self._credit, room - asked_for))
@@ -295,25 +330,31 @@ class Session:
         if tokens:
             self._sent(Hint(position, b"", tokens, survival), len(tokens))
         part = self._slice(self._target_cache_len)
-        self._emit_effect(ev.Verify(request_id, part, tokens, survival, credit, due))
+        verified = 0 if self.spec.auto else self.spec.k
+        self._emit_effect(ev.Verify(request_id, part, tokens, survival, credit, due, verified))
+        if len(tokens) < len(rest.draft_tokens):
+            self._tell_target(self._present_hint(rest), len(rest.draft_tokens) - len(tokens))
 
     def _sent(self, hint: Hint, new: int) -> None:
         self._round.drafted += new
         if self._standing is not None:
             self._standing.add_hint(hint)
 
-    def _tell_target(self, hint: Hint | None = None) -> None:
-        """Tell what it does not know of the Verify that stands, if that is worth a message."""
+    def _tell_target(self, hint: Hint | None = None, new: int = 0) -> None:
+        """Tell what it does not know of the Verify that stands, if that is worth a message.
+
+        Of the hint, the last `new` tokens were not sent before.
+        """
         standing = self._standing
         if standing is None or not self._credit or self._draining:
             return
-        drafted = len(self._rest_of_hint().draft_tokens) if hint else 0
+        drafted = len(hint.draft_tokens) if hint else 0
         limit = len(self.answer.tokens) + min(drafted + 1 + self._credit, self._room())
         due = self._hint_due
         if hint is None and due == standing.hint_due and not self._needs_credit(standing, limit):
             return
         if hint is not None:
-            self._sent(hint, drafted)
+            self._sent(hint, min(new, drafted))
         standing.limit = max(standing.limit, limit)
         standing.hint_due = due
         self._emit_effect(ev.ExtendVerify(standing.request_id, standing.limit, hint, due))
@@ -347,9 +388,13 @@ class Session:
 
     def _confirm(self, event: ev.Verified, standing: Standing, now: int) -> None:
         position = len(self.answer.tokens)
+        offered = bool(self._rest_of_hint().draft_tokens)
         confirmed = self._absorb(event)
         self._target_cache_len = min(max(0, event.cache_len), len(self.answer.tokens))
-        self._drafting.confirm(self.answer.tokens)
+        self._speculation.saw_verdict(
+            offered=offered or event.verified > 0, verified=event.verified, accepted=event.accepted
+        )
+        self._give_up_draft(self._drafting.confirm(self.answer.tokens))
         standing.confirm(self.answer)
         self._count_round(event, position, confirmed, now)
 
@@ -393,11 +438,14 @@ class Session:
             confirmed=confirmed,
             draft_wait_ns=of.draft_wait_ns,
             verify_wait_ns=now - of.verify_ns,
+            exposed_draft_ns=event.timing.linger_ns if self._credit else of.exposed_ns,
             orchestration_ns=max(0, unaccounted),
             draft=of.draft,
             target=event.timing,
         )
         self.stats.count(done)
+        took_ns = now - (of.started_ns if self._credit else of.verify_ns)
+        self._speculation.saw_pass(confirmed, took_ns, event.timing.compute_ns, event.sessions)
         self._emit_effect(done)
 
     def _on_missed(self, event: ev.CacheMissed, now: int) -> None:
@@ -599,6 +647,7 @@ class _Round:
         self.started_ns = started_ns
         self.verify_ns = started_ns
         self.draft_wait_ns = 0
+        self.exposed_ns = 0
         self.drafted = 0
         self.draft = ev.Timing()
 

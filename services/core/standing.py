@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.core.drafting import rest_of, valid_prefix
+from services.core.drafting import valid_prefix
 
 if TYPE_CHECKING:
     from services.core.answer import Answer
@@ -31,7 +31,7 @@ class Standing:
 
     def confirm(self, answer: Answer) -> None:
         """The answer has grown: forget the hints that it leaves nothing of."""
-        self._hints = [hint for hint in self._hints if rest_of(hint, answer.tokens).draft_tokens]
+        self._hints = [hint for hint in self._hints if hint.end > len(answer.tokens)]
 
     def fault_of(self, event: Verified, answer: Answer) -> str:
         """What is wrong with a verdict, if anything: a broken target must not reach the log."""
@@ -58,6 +58,15 @@ class Standing:
         return ""
 
     def _were_hinted(self, event: Verified, answer: Answer) -> bool:
-        accepted = event.tokens[: event.accepted]
-        rests = (rest_of(hint, answer.tokens).draft_tokens for hint in self._hints)
-        return any(event.verified <= len(rest) and rest[: len(accepted)] == accepted for rest in rests)
+        """By position: the target may go on with what is left of a hint after a token that was refused."""
+        first = len(answer.tokens)
+        if first + event.verified > max((hint.end for hint in self._hints), default=0):
+            return False
+        return all(
+            any(_says(hint, first + i, token) for hint in self._hints)
+            for i, token in enumerate(event.tokens[: event.accepted])
+        )
+
+
+def _says(hint: Hint, position: int, token: int) -> bool:
+    return hint.position <= position < hint.end and hint.draft_tokens[position - hint.position] == token

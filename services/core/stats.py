@@ -14,7 +14,8 @@ class SpeculationStats:
     """Sums over the rounds of one stream, each verdict being one; times in nanoseconds.
 
     `accepted_at[i]` counts the rounds in which draft token i was accepted, `verified_at[i]` those in which
-    it was verified.
+    it was verified. `drafted` tokens were sent to the target, of those `proposed`; `cancelled` proposals were
+    given up; for `exposed_draft_ns` the target was held up by the draft.
     """
 
     rounds: int = 0
@@ -29,6 +30,9 @@ class SpeculationStats:
     orchestration_ns: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     verified_at: list[int] = field(default_factory=list)
+    proposed: int = 0
+    cancelled: int = 0
+    exposed_draft_ns: int = 0
 
     def count(self, done: RoundEnded) -> None:
         """Add one round."""
@@ -39,6 +43,7 @@ class SpeculationStats:
         self.accepted += done.accepted
         self.round_ns += elapsed
         self.draft_ns += done.draft_wait_ns
+        self.exposed_draft_ns += done.exposed_draft_ns
         self.verify_ns += done.verify_wait_ns
         self.draft_compute_ns += done.draft.compute_ns
         self.verify_compute_ns += done.target.compute_ns

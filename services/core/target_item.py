@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from services.core.content import PrefixHasher
-from services.core.hints import NOTHING, Hint, PendingHint, Rest
+from services.core.hints import NOTHING, Hint, PendingHint, Recovery, Rest, spliced
 from services.core.linger import Acceptance, HintHabits
 
 if TYPE_CHECKING:
@@ -20,11 +20,12 @@ _ANCHORS = 8
 class SessionMemory:
     """What is worth knowing of a session beyond its items: how good its drafts are, and how late."""
 
-    __slots__ = ("acceptance", "habits")
+    __slots__ = ("acceptance", "habits", "recovery")
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
         self.habits = HintHabits()
+        self.recovery = Recovery()
 
 
 class Item:
@@ -46,10 +47,13 @@ class Item:
         self.begun = False
         self.cancelled = False
         self.compute_ns = 0
+        self.linger_ns = 0
         self._since_ns = now
         self._hasher = PrefixHasher()
         offered = Hint(request.position, b"", request.draft_tokens, request.survival)
-        self._hint: PendingHint | None = PendingHint(offered, rooted=True) if request.draft_tokens else None
+        self._hint: PendingHint | None = (
+            PendingHint(offered, memory.recovery, rooted=True) if request.draft_tokens else None
+        )
         self._anchors: deque[tuple[int, int]] = deque([(request.position, now)], _ANCHORS)
 
     @property
@@ -74,8 +78,9 @@ class Item:
 
     @property
     def room(self) -> int:
-        """Draft tokens that could be verified without confirming a token at or beyond the limit."""
-        return self.limit - self.position - 1
+        """Draft tokens that could be verified: none confirms a token at or beyond the limit."""
+        room = self.limit - self.position - 1
+        return min(room, self.request.max_verified) if self.request.max_verified else room
 
     @property
     def result_ns(self) -> int:
@@ -91,34 +96,44 @@ class Item:
         self.rest = NOTHING
         if self._hint is not None:
             rest = self._hint.follow(self.tokens, self._hasher)
-            self.rest = Rest(rest.draft_tokens[: self.room], rest.survival[: self.room])
+            self.rest = Rest(rest.draft_tokens[: self.room], rest.survival[: self.room], rest.shaken)
             if self._hint.useless:
                 self._hint = None
 
     def survival(self) -> list[float]:
         """Of each draft token that is offered: the chance that it is accepted, with all before it."""
-        if not self.rest.survival:
-            return self.memory.acceptance.survival(len(self.rest.draft_tokens))
+        told = self.rest.survival or self.memory.acceptance.survival(len(self.rest.draft_tokens))
+        most = self.memory.recovery.chance if self.rest.shaken else 1.0
         chances: list[float] = []
-        for chance in self.rest.survival:
-            chances.append(min(chance, chances[-1] if chances else 1.0))
+        for chance in told:
+            chances.append(min(chance, chances[-1]) if chances else min(chance, most))
         return chances
+
+    @property
+    def hinted(self) -> bool:
+        """There are draft tokens to verify, which are not worth less than those that may come."""
+        return bool(self.rest.draft_tokens) and (
+            not self.rest.shaken or self.memory.recovery.chance >= self.memory.acceptance.alpha
+        )
 
     def extend(self, told: Extend, now: int) -> None:
         """Take what a caller says of an item under way."""
         self.limit = max(self.limit, min(told.limit, self.request.max_position))
         self.hint_due = told.hint_due
         if told.hint is not None:
-            self._hint = PendingHint(told.hint)
+            old = self._hint
+            hint = told.hint if old is None else spliced(told.hint, old.hint, self.memory.recovery.chance)
+            self._hint = PendingHint(hint, self.memory.recovery)
             asked_ns = next((at for position, at in self._anchors if position == told.hint.position), None)
             if asked_ns is not None:
                 self.memory.habits.came(now - asked_ns, len(told.hint.draft_tokens))
 
-    def confirmed(self, tokens: tuple[int, ...], now: int) -> tuple[int, int]:
-        """Append them; the (queue_ns, compute_ns) of what led to this result."""
+    def confirmed(self, tokens: tuple[int, ...], now: int) -> tuple[int, int, int]:
+        """Append them; the (queue_ns, compute_ns, linger_ns) of what led to this result."""
         self.tokens.extend(tokens)
         compute_ns, self.compute_ns = self.compute_ns, 0
+        linger_ns, self.linger_ns = self.linger_ns, 0
         queue_ns = max(0, now - self._since_ns - compute_ns)
         self._since_ns = now
         self._anchors.append((len(self.tokens), now))
-        return queue_ns, compute_ns
+        return queue_ns, compute_ns, min(linger_ns, queue_ns)

@@ -20,9 +20,9 @@ class VerifyRequest:
     """A validated item: confirmed `tokens` from absolute position `start` on, and guesses for what follows.
 
     `credit` is how many tokens may be confirmed unasked after the first result; `hint_due` says that a hint
-    is being drafted. `arrival_ns` (of the Unix epoch) and `priority` order sessions: older goes first, then
-    the higher priority. `deadline_ns` is of the scheduler's own clock. `logprobs` asks for so many of the
-    likeliest.
+    is being drafted; at most `max_verified` draft tokens are verified in a pass, 0 being as many as pay.
+    `arrival_ns` (of the Unix epoch) and `priority` order sessions: older goes first, then the higher
+    priority. `deadline_ns` is of the scheduler's own clock. `logprobs` asks for so many of the likeliest.
     """
 
     key: SessionKey
@@ -38,6 +38,7 @@ class VerifyRequest:
     survival: tuple[float, ...] = ()
     credit: int = 0
     hint_due: bool = False
+    max_verified: int = 0
     logprobs: int | None = None
     arrival_ns: int = 0
     priority: int = 0
@@ -69,7 +70,7 @@ class Confirmed:
     """Tokens from `position` on: `accepted` of the `verified` draft tokens, then at most one of the target's.
 
     `kv_len` is how far the cache reaches; `batch_sessions` shared the forward pass; `more` results follow.
-    The times are of what led to this result alone.
+    The times are of what led to this result alone; `linger_ns`, of `queue_ns`, went on waiting for hints.
     """
 
     position: int
@@ -82,6 +83,7 @@ class Confirmed:
     more: bool
     queue_ns: int
     compute_ns: int
+    linger_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,4 +80,7 @@ def _stats(stats: SpeculationStats) -> pb.SpeculationStats:
         orchestration_ns=stats.orchestration_ns,
         accepted_at=stats.accepted_at,
         verified_at=stats.verified_at,
+        proposed=stats.proposed,
+        cancelled=stats.cancelled,
+        exposed_draft_ns=stats.exposed_draft_ns,
     )

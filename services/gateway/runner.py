@@ -75,6 +75,7 @@ class SessionRunner:
         self._renewal: asyncio.Task[None] | None = None
         self._verification: Verification | None = None
         self._following: asyncio.Task[None] | None = None
+        self._proposing: asyncio.Task[None] | None = None
         self._holder: Replica | None = None
         self._end: ev.End | None = None
 
@@ -102,7 +103,7 @@ class SessionRunner:
     def _carry_out(self, effects: list[ev.Effect]) -> None:
         for effect in effects:
             match effect:
-                case ev.Propose() | ev.Verify() | ev.ExtendVerify() | ev.CancelVerify():
+                case ev.Propose() | ev.CancelPropose() | ev.Verify() | ev.ExtendVerify() | ev.CancelVerify():
                     self._ask_pools(effect)
                 case ev.Commit():
                     self._spawn(self._commit(effect))
@@ -119,11 +120,15 @@ class SessionRunner:
                     self._end = effect
                     self._outbox.put_nowait(None)
 
-    def _ask_pools(self, effect: ev.Propose | ev.Verify | ev.ExtendVerify | ev.CancelVerify) -> None:
-        """The machine has one item stand at the target at most: extending and giving up mean that one."""
+    def _ask_pools(
+        self, effect: ev.Propose | ev.CancelPropose | ev.Verify | ev.ExtendVerify | ev.CancelVerify
+    ) -> None:
+        """The machine has one item at each pool at most: extending and giving up mean that one."""
         match effect:
             case ev.Propose():
-                self._spawn_in_round(self._propose(effect))
+                self._proposing = self._spawn_in_round(self._propose(effect))
+            case ev.CancelPropose() if self._proposing is not None:
+                self._proposing.cancel()
             case ev.Verify():
                 self._verify(effect)
             case ev.ExtendVerify() if self._verification is not None:

@@ -14,6 +14,7 @@ from services.core.finish import decode_ending, encode_ending
 from services.core.records import decode_records
 from services.core.session import Session, SessionLimits
 from services.core.spec_codec import decode_spec, encode_spec
+from services.core.speculation import Book
 from services.core.store import NewSession
 from services.gateway.patience import Timeouts, patiently
 from services.gateway.runner import SessionRunner
@@ -55,6 +56,7 @@ class Streams:
         self._max_sessions = max_sessions
         self._admitted = 0
         self._draining = False
+        self._book = Book()
         self._running: dict[str, SessionRunner] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -141,7 +143,14 @@ class Streams:
     def _session(self, stored: StoredSession, stream_from: int = 0, seen_hash: bytes = b"") -> Session:
         answer = self._answer(stored)
         finished = decode_ending(stored.finish) if stored.state == "finished" else None
-        return Session(answer, self._limits, stream_from=stream_from, seen_hash=seen_hash, finished=finished)
+        return Session(
+            answer,
+            self._limits,
+            stream_from=stream_from,
+            seen_hash=seen_hash,
+            finished=finished,
+            book=self._book,
+        )
 
     def _answer(self, stored: StoredSession) -> Answer:
         """The answer as its log tells it."""

@@ -9,7 +9,7 @@ from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.slices import check_token_ids, read_slice
 from services.core.content import HASH_BYTES, Miss
 from services.core.errors import GalleyError, InvalidField, Unimplemented
-from services.core.hints import Hint
+from services.core.hints import MAX_HINT_TOKENS, Hint
 from services.core.verify_items import Extend, Overtaken, VerifyRequest
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def read_item(
         survival=tuple(item.survival),
         credit=item.credit,
         hint_due=item.hint_due,
+        max_verified=item.max_verified,
         logprobs=item.logprobs if item.HasField("logprobs") else None,
         arrival_ns=item.slice.arrival_ns or epoch_ns,
         priority=item.slice.priority,
@@ -56,12 +57,12 @@ def read_item(
     )
 
 
-def read_extension(message: pb.Extension, info: EngineInfo, max_draft_tokens: int) -> Extend:
+def read_extension(message: pb.Extension, info: EngineInfo) -> Extend:
     """Raises InvalidField, naming the field."""
     hint = None
     if message.HasField("hint"):
         told = message.hint
-        _check_draft("hint.", told.draft_tokens, told.survival, info.vocab_size, max_draft_tokens)
+        _check_draft("hint.", told.draft_tokens, told.survival, info.vocab_size, MAX_HINT_TOKENS)
         if len(told.prefix_hash) != HASH_BYTES:
             raise InvalidField(
                 "hint.prefix_hash", f"must have {HASH_BYTES} bytes, has {len(told.prefix_hash)}"
@@ -116,7 +117,9 @@ def _result_of(outcome: Confirmed, fingerprint: str) -> pb.VerifyResult:
         logprobs=[logprobs_message(entry) for entry in outcome.logprobs],
         kv_len=outcome.kv_len,
         fingerprint=fingerprint,
-        timing=pb.Timing(queue_ns=outcome.queue_ns, compute_ns=outcome.compute_ns),
+        timing=pb.Timing(
+            queue_ns=outcome.queue_ns, compute_ns=outcome.compute_ns, linger_ns=outcome.linger_ns
+        ),
         batch_sessions=outcome.batch_sessions,
         more=outcome.more,
     )

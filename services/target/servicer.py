@@ -138,7 +138,7 @@ class TargetService(rpc.TargetServicer):
     def extend(self, ticket: Ticket, message: pb.Extension) -> None:
         """Tell an item under way more; one that is told nonsense is closed with the status of that."""
         try:
-            told = read_extension(message, self._engine.info, self._max_draft_tokens)
+            told = read_extension(message, self._engine.info)
         except GalleyError as error:
             self._loop.refuse(ticket, error)
         else:

@@ -85,8 +85,9 @@ class TargetItem:
             return ()
         done = len(tokens) - hint.position
         agrees = prefix_hash(tokens[: hint.position]) == hint.prefix_hash
+        most = self.asked.max_verified or len(hint.draft_tokens)
         return (
-            hint.draft_tokens[done:]
+            hint.draft_tokens[done:][:most]
             if agrees and tuple(tokens[hint.position :]) == hint.draft_tokens[:done]
             else ()
         )
@@ -146,7 +147,12 @@ class World:
         for effect in effects:
             match effect:
                 case ev.Propose():
+                    assert "draft" not in self.waiting, "two proposals are asked for at once"
                     self.waiting["draft"] = effect
+                case ev.CancelPropose():
+                    given_up = self.waiting.pop("draft")
+                    assert isinstance(given_up, ev.Propose)
+                    assert given_up.request_id == effect.request_id
                 case ev.Verify() | ev.ExtendVerify() | ev.CancelVerify():
                     self._send(effect)
                 case ev.Commit():

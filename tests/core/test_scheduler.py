@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -72,8 +73,55 @@ def test_the_rest_of_a_hint_stays_while_it_agrees() -> None:
     true = true_answer(PROMPT[:1], 8)
     bench.extend(item, hint=Hint(1, prefix_hash(PROMPT[:1]), (*true[:6], *wrong(true[6:7]), true[7])))
     results = [only(bench.step()) for _ in range(5)]
-    assert [result.verified for result in results] == [1, 1, 1, 1, 0], "two tokens a pass, then it disagrees"
-    assert [result.accepted for result in results] == [1, 1, 1, 0, 0]
+    assert [result.verified for result in results] == [1, 1, 1, 1, 1], "one more token a pass"
+    assert [result.accepted for result in results] == [1, 1, 1, 0, 1], (
+        "one is wrong, and the one after it right"
+    )
+
+
+def test_a_hint_that_is_wrong_twice_running_is_dropped() -> None:
+    bench = Bench()
+    item = bench.submit(request(PROMPT, credit=20))
+    bench.extend(item, hint=Hint(5, prefix_hash(PROMPT), (*wrong(ANSWER[:2]), *ANSWER[2:8])))
+    results = [only(bench.step()) for _ in range(4)]
+    assert results[0].verified == 8
+    assert [result.accepted for result in results] == [0, 0, 0, 0]
+    assert [result.verified for result in results[2:]] == [0, 0]
+
+
+def test_where_hints_recover_from_refused_tokens_more_of_the_rest_is_verified() -> None:
+    """What follows a refused token is at first seldom worth a row; where it proves right, it is."""
+    times = PassTimes.measured([(rows, (10 + 2 * rows) * MS) for rows in range(1, 64)])
+    bench = Bench(times=times)
+    item = bench.submit(request(PROMPT, credit=30))
+    every_fourth = [
+        wrong(ANSWER[i : i + 1])[0] if i % 4 == 3 else token for i, token in enumerate(ANSWER[:30])
+    ]
+    bench.extend(item, hint=Hint(5, prefix_hash(PROMPT), tuple(every_fourth)))
+    results = bench.results()[item]
+    assert [token for result in results for token in result.tokens] == ANSWER[:31]
+    after_refusals = [
+        now for before, now in pairwise(results) if before.accepted < before.verified and now.verified
+    ]
+    assert len(after_refusals) >= 4
+    assert all(result.accepted for result in after_refusals), "all of them were right again"
+
+
+def test_a_new_hint_that_ends_early_is_continued_by_the_one_before() -> None:
+    bench = Bench()
+    item = bench.submit(request(PROMPT, credit=20))
+    bench.extend(item, hint=Hint(5, prefix_hash(PROMPT), (*wrong(ANSWER[:1]), *ANSWER[1:9])))
+    bench.extend(item, hint=Hint(5, prefix_hash(PROMPT), tuple(ANSWER[:3])))
+    first = only(bench.step())
+    assert (first.verified, first.accepted) == (9, 9)
+
+
+def test_no_more_draft_tokens_are_verified_in_a_pass_than_the_item_allows() -> None:
+    bench = Bench()
+    item = bench.submit(request(PROMPT, credit=20, max_verified=2))
+    bench.extend(item, hint=Hint(5, prefix_hash(PROMPT), tuple(ANSWER[:9])))
+    results = [only(bench.step()) for _ in range(3)]
+    assert [result.verified for result in results] == [2, 2, 2]
 
 
 def test_an_extension_never_lowers_the_limit_nor_passes_max_position() -> None:

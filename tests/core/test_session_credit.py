@@ -62,22 +62,65 @@ def test_the_first_item_goes_at_once_and_says_that_a_hint_is_due() -> None:
 
 def test_a_round_takes_one_message_to_the_target() -> None:
     """It knows that the next hint is due before it has to choose between waiting and going on."""
-    here = world(length=50)
+    here = world(length=100)
     here.run_to_end()
     assert here.seen == here.truth[3:]
     assert here.asked == 1
-    assert here.extensions <= here.session.stats.rounds + 1
+    assert here.extensions <= 1.1 * here.session.stats.rounds + 6, "a few more until enough is ready"
 
 
-def test_a_verdict_has_the_next_hint_drafted() -> None:
+def proposing(here: World) -> ev.Propose:
+    asked = here.waiting["draft"]
+    assert isinstance(asked, ev.Propose)
+    return asked
+
+
+def end_of(asked: ev.Propose) -> int:
+    return asked.slice.start + len(asked.slice.tokens)
+
+
+def test_while_the_target_verifies_the_draft_goes_on_from_its_own_guesses() -> None:
     here = world()
+    here.draft_answers()
+    asked = proposing(here)
+    assert (end_of(asked), asked.ahead) == (7, 4)
+    assert asked.slice.tokens[-4:] == tuple(here.truth[3:7])
     here.draft_answers()
     here.target_answers()
     assert len(here.session.answer.output) == 5
-    asked = here.waiting["draft"]
-    assert isinstance(asked, ev.Propose)
-    assert asked.slice.start + len(asked.slice.tokens) == 8
-    assert here.to_target == []
+    here.target_answers()
+    assert len(here.session.answer.output) == 9, "the next pass has draft tokens as soon as this one ends"
+    assert here.session.stats.accepted == 7
+
+
+def test_what_goes_on_from_a_refused_guess_is_given_up_and_drafted_anew() -> None:
+    here = world()
+    here.draft_answers(spoil_at=1)
+    before = proposing(here)
+    assert before.ahead == 4
+    here.target_answers()
+    assert len(here.session.answer.output) == 2
+    assert here.session.stats.cancelled == 1
+    after = proposing(here)
+    assert after.request_id != before.request_id
+    assert (end_of(after), after.ahead) == (5, 0)
+    assert after.slice.start <= 4, "the draft's cache is trusted only as far as it was right"
+
+
+def test_what_was_asked_ahead_is_still_good_when_all_guesses_came_true() -> None:
+    here = world()
+    here.draft_answers()
+    before = proposing(here)
+    here.target_answers()
+    assert proposing(here).request_id == before.request_id
+    here.draft_answers()
+    assert here.session.stats.cancelled == 0
+    hint = told(here)[-1].hint
+    assert hint is not None
+    assert hint.position == 8
+    assert hint.draft_tokens == tuple(here.truth[8 : 8 + len(hint.draft_tokens)]), (
+        "its first came true meanwhile"
+    )
 
 
 def test_the_target_is_told_that_no_hint_will_come_where_none_is_worth_drafting() -> None:
@@ -101,7 +144,7 @@ def test_a_late_hint_keeps_its_worth() -> None:
     here.draft_answers()
     hint = told(here)[-1].hint
     assert hint is not None
-    assert (hint.position, len(hint.draft_tokens)) == (3, 4)
+    assert (hint.position, hint.draft_tokens) == (5, tuple(here.truth[5:7])), "what is left of it"
     here.target_answers()
     assert len(here.session.answer.output) == 5, "its last two, and the target's own"
     assert max(here.accepted_counts) == 2

@@ -777,6 +777,9 @@ class SpeculationStats(_message.Message):
     ORCHESTRATION_NS_FIELD_NUMBER: _builtins.int
     ACCEPTED_AT_FIELD_NUMBER: _builtins.int
     VERIFIED_AT_FIELD_NUMBER: _builtins.int
+    PROPOSED_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
+    EXPOSED_DRAFT_NS_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     drafted: _builtins.int
     verified: _builtins.int
@@ -789,6 +792,13 @@ class SpeculationStats(_message.Message):
     verify_ns: _builtins.int
     draft_compute_ns: _builtins.int
     verify_compute_ns: _builtins.int
+    proposed: _builtins.int
+    """Tokens that the draft proposed, used or not; proposals that were given up before they came."""
+    cancelled: _builtins.int
+    exposed_draft_ns: _builtins.int
+    """How long the target was held up by the draft: without credit the wait for its proposals, with credit the
+    lingering for hints.
+    """
     @_builtins.property
     def orchestration_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per round, so that medians can be had: round time minus draft and target compute."""
@@ -814,10 +824,13 @@ class SpeculationStats(_message.Message):
         orchestration_ns: _abc.Iterable[_builtins.int] | None = ...,
         accepted_at: _abc.Iterable[_builtins.int] | None = ...,
         verified_at: _abc.Iterable[_builtins.int] | None = ...,
+        proposed: _builtins.int = ...,
+        cancelled: _builtins.int = ...,
+        exposed_draft_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "accepted_at", b"accepted_at", "draft_compute_ns", b"draft_compute_ns", "draft_ns", b"draft_ns", "drafted", b"drafted", "orchestration_ns", b"orchestration_ns", "round_ns", b"round_ns", "rounds", b"rounds", "verified", b"verified", "verified_at", b"verified_at", "verify_compute_ns", b"verify_compute_ns", "verify_ns", b"verify_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "accepted_at", b"accepted_at", "cancelled", b"cancelled", "draft_compute_ns", b"draft_compute_ns", "draft_ns", b"draft_ns", "drafted", b"drafted", "exposed_draft_ns", b"exposed_draft_ns", "orchestration_ns", b"orchestration_ns", "proposed", b"proposed", "round_ns", b"round_ns", "rounds", b"rounds", "verified", b"verified", "verified_at", b"verified_at", "verify_compute_ns", b"verify_compute_ns", "verify_ns", b"verify_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1147,17 +1160,21 @@ class Timing(_message.Message):
 
     QUEUE_NS_FIELD_NUMBER: _builtins.int
     COMPUTE_NS_FIELD_NUMBER: _builtins.int
+    LINGER_NS_FIELD_NUMBER: _builtins.int
     queue_ns: _builtins.int
     compute_ns: _builtins.int
+    linger_ns: _builtins.int
+    """Of queue_ns, how long the target let the pass wait for a hint."""
     def __init__(
         self,
         *,
         queue_ns: _builtins.int = ...,
         compute_ns: _builtins.int = ...,
+        linger_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_ns", b"compute_ns", "queue_ns", b"queue_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_ns", b"compute_ns", "linger_ns", b"linger_ns", "queue_ns", b"queue_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1354,6 +1371,7 @@ class VerifyItem(_message.Message):
     WANT_FEATURES_FIELD_NUMBER: _builtins.int
     SURVIVAL_FIELD_NUMBER: _builtins.int
     HINT_DUE_FIELD_NUMBER: _builtins.int
+    MAX_VERIFIED_FIELD_NUMBER: _builtins.int
     credit: _builtins.int
     """How many further tokens the target may confirm unasked, after the answer to this item: on a stream, as
     further results of this item, the last of which has `more` unset. 0, and in unary calls: none.
@@ -1364,6 +1382,8 @@ class VerifyItem(_message.Message):
     """Reserved: answer with hidden states. Refused as UNIMPLEMENTED."""
     hint_due: _builtins.bool
     """A hint for this item is being drafted: waiting a little for it may pay."""
+    max_verified: _builtins.int
+    """At most so many draft tokens, those of hints included, are verified in one pass. 0: as many as pay."""
     @_builtins.property
     def slice(self) -> Global___SessionSlice: ...
     @_builtins.property
@@ -1387,10 +1407,11 @@ class VerifyItem(_message.Message):
         want_features: _builtins.bool = ...,
         survival: _abc.Iterable[_builtins.float] | None = ...,
         hint_due: _builtins.bool = ...,
+        max_verified: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "slice", b"slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "credit", b"credit", "draft_tokens", b"draft_tokens", "hint_due", b"hint_due", "logprobs", b"logprobs", "parents", b"parents", "slice", b"slice", "survival", b"survival", "want_features", b"want_features"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "credit", b"credit", "draft_tokens", b"draft_tokens", "hint_due", b"hint_due", "logprobs", b"logprobs", "max_verified", b"max_verified", "parents", b"parents", "slice", b"slice", "survival", b"survival", "want_features", b"want_features"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -1401,7 +1422,9 @@ Global___VerifyItem: _TypeAlias = VerifyItem  # noqa: Y015
 @_typing.final
 class Hint(_message.Message):
     """Draft tokens for positions [position, position + len) after a prefix of this hash. One that comes late
-    keeps its worth: where its first tokens are what was confirmed meanwhile, the rest still counts.
+    keeps its worth: where its first tokens are what was confirmed meanwhile, the rest still counts. After a
+    token that was refused the rest is still tried where it has proved right by position: a draft that copies
+    is often wrong in one token alone.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
