@@ -237,7 +237,7 @@ class PassTimes:
 
 
 def rows_that_pay(
-    worth: Sequence[float], *, tokens: float, rows: int, pass_ns: Callable[[int], int], room: int
+    worth: Sequence[float], *, tokens: float, rows: int, pass_ns: Callable[[int], float], room: int
 ) -> int:
     """How many draft rows to add to a pass so that it confirms most expected tokens per time.
 

@@ -9,7 +9,7 @@ from services.core.content import agreement
 from services.core.hints import MAX_HINT_TOKENS, NOTHING, Hint, Rest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from services.core.answer import Answer
     from services.core.events import Proposed
@@ -34,14 +34,18 @@ class Drafting:
     """One proposal is under way at most. Times in nanoseconds.
 
     `hint` is what has been proposed, while it may be of use: proposals that went on from one another are
-    joined. `cache_len` is how far the draft's cache holds what is confirmed or guessed. `silent`: when last
-    asked it had nothing to say, and may have nothing again; `spent`: it had less to say than was asked for,
-    so that there is no more to be had after this hint.
+    joined; the first of them came at `hint_since_ns`. `cache_len` is how far the draft's cache holds what is
+    confirmed or guessed. `silent`: when last asked it had nothing to say, and may have nothing again;
+    `spent`: it had less to say than was asked for, so that there is no more to be had after this hint.
     """
 
-    def __init__(self, cooldown_ns: int, max_cooldown_ns: int) -> None:
+    def __init__(self, cooldown_ns: int, max_cooldown_ns: int, saw: Callable[[bool], None]) -> None:
+        """`saw` is told of each proposed token whether it was right, up to the first that was not."""
+        self._saw = saw
+        self._judged = 0
         self.asked: Asked | None = None
         self.hint: Hint | None = None
+        self.hint_since_ns = 0
         self.silent = False
         self.spent = False
         self.cache_len = 0
@@ -58,10 +62,11 @@ class Drafting:
         """Whether it failed or lied a short while ago."""
         return now < self._off_until
 
-    def take(self, event: Proposed, answer: Answer, now: int) -> int:
+    def take(self, event: Proposed, answer: Answer, alpha: float, now: int) -> int:
         """What was asked has come: keep what is of use; how many tokens that is.
 
-        A draft that answers something else is left alone for a while.
+        A draft that answers something else is left alone for a while. Where it does not say how likely its
+        tokens are to survive, `alpha` does, for each that all before it have.
         """
         asked, self.asked = self.asked, None
         self.misses = 0
@@ -69,8 +74,12 @@ class Drafting:
             self._rest(now)
             return 0
         self._cooldown = self._first_cooldown
-        came = _read_hint(event, asked.k, answer.spec.vocab_size)
-        self.hint = joined(self.hint, came)
+        came = _read_hint(event, asked.k, answer.spec.vocab_size, alpha)
+        before = self.hint
+        self.hint = joined(before, came)
+        if before is None or self.hint.position != before.position:
+            self.hint_since_ns = now
+            self._judged = 0
         self.spent = len(came.draft_tokens) < asked.k
         self.silent = not came.draft_tokens
         self.cache_len = max(0, event.cache_len)
@@ -80,14 +89,21 @@ class Drafting:
     def confirm(self, tokens: Sequence[int]) -> Asked | None:
         """These are confirmed: a hint that they contradict or reach beyond is of no more use.
 
-        Returns what is asked if it goes on from a guess that has turned out wrong: it is of no use either.
+        Returns what is asked if it is of no use either: it goes on from a guess that has turned out wrong, or
+        is for nothing but what is confirmed by now.
         """
         hint = self.hint
+        if self.asked is not None and self.asked.position + self.asked.k <= len(tokens):
+            return self.give_up()
         if hint is None:
             return None
         reached = len(tokens) - hint.position
         agreeing = agreement(hint.draft_tokens, tokens[hint.position :])
-        if agreeing < min(reached, len(hint.draft_tokens)):
+        refused = agreeing < min(reached, len(hint.draft_tokens))
+        for right in (*[True] * (agreeing - self._judged), *[False] * refused):
+            self._saw(right)
+        self._judged = max(self._judged, agreeing)
+        if refused:
             self.cache_len = min(self.cache_len, hint.position + agreeing)
             self.hint = None
             if self.asked is not None and self.asked.position > hint.position + agreeing:
@@ -121,22 +137,18 @@ def joined(hint: Hint | None, further: Hint) -> Hint:
     """A hint and what was proposed after its last token; another hint takes its place."""
     if hint is None or hint.end != further.position:
         return further
-    chances: tuple[float, ...] = ()
-    if hint.survival or not hint.draft_tokens:
-        sure = hint.survival[-1] if hint.survival else 1.0
-        chances = hint.survival + tuple(sure * chance for chance in further.survival)
+    sure = hint.survival[-1] if hint.survival else 1.0
+    chances = hint.survival + tuple(sure * chance for chance in further.survival)
     tokens = hint.draft_tokens + further.draft_tokens
-    if len(chances) != len(tokens):
-        chances = ()
     return Hint(hint.position, hint.prefix_hash, tokens[:MAX_HINT_TOKENS], chances[:MAX_HINT_TOKENS])
 
 
-def _read_hint(event: Proposed, k: int, vocab_size: int) -> Hint:
+def _read_hint(event: Proposed, k: int, vocab_size: int, alpha: float) -> Hint:
     """What is of use in a proposal of at most `k` tokens: a draft may say anything."""
     tokens = valid_prefix(event.tokens[:k], vocab_size)
     survival = event.survival[: len(tokens)]
     if len(survival) != len(tokens) or not all(0 <= chance <= 1 for chance in survival):
-        survival = ()
+        survival = tuple(alpha ** (i + 1) for i in range(len(tokens)))
     return Hint(event.position, event.prefix_hash, tokens, survival)
 
 

@@ -42,6 +42,7 @@ class Proposed:
     """The draft's guesses for positions [position, position + len(tokens)).
 
     `survival`, of each: the chance that it and all before it are accepted; empty if the draft does not say.
+    `sessions` shared the draft's steps.
     """
 
     request_id: int
@@ -51,6 +52,7 @@ class Proposed:
     cache_len: int
     timing: Timing = field(default_factory=Timing)
     survival: tuple[float, ...] = ()
+    sessions: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,14 @@ A hint for positions [p, p + n) after a prefix of hash h is of use to a session 
 own tokens [0, p) have that hash and its own [p, s) are the hint's first: then the rest is for position s on.
 
 A draft that copies is often wrong in one token alone, and then the rest, by position, is still right. So a
-hint outlives a refused token (it is *shaken*), until the next one says whether it has recovered. How likely
-that is, is measured (`Recovery`); a guess is a guess, and changes nothing but speed.
+hint outlives a refused token (it is *shaken*), until the next one says whether it has recovered. A guess is a
+guess, and changes nothing but speed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,32 +65,26 @@ class Rest:
 NOTHING = Rest()
 
 
-class Recovery:
-    """The chance that a shaken hint is right again at the next token, as a session has shown it."""
+class Listener(Protocol):
+    """Learns how good hints are from what was confirmed, whether it was verified or not."""
 
-    __slots__ = ("chance",)
+    def saw(self, *, right: bool) -> None:
+        """The next token of a hint that was right so far was right, or was not."""
 
-    PRIOR = 0.25
-    WEIGHT = 0.15
-
-    def __init__(self) -> None:
-        self.chance = self.PRIOR
-
-    def saw(self, *, recovered: bool) -> None:
-        """The token after a refused one was the hint's, or was not."""
-        self.chance += self.WEIGHT * (recovered - self.chance)
+    def saw_shaken(self, *, right: bool) -> None:
+        """The token after a wrong one was right, or was not."""
 
 
 class PendingHint:
     """A session's hint, followed while the session grows."""
 
-    __slots__ = ("_followed", "_recovery", "_rooted", "_shaken", "hint", "useless")
+    __slots__ = ("_followed", "_listener", "_rooted", "_shaken", "hint", "useless")
 
-    def __init__(self, hint: Hint, recovery: Recovery, *, rooted: bool = False) -> None:
+    def __init__(self, hint: Hint, listener: Listener, *, rooted: bool = False) -> None:
         """`rooted`: the prefix is known to agree, so that nothing need be hashed."""
         self.hint = hint
         self.useless = not hint.draft_tokens
-        self._recovery = recovery
+        self._listener = listener
         self._rooted = rooted
         self._followed = 0
         self._shaken = False
@@ -121,24 +115,9 @@ class PendingHint:
         guesses, anchor = self.hint.draft_tokens, self.hint.position
         while self._followed < min(passed, len(guesses)):
             agrees = tokens[anchor + self._followed] == guesses[self._followed]
-            if self._shaken:
-                self._recovery.saw(recovered=agrees)
-                if not agrees:
-                    return False
-            self._shaken = not agrees
             self._followed += 1
+            (self._listener.saw_shaken if self._shaken else self._listener.saw)(right=agrees)
+            if self._shaken and not agrees:
+                return False
+            self._shaken = not agrees
         return True
-
-
-def spliced(new: Hint, old: Hint, chance: float) -> Hint:
-    """The new hint, and beyond its end what the old one says there: right with this chance.
-
-    A draft that is asked afresh after a refused token answers late on a slow link; the old hint bridges it.
-    """
-    tail = old.draft_tokens[max(0, new.end - old.position) :] if old.position <= new.end else ()
-    if not tail or not new.draft_tokens:
-        return new
-    survival = new.survival
-    if survival:
-        survival += tuple(survival[-1] * chance for _ in tail)
-    return Hint(new.position, new.prefix_hash, new.draft_tokens + tail, survival)

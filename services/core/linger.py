@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.core.cost import expected_confirmed
+from services.core.cost import rows_that_pay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,34 +21,50 @@ if TYPE_CHECKING:
 
 # Of a session whose drafts have not been seen yet: optimistic, so that they are tried.
 PRIOR_ALPHA = 0.7
-_ALPHA_WEIGHT = 0.1
-# Of the way back to the prior, for each pass whose drafts were all left out: so that they are tried again.
-_RETRY_WEIGHT = 0.02
+# Of one token, once many were seen; the first make a plain mean, in which the prior counts as so many tokens.
+_ALPHA_WEIGHT = 0.05
+_PRIOR_TOKENS = 5
+_PRIOR_RECOVERY = 0.25
+_RECOVERY_WEIGHT = 0.15
+_GOOD_RECOVERY = 0.5
 _DELAY_WEIGHT = 0.25
 # Deviations beyond the mean delay that a hint is given, as TCP gives acknowledgements (RFC 6298, section 2).
 _DELAY_MARGIN = 2.0
+# And at least this share of the mean (as section 2.4 there): or one that is always as late misses by a hair.
+_LEAST_MARGIN = 0.15
 _RECOVERY = 0.5
 _MIN_TRUST = 0.01
+# Of one hint, that are looked at when the worth of waiting for it is weighed.
+_MOST_ROWS = 16
 
 
 class Acceptance:
-    """A session's chance that a draft token is accepted if all before it were, as measured."""
+    """A session's chance that a draft token is right if all before it were, as measured: `alpha`.
 
-    __slots__ = ("alpha",)
+    `recovery` is the chance that the token after a wrong one is right. Learnt from all that is hinted, be it
+    verified or just decoded meanwhile: so drafts that have become good again are noticed.
+    """
+
+    __slots__ = ("_seen", "alpha", "recovery")
 
     def __init__(self) -> None:
         self.alpha = PRIOR_ALPHA
+        self.recovery = _PRIOR_RECOVERY
+        self._seen = _PRIOR_TOKENS
 
-    def saw(self, accepted: int, *, refused: bool) -> None:
-        """`accepted` draft tokens were accepted, and then one refused, or none left."""
-        keep = (1.0 - _ALPHA_WEIGHT) ** accepted
-        self.alpha = self.alpha * keep + (1.0 - keep)
-        if refused:
-            self.alpha *= 1.0 - _ALPHA_WEIGHT
+    def saw(self, *, right: bool) -> None:
+        """See `hints.Listener`."""
+        self._seen += 1
+        self.alpha += max(_ALPHA_WEIGHT, 1.0 / self._seen) * (right - self.alpha)
 
-    def passed_over(self) -> None:
-        """Drafts were offered, and none was worth its row."""
-        self.alpha += _RETRY_WEIGHT * max(0.0, PRIOR_ALPHA - self.alpha)
+    def saw_shaken(self, *, right: bool) -> None:
+        """See `hints.Listener`."""
+        self.recovery += _RECOVERY_WEIGHT * (right - self.recovery)
+
+    @property
+    def recovers(self) -> bool:
+        """Is what is left after a wrong token as good as a fresh draft?"""
+        return self.recovery >= max(self.alpha, _GOOD_RECOVERY)
 
     def survival(self, count: int) -> list[float]:
         """The chance that draft tokens 0 to i are all accepted, for each i < count."""
@@ -86,7 +102,8 @@ class HintHabits:
         """When the hint after a result at `result_ns` should be here; infinity while nothing is known."""
         if self._delay_ns is None:
             return math.inf
-        return result_ns + self._delay_ns + _DELAY_MARGIN * self._deviation_ns
+        margin_ns = max(_DELAY_MARGIN * self._deviation_ns, _LEAST_MARGIN * self._delay_ns)
+        return result_ns + self._delay_ns + margin_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +115,9 @@ class Due:
     alpha: float
     trust: float
 
-    def worth(self, passes_late: int) -> float:
-        """The tokens that it adds to a pass, expected, when it comes so many plain passes too late."""
-        left = max(0, self.length - passes_late)
-        return self.trust * self.alpha**passes_late * (expected_confirmed(self.alpha, left) - 1.0)
+    def survival(self, passes_late: int) -> list[float]:
+        """Of each of its tokens that is left, when it comes so many plain passes too late."""
+        return [self.trust * self.alpha ** (i + 1) for i in range(passes_late, min(self.length, _MOST_ROWS))]
 
 
 def linger_until(
@@ -114,25 +130,43 @@ def linger_until(
     best: int | None = None
     best_gain = 1.0
     coming = sorted((one for one in due if now < one.at_ns <= latest), key=lambda one: one.at_ns)
-    for count, last in enumerate(coming, 1):
-        gain = _gain(coming[:count], last.at_ns - now, sessions, pass_ns)
+    for count in _counts(len(coming)):
+        at_ns = coming[count - 1].at_ns
+        gain = _gain(coming[:count], at_ns - now, sessions, pass_ns)
         if gain > best_gain:
-            best, best_gain = math.ceil(last.at_ns), gain
+            best, best_gain = math.ceil(at_ns), gain
     return best
+
+
+def _counts(most: int) -> list[int]:
+    """Of the first how many the waiting is looked at: each power of two, and all."""
+    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most] if most else []
 
 
 def _gain(due: Sequence[Due], wait_ns: float, sessions: int, pass_ns: Callable[[int], float]) -> float:
     """How many times as many tokens per time lingering confirms as going on does."""
     plain_ns = pass_ns(sessions)
     late = math.ceil(wait_ns / plain_ns)
-    lingering = (sessions + sum(one.worth(0) for one in due)) / (
-        wait_ns + pass_ns(sessions + sum(one.length for one in due))
+    return _rate(due, 0, sessions, wait_ns, 0, pass_ns) / _rate(
+        due, late, sessions, late * plain_ns, late * sessions, pass_ns
     )
-    left = sum(max(0, one.length - late) for one in due)
-    going_on = (sessions * (late + 1) + sum(one.worth(late) for one in due)) / (
-        late * plain_ns + pass_ns(sessions + left)
-    )
-    return lingering / going_on
+
+
+def _rate(
+    due: Sequence[Due],
+    late: int,
+    sessions: int,
+    before_ns: float,
+    before: int,
+    pass_ns: Callable[[int], float],
+) -> float:
+    """Tokens per time, by the end of a pass with such of the hints' rows as pay.
+
+    `before` tokens are confirmed in the time before it, and the hints are `late` passes late.
+    """
+    chances = sorted((chance for one in due for chance in one.survival(late)), reverse=True)
+    rows = rows_that_pay(chances, tokens=sessions, rows=sessions, pass_ns=pass_ns, room=len(chances))
+    return (before + sessions + sum(chances[:rows])) / (before_ns + pass_ns(sessions + rows))
 
 
 class Lingering:

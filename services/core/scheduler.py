@@ -278,8 +278,6 @@ class Scheduler:
         for grant in grants.values():
             grant.item.begun = True
             grant.item.linger_ns += self._lingering.waited_ns
-            if grant.item.rest.draft_tokens and not grant.draft_tokens and grant.final:
-                grant.item.memory.acceptance.passed_over()
         chunks = tuple(_chunk(grant, self._table.blocks_of(key)) for key, grant in grants.items())
         plan = StepPlan(chunks, tuple(copies))
         self._under_way = _Pass(plan, grants, now)
@@ -355,11 +353,6 @@ class Scheduler:
         )
         stopped = _has_stopped(request, position, verdict.tokens)
         checked = _checked(grant, sampled)
-        refused = verdict.accepted < checked and not stopped
-        # The first token of a shaken hint is its own affair: it says nothing of the draft as it is now.
-        shaken = checked > 0 and item.rest.shaken
-        if not shaken or verdict.accepted:
-            item.memory.acceptance.saw(verdict.accepted - shaken, refused=refused)
         queue_ns, compute_ns, linger_ns = item.confirmed(verdict.tokens, now)
         # The last confirmed token has no KV yet: the next pass feeds it.
         self._computed(item, len(item.tokens) - 1)

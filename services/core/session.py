@@ -119,8 +119,10 @@ class Session:
         self._draining = False
         self._request_id = 0
         self._credit = min(self._limits.credit, self._limits.window)
-        self._drafting = Drafting(self._limits.draft_cooldown_ns, self._limits.max_draft_cooldown_ns)
         self._speculation = Speculation(answer.spec, book or Book())
+        self._drafting = Drafting(
+            self._limits.draft_cooldown_ns, self._limits.max_draft_cooldown_ns, self._speculation.saw_token
+        )
         self._hint_due = False
         self._standing: Standing | None = None
         self._target_misses = 0
@@ -227,11 +229,13 @@ class Session:
             if k > 0:
                 self._ask_draft(k, rest, now)
         # After silence the target is not made to wait, nor told of each question: a hint is taken any time.
-        self._hint_due = drafting.asked is not None and not drafting.silent
+        # While it has one, another will follow as soon as that has its verdict.
+        coming = drafting.asked is not None and not drafting.silent
+        self._hint_due = coming or (bool(rest.draft_tokens) and not drafting.resting(now))
 
     def _wanted(self, rest: Rest) -> int:
         ready = len(rest.draft_tokens)
-        sure = rest.survival[-1] if rest.survival else self._speculation.habits.alpha**ready
+        sure = rest.survival[-1] if rest.survival else self._speculation.alpha**ready
         return self._speculation.wanted(ready, sure, self._room() - 1 - ready)
 
     def _ask_draft(self, k: int, rest: Rest, now: int) -> None:
@@ -254,9 +258,9 @@ class Session:
         if asked is None or asked.request_id != event.request_id:
             raise Broken("Proposed for what the target was asked")
         self._round.draft_came(event.timing, now)
-        came = self._drafting.take(event, self.answer, now)
+        came = self._drafting.take(event, self.answer, self._speculation.alpha, now)
         self.stats.proposed += len(event.tokens)
-        self._speculation.saw_proposal(came, now - asked.at_ns, event.timing.compute_ns)
+        self._speculation.saw_proposal(came, now - asked.at_ns, event.timing.compute_ns, event.sessions)
         self._after_draft(came, asked.position, now)
 
     def _on_draft_failed(self, now: int) -> None:
@@ -275,8 +279,6 @@ class Session:
         self._hint_due = False
         if rest.draft_tokens or position < len(self.answer.tokens):
             self._draft_ahead(now)  # further; or anew, for it came too late, and the next may not
-            # Another will follow as soon as these have their verdict.
-            self._hint_due = self._hint_due or (hint is not None and not self._drafting.resting(now))
         if self.phase is Phase.VERIFYING:
             self._tell_target(hint, came)
 
@@ -388,15 +390,25 @@ class Session:
 
     def _confirm(self, event: ev.Verified, standing: Standing, now: int) -> None:
         position = len(self.answer.tokens)
-        offered = bool(self._rest_of_hint().draft_tokens)
+        offered = self._was_offered(event, now)
         confirmed = self._absorb(event)
         self._target_cache_len = min(max(0, event.cache_len), len(self.answer.tokens))
         self._speculation.saw_verdict(
-            offered=offered or event.verified > 0, verified=event.verified, accepted=event.accepted
+            offered=offered,
+            verified=event.verified,
+            compute_ns=event.timing.compute_ns,
+            sessions=event.sessions,
         )
         self._give_up_draft(self._drafting.confirm(self.answer.tokens))
         standing.confirm(self.answer)
         self._count_round(event, position, confirmed, now)
+
+    def _was_offered(self, event: ev.Verified, now: int) -> bool:
+        """Had the target a hint when the pass began?"""
+        if event.verified or not self._rest_of_hint().draft_tokens:
+            return event.verified > 0
+        told_ns = self._drafting.hint_since_ns + self._speculation.message_ns
+        return told_ns <= now - event.timing.compute_ns
 
     def _after_verdict(self, event: ev.Verified, now: int) -> None:
         over = self.answer.ending is not None or self._draining
@@ -444,8 +456,6 @@ class Session:
             target=event.timing,
         )
         self.stats.count(done)
-        took_ns = now - (of.started_ns if self._credit else of.verify_ns)
-        self._speculation.saw_pass(confirmed, took_ns, event.timing.compute_ns, event.sessions)
         self._emit_effect(done)
 
     def _on_missed(self, event: ev.CacheMissed, now: int) -> None:

@@ -19,16 +19,23 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from services.core.cost import expected_confirmed
+
 if TYPE_CHECKING:
     from services.core.answer import SessionSpec
 
 # Weights of what was seen last: in a session, in its workload, in the load.
-_SESSION, _WORKLOAD, _LOAD = 0.15, 0.02, 0.05
+_SESSION, _WORKLOAD, _LOAD = 0.06, 0.01, 0.05
 # Verdicts until drafts that were not worth it are tried again: at first and at most; and how many tokens.
 _FIRST_PROBE, _LAST_PROBE = 4, 16
 _PROBE_TOKENS = 4
+# For how many tokens the prior counts; and at most those of a session, for they are forgotten as they age.
+_PRIOR_TOKENS = 5
+_KNOWN_TOKENS = 20
+# Asked for while nothing is known.
+_FIRST_TOKENS = 4
 # What a proposal costs besides drafting: messages, and the work of both ends.
-_ASK_NS = 300_000
+ASK_NS = 300_000
 # Drafted ahead at most, whatever the link.
 _MOST_AHEAD = 64
 _WORKLOADS = 1024
@@ -36,11 +43,11 @@ _WORKLOADS = 1024
 
 @dataclass(slots=True)
 class Habits:
-    """What drafts are like. All are running means.
+    """What drafts are like: running means over what was seen, of which `tokens` were judged.
 
-    alpha: the chance that a draft token is accepted if all before it were; voice: that a proposal has any
-    token; taken: that of offered tokens any is verified; verified: how many then are; token_ns: what drafting
-    one takes.
+    alpha: the chance that a draft token is right if all before it were, be it verified or not; voice: that a
+    proposal has any token; taken: that of offered tokens any is verified; verified: how many then are;
+    token_ns: what drafting one takes, and share_ns: the session's share of that.
     """
 
     alpha: float = 0.6
@@ -48,22 +55,26 @@ class Habits:
     taken: float = 1.0
     verified: float = 4.0
     token_ns: float = 0.0
+    share_ns: float = 0.0
+    tokens: int = 0
 
-    def saw_proposal(self, came: int, compute_ns: int, weight: float) -> None:
-        """A proposal of so many tokens, which took the draft so long."""
+    def saw_token(self, weight: float, *, right: bool) -> None:
+        """A draft token was right, or the first that was not."""
+        self.tokens += 1
+        self.alpha += max(weight, 1.0 / (self.tokens + _PRIOR_TOKENS)) * (right - self.alpha)
+
+    def saw_proposal(self, came: int, compute_ns: int, sessions: int, weight: float) -> None:
+        """A proposal of so many tokens, which took the draft so long, for so many sessions at once."""
         self.voice += weight * ((came > 0) - self.voice)
         if came:
             self.token_ns = _mean(self.token_ns, compute_ns / came, weight)
+            self.share_ns = _mean(self.share_ns, compute_ns / came / max(1, sessions), weight)
 
-    def saw_verdict(self, verified: int, accepted: int, weight: float) -> None:
-        """Draft tokens were offered, and this became of them."""
+    def saw_verdict(self, verified: int, weight: float) -> None:
+        """Draft tokens were offered, and so many verified."""
         self.taken += weight * ((verified > 0) - self.taken)
         if verified:
             self.verified += weight * (verified - self.verified)
-            keep = (1.0 - weight) ** accepted
-            self.alpha = self.alpha * keep + (1.0 - keep)
-            if accepted < verified:
-                self.alpha *= 1.0 - weight
 
 
 def _mean(before: float, seen: float, weight: float) -> float:
@@ -74,11 +85,12 @@ def _mean(before: float, seen: float, weight: float) -> float:
 class Book:
     """What a gateway remembers beyond its sessions: the habits of each workload's drafts, and the load.
 
-    `token_ns` is what the target takes for a token now: its passes, shared by the sessions in them.
+    `pass_ns` is what a pass of the target takes now, and `share_ns` what each of its sessions has to bear.
     """
 
     def __init__(self) -> None:
-        self.token_ns = 0.0
+        self.pass_ns = 0.0
+        self.share_ns = 0.0
         self._habits: OrderedDict[tuple[str, str], Habits] = OrderedDict()
 
     def habits(self, strategy: str, workload: str) -> Habits:
@@ -92,7 +104,8 @@ class Book:
 
     def saw_pass(self, compute_ns: int, sessions: int) -> None:
         """A pass of the target, shared by so many sessions."""
-        self.token_ns = _mean(self.token_ns, compute_ns / max(1, sessions), _LOAD)
+        self.pass_ns = _mean(self.pass_ns, compute_ns, _LOAD)
+        self.share_ns = _mean(self.share_ns, compute_ns / max(1, sessions), _LOAD)
 
 
 class Speculation:
@@ -103,56 +116,64 @@ class Speculation:
         self._auto = spec.auto
         self._workload = book.habits(spec.strategy, spec.workload)
         self._book = book
-        self.habits = replace(self._workload)
+        self.habits = replace(self._workload, tokens=0)
         self._latency_ns = 0.0
-        self._rate = 0.0
+        self.message_ns = 0.0
         self._quiet = 0
         self._probe_after = _FIRST_PROBE
 
-    def saw_proposal(self, came: int, latency_ns: int, compute_ns: int) -> None:
-        """A proposal of `came` tokens came, so long after it was asked for."""
-        self.habits.saw_proposal(came, compute_ns, _SESSION)
-        self._workload.saw_proposal(came, compute_ns, _WORKLOAD)
+    def saw_proposal(self, came: int, latency_ns: int, compute_ns: int, sessions: int) -> None:
+        """A proposal of `came` tokens came, so long after it was asked for; `sessions` shared the work."""
+        self.habits.saw_proposal(came, compute_ns, sessions, _SESSION)
+        self._workload.saw_proposal(came, compute_ns, sessions, _WORKLOAD)
         self._latency_ns = _mean(self._latency_ns, latency_ns, _SESSION)
+        self.message_ns = _mean(self.message_ns, max(0, latency_ns - compute_ns), _SESSION)
 
-    def saw_verdict(self, *, offered: bool, verified: int, accepted: int) -> None:
-        """A verdict came; draft tokens for it had been `offered`, or not."""
+    def saw_token(self, right: bool) -> None:
+        """A proposed token was right, or the first that was not."""
+        self.habits.saw_token(_SESSION, right=right)
+        self._workload.saw_token(_WORKLOAD, right=right)
+        if right:
+            self._probe_after = 1
+
+    @property
+    def alpha(self) -> float:
+        """The chance that a draft token is right if all before it were; of a new session, its workload's."""
+        known = min(self.habits.tokens, _KNOWN_TOKENS)
+        return (self.habits.alpha * known + self._workload.alpha * _PRIOR_TOKENS) / (known + _PRIOR_TOKENS)
+
+    def saw_verdict(self, *, offered: bool, verified: int, compute_ns: int, sessions: int) -> None:
+        """A verdict of a pass shared by `sessions`; draft tokens for it had been `offered`, or not."""
+        self._book.saw_pass(compute_ns, sessions)
         self._quiet += 1
         if not offered:
             return
-        self.habits.saw_verdict(verified, accepted, _SESSION)
-        self._workload.saw_verdict(verified, accepted, _WORKLOAD)
-        if accepted:
-            self._probe_after = 1
-
-    def saw_pass(self, confirmed: int, took_ns: int, compute_ns: int, sessions: int) -> None:
-        """It confirmed so many tokens, so long after the one before; the pass was shared by `sessions`."""
-        self._book.saw_pass(compute_ns, sessions)
-        if took_ns > 0:
-            self._rate = _mean(self._rate, confirmed / took_ns, _SESSION)
+        self.habits.saw_verdict(verified, _SESSION)
+        self._workload.saw_verdict(verified, _WORKLOAD)
 
     def wanted(self, ready: int, sure: float, room: int) -> int:
         """How many tokens to have drafted now, at most `room`, after `ready` that are.
 
         `sure` is the chance that all that are ready are accepted.
         """
+        room = min(room, self._depth() - ready)
         if not self._k or room <= 0:
             return 0
-        room = min(room, self._depth() - ready)
         if ready == 0:
             return min(room, self._for_this_pass())
-        needed = 0 if self._auto else self._k - ready
-        if room < max(1, self._round() // 2):
-            return 0
-        return max(min(needed, room), self._worth(room, sure))
+        proposal = self._proposal()
+        at_least = 0 if self._auto else min(self._k - ready, room)
+        # Each costs a message: none for a token or two.
+        ahead = self._worth(min(room, proposal), sure) if 2 * room >= proposal else 0
+        return max(at_least, ahead)
 
     def _for_this_pass(self) -> int:
         if not self._auto:
-            return self._k
-        worth = self._worth(self._depth(), 1.0)
+            return self._proposal()
+        worth = self._worth(self._proposal(), 1.0)
         if worth:
             self._quiet = 0
-            self._probe_after = max(self._probe_after, _FIRST_PROBE)
+            self._probe_after = _FIRST_PROBE
             return worth
         if self._quiet < self._probe_after:
             return 0
@@ -163,23 +184,58 @@ class Speculation:
     def _worth(self, most: int, sure: float) -> int:
         """How many further tokens are worth drafting; none unless they are worth asking for."""
         habits = self.habits
-        if not self._book.token_ns:
-            return min(most, self._round())  # nothing was measured yet
-        value = self._book.token_ns * habits.taken * sure
+        if not self._book.share_ns:
+            return most  # nothing was measured yet
+        value = self._book.share_ns * habits.taken * sure
+        alpha = self.alpha
         count, gain = 0, 0.0
         while count < most:
-            value *= habits.alpha
-            if value <= habits.token_ns:
+            value *= alpha
+            if value <= habits.share_ns:
                 break
-            gain += value - habits.token_ns
+            gain += value - habits.share_ns
             count += 1
-        return count if gain * habits.voice > _ASK_NS else 0
+        return count if gain * habits.voice > ASK_NS else 0
 
-    def _round(self) -> int:
-        """How many draft tokens a pass is likely to verify."""
-        return max(1, min(self._k, math.ceil(2 * self.habits.verified) if self._auto else self._k))
+    def _proposal(self) -> int:
+        """How many tokens to ask for at once: as confirm most in the time of drafting them and of a pass.
+
+        Longer proposals come later, and the pass waits for them, or goes without.
+        """
+        # On a slow link, so many more are used up before it comes.
+        return self._best() + self._confirmed_in(2 * self.message_ns)
+
+    def _best(self) -> int:
+        if not self._auto:
+            return self._k
+        habits = self.habits
+        took_ns, token_ns = self._book.pass_ns + self.message_ns, habits.token_ns
+        if not took_ns or not token_ns:
+            return min(self._k, _FIRST_TOKENS)
+        alpha = self.alpha
+        confirmed, chance = 1.0, 1.0
+        best, best_rate = 0, confirmed / took_ns
+        for count in range(1, self._k + 1):
+            chance *= alpha
+            confirmed += chance
+            rate = confirmed / (took_ns + count * token_ns)
+            if rate <= best_rate:
+                break
+            best, best_rate = count, rate
+        return best
 
     def _depth(self) -> int:
         """How many tokens may be ready: a pass's, its bonus, the next pass's, and those of the way here."""
-        on_the_way = math.ceil(2 * self._latency_ns * self._rate)
-        return min(2 * self._round() + 1 + on_the_way, max(_MOST_AHEAD, self._round()))
+        of_a_pass = self._of_a_pass()
+        on_the_way = self._confirmed_in(2 * self._latency_ns + self.message_ns)
+        return min(2 * of_a_pass + 1 + on_the_way, max(_MOST_AHEAD, of_a_pass))
+
+    def _of_a_pass(self) -> int:
+        return min(self._k, math.ceil(2 * self.habits.verified)) if self._auto else self._k
+
+    def _confirmed_in(self, time_ns: float) -> int:
+        """How many tokens the target could confirm in that time, never without drafts."""
+        if not self._book.pass_ns:
+            return 0
+        a_pass = expected_confirmed(self.alpha, self._of_a_pass())
+        return math.ceil(a_pass * time_ns / self._book.pass_ns)

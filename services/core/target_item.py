@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from services.core.content import PrefixHasher
-from services.core.hints import NOTHING, Hint, PendingHint, Recovery, Rest, spliced
+from services.core.hints import NOTHING, Hint, PendingHint, Rest
 from services.core.linger import Acceptance, HintHabits
 
 if TYPE_CHECKING:
@@ -20,12 +21,11 @@ _ANCHORS = 8
 class SessionMemory:
     """What is worth knowing of a session beyond its items: how good its drafts are, and how late."""
 
-    __slots__ = ("acceptance", "habits", "recovery")
+    __slots__ = ("acceptance", "habits")
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
         self.habits = HintHabits()
-        self.recovery = Recovery()
 
 
 class Item:
@@ -49,11 +49,13 @@ class Item:
         self.compute_ns = 0
         self.linger_ns = 0
         self._since_ns = now
+        self._unhinted = not request.draft_tokens
         self._hasher = PrefixHasher()
         offered = Hint(request.position, b"", request.draft_tokens, request.survival)
         self._hint: PendingHint | None = (
-            PendingHint(offered, memory.recovery, rooted=True) if request.draft_tokens else None
+            PendingHint(offered, memory.acceptance, rooted=True) if request.draft_tokens else None
         )
+        self._former: PendingHint | None = None
         self._anchors: deque[tuple[int, int]] = deque([(request.position, now)], _ANCHORS)
 
     @property
@@ -92,41 +94,54 @@ class Item:
         return self._hasher.of(self.tokens, len(self.tokens))
 
     def look(self) -> None:
-        """Follow the hint to the present position: `rest` is what it offers there, within the room."""
-        self.rest = NOTHING
-        if self._hint is not None:
-            rest = self._hint.follow(self.tokens, self._hasher)
-            self.rest = Rest(rest.draft_tokens[: self.room], rest.survival[: self.room], rest.shaken)
-            if self._hint.useless:
-                self._hint = None
+        """Follow the hint to the present position: `rest` is what it offers there, within the room.
+
+        Where it offers nothing, the one before may still: a draft that is asked afresh after a refused token
+        answers late on a slow link, and with less than it had to say before.
+        """
+        self._hint, offered = self._followed(self._hint)
+        self._former, formerly = self._followed(self._former)
+        rest = offered if offered.draft_tokens else formerly
+        self.rest = Rest(rest.draft_tokens[: self.room], rest.survival[: self.room], rest.shaken)
+
+    def _followed(self, hint: PendingHint | None) -> tuple[PendingHint | None, Rest]:
+        """What it offers; and the hint itself, as long as it may be of use."""
+        if hint is None:
+            return None, NOTHING
+        rest = hint.follow(self.tokens, self._hasher)
+        return (None if hint.useless else hint), rest
 
     def survival(self) -> list[float]:
         """Of each draft token that is offered: the chance that it is accepted, with all before it."""
         told = self.rest.survival or self.memory.acceptance.survival(len(self.rest.draft_tokens))
-        most = self.memory.recovery.chance if self.rest.shaken else 1.0
-        chances: list[float] = []
-        for chance in told:
-            chances.append(min(chance, chances[-1]) if chances else min(chance, most))
+        chances = list(accumulate(told, min))
+        if self.rest.shaken and chances and chances[0] > 0.0:
+            # The first says whether it has recovered; given that, the others are as good as ever.
+            recovered = self.memory.acceptance.recovery / chances[0]
+            chances = [min(1.0, chance * recovered) for chance in chances]
         return chances
 
     @property
     def hinted(self) -> bool:
         """There are draft tokens to verify, which are not worth less than those that may come."""
-        return bool(self.rest.draft_tokens) and (
-            not self.rest.shaken or self.memory.recovery.chance >= self.memory.acceptance.alpha
-        )
+        return bool(self.rest.draft_tokens) and (not self.rest.shaken or self.memory.acceptance.recovers)
 
     def extend(self, told: Extend, now: int) -> None:
         """Take what a caller says of an item under way."""
         self.limit = max(self.limit, min(told.limit, self.request.max_position))
         self.hint_due = told.hint_due
         if told.hint is not None:
-            old = self._hint
-            hint = told.hint if old is None else spliced(told.hint, old.hint, self.memory.recovery.chance)
-            self._hint = PendingHint(hint, self.memory.recovery)
-            asked_ns = next((at for position, at in self._anchors if position == told.hint.position), None)
-            if asked_ns is not None:
-                self.memory.habits.came(now - asked_ns, len(told.hint.draft_tokens))
+            if self._hint is not None and self._hint.hint.end > told.hint.end:
+                self._former = self._hint
+            self._hint = PendingHint(told.hint, self.memory.acceptance)
+            self._learn_delay(told.hint, now)
+
+    def _learn_delay(self, hint: Hint, now: int) -> None:
+        """Of the first hint after a result that left none; what is added to one says nothing of delays."""
+        asked_ns = next((at for position, at in self._anchors if position == hint.position), None)
+        if self._unhinted and asked_ns is not None:
+            self.memory.habits.came(now - asked_ns, len(hint.draft_tokens))
+        self._unhinted = False
 
     def confirmed(self, tokens: tuple[int, ...], now: int) -> tuple[int, int, int]:
         """Append them; the (queue_ns, compute_ns, linger_ns) of what led to this result."""
@@ -136,4 +151,6 @@ class Item:
         queue_ns = max(0, now - self._since_ns - compute_ns)
         self._since_ns = now
         self._anchors.append((len(self.tokens), now))
+        self.look()
+        self._unhinted = not self.rest.draft_tokens or self.rest.shaken
         return queue_ns, compute_ns, min(linger_ns, queue_ns)

@@ -126,16 +126,16 @@ def test_the_wait_must_pay_for_all_sessions_of_the_pass() -> None:
     assert linger_until(many, sessions=16, now=0, latest=50 * MS, pass_ns=FLAT) == 4 * MS
 
 
-def test_acceptance_follows_what_is_seen_and_returns_to_hope() -> None:
+def test_acceptance_follows_what_is_seen() -> None:
     acceptance = Acceptance()
-    for _ in range(50):
-        acceptance.saw(0, refused=True)
+    assert acceptance.alpha == PRIOR_ALPHA
+    for _ in range(80):
+        acceptance.saw(right=False)
+        acceptance.saw_shaken(right=True)
     assert acceptance.alpha < 0.05
-    for _ in range(500):
-        acceptance.passed_over()
-    assert abs(acceptance.alpha - PRIOR_ALPHA) < 0.01
-    for _ in range(50):
-        acceptance.saw(4, refused=False)
+    assert acceptance.recovery > 0.95
+    for _ in range(80):
+        acceptance.saw(right=True)
     assert acceptance.alpha > 0.95
     assert acceptance.survival(2) == [acceptance.alpha, acceptance.alpha**2]
 

@@ -103,7 +103,7 @@ def test_where_hints_recover_from_refused_tokens_more_of_the_rest_is_verified() 
     after_refusals = [
         now for before, now in pairwise(results) if before.accepted < before.verified and now.verified
     ]
-    assert len(after_refusals) >= 4
+    assert len(after_refusals) >= 3
     assert all(result.accepted for result in after_refusals), "all of them were right again"
 
 
@@ -112,8 +112,8 @@ def test_a_new_hint_that_ends_early_is_continued_by_the_one_before() -> None:
     item = bench.submit(request(PROMPT, credit=20))
     bench.extend(item, hint=Hint(5, prefix_hash(PROMPT), (*wrong(ANSWER[:1]), *ANSWER[1:9])))
     bench.extend(item, hint=Hint(5, prefix_hash(PROMPT), tuple(ANSWER[:3])))
-    first = only(bench.step())
-    assert (first.verified, first.accepted) == (9, 9)
+    results = [only(bench.step()) for _ in range(2)]
+    assert [(result.verified, result.accepted) for result in results] == [(3, 3), (5, 5)]
 
 
 def test_no_more_draft_tokens_are_verified_in_a_pass_than_the_item_allows() -> None:
@@ -184,22 +184,22 @@ def test_rows_go_to_the_drafts_that_are_likeliest_to_survive() -> None:
     assert verified == {"good": 2, "bad": 0}
 
 
-def test_a_session_whose_drafts_fail_is_given_no_rows_and_tried_again_later() -> None:
+def test_a_session_whose_drafts_fail_is_given_no_rows_until_they_are_seen_to_be_right_again() -> None:
     # A second row costs a third of a pass: it pays from an acceptance of a third on.
     times = PassTimes.measured([(1, 30 * MS), (2, 40 * MS)])
     bench = Bench(times=times)
     tokens = list(PROMPT)
     tried = []
-    for _ in range(60):
+    for i in range(60):
         truly = true_answer(tokens, 1)
-        bench.submit(request(tokens, draft_tokens=wrong(truly)))
+        bench.submit(request(tokens, draft_tokens=wrong(truly) if i < 40 else tuple(truly)))
         tried.append(only(bench.step()).verified)
         tokens += truly
     assert tried[0] == 1
     first_without = tried.index(0)
     assert first_without < 12
-    assert 1 in tried[first_without:], "it is tried again"
-    assert sum(tried[first_without:]) < 0.2 * len(tried[first_without:])
+    assert not any(tried[first_without:40])
+    assert tried[-1] == 1, "what was decoded plainly has shown that the drafts were right"
 
 
 # ----------------------------------------------------------------------------- rows and prompts --

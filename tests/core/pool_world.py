@@ -1,0 +1,318 @@
+"""Gateway, draft pool and target on virtual time: real session machines, a real scheduler, given costs.
+
+Which draft tokens are right is given beforehand, by session and position, and may drift: nobody is told. What
+follows a wrong token in the same draft is wrong as well. The draft computes beside the target, all its
+sessions a token a step; messages take a given time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from services.core import events as ev
+from services.core.answer import Answer, Chunk, SessionSpec
+from services.core.content import prefix_hash
+from services.core.hints import Hint
+from services.core.kv_table import KvTable
+from services.core.params import SamplingParams
+from services.core.scheduler import Linger, Scheduler
+from services.core.session import Session, SessionLimits
+from services.core.speculation import Book
+from services.core.step import Sampled, StepPlan
+from services.core.verify_items import Confirmed, Extend, VerifyRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from services.core.cost import PassTimes
+    from services.core.step import StepOutcome
+
+MS = 1_000_000
+_VOCAB = 1 << 16
+_PROMPT = 4
+_COMMIT_NS = 200_000
+_MAX_LINGER_NS = 50 * MS
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`alpha(i)` is the chance that output token i is drafted right; `draft_ns(n)` a step of n sessions.
+
+    A draft that `copies` is right again after a wrong token; another is not until it has been corrected.
+    """
+
+    alpha: Callable[[int], float]
+    times: PassTimes
+    draft_ns: Callable[[int], int]
+    sessions: int = 1
+    tokens: int = 400
+    hop_ns: int = 200_000
+    credit: int = 32
+    seed: int = 1
+    copies: bool = False
+
+
+@dataclass(slots=True)
+class _Job:
+    stream: _Stream
+    asked: ev.Propose
+    queued_ns: int
+    tokens: list[int] = field(default_factory=list)
+    compute_ns: int = 0
+    shared: int = 0
+
+
+class _Stream:
+    """One session, its item at the target and its proposal under way."""
+
+    def __init__(self, pool: Pool, name: str, k: int, *, auto: bool) -> None:
+        scenario = pool.scenario
+        chance = random.Random(f"{scenario.seed}{name}")
+        spec = SessionSpec(
+            name,
+            (1, 2, 3, int(name[1:])),
+            SamplingParams(),
+            _PROMPT + scenario.tokens,
+            _VOCAB,
+            k=k,
+            auto=auto,
+        )
+        self.truth = [*spec.prompt, *(chance.randrange(1, _VOCAB) for _ in range(scenario.tokens))]
+        self.right = [chance.random() < scenario.alpha(i - _PROMPT) for i in range(len(self.truth))]
+        self.pool = pool
+        self.session = Session(
+            Answer(spec, lambda tokens: "x" * len(tokens)),
+            SessionLimits(credit=scenario.credit, buffer=scenario.tokens),
+            book=pool.book,
+        )
+        self.item: int | None = None
+        self.request_id = 0
+        self.job: _Job | None = None
+        self.ended_ns = 0
+
+    def tell(self, event: ev.Event) -> None:
+        self._carry_out(self.session.step(event, self.pool.now))
+
+    def start(self) -> None:
+        self._carry_out(self.session.start(self.pool.now))
+
+    def _carry_out(self, effects: list[ev.Effect]) -> None:
+        pool = self.pool
+        for effect in effects:
+            match effect:
+                case ev.Propose():
+                    self.job = _Job(self, effect, pool.now)
+                    pool.later(pool.scenario.hop_ns, self._to_draft, self.job)
+                case ev.CancelPropose():
+                    pool.drop(self.job)
+                    self.job = None
+                case ev.Verify() | ev.ExtendVerify() | ev.CancelVerify():
+                    pool.later(pool.scenario.hop_ns, pool.to_target, self, effect)
+                case ev.Commit():
+                    length = effect.expected_len + len(effect.tokens)
+                    pool.later(_COMMIT_NS, self.tell, ev.Committed(length))
+                case ev.Emit():
+                    last = effect.items[-1]
+                    assert isinstance(last, Chunk)
+                    pool.later(0, self.tell, ev.Taken(last.index + len(last.tokens)))
+                case ev.StoreFinish():
+                    pool.later(_COMMIT_NS, self.tell, ev.FinishStored())
+                case ev.End():
+                    assert effect.error is None, effect.error
+                    assert self.session.answer.tokens == self.truth
+                    self.ended_ns = pool.now
+
+    def _to_draft(self, job: _Job) -> None:
+        if job is self.job:
+            self.pool.draft(job)
+
+    def guess(self, job: _Job) -> int:
+        """The next token of a proposal."""
+        asked = job.asked
+        known = [*asked.slice.tokens, *job.tokens]
+        position = asked.slice.start + len(known)
+        if position >= len(self.truth):
+            return 0
+        whole = self.pool.scenario.copies or known == self.truth[asked.slice.start : position]
+        return self.truth[position] if whole and self.right[position] else 0
+
+    def proposed(self, job: _Job) -> None:
+        if job is not self.job:
+            return
+        self.job = None
+        asked = job.asked
+        tokens = [*self.truth[: asked.slice.start], *asked.slice.tokens]
+        self.tell(
+            ev.Proposed(
+                request_id=asked.request_id,
+                position=len(tokens),
+                prefix_hash=prefix_hash(tokens),
+                tokens=tuple(job.tokens),
+                cache_len=len(tokens),
+                timing=ev.Timing(0, job.compute_ns),
+                sessions=round(job.shared / len(job.tokens)),
+            )
+        )
+
+
+class Pool:
+    """All sessions of a scenario, each with the most draft tokens a round `k`, fixed or `auto`."""
+
+    def __init__(self, scenario: Scenario, k: int, *, auto: bool) -> None:
+        self.scenario = scenario
+        self.now = 0
+        self.book = Book()
+        self._order = count()
+        self._events: list[tuple[int, int, Callable[..., None], tuple[object, ...]]] = []
+        blocks = scenario.sessions * (2 + (_PROMPT + scenario.tokens) // 32 + 4)
+        table = KvTable(blocks, 32, max_sessions=scenario.sessions)
+        self._scheduler = Scheduler(table, scenario.times, max_linger_ns=_MAX_LINGER_NS)
+        self._by_item: dict[int, _Stream] = {}
+        self._passing = False
+        self._linger = 0
+        self._jobs: list[_Job] = []
+        self._drafting = False
+        self.streams = [_Stream(self, f"s{i}", k, auto=auto) for i in range(scenario.sessions)]
+
+    def goodput(self) -> float:
+        """Output tokens per second, until the last session has ended."""
+        for stream in self.streams:
+            stream.start()
+        while self._events:
+            self.now, _, call, args = heapq.heappop(self._events)
+            call(*args)
+        assert all(stream.ended_ns for stream in self.streams), "a session never ended"
+        total = sum(stream.session.answer.output_len for stream in self.streams)
+        return total / max(stream.ended_ns for stream in self.streams) * 1e9
+
+    def later(self, delay_ns: int, call: Callable[..., None], *args: object) -> None:
+        heapq.heappush(self._events, (self.now + delay_ns, next(self._order), call, args))
+
+    # ------------------------------------------------------------------------------ the draft --
+
+    def draft(self, job: _Job) -> None:
+        self._jobs.append(job)
+        if not self._drafting:
+            self._draft_step()
+
+    def drop(self, job: _Job | None) -> None:
+        if job in self._jobs:
+            self._jobs.remove(job)
+
+    def _draft_step(self) -> None:
+        jobs = list(self._jobs)
+        self._drafting = bool(jobs)
+        if jobs:
+            self.later(self.scenario.draft_ns(len(jobs)), self._drafted, jobs)
+
+    def _drafted(self, jobs: list[_Job]) -> None:
+        for job in jobs:
+            job.tokens.append(job.stream.guess(job))
+            job.compute_ns += self.scenario.draft_ns(len(jobs))
+            job.shared += len(jobs)
+            if len(job.tokens) >= job.asked.k:
+                self.drop(job)
+                self.later(self.scenario.hop_ns, job.stream.proposed, job)
+        self._draft_step()
+
+    # ----------------------------------------------------------------------------- the target --
+
+    def to_target(self, stream: _Stream, effect: ev.Verify | ev.ExtendVerify | ev.CancelVerify) -> None:
+        match effect:
+            case ev.Verify():
+                stream.request_id = effect.request_id
+                stream.item = self._scheduler.submit(self._request(stream, effect), self.now)
+                self._by_item[stream.item] = stream
+            case ev.ExtendVerify() if stream.item is not None:
+                hint = effect.hint and Hint(
+                    effect.hint.position,
+                    effect.hint.prefix_hash,
+                    effect.hint.draft_tokens,
+                    effect.hint.survival,
+                )
+                self._scheduler.extend(stream.item, Extend(effect.limit, hint, effect.hint_due), self.now)
+            case ev.CancelVerify() if stream.item is not None:
+                self._scheduler.cancel(stream.item)
+        self._plan()
+
+    @staticmethod
+    def _request(stream: _Stream, asked: ev.Verify) -> VerifyRequest:
+        spec = stream.session.spec
+        return VerifyRequest(
+            key=(b"", spec.session_id),
+            start=asked.slice.start,
+            tokens=asked.slice.tokens,
+            prefix_hash=asked.slice.prefix_hash,
+            prompt_len=_PROMPT,
+            max_position=spec.max_position,
+            sampling=spec.sampling,
+            draft_tokens=asked.draft_tokens,
+            survival=asked.survival,
+            credit=asked.credit,
+            hint_due=asked.hint_due,
+            max_verified=asked.max_verified,
+        )
+
+    def _plan(self) -> None:
+        if self._passing:
+            return
+        plan = self._scheduler.plan(self.now)
+        if isinstance(plan, Linger):
+            self._linger = plan.until_ns
+            self.later(max(0, plan.until_ns - self.now), self._lingered, plan.until_ns)
+        elif plan is not None:
+            self._passing = True
+            self.later(self.scenario.times(plan.rows), self._passed, plan)
+        self._answer()
+
+    def _lingered(self, until_ns: int) -> None:
+        if until_ns == self._linger:
+            self._plan()
+
+    def _passed(self, plan: StepPlan) -> None:
+        self._passing = False
+        outcomes = [self._outcome(plan, i) for i in range(len(plan.chunks))]
+        self._scheduler.conclude(plan, outcomes, self.now)
+        self._answer()
+        self._plan()
+
+    def _outcome(self, plan: StepPlan, index: int) -> StepOutcome:
+        """The target's own tokens, up to and with the first that differs from its guess."""
+        draw = plan.chunks[index].draw
+        if draw is None:
+            return None
+        truth = next(s.truth for s in self.streams if s.truth[: len(draw.history)] == list(draw.history))
+        own: list[int] = []
+        for guess in (*draw.guesses, None):
+            own.append(truth[min(len(draw.history) + len(own), len(truth) - 1)])
+            if own[-1] != guess:
+                break
+        return Sampled(tuple(own), ())
+
+    def _answer(self) -> None:
+        for answer in self._scheduler.take_answers():
+            stream = self._by_item[answer.item]
+            outcome = answer.outcome
+            assert isinstance(outcome, Confirmed), outcome
+            if answer.last:
+                stream.item = None
+            self.later(
+                self.scenario.hop_ns,
+                stream.tell,
+                ev.Verified(
+                    request_id=stream.request_id,
+                    position=outcome.position,
+                    tokens=outcome.tokens,
+                    accepted=outcome.accepted,
+                    verified=outcome.verified,
+                    cache_len=outcome.kv_len,
+                    fingerprint="f",
+                    timing=ev.Timing(outcome.queue_ns, outcome.compute_ns, outcome.linger_ns),
+                    more=outcome.more,
+                    sessions=outcome.batch_sessions,
+                ),
+            )
