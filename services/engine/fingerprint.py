@@ -51,6 +51,7 @@ def fingerprint(model: CausalModel) -> str:
         "libc": platform.libc_ver(),  # whose cosines and exponentials the kernels call
         "device": _device_kind(model.info.device),
         "tensor_parallel": model.info.ranks,
+        **_cuda(model),
     }
     digest = blake2b(json.dumps(build, sort_keys=True).encode(), digest_size=_DIGEST_BYTES)
     digest.update(probe_logits(model).cpu().contiguous().numpy().tobytes())
@@ -61,6 +62,13 @@ def _instruction_sets() -> list[str]:
     """By which oneDNN chooses its kernels, beside torch's own choice."""
     flags = torch.cpu.get_capabilities().items()
     return [torch.backends.cpu.get_cpu_capability(), *sorted(name for name, there in flags if there is True)]
+
+
+def _cuda(model: CausalModel) -> dict[str, object]:
+    """What more the bits depend on there: products are cuBLAS's, and their kernels go by their shapes."""
+    if torch.device(model.info.device).type != "cuda":
+        return {}
+    return {"cuda": torch.version.cuda, "rows_of_pass": model.max_rows}
 
 
 def _device_kind(device: str) -> str:

@@ -8,6 +8,10 @@ import torch
 
 from services.engine import llama, packing
 from services.engine.attention import Pass
+from services.engine.device_forward import ROWS, DeviceForward, Shapes
+from services.engine.device_options import FIXED_ROWS, DeviceOptions
+from services.engine.flex import FlexAttention
+from services.engine.graphs import CudaRecorder, Graphs
 from services.engine.paged import CompiledAttention, attention_for
 
 if TYPE_CHECKING:
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
     from services.engine.paged import Attention
     from services.engine.pages import Pages
     from services.engine.ranks import Ranks
+
+_AS_USUAL = DeviceOptions()
 
 
 class Forward(Protocol):
@@ -36,19 +42,38 @@ class Forward(Protocol):
         """Feed the rows of `pages`; the logits of the rows `wanted`, float32 [wanted, vocab_size]."""
 
 
-def forward_of(module: Any, pool: KvPool, ranks: Ranks, *, max_rows: int, own: bool) -> Forward:
+def forward_of(
+    module: Any,
+    pool: KvPool,
+    ranks: Ranks,
+    *,
+    max_rows: int,
+    own: bool,
+    options: DeviceOptions = _AS_USUAL,
+) -> Forward:
     """The way through `module`: transformers' code or, of what `llama.serves`, our `own`.
 
     Either way the module is not what it was.
     """
-    heads = module.config.num_attention_heads // ranks.size
-    attention = attention_for(pool, heads, pool.keys.device, module.config.max_position_embeddings)
+    heads, device = module.config.num_attention_heads // ranks.size, pool.keys.device
+    context = module.config.max_position_embeddings
+    attention = attention_for(pool, heads, device, context, fixed=options.invariant)
     if own and isinstance(attention, CompiledAttention):
         return llama.LlamaForward(module, attention, ranks, max_rows)
-    device = str(pool.keys.device)
-    if packing.serves(module.dtype, device):
-        packing.pack_linears(module, packing.Linears(module.dtype, device))
+    if isinstance(attention, FlexAttention):
+        return _on_device(module, attention, ranks, options)
+    if packing.serves(module.dtype, str(device)):
+        packing.pack_linears(module, packing.Linears(module.dtype, str(device)))
     return TransformersForward(module, attention)
+
+
+def _on_device(module: Any, attention: FlexAttention, ranks: Ranks, options: DeviceOptions) -> Forward:
+    device = attention.pool.keys.device
+    # What ranks say to one another is not recorded.
+    recorded = options.graphs and ranks.size == 1 and device.type == "cuda"
+    graphs = Graphs(CudaRecorder(device), device) if recorded else None
+    shapes = Shapes(fixed=FIXED_ROWS) if options.invariant else Shapes(ROWS)
+    return DeviceForward(module, attention, shapes, graphs)
 
 
 class TransformersForward:

@@ -79,14 +79,21 @@ class KvPool:
         self.shape = shape
         self.blocks = blocks
         self.block_tokens = BLOCK_TOKENS
+        self.keys, self.values = self._room(device)
+
+    def _room(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Keys and values, of one allocation."""
+        shape, blocks = self.shape, self.blocks
         per_layer = shape.layers * blocks * shape.kv_heads * BLOCK_TOKENS
-        self._numbers = torch.empty(
+        numbers = torch.empty(
             per_layer * (shape.key_dim + shape.value_width), dtype=shape.dtype, device=device
         )
-        keys, values = torch.split(self._numbers, [per_layer * shape.key_dim, per_layer * shape.value_width])
+        keys, values = torch.split(numbers, [per_layer * shape.key_dim, per_layer * shape.value_width])
         head = (shape.layers, blocks, shape.kv_heads)
-        self.keys: Tensor = keys.view(*head, shape.key_dim, BLOCK_TOKENS)
-        self.values: Tensor = values.view(*head, BLOCK_TOKENS, shape.value_width)
+        return (
+            keys.view(*head, shape.key_dim, BLOCK_TOKENS),
+            values.view(*head, BLOCK_TOKENS, shape.value_width),
+        )
 
     @property
     def block_bytes(self) -> int:
@@ -96,7 +103,7 @@ class KvPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return self._numbers.nbytes
+        return self.keys.nbytes + self.values.nbytes
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), one after another."""

@@ -14,6 +14,7 @@ import torch
 
 from services.engine import openmp
 from services.engine.compiled import compiled
+from services.engine.int8 import Int8Product, int8_product
 from services.engine.kv_pool import declared
 from services.engine.packing import MIN_ROWS, Linears
 from services.engine.paged import CompiledAttention, Shape, as_array
@@ -85,6 +86,8 @@ class LlamaForward:
         ]
         self._final_norm = _floats(model.norm.weight)
         self._head = self._head_of(module, linears)
+        # The fewest that the products are given.
+        self._least_rows = 1 if isinstance(self._head, Int8Product) else MIN_ROWS
         inner = config.intermediate_size // ranks.size
         heads = attention.group * attention.pool.shape.kv_heads
         self._residual = torch.zeros(max_rows, config.hidden_size)
@@ -116,7 +119,7 @@ class LlamaForward:
         plain = layer.part if isinstance(layer, AddedLinear) else layer
         bias = layer.bias
         if self._ranks.size == 1:
-            return linears.make(plain.weight.detach(), _detached(bias))
+            return _fused(linears, plain)
         run, add = linears.make(plain.weight.detach(), None), self._ranks.add
 
         def added(rows: Tensor) -> Tensor:
@@ -128,15 +131,15 @@ class LlamaForward:
     def _head_of(self, module: Any, linears: Linears) -> Linear:
         head = module.get_output_embeddings()
         plain = head.part if isinstance(head, JoinedLinear) else head
-        run = linears.make(plain.weight.detach(), _detached(plain.bias))
         if plain is head:
-            return run
+            return int8_product([head], torch.float32) or _fused(linears, head)
+        run = linears.make(plain.weight.detach(), _detached(plain.bias))
         return lambda rows: self._ranks.join_columns(run(rows))
 
     def __call__(self, pages: Pages, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
         """See `Forward`."""
         rows = pages.rows
-        padded = max(rows, MIN_ROWS)
+        padded = max(rows, self._least_rows)
         hidden, residual = self._hidden[:padded], self._residual[:rows]
         residual.copy_(self._embedding[torch.tensor(tokens)])
         states, sums = as_array(hidden)[:rows], residual.numpy()
@@ -192,7 +195,7 @@ class LlamaForward:
         return openmp.worth(self.attention.threads, work_ns)
 
     def _logits(self, hidden: Tensor, wanted: Sequence[int]) -> Tensor:
-        filler = [0] * (MIN_ROWS - len(wanted))
+        filler = [0] * (self._least_rows - len(wanted))
         logits = self._head(hidden[torch.tensor([*wanted, *filler])])
         return logits[: len(wanted)].float()
 
@@ -211,6 +214,9 @@ class _Work:
 
 def _fused(linears: Linears, *layers: nn.Linear) -> Linear:
     """Linear layers of one input as one product, whose outputs lie side by side."""
+    int8 = int8_product(layers, linears.dtype)
+    if int8 is not None:
+        return int8
     weight = torch.cat([layer.weight.detach() for layer in layers])
     biases = [_detached(layer.bias) for layer in layers]
     bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
+from services.common.tokenizer_hash import tokenizer_hash
 from services.engine import attention, packing, sharding
+from services.engine.draft_directory import ReducedHead, draft_format, load_draft
 from services.engine.errors import UnsupportedModel
 from services.engine.ranks import ALONE
 from services.engine.support import refuse_config, refuse_files
@@ -58,25 +61,47 @@ def causal_class(config: Any) -> Any:
     return mapping.get(type(config), None)
 
 
-def load_module(
-    directory: Path, config: Any, *, dtype: torch.dtype, device: str, ranks: Ranks = ALONE
-) -> Any:
-    """The model, or this rank's shard of it, in evaluation mode on `device`, from safetensors only.
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A module in evaluation mode; `head` where it gives the logits of some tokens only."""
 
-    Raises UnsupportedModel where a weight is missing or of another shape.
+    module: Any
+    tokenizer_hash: str
+    head: ReducedHead | None = None
+
+
+def load_module(
+    directory: Path,
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    ranks: Ranks = ALONE,
+    target: Path | None = None,
+) -> Loaded:
+    """The model, or this rank's shard of it, on `device`, from safetensors only.
+
+    `target`: the directory whose embeddings a trained draft takes. Raises UnsupportedModel where a weight is
+    missing or of another shape.
     """
     silence()
     attention.register()
+    form = draft_format(config)
+    if form is not None:
+        if ranks.size > 1:
+            raise UnsupportedModel(f"{directory}: a trained draft is served by one rank")
+        module, tokens = load_draft(directory, config, form, target=target, dtype=dtype, device=device)
+        return Loaded(module, form.tokenizer_hash, ReducedHead(tokens, config.vocab_size))
     if ranks.size > 1:
         module = sharding.load_shard(
             directory, config, dtype=dtype, device=device, attention=attention.NAME, ranks=ranks
         )
         sharding.join_ranks(module, ranks)
-        return module
-    module = read_weights(
-        CAUSAL_LM, directory, config=config, dtype=dtype, attn_implementation=attention.NAME
-    )
-    return module.to(device).eval()
+    else:
+        kind = attention.NAME
+        module = read_weights(CAUSAL_LM, directory, config=config, dtype=dtype, attn_implementation=kind)
+        module = module.to(device).eval()
+    return Loaded(module, tokenizer_hash(directory))
 
 
 def silence() -> None:

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from services.common.tokenizer_hash import tokenizer_hash
 from services.core.errors import Broken
 from services.core.step import Chunk
 from services.engine import llama, loading, probe
 from services.engine.batch import ModelInfo, Rows
 from services.engine.cache import FreeBlocks, SessionCache
+from services.engine.device_options import DeviceOptions
 from services.engine.forwards import Forward, forward_of
 from services.engine.kv_pool import KvPool, kv_shape
+from services.engine.paged import pool_for
 from services.engine.pages import Span
 from services.engine.ranks import ALONE
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from services.engine.draft_directory import ReducedHead
     from services.engine.ranks import Ranks
 
 __all__ = ["CausalModel", "KvPool", "ModelInfo", "Rows", "SessionCache"]
@@ -37,6 +39,7 @@ __all__ = ["CausalModel", "KvPool", "ModelInfo", "Rows", "SessionCache"]
 MAX_ROWS = 512
 # Memory is committed as blocks are used.
 DEFAULT_KV_BLOCKS = 2048
+_AS_USUAL = DeviceOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +59,23 @@ class _Piece:
 class CausalModel:
     """Weights, the forward pass and the pool of keys and values."""
 
-    def __init__(self, forward: Forward, info: ModelInfo) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        info: ModelInfo,
+        head: ReducedHead | None = None,
+        *,
+        max_rows: int = MAX_ROWS,
+    ) -> None:
         self.info = info
+        self.max_rows = max_rows
         self.kv = forward.attention.pool
         self._forward = forward
+        self.head = head
         self._free = FreeBlocks(self.kv.blocks)
 
     @classmethod
-    def load(
+    def load(  # noqa: PLR0913  # each a choice of its own
         cls,
         directory: Path,
         *,
@@ -73,17 +85,23 @@ class CausalModel:
         name: str | None = None,
         kv_blocks: int = DEFAULT_KV_BLOCKS,
         ranks: Ranks = ALONE,
+        target: Path | None = None,
+        options: DeviceOptions = _AS_USUAL,
     ) -> CausalModel:
         """The model in `directory`, checked against its own eager attention. Raises UnsupportedModel.
 
         `threads` sets torch's threads for the whole process; `name` is the directory's where not given.
-        `kv_blocks`: the pool's size. Each rank calls this with its own `ranks`.
+        `kv_blocks`: the pool's size. Each rank calls this with its own `ranks`. `target`: whose embeddings a
+        trained draft takes. `options` are those of a CUDA device.
         """
         if threads is not None:
             torch.set_num_threads(threads)
         config = loading.load_config(directory)
         shape = kv_shape(config, dtype, ranks)
-        module = loading.load_module(directory, config, dtype=dtype, device=device, ranks=ranks)
+        loaded = loading.load_module(
+            directory, config, dtype=dtype, device=device, ranks=ranks, target=target
+        )
+        module = loaded.module
         info = ModelInfo(
             name=name or directory.name,
             directory=directory,
@@ -92,19 +110,25 @@ class CausalModel:
             eos_token_ids=loading.eos_token_ids(directory, config),
             dtype=str(dtype).removeprefix("torch."),
             device=device,
-            tokenizer_hash=tokenizer_hash(directory),
+            tokenizer_hash=loaded.tokenizer_hash,
             deterministic=False,
             ranks=ranks.size,
         )
-        pool = KvPool(shape, max(kv_blocks, probe.BLOCKS), torch.device(device))
+        pool = pool_for(shape, max(kv_blocks, probe.BLOCKS), torch.device(device), options)
         own = llama.serves(module, pool)
         # Our own forward takes the module apart; what is refused in attention is better said by our own pass.
         theirs = probe.eager_logits(module, probe.prompt_of(info)) if own else None
-        model = cls(forward_of(module, pool, ranks, max_rows=MAX_ROWS, own=own), info)
+        max_rows = options.rows_of_pass(device, MAX_ROWS)
+        forward = forward_of(module, pool, ranks, max_rows=max_rows, own=own, options=options)
+        model = cls(forward, info, loaded.head, max_rows=max_rows)
         ours = probe.probe_logits(model)
+        if loaded.head is not None:
+            ours = ours[:, loaded.head.tokens]
         if theirs is None:
             theirs = probe.eager_logits(module, probe.prompt_of(info))
-        probe.refuse_other_attention(config.model_type, ours, theirs, dtype)
+        # Products of int8 weights round their inputs, too, whatever the dtype.
+        rounded = dtype if loaded.head is None else torch.bfloat16
+        probe.refuse_other_attention(config.model_type, ours, theirs, rounded)
         model.info = replace(info, deterministic=probe.keeps_bits(model))
         return model
 
@@ -126,12 +150,19 @@ class CausalModel:
         the model's device. A row that is not finite is its own chunk's affair. Raises Broken, before any
         work, if a chunk is out of bounds.
         """
+        logits = self._run(chunks, copies)
+        return logits if self.head is None else self.head.spread(logits)
+
+    @torch.inference_mode()
+    def _run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
+        """See `run`; the logits are of the tokens that the head knows."""
         self._check(chunks)
         self._check_blocks(chunks, copies)
         self.kv.copy(copies)
-        logits = [rows for pieces in _passes(chunks) if len(rows := self._pass(pieces))]
+        logits = [rows for pieces in _passes(chunks, self.max_rows) if len(rows := self._pass(pieces))]
         if not logits:
-            return torch.empty(0, self.info.vocab_size, device=self.kv.keys.device)
+            columns = self.info.vocab_size if self.head is None else len(self.head.tokens)
+            return torch.empty(0, columns, device=self.kv.keys.device)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _pass(self, pieces: Sequence[_Piece]) -> Tensor:
@@ -175,6 +206,16 @@ class CausalModel:
         """Feed each item's tokens at [len(cache.tokens), ...) and extend its cache.
 
         Returns, for each item, its wanted logits: float32 [want_logits, vocab_size], on the model's device.
+        Raises as `forward_head`.
+        """
+        logits = self.forward_head(batch)
+        if self.head is not None:
+            logits = self.head.spread(logits)
+        return list(torch.split(logits, [item.want_logits for item in batch]))
+
+    def forward_head(self, batch: Sequence[Rows]) -> Tensor:
+        """As `forward`, all items' wanted logits together, of the tokens alone that the head knows.
+
         Raises, before any work, Broken if an item is out of bounds or a cache comes twice, and Overloaded
         where there are too few blocks.
         """
@@ -187,20 +228,20 @@ class CausalModel:
         try:
             for item in batch:
                 item.cache.reserve(len(item.cache.tokens) + len(item.tokens))
-            logits = self.run(chunks)
+            logits = self._run(chunks)
         except BaseException:
             for item in batch:
                 item.cache.trim()
             raise
         for item in batch:
             item.cache.tokens.extend(item.tokens)
-        return list(torch.split(logits, [item.want_logits for item in batch]))
+        return logits
 
 
-def _passes(chunks: Sequence[Chunk]) -> Iterator[list[_Piece]]:
-    """The rows of the chunks in order, cut into passes of at most MAX_ROWS rows."""
+def _passes(chunks: Sequence[Chunk], most: int) -> Iterator[list[_Piece]]:
+    """The rows of the chunks in order, cut into passes of at most `most` rows."""
     pieces: list[_Piece] = []
-    room = MAX_ROWS
+    room = most
     for chunk in chunks:
         first = 0
         while first < len(chunk.tokens):
@@ -210,6 +251,6 @@ def _passes(chunks: Sequence[Chunk]) -> Iterator[list[_Piece]]:
             first = last
             if room == 0:
                 yield pieces
-                pieces, room = [], MAX_ROWS
+                pieces, room = [], most
     if pieces:
         yield pieces

@@ -6,22 +6,45 @@ int64, whose products wrap: their high half is made non-negative by a mask after
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
-from services.core.noise import GUMBEL, LANES, MULTIPLIERS, halves, round_keys
+from services.core.noise import GUMBEL, LANES, MULTIPLIERS, ROUNDS, WEYL, halves, round_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _LOW = 0xFFFFFFFF
 
 
 def philox4x32(counter: Tensor, key: tuple[int, int]) -> Tensor:
     """Philox 4x32-10 of each `counter` [..., 4] (int64, in [0, 2**32)) under `key`; int64 words [..., 4]."""
-    c0, c1, c2, c3 = counter.unbind(-1)
-    for k0, k1 in round_keys(key):
+    return torch.stack(_rounds(counter.unbind(-1), round_keys(key)), dim=-1)
+
+
+def row_words(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """The words of the tokens [0, vocab) for rows of other seeds and positions; int64 [rows, vocab].
+
+    `seeds` and `positions` are int64 [rows, 2]: the low and the high 32 bits.
+    """
+    blocks = torch.arange(-(-vocab // LANES), device=seeds.device)[None]  # [1, blocks]
+    domain = torch.full_like(blocks, GUMBEL)
+    low, high = seeds[:, :1], seeds[:, 1:]  # [rows, 1]
+    keys = [((low + i * WEYL[0]) & _LOW, (high + i * WEYL[1]) & _LOW) for i in range(ROUNDS)]
+    lanes = _rounds((blocks, positions[:, :1], positions[:, 1:], domain), keys)
+    return torch.stack(lanes, dim=-1).flatten(1)[:, :vocab]
+
+
+def _rounds(lanes: Sequence[Tensor], keys: Sequence[tuple[Any, Any]]) -> tuple[Tensor, ...]:
+    """The four lanes after a round with each of `keys`; all are of one shape, or made so."""
+    c0, c1, c2, c3 = lanes
+    for k0, k1 in keys:
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW
         c2, c3 = ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
-    return torch.stack((c0, c1, c2, c3), dim=-1)
+    return c0, c1, c2, c3
 
 
 def words(seed: int, position: int, token_ids: Tensor, domain: int = GUMBEL) -> Tensor:

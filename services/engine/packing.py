@@ -65,7 +65,7 @@ class Linears:
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self._serves = serves(dtype, device)
-        self._dtype = dtype
+        self.dtype = dtype
         self._known: dict[tuple[int, ...], bool] = {}
 
     def make(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -84,7 +84,7 @@ class Linears:
         """Does a row of the packed product have the same bits among any number of rows?"""
         shape = tuple(weight.shape)
         if shape not in self._known:
-            self._known[shape] = _keeps_rows(packed, weight.shape[1], self._dtype)
+            self._known[shape] = _keeps_rows(packed, weight.shape[1], self.dtype)
         return self._known[shape]
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from services.core.blocks import BLOCK_TOKENS
-from services.engine import openmp
+from services.engine import flex, openmp
 from services.engine.compiled import compiled
-from services.engine.pages import Pages, Span, lay_out, tile_rows
+from services.engine.errors import UnsupportedModel
+from services.engine.flat_pool import FlatPool
+from services.engine.kv_pool import KvPool
+from services.engine.pages import Pages, Shape, Span, lay_out, tile_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,22 +22,24 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from services.engine.kv_pool import KvPool
+    from services.engine.device_options import DeviceOptions
+    from services.engine.kv_pool import KvShape
 
     Floats = NDArray[np.float32]
     Stored = NDArray[np.uint16] | NDArray[np.float32]
 
+__all__ = [
+    "Attention",
+    "CompiledAttention",
+    "Shape",
+    "TorchAttention",
+    "as_array",
+    "attention_for",
+    "pool_for",
+]
+
 # What a query's head and a key that it sees cost, roughly.
 _KEY_NS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How a layer attends: queries times `scale`; to `window` keys, or all; scores capped at `softcap`."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
 
 
 class Attention(Protocol):
@@ -65,8 +69,24 @@ def as_array(tensor: Tensor) -> Stored:
     return array
 
 
-def attention_for(pool: KvPool, heads: int, device: torch.device, context: int) -> Attention:
-    """The fastest that serves `heads` query heads over this pool: compiled on the CPU, else torch."""
+def pool_for(shape: KvShape, blocks: int, device: torch.device, options: DeviceOptions) -> KvPool:
+    """The pool, laid out as the fastest attention for this device reads it. Raises UnsupportedModel."""
+    if device.type == "cuda" and options.flex and flex.serves(device, shape):
+        return FlatPool(shape, blocks, device)
+    if device.type != "cpu" and options.invariant:
+        raise UnsupportedModel(f"invariant: {device} has no FlexAttention, or not for heads of this size")
+    return KvPool(shape, blocks, device)
+
+
+def attention_for(
+    pool: KvPool, heads: int, device: torch.device, context: int, *, fixed: bool = False
+) -> Attention:
+    """What serves `heads` query heads over this pool: FlexAttention, compiled loops, or plain torch.
+
+    `fixed`: with tiles of one size, whatever the pass.
+    """
+    if isinstance(pool, FlatPool):
+        return flex.FlexAttention(pool, heads, fixed=fixed)
     if device.type == "cpu" and pool.shape.dtype in {torch.float32, torch.bfloat16}:
         return CompiledAttention(pool, heads, context)
     return TorchAttention(pool, heads)
@@ -136,7 +156,7 @@ def _width(keys: int) -> int:
 
 
 class TorchAttention:
-    """Plain torch operations, for other devices than the CPU and other dtypes; untested on CUDA.
+    """Plain torch operations, for devices and dtypes that nothing else here serves; untested on CUDA.
 
     Each sequence's blocks are gathered. Bits may depend on how many rows a sequence has in the pass.
     """

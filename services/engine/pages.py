@@ -34,6 +34,15 @@ class Span:
         return self.start + self.rows
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a layer attends: queries times `scale`; to `window` keys, or all; scores capped at `softcap`."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
 def tile_rows(group: int) -> int:
     """Rows of one sequence that attention takes together, for `group` query heads a kv head."""
     return max(1, _TILE_HEADS // group)
@@ -64,27 +73,28 @@ class Pages:
 
 def lay_out(spans: Sequence[Span], rows_of_tile: int) -> Pages:
     """The pages of these spans, each of at least one row."""
-    tables = [np.array(span.blocks[: -(-span.end // BLOCK_TOKENS)], dtype=np.int64) for span in spans]
-    positions = [np.arange(span.start, span.end, dtype=np.int64) for span in spans]
-    places = np.concatenate(
-        [
-            np.stack((table[own // BLOCK_TOKENS], own % BLOCK_TOKENS), axis=1)
-            for table, own in zip(tables, positions, strict=True)
-        ]
-    )
+    blocks: list[int] = []
     tiles: list[tuple[int, int, int, int]] = []
-    row = table_at = 0
-    for span, table in zip(spans, tables, strict=True):
+    of_span: list[tuple[int, int, int]] = []
+    row = 0
+    for span in spans:
+        of_span.append((span.rows, span.start - row, len(blocks)))
         for first in range(0, span.rows, rows_of_tile):
             rows = min(rows_of_tile, span.rows - first)
-            tiles.append((row + first, rows, span.start + first, table_at))
+            tiles.append((row + first, rows, span.start + first, len(blocks)))
         row += span.rows
-        table_at += len(table)
+        blocks += span.blocks[: -(-span.end // BLOCK_TOKENS)]
+    counts, shifts, table_at = np.array(of_span, dtype=np.int64).T
+    positions = np.arange(row, dtype=np.int64) + np.repeat(shifts, counts)
+    tables = np.array(blocks, dtype=np.int64)
+    places = np.empty((row, 2), np.int64)
+    places[:, 0] = tables[np.repeat(table_at, counts) + positions // BLOCK_TOKENS]
+    places[:, 1] = positions % BLOCK_TOKENS
     return Pages(
         tuple(spans),
-        np.concatenate(positions),
+        positions,
         places,
-        np.concatenate(tables),
+        tables,
         np.array(tiles, dtype=np.int64),
         longest=max(span.end for span in spans),
         work=sum(span.rows * span.end for span in spans),

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # What one logit costs, at least.
 _LOGIT_NS = 0.3
 # Temperatures beyond these would over- or underflow float32; they sample as these do.
-_COLDEST, _HOTTEST = 1e-30, 1e30
+COLDEST, HOTTEST = 1e-30, 1e30
 
 
 def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | GalleyError]:
@@ -56,9 +56,18 @@ def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | GalleyErro
     ends = list(accumulate(len(draw.guesses) + 1 for draw in draws))
     if logits.shape[0] != sum(ends[-1:]):
         raise Broken(f"{logits.shape[0]} rows of logits for {sum(ends[-1:])} to draw")
-    rows: Floats = np.ascontiguousarray(logits.detach().float().cpu().numpy())
+    if logits.device.type != "cpu":
+        from services.engine import device_sampling  # noqa: PLC0415  # which draws by this module
+
+        return device_sampling.draw_all(logits, draws)
+    return draw_rows(np.ascontiguousarray(logits.detach().float().numpy()), draws)
+
+
+def draw_rows(rows: Floats, draws: Sequence[Draw]) -> list[Sampled | GalleyError]:
+    """`draw_all` of rows that are on the host, and of which there are as many as the draws have."""
+    ends = list(accumulate(len(draw.guesses) + 1 for draw in draws))
     threads = openmp.worth(openmp.threads(), rows.size * _LOGIT_NS) if len(draws) > 1 else 1
-    scratch = _scratch(threads, rows.shape[1], penalized=any(map(_penalized, draws)))
+    scratch = _scratch(threads, rows.shape[1], penalized=any(map(penalized, draws)))
     tokens, drawn = np.empty(len(rows), dtype=np.int64), np.empty(len(draws), dtype=np.int64)
     compiled().draw_rows(threads, rows, *_pack(draws), tokens, drawn, scratch)
     drawings = [
@@ -93,9 +102,14 @@ class _Drawing:
         entries = list(islice(listed, self.count)) if self.listed else []
         good = entries.index(None) if None in entries else self.count
         if good == 0:
-            return Broken(f"the logits for position {len(self.draw.history)} have no finite maximum")
+            return no_maximum(self.draw)
         own = tuple(int(token) for token in tokens[self.first : self.first + good])
         return Sampled(own, tuple(entry for entry in entries[:good] if entry is not None))
+
+
+def no_maximum(draw: Draw) -> Broken:
+    """What a draw comes to whose first row is bad."""
+    return Broken(f"the logits for position {len(draw.history)} have no finite maximum")
 
 
 # --------------------------------------------------------------------------------- for the kernels --
@@ -123,8 +137,8 @@ def _pack(draws: Sequence[Draw]) -> tuple[NDArray[np.void], Ids, Floats]:
     biases: list[float] = []
     end = 0
     for draw in draws:
-        history: Collection[int] = draw.history if _penalized(draw) else ()
-        masked: Collection[int] = draw.stop_token_ids if _masked_rows(draw) else ()
+        history: Collection[int] = draw.history if penalized(draw) else ()
+        masked: Collection[int] = draw.stop_token_ids if masked_rows(draw) else ()
         prompt = end + len(draw.guesses)
         output = prompt + min(draw.prompt_len, len(history))
         bias = prompt + len(history)
@@ -143,26 +157,27 @@ def _record(draw: Draw) -> tuple[float, ...]:
     return (
         params.seed,
         len(draw.history),
-        _masked_rows(draw),
+        masked_rows(draw),
         params.top_k,
         params.top_p,
-        0.0 if params.greedy else min(max(params.temperature, _COLDEST), _HOTTEST),
+        0.0 if params.greedy else min(max(params.temperature, COLDEST), HOTTEST),
         math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
         params.repetition_penalty,
         params.frequency_penalty,
         params.presence_penalty,
-        _penalized(draw),
+        penalized(draw),
     )
 
 
-def _masked_rows(draw: Draw) -> int:
+def masked_rows(draw: Draw) -> int:
     """How many of the first rows are for positions before `min_tokens` of output, so without stop tokens."""
     if not draw.stop_token_ids:
         return 0
     return max(0, draw.min_tokens - (len(draw.history) - draw.prompt_len))
 
 
-def _penalized(draw: Draw) -> bool:
+def penalized(draw: Draw) -> bool:
+    """Does what stands in the history change the logits?"""
     params = draw.params
     return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
 

@@ -22,13 +22,13 @@ _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _ONE, _TWO, _THREE, _FOUR = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(LANES)  # plain indices
 _BLOCKS: Final = 64  # whose noise is computed at once
 # Far above the rounding of the float32 arithmetic that prunes, on numbers below 200. Pruning less is safe.
-_SLACK: Final = 1e-3
-_UNIT: Final = np.float32(math.log(2.0) * 2.0**-23)
-_OFFSET: Final = np.float32(math.log(2.0) * (127 + 31))
+SLACK: Final = 1e-3
+UNIT: Final = np.float32(math.log(2.0) * 2.0**-23)
+OFFSET: Final = np.float32(math.log(2.0) * (127 + 31))
 
 
 @part
-def _philox(blocks: NDArray[np.uint64], seed: np.uint64, position: np.uint64, words: Any) -> None:
+def philox(blocks: NDArray[np.uint64], seed: np.uint64, position: np.uint64, words: Any) -> None:
     """`block_words` of services/core/noise.py: uint32 `words` [4 blocks or more]."""
     for i in range(len(blocks)):
         c0, c1, c2, c3 = blocks[i], position & _LOW, position >> _HALF, np.uint64(GUMBEL)
@@ -57,19 +57,19 @@ def noisiest(scaled: Floats, best: int, seed: Any, position: Any, blocks: NDArra
     """
     words = np.empty(_BLOCKS * LANES, np.uint32)
     blocks[0] = best // LANES
-    _philox(blocks[:1], seed, position, words)
+    philox(blocks[:1], seed, position, words)
     winner, score = best, float(scaled[best]) + gumbel(words[best % LANES])
-    count = _possible(scaled, np.float32(score - GUMBEL_MAX - _SLACK), blocks)
+    count = _possible(scaled, np.float32(score - GUMBEL_MAX - SLACK), blocks)
     reaches = np.empty(_BLOCKS * LANES, np.float32)
     for start in range(0, count, _BLOCKS):
         chunk = blocks[start : min(start + _BLOCKS, count)]
-        _philox(chunk, seed, position, words)
+        philox(chunk, seed, position, words)
         _reach(scaled, chunk, words, reaches)
         tokens = len(chunk) * LANES
-        if not any_above(reaches[:tokens], np.float32(score - _SLACK)):
+        if not any_above(reaches[:tokens], np.float32(score - SLACK)):
             continue
         for i in range(tokens):
-            if reaches[i] > score - _SLACK:
+            if reaches[i] > score - SLACK:
                 token = int(chunk[i // LANES]) * LANES + i % LANES
                 its = float(scaled[token]) + gumbel(words[i])
                 if its > score or (its == score and token < winner):
@@ -105,4 +105,4 @@ def _reach(scaled: Floats, blocks: NDArray[np.uint64], words: NDArray[np.uint32]
     for i in range(tokens):
         levels[i] = np.int32(words[i] >> np.uint32(1))
     for i in range(tokens):
-        reaches[i] += _OFFSET - np.float32(bits[i]) * _UNIT
+        reaches[i] += OFFSET - np.float32(bits[i]) * UNIT

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.common.process import hand_back_free_memory
+from services.engine.device_options import DeviceOptions
+from services.engine.draft_directory import takes_embeddings
 from services.engine.loading import parse_dtype
 from services.engine.model import DEFAULT_KV_BLOCKS, CausalModel
 from services.engine.prepare import resolve_model
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from services.engine.ranks import Ranks
 
 
-def load_model(
+def load_model(  # noqa: PLR0913  # each a choice of its own
     spec: str,
     *,
     dtype: str,
@@ -23,16 +25,26 @@ def load_model(
     threads: int,
     kv_blocks: int = DEFAULT_KV_BLOCKS,
     ranks: Ranks = ALONE,
+    target_model: str | None = None,
+    invariant: bool = False,
 ) -> CausalModel:
-    """The model that `spec` names, resolved and loaded; raises UnsupportedModel. Blocks, long at first."""
+    """The model that `spec` names, resolved and loaded; raises UnsupportedModel. Blocks, long at first.
+
+    `target_model` names the model whose embeddings a trained draft takes; it is resolved only for one that
+    does. `invariant`: a row's bits in any pass are wanted of a device other than the CPU, which keeps them.
+    """
+    directory = resolve_model(spec)
+    target = resolve_model(target_model) if target_model and takes_embeddings(directory) else None
     model = CausalModel.load(
-        resolve_model(spec),
+        directory,
         dtype=parse_dtype(dtype, device),
         device=device,
         threads=threads,
         name=_name_of(spec),
         kv_blocks=kv_blocks,
         ranks=ranks,
+        target=target,
+        options=DeviceOptions(invariant=invariant),
     )
     hand_back_free_memory()
     return model

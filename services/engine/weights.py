@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from services.engine.errors import UnsupportedModel
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 _NAMED = 3
@@ -28,11 +29,15 @@ def read_weights(model_class: Any, directory: Path, **given: Any) -> Any:
         **given,
     )
     mismatched = {name for name, *_ in found["mismatched_keys"]}
-    wrong = sorted({*found["missing_keys"], *mismatched})
+    refuse_weights(directory, sorted({*found["missing_keys"], *mismatched}))
+    return module
+
+
+def refuse_weights(directory: Path, wrong: Sequence[str]) -> None:
+    """Raise UnsupportedModel if there are `wrong` names: of weights missing, or of another shape."""
     if wrong:
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise UnsupportedModel(
             f"{directory}: weights are missing or of another shape than config.json says: "
             f"{', '.join(wrong[:_NAMED])}{more}"
         )
-    return module

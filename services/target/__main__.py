@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from services.common.process import in_passing_thread
 from services.common.server import main_of
 from services.target.loading import load_engine
-from services.target.serving import add_target, registered
+from services.target.registration import registered_target
+from services.target.serving import add_target
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def build(settings: TargetSettings) -> Callable[[grpc.aio.Server, Parts], Awaita
         parts.readiness.stage("loading model", detail=settings.model)
         engine = await in_passing_thread(load_engine, settings)
         service = await add_target(server, parts, engine, settings)
-        return registered(service, settings, parts.address)
+        return registered_target(service, settings, parts.address)
 
     return build_service
 

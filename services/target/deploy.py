@@ -35,7 +35,7 @@ from services.target.settings import TargetSettings
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from services.core.routing import ReplicaLease
+    from services.core.routing import TargetLease
     from services.target.ray_app import AppArgs, Scale
 
 _LOG = get_logger(__name__)
@@ -221,7 +221,7 @@ class Deployment:
             downscale_delay_s=settings.downscale_delay_s,
         )
 
-    async def _registered(self) -> list[ReplicaLease]:
+    async def _registered(self) -> list[TargetLease]:
         """All replicas, once they run and are registered. Raises Unavailable if they cannot start."""
         registry = ReplicaRegistry(self._settings.redis_url.get_secret_value())
         try:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 from pydantic import SecretStr
 
 from services.common.process import in_passing_thread
+from services.common.registration import Registered
 from services.common.server import Parts, start_server
 from services.common.telemetry import start_telemetry
 from services.core.errors import Unavailable
 from services.target.loading import kv_blocks, load_engine
 from services.target.paged_engine import PagedEngine
 from services.target.rank import RankSpec, load_rank
-from services.target.registered import Registered
-from services.target.serving import add_target, registered
+from services.target.registration import registered_target
+from services.target.serving import add_target
 from services.target.sharded import ShardedModel, agree
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 
 def spec_of(settings: TargetSettings, size: int) -> RankSpec:
     """What all ranks of a replica of these settings are told."""
-    return RankSpec(settings.model, settings.dtype, settings.device, settings.threads, size)
+    return RankSpec(
+        settings.model, settings.dtype, settings.device, settings.threads, size, settings.invariant
+    )
 
 
 class Leader:
@@ -93,7 +96,7 @@ class Leader:
     async def _build(self, server: grpc.aio.Server, parts: Parts, store: Store | None) -> Service:
         engine = await in_passing_thread(self._load, store)
         self._service = await add_target(server, parts, engine, self._settings)
-        return registered(self._service, self._settings, parts.address)
+        return registered_target(self._service, self._settings, parts.address)
 
     def _load(self, store: Store | None) -> TargetEngine:
         if store is None:

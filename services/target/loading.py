@@ -35,6 +35,7 @@ def load_engine(settings: TargetSettings) -> PagedEngine:
         device=settings.device,
         threads=settings.threads,
         kv_blocks=kv_blocks(settings),
+        invariant=settings.invariant,
     )
     engine = PagedEngine(model, fingerprint(model))
     if engine.info.context_window < model.info.context_window:

@@ -24,6 +24,7 @@ class RankSpec:
     device: str
     threads: int
     size: int
+    invariant: bool = False
     timeout_s: float = 30.0
 
 
@@ -48,6 +49,7 @@ def load_rank(spec: RankSpec, group: ProcessGroup, kv_blocks: int) -> LoadedRank
         threads=spec.threads,
         kv_blocks=kv_blocks,
         ranks=group,
+        invariant=spec.invariant,
     )
     return LoadedRank(model, fingerprint(model))
 

@@ -1,4 +1,4 @@
-"""From an engine to a service on a server: measured, limited, registered."""
+"""From an engine to a service on a server: measured and limited."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from typing import TYPE_CHECKING
 
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.process import in_passing_thread
-from services.common.registry import TARGET_POOL
 from services.target.calibrate import measure
-from services.target.registered import Registered
-from services.target.registration import start_registration
 from services.target.servicer import Limits, TargetService
 
 if TYPE_CHECKING:
     import grpc
 
-    from services.common.server import Parts, Service
+    from services.common.server import Parts
     from services.target.engine import TargetEngine
     from services.target.settings import TargetSettings
 
@@ -40,13 +37,3 @@ def limits_of(settings: TargetSettings) -> Limits:
         max_rows=settings.max_rows,
         max_linger_ms=settings.max_linger_ms,
     )
-
-
-def registered(service: TargetService, settings: TargetSettings, bound: str) -> Service:
-    """The service, registered from now on if there is a registry to tell; `bound` is where it listens."""
-    url = settings.redis_url.get_secret_value()
-    if not url:
-        return service
-    address = settings.advertise or bound
-    registration = start_registration(url, TARGET_POOL, address, service.facts)
-    return Registered(service, registration, settings.drain_timeout_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, SecretStr
+from pydantic import Field
 
 from services.common.config import settings_config
 from services.common.defaults import DEFAULT_MODEL
@@ -37,14 +37,11 @@ class TargetSettings(ReplicaSettings):
         le=10_000,
         description="Longest time that a pass waits for a draft that is due, where it pays; 0 never waits.",
     )
+    invariant: bool = Field(
+        default=False,
+        description="On CUDA, spend time on the same bits in any company; the CPU has them always.",
+    )
     max_draft_tokens: int = Field(default=16, ge=0, le=256, description="Most draft tokens in one item.")
     tensor_parallel: int = Field(
         default=1, ge=1, le=64, description="Ranks over which the model is sharded; 1 is this process alone."
-    )
-    redis_url: SecretStr = Field(
-        default=SecretStr(""),
-        description="Where the replica registers: redis://, rediss:// or unix://; empty: it does not.",
-    )
-    advertise: str = Field(
-        default="", description="Address that gateways are told, host:port; empty: where it listens."
     )

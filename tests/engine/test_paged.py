@@ -370,7 +370,7 @@ def test_dynamic_shapes_of_heads_go_through_torch(
     expected = whole(load(directory, kv_blocks=BLOCKS), tokens)
     monkeypatch.setattr(
         "services.engine.forwards.attention_for",
-        lambda pool, heads, device, context: TorchAttention(pool, heads),
+        lambda pool, heads, device, context, **_: TorchAttention(pool, heads),
     )
     plain = load(directory, kv_blocks=BLOCKS)
     assert plain.attention_kind == "TorchAttention"

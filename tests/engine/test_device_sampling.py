@@ -1,0 +1,164 @@
+"""Sampling as a GPU is to do it, on the CPU: the same outcomes as the kernels of the host."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.core import noise
+from services.core.errors import Broken
+from services.core.params import SamplingParams
+from services.core.step import Draw, Sampled
+from services.engine import device_sampling
+from services.engine import noise as torch_noise
+from services.engine.device_sampling import plain
+from services.engine.sampling import draw_all
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.core.errors import GalleyError
+    from services.engine.sampling_layout import Floats
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.3},
+    {"temperature": 1e-40},
+    {"temperature": 0.0, "top_k": 3},
+    {"temperature": 1.0, "top_k": 3},
+    {"temperature": 0.8, "top_p": 0.7, "min_p": 0.01},
+    {"temperature": 1.0, "frequency_penalty": 1.5},
+    {"temperature": 1.0, "logit_bias": {1: 4.0}},
+]
+
+
+def _logits(rng: np.random.Generator, rows: int, vocab: int) -> torch.Tensor:
+    """Rows with ties, with minus infinities, and now and then bad ones."""
+    logits = rng.normal(size=(rows, vocab)).astype(np.float32) * 3
+    for row in logits:
+        kind = rng.integers(8)
+        if kind == 0:
+            row[:] = np.round(row / 3)  # ties
+        elif kind == 1:
+            row[:] = 0.0
+            row[rng.integers(vocab)] = -0.0
+        elif kind == 2:
+            row[rng.random(vocab) < 0.5] = -np.inf
+        elif kind == 3:
+            row[rng.integers(vocab)] = rng.choice([np.nan, np.inf])
+        elif kind == 4:
+            row[:] = -np.inf
+    return torch.from_numpy(logits)
+
+
+def _draw(rng: random.Random, vocab: int) -> Draw:
+    asked = rng.choice(ASKED)
+    params = replace(SamplingParams(), seed=rng.choice([0, 7, 2**64 - 1, rng.getrandbits(64)]), **asked)
+    history = tuple(rng.randrange(vocab) for _ in range(rng.randint(1, 6)))
+    return Draw(
+        params,
+        history,
+        1,
+        frozenset({0}),
+        rng.choice([0, 0, 9]),
+        logprobs=rng.choice([None, None, 2]),
+    )
+
+
+def _guessed(rng: random.Random, draw: Draw, rows: torch.Tensor) -> Draw:
+    """With guesses that are right for as long as can be, often but for the last."""
+    guesses: list[int] = []
+    while len(guesses) < len(rows) - 1:
+        (outcome,) = draw_all(rows[: len(guesses) + 1], [replace(draw, guesses=tuple(guesses))])
+        good = isinstance(outcome, Sampled) and len(outcome.tokens) > len(guesses)
+        guesses.append(outcome.tokens[-1] if good and isinstance(outcome, Sampled) else 0)
+    if guesses and rng.random() < 0.4:
+        guesses[rng.randrange(len(guesses))] += 1
+    return replace(draw, guesses=tuple(guesses))
+
+
+def _same(ours: Sequence[Sampled | GalleyError], theirs: Sequence[Sampled | GalleyError]) -> None:
+    assert [str(outcome) for outcome in ours] == [str(outcome) for outcome in theirs]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(seed=st.integers(0, 2**32), vocab=st.sampled_from([1, 3, 7, 64, 1003]))
+def test_the_device_draws_what_the_host_draws(device: str, seed: int, vocab: int) -> None:
+    rng, numbers = random.Random(seed), np.random.default_rng(seed)
+    rows = [_logits(numbers, rng.choice([1, 1, 4]), vocab) for _ in range(6)]
+    draws = [_guessed(rng, _draw(rng, vocab), own) for own in rows]
+    logits = torch.cat(rows)
+    before = logits.clone()
+    ours = device_sampling.draw_all(logits.to(device), draws)
+    _same(ours, draw_all(logits, draws))
+    assert torch.equal(logits.view(torch.int32), before.view(torch.int32)), "the logits are left as they are"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_of_plain_draws_no_logits_come_to_the_host(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = [Draw(SamplingParams(temperature=temperature, seed=i), (1,), 1, frozenset(), 0) for i in range(3)]
+
+    def refuse(rows: Floats, others: Sequence[Draw]) -> list[Sampled | GalleyError]:
+        raise AssertionError(f"{len(rows)} rows for {len(others)} draws")
+
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(1))
+    expected = draw_all(logits, draws)
+    monkeypatch.setattr(device_sampling, "draw_rows", refuse)
+    _same(device_sampling.draw_all(logits, draws), expected)
+
+
+def test_a_bad_row_costs_its_own_draw_alone_and_no_accepted_guess() -> None:
+    logits = torch.zeros(4, 9)
+    logits[1], logits[3] = math.nan, -math.inf
+    draw = Draw(SamplingParams(temperature=0.0), (5, 5), 1, frozenset(), 0)
+    guessed = replace(draw, guesses=(0,))
+    first, second, last = device_sampling.draw_all(logits, [guessed, draw, draw])
+    assert first == second == Sampled((0,)), "the accepted guess, without a token of its own"
+    assert isinstance(last, Broken)
+    assert "position 2 " in str(last)
+
+
+def test_many_rows_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_sampling, "_MOST", 2 * 50)
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(2))
+    draws = [Draw(SamplingParams(seed=i), (1,) * (i + 1), 1, frozenset(), 0) for i in range(7)]
+    _same(device_sampling.draw_all(logits, draws), draw_all(logits, draws))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_words_of_rows_are_those_of_the_core(device: str) -> None:
+    rows = [(0, 0), (2**64 - 1, 2**40 + 3), (12345, 77)]
+    seeds = torch.tensor([noise.halves(seed) for seed, _ in rows], device=device)
+    positions = torch.tensor([noise.halves(position) for _, position in rows], device=device)
+    words = torch_noise.row_words(seeds, positions, 1001).cpu().numpy()
+    for own, (seed, position) in zip(words, rows, strict=True):
+        assert (own == noise.words(seed, position, range(1001))).all()
+
+
+def test_what_needs_a_history_or_an_order_is_not_plain() -> None:
+    draw = Draw(SamplingParams(), (1,), 1, frozenset({3}), 0)
+    assert plain(draw)
+    assert plain(replace(draw, params=SamplingParams(temperature=0.0, top_k=2, top_p=0.5)))
+    for other in (
+        replace(draw, logprobs=0),
+        replace(draw, min_tokens=1),
+        replace(draw, params=SamplingParams(top_k=2)),
+        replace(draw, params=SamplingParams(top_p=0.5)),
+        replace(draw, params=SamplingParams(min_p=0.1)),
+        replace(draw, params=SamplingParams(presence_penalty=0.1)),
+        replace(draw, params=SamplingParams(temperature=0.0, logit_bias={1: 1.0})),
+    ):
+        assert not plain(other)

@@ -1,0 +1,95 @@
+"""What a draft guesses of the columns that its head knows is what sampling draws of the whole vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.core.errors import Broken
+from services.core.params import SamplingParams
+from services.core.step import Draw, Sampled
+from services.engine.draft_directory import ReducedHead
+from services.engine.guessing import guess
+from services.engine.sampling import draw_all
+
+VOCAB = 700
+
+
+def head_of(columns: int, seed: int) -> ReducedHead:
+    order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))
+    return ReducedHead(order[:columns].sort().values, VOCAB)
+
+
+def draw(position: int = 5, **params: Any) -> Draw:
+    return Draw(SamplingParams(**params), [1] * position, 2, frozenset({3}), 0)
+
+
+PARAMS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+        "top_k": st.sampled_from([0, 1, 7, 1000]),
+        "top_p": st.sampled_from([1.0, 0.9, 0.3]),
+        "min_p": st.sampled_from([0.0, 0.05]),
+        "seed": st.integers(0, 2**64 - 1),
+    }
+)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    st.lists(PARAMS, min_size=1, max_size=5),
+    st.integers(1, VOCAB),
+    st.integers(0, 2**20),
+    st.sampled_from([0.1, 1.0, 8.0]),
+)
+def test_a_guess_is_what_is_drawn_of_the_whole_vocabulary(
+    params: list[dict[str, Any]], columns: int, position: int, spread: float
+) -> None:
+    head = head_of(columns, position)
+    logits = torch.randn(len(params), columns, generator=torch.Generator().manual_seed(columns)) * spread
+    draws = [
+        Draw(SamplingParams(**one), range(position + index), 0, frozenset(), 0)
+        for index, one in enumerate(params)
+    ]
+    outcomes, sureness = guess(logits, draws, head)
+    assert outcomes == draw_all(head.spread(logits), draws)
+    assert sureness == pytest.approx(torch.softmax(logits, -1).amax(-1).tolist(), rel=1e-5)
+
+
+def test_what_needs_the_history_is_drawn_from_the_whole_vocabulary() -> None:
+    head = head_of(200, 1)
+    logits = torch.randn(4, 200, generator=torch.Generator().manual_seed(3))
+    best = int(head.tokens[logits[0].argmax()])
+    draws = [
+        draw(logit_bias={best: -100.0}),
+        draw(repetition_penalty=1.5, temperature=1.0),
+        Draw(SamplingParams(), [1] * 5, 5, frozenset({int(head.tokens[logits[2].argmax()])}), 3),
+        draw(temperature=0.8, seed=9),
+    ]
+    outcomes, sureness = guess(logits, draws, head)
+    assert outcomes == draw_all(head.spread(logits), draws)
+    assert isinstance(outcomes[0], Sampled)
+    assert outcomes[0].tokens != (best,)
+    assert sureness == pytest.approx(torch.softmax(logits, -1).amax(-1).tolist())
+
+
+def test_a_model_that_knows_all_tokens_needs_no_head() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
+    draws = [draw(temperature=1.0, seed=seed) for seed in range(3)]
+    assert guess(logits, draws, None)[0] == draw_all(logits, draws)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bad_row_is_its_own_affair(bad: float, temperature: float) -> None:
+    head = head_of(100, 2)
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(5))
+    logits[1, 50] = bad
+    draws = [draw(temperature=temperature, seed=seed) for seed in range(3)]
+    outcomes, _ = guess(logits, draws, head)
+    assert isinstance(outcomes[1], Broken)
+    assert [outcomes[0], outcomes[2]] == draw_all(head.spread(logits[[0, 2]]), [draws[0], draws[2]])
