@@ -1,41 +1,30 @@
 """The things that a round benchmark compares: our stack under each strategy and k, and transformers.
 
 An arm is a name: `plain` (our k = 0), `<strategy>-<k>` (`ngram-4`, `model-4`, `oracle-4`), and the peer's
-`transformers` and `transformers-lookup`.
+`transformers`, `transformers-lookup` and `transformers-assisted` (with a draft model).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
-from bench.harness import Answer, Prompt, Rounds
-from services.client.client import GalleyClient, Message, Speculation
+from services.benching.answers import Answer
+from services.benching.gateway import speculation_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from services.common.pb.galley.v1 import galley_pb2 as pb
+    from services.benching.gateway import Ask
 
-PLAIN = "plain"
 PEER_PLAIN = "transformers"
 PEER_LOOKUP = "transformers-lookup"
-PEERS = (PEER_PLAIN, PEER_LOOKUP)
+PEER_ASSISTED = "transformers-assisted"
+PEERS = (PEER_PLAIN, PEER_LOOKUP, PEER_ASSISTED)
 PEER_LOOKUP_TOKENS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """How a prompt is put; the same to every arm."""
-
-    prompt: Prompt
-    temperature: float
-    seed: int
-    max_tokens: int
 
 
 class Side(Protocol):
@@ -44,16 +33,6 @@ class Side(Protocol):
     async def answer(self, arm: str, ask: Ask) -> Answer:
         """The answer that `arm` gives to `ask`."""
         ...
-
-
-def speculation_of(arm: str) -> Speculation:
-    """`plain` is speculation off, `ngram-4` that strategy at that k; ValueError if it is neither."""
-    if arm == PLAIN:
-        return Speculation(off=True)
-    strategy, dash, k = arm.rpartition("-")
-    if not (strategy and dash and k.isdigit()):
-        raise ValueError(f"no arm {arm!r}: plain, <strategy>-<k>, {' or '.join(PEERS)}")
-    return Speculation(k=int(k), strategy=strategy)
 
 
 def strategies_of(arms: tuple[str, ...]) -> tuple[str, ...]:
@@ -74,92 +53,37 @@ class Cpu:
         return float(sum(spent.user + spent.system for spent in times))
 
 
-class GalleySide:
-    """Our stack, asked through its client; its CPU time is that of all its processes, the client's aside."""
-
-    def __init__(self, client: GalleyClient, cpu: Cpu) -> None:
-        self._client = client
-        self._cpu = cpu
-
-    async def answer(self, arm: str, ask: Ask) -> Answer:
-        """Stream one answer; raises GalleyRpcError where the stream does."""
-        tokens: list[int] = []
-        at_s: list[float] = []
-        from_draft: list[bool] = []
-        prompt_tokens = 0
-        finished: pb.Finished | None = None
-        cpu_before = self._cpu.seconds()
-        began = time.perf_counter()
-        stream = self._client.generate(
-            [Message("user", ask.prompt.text)],
-            max_tokens=ask.max_tokens,
-            temperature=ask.temperature,
-            seed=ask.seed,
-            speculation=speculation_of(arm),
-        )
-        async for event in stream:
-            now = time.perf_counter() - began
-            match event.WhichOneof("event"):
-                case "started":
-                    prompt_tokens = event.started.prompt_tokens
-                case "chunk":
-                    tokens += event.chunk.token_ids
-                    from_draft += event.chunk.from_draft
-                    at_s += [now] * len(event.chunk.token_ids)
-                case "finished":
-                    finished = event.finished
-                case _:
-                    pass
-        wall_s = time.perf_counter() - began
-        if finished is None:
-            raise RuntimeError(f"{arm} ended {ask.prompt.id} without saying so")
-        return Answer(
-            prompt_id=ask.prompt.id,
-            prompt_tokens=prompt_tokens,
-            tokens=tuple(tokens),
-            at_s=tuple(at_s),
-            wall_s=wall_s,
-            cpu_s=self._cpu.seconds() - cpu_before,
-            from_draft=tuple(from_draft),
-            rounds=_rounds(finished.speculation),
-        )
-
-
-def _rounds(stats: pb.SpeculationStats) -> Rounds:
-    return Rounds(
-        rounds=stats.rounds,
-        drafted=stats.drafted,
-        verified=stats.verified,
-        accepted=stats.accepted,
-        accepted_at=tuple(stats.accepted_at),
-        verified_at=tuple(stats.verified_at),
-        orchestration_ns=tuple(stats.orchestration_ns),
-        round_ns=stats.round_ns,
-        draft_compute_ns=stats.draft_compute_ns,
-        target_compute_ns=stats.verify_compute_ns,
-    )
-
-
 class TransformersSide:
-    """transformers' `generate` in this process, plain and with prompt lookup, on the same weights."""
+    """transformers' `generate` in this process, on the same weights: plain, with prompt lookup, assisted.
 
-    def __init__(self, model_dir: Path, dtype: str, threads: int) -> None:
+    `assistant` is the draft of PEER_ASSISTED, a causal language model of the target's vocabulary.
+    """
+
+    def __init__(self, model_dir: Path, dtype: str, threads: int, assistant: Any = None) -> None:
         import torch  # noqa: PLC0415  # only where the peer is asked for
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no types for it
-        torch.set_num_threads(threads)
+        self.threads = threads
         self._torch = torch
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
         model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
         self._model = model.eval()
+        self._assistant = assistant
+
+    @property
+    def models(self) -> tuple[Any, Any]:
+        """The target and the assistant."""
+        return self._model, self._assistant
 
     async def answer(self, arm: str, ask: Ask) -> Answer:
         """Generate one answer in a thread."""
         return await asyncio.to_thread(self._generate, arm, ask)
 
     def _generate(self, arm: str, ask: Ask) -> Answer:
+        # Here: torch keeps the number for each thread that calls it.
+        self._torch.set_num_threads(self.threads)
         cpu_before = time.process_time()
         began = time.perf_counter()
         inputs = self._tokenizer.apply_chat_template(
@@ -172,7 +96,9 @@ class TransformersSide:
         clock = _Clock(began)
         self._torch.manual_seed(ask.seed)
         with self._torch.inference_mode():
-            output = self._model.generate(**inputs, **_generation_options(arm, ask), streamer=clock)
+            output = self._model.generate(
+                **inputs, **_generation_options(arm, ask, self._assistant), streamer=clock
+            )
         wall_s = time.perf_counter() - began
         tokens = output[0, prompt_tokens:].tolist()
         return Answer(
@@ -186,13 +112,15 @@ class TransformersSide:
         )
 
 
-def _generation_options(arm: str, ask: Ask) -> dict[str, Any]:
+def _generation_options(arm: str, ask: Ask, assistant: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"max_new_tokens": ask.max_tokens, "do_sample": ask.temperature > 0}
     if ask.temperature > 0:
         # Pure temperature, as on our side: the model's own generation config would cut the distribution.
         options |= {"temperature": ask.temperature, "top_k": 0, "top_p": 1.0}
     if arm == PEER_LOOKUP:
         options["prompt_lookup_num_tokens"] = PEER_LOOKUP_TOKENS
+    if arm == PEER_ASSISTED:
+        options["assistant_model"] = assistant
     return options
 
 

@@ -11,83 +11,20 @@ before.
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from bench.harness import PROMPT_SETS, Answer, Prompt, load_prompts
+from services.benching.closed_loop import WARM_UP, Load, run_all, tagged
+from services.benching.workloads import PROMPT_SETS, load_prompts
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-WARM_UP = -1
+    from services.benching.answers import Prompt
+    from services.benching.closed_loop import LoopBlock, LoopSide
+
 _LEAST_ANSWERS = 3
 _ANSWERS_A_STREAM = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One block's work; `arm` answers it."""
-
-    pair: int
-    arm: str
-    streams: int
-    temperature: float
-    prompts: tuple[Prompt, ...]
-    max_tokens: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoopBlock:
-    """What came of a load; `cpu_s` is of all processes of the arm's side over the whole block."""
-
-    load: Load
-    answers: tuple[Answer, ...]
-    wall_s: float
-    cpu_s: float
-
-    @property
-    def tokens(self) -> int:
-        """Counted ones."""
-        return sum(answer.counted for answer in self.answers)
-
-    @property
-    def given(self) -> int:
-        """All tokens, those in loops too."""
-        return sum(len(answer.tokens) for answer in self.answers)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Counted tokens over the block's wall time."""
-        return self.tokens / self.wall_s
-
-    @property
-    def cpu_per_token(self) -> float:
-        """CPU seconds per token; loops cost as much as the rest, so all tokens share them."""
-        return self.cpu_s / max(1, self.given)
-
-    @property
-    def first_token_s(self) -> list[float]:
-        """From each request to its first token."""
-        return [answer.at_s[0] for answer in self.answers if answer.at_s]
-
-    @property
-    def inter_token_s(self) -> list[float]:
-        """From each token to the next of its answer; 0 between tokens that came together."""
-        return [
-            later - earlier
-            for answer in self.answers
-            for earlier, later in zip(answer.at_s, answer.at_s[1:], strict=False)
-        ]
-
-
-class LoopSide(Protocol):
-    """Answers loads."""
-
-    async def run(self, load: Load) -> LoopBlock:
-        """Carry one load out to its end."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +64,16 @@ def _load(
     count = streams if pair == WARM_UP else max(_LEAST_ANSWERS, _ANSWERS_A_STREAM * streams)
     # Arms of a pair get the same prompts; the next pair goes on where this one ended.
     first = (pair + 1) * count
+    # And no draft learns from another arm's answers, nor from an earlier pair's.
+    label = f"{streams}/{temperature:g}/{arm}/{pair + 1}"
     chosen = tuple(
-        _tagged(
-            prompts[at % len(prompts)],
+        tagged(
+            replace(prompts[at % len(prompts)], label=label),
             f"{pair + 1:02}.{streams:02}.{plan.arms.index(arm)}.{temperature:.1f}.{at % 1000:03}",
         )
         for at in range(first, first + count)
     )
     return Load(pair, arm, streams, temperature, chosen, plan.max_tokens, plan.seed + 1000 * (pair + 1))
-
-
-def _tagged(prompt: Prompt, tag: str) -> Prompt:
-    return Prompt(prompt.id, f"({tag}) {prompt.text}")
 
 
 async def run_loads(
@@ -148,34 +83,7 @@ async def run_loads(
     after_block: Callable[[LoopBlock], None] = lambda _: None,
 ) -> list[LoopBlock]:
     """Run all blocks of a plan, one at a time; the warm-up is not among those returned."""
-    every = list(loads(plan))
-    blocks = []
-    for at, load in enumerate(every, 1):
-        block = await sides[load.arm].run(load)
-        name = "warm-up" if load.pair == WARM_UP else f"pair {load.pair + 1}/{plan.pairs}"
-        tell(
-            f"{at}/{len(every)} {name}: {load.arm}, {load.streams} streams at {load.temperature:g}: "
-            f"{block.tokens} tokens, {block.tokens_per_s:.1f}/s"
-        )
-        if load.pair != WARM_UP:
-            blocks.append(block)
-            after_block(block)
-    return blocks
-
-
-async def in_streams(load: Load, answer: Callable[[Prompt, int], Awaitable[Answer]]) -> list[Answer]:
-    """Ask `answer(prompt, seed)` for every prompt of the load, `load.streams` at a time, in order."""
-    waiting = iter(enumerate(load.prompts))
-    answers: list[Answer | None] = [None] * len(load.prompts)
-
-    async def stream() -> None:
-        for at, prompt in waiting:
-            answers[at] = await answer(prompt, load.seed + at)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(load.streams):
-            group.create_task(stream())
-    return [given for given in answers if given is not None]
+    return await run_all(list(loads(plan)), sides, tell, after_block)
 
 
 def block_record(block: LoopBlock) -> dict[str, Any]:
@@ -184,6 +92,7 @@ def block_record(block: LoopBlock) -> dict[str, Any]:
     return {
         "pair": load.pair,
         "arm": load.arm,
+        "workload": load.workload,
         "streams": load.streams,
         "temperature": load.temperature,
         "answers": len(block.answers),

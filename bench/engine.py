@@ -31,8 +31,9 @@ from rich.console import Console
 
 from bench import engine_summary, engine_tables
 from bench.engine_run import PARTS, SPLITS
-from bench.harness import BENCH, MIN_PAIRS, Goal, commit, machine, prompt_hash, result_path, write_record
+from bench.harness import BENCH, MIN_PAIRS, Goal, commit, machine, result_path, write_record
 from bench.options import integers, names
+from services.benching.workloads import prompt_hash
 from services.common.defaults import DEFAULT_MODEL
 from services.common.process import thread_environment
 from services.engine.prepare import resolve_model

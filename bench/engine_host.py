@@ -21,7 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.engine_alone import EngineAlone
-from bench.stats import percentile
+from services.benching.stats import percentile
 from services.core.kv_table import KvTable
 from services.engine.compiled import Kernels
 from services.engine.model import MAX_ROWS, CausalModel

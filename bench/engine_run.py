@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 from bench import engine_parts
 from bench.engine_host import host_time
 from bench.engine_sides import Case, OurStep, TransformersModel
-from bench.harness import load_prompts
 from bench.paired import alternate, fastest
+from services.benching.workloads import load_prompts
 from services.core.blocks import BLOCK_TOKENS
 from services.engine.model import CausalModel
 from services.gateway.tokenizer import Tokenizer

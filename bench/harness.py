@@ -1,25 +1,22 @@
-"""What every benchmark here shares: prompts, answers and how they count, goals, and the record of a run.
+"""What every benchmark here shares: blocks of answers, goals, and the record of a run.
 
 The rules, so that a figure can be believed:
 
 - Two things are compared in alternating blocks of the same run, at least MIN_PAIRS pairs after a warm-up;
   what is reported is the median of the pairs' ratios and its bootstrap interval, never a ratio of two runs.
-- An answer counts up to its first loop (`loop_start`): a small greedy model that repeats itself flatters
-  whoever copies. The share that was cut is reported.
-- The prompts are fixed, and their hashes stand in every result.
+- An answer counts up to its first loop (services/benching/answers.py); the share that was cut is reported.
+- The prompts are fixed (services/benching/workloads.py), and their hashes stand in every result.
 - A goal is met if the median reaches its bound and the interval comes within SLACK of it.
 - Every run leaves its JSON, with the machine, the versions and the seeds; none is overwritten.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
-from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,13 +27,11 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.stats import Interval
+    from services.benching.answers import Answer
+    from services.benching.stats import Interval
 
 BENCH = Path(__file__).parent
-PROMPT_SETS = ("chat", "code", "support", "rewrite")
 MIN_PAIRS = 7
-LOOP_GRAM = 8
-LOOP_TIMES = 3
 SLACK = 0.04
 _PACKAGES = (
     "torch",
@@ -51,96 +46,7 @@ _PACKAGES = (
 )
 
 
-# ----------------------------------------------------------------------------------------- prompts --
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One user turn."""
-
-    id: str
-    text: str
-
-
-def load_prompts(name: str) -> list[Prompt]:
-    """The prompts of a set, in the order of its file."""
-    lines = _prompt_file(name).read_text(encoding="utf-8").splitlines()
-    return [Prompt(found["id"], found["prompt"]) for found in map(json.loads, lines)]
-
-
-def prompt_hash(name: str) -> str:
-    """The sha256 of a set's file."""
-    return hashlib.sha256(_prompt_file(name).read_bytes()).hexdigest()
-
-
-def _prompt_file(name: str) -> Path:
-    return BENCH / "prompts" / f"{name}.jsonl"
-
-
-# ----------------------------------------------------------------------------------------- answers --
-
-
-def loop_start(tokens: Sequence[int]) -> int:
-    """Where the answer's first loop begins; len(tokens) if it has none.
-
-    A loop is there once some LOOP_GRAM-gram is seen for the LOOP_TIMES-th time (occurrences may overlap). It
-    begins where that gram came for the second time: from there on the answer repeats itself.
-    """
-    second: dict[tuple[int, ...], int] = {}
-    seen: Counter[tuple[int, ...]] = Counter()
-    for at in range(len(tokens) - LOOP_GRAM + 1):
-        gram = tuple(tokens[at : at + LOOP_GRAM])
-        seen[gram] += 1
-        if seen[gram] == 2:
-            second[gram] = at
-        elif seen[gram] == LOOP_TIMES:
-            return second[gram]
-    return len(tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Rounds:
-    """What the gateway counted of its rounds over a whole answer; `*_at` by position in the proposal."""
-
-    rounds: int = 0
-    drafted: int = 0
-    verified: int = 0
-    accepted: int = 0
-    accepted_at: tuple[int, ...] = ()
-    verified_at: tuple[int, ...] = ()
-    orchestration_ns: tuple[int, ...] = ()
-    round_ns: int = 0
-    draft_compute_ns: int = 0
-    target_compute_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer as its client saw it: tokens, when each came (seconds from the request), and the cost."""
-
-    prompt_id: str
-    prompt_tokens: int
-    tokens: tuple[int, ...]
-    at_s: tuple[float, ...]
-    wall_s: float
-    cpu_s: float
-    from_draft: tuple[bool, ...] = ()
-    rounds: Rounds | None = None
-
-    @property
-    def counted(self) -> int:
-        """Tokens up to the first loop."""
-        return loop_start(self.tokens)
-
-    @property
-    def counted_s(self) -> float:
-        """From the request to the last counted token."""
-        return self.at_s[self.counted - 1] if self.counted else self.wall_s
-
-    @property
-    def counted_cpu_s(self) -> float:
-        """The CPU time of the counted part, taken as its share of the wall time."""
-        return self.cpu_s * self.counted_s / self.wall_s
+# ------------------------------------------------------------------------------------------ blocks --
 
 
 @dataclass(frozen=True, slots=True)

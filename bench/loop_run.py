@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import loop_tables
-from bench.arms import strategies_of
+from bench.arms import Cpu, strategies_of
 from bench.closed_loop import block_record
-from bench.harness import BENCH, MIN_PAIRS, PROMPT_SETS, Goal, commit, machine, prompt_hash, write_record
-from bench.loop_sides import GatewayLoop
+from bench.harness import BENCH, MIN_PAIRS, Goal, commit, machine, write_record
 from bench.loop_summary import loop_rows
 from bench.options import integers, names, numbers
+from services.benching.gateway import GatewayLoop
+from services.benching.workloads import PROMPT_SETS, prompt_hash
 from services.cli.stack import Stack, StackOptions
 from services.client.client import GalleyClient
 from services.common.defaults import DEFAULT_MODEL
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from bench.closed_loop import LoopBlock
+    from services.benching.closed_loop import LoopBlock
 
 SERVERS = ("valkey", "target", "draft", "gateway")
 STREAMS = (1, 8, 16, 64)
@@ -107,8 +108,8 @@ async def our_stack(
         threads=options.target_threads,
     )
     async with Stack(stack_options) as stack, GalleyClient(stack.gateways[0]) as client:
-        pids = [stack.pid(part) for part in stack.parts if part in SERVERS]
-        yield stack, {name: GatewayLoop(client, pids, name) for name in speculations}
+        cpu = Cpu([stack.pid(part) for part in stack.parts if part in SERVERS])
+        yield stack, {name: GatewayLoop(client, cpu.seconds, name) for name in speculations}
 
 
 @dataclass(frozen=True, slots=True)

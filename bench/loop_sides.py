@@ -4,46 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from bench.arms import Ask, Cpu, GalleySide
-from bench.closed_loop import Load, LoopBlock, in_streams
-from bench.harness import Answer, Prompt
+from bench.arms import Cpu
+from services.benching.answers import Answer
+from services.benching.closed_loop import Load, LoopBlock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from pathlib import Path
 
-    from services.client.client import GalleyClient
 
 # An answer's tokens and times are one line.
 _MAX_LINE_BYTES = 64 * 2**20
 _STOP_S = 20
-
-
-class GatewayLoop:
-    """Our stack through its real gateway, asked in text; CPU time is of all server processes."""
-
-    def __init__(self, client: GalleyClient, pids: Sequence[int], speculation: str) -> None:
-        self._cpu = Cpu(list(pids))
-        self._side = GalleySide(client, self._cpu)
-        self._speculation = speculation
-
-    async def run(self, load: Load) -> LoopBlock:
-        """Stream every answer of the load."""
-
-        async def answer(prompt: Prompt, seed: int) -> Answer:
-            ask = Ask(prompt, load.temperature, seed, load.max_tokens)
-            return await self._side.answer(self._speculation, ask)
-
-        cpu_before, began_s = self._cpu.seconds(), time.perf_counter()
-        answers = await in_streams(load, answer)
-        wall_s = time.perf_counter() - began_s
-        return LoopBlock(load, tuple(answers), wall_s, self._cpu.seconds() - cpu_before)
 
 
 class ProcessLoop:

@@ -6,12 +6,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bench.stats import Interval, percentile, ratio_interval
+from services.benching.stats import Interval, percentile, ratio_interval
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.closed_loop import LoopBlock
+    from services.benching.closed_loop import LoopBlock
 
 MS = 1e3
 

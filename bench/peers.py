@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from bench.closed_loop import LoopBlock, LoopPlan, LoopSide, run_loads
+from bench.closed_loop import LoopPlan, run_loads
 from bench.harness import BENCH, Goal, at_least, commit, result_path
 from bench.loop_run import LoopOptions, Result, add_options, finish_options, keep_to_cores, our_stack, report
 from bench.loop_sides import process_loop
@@ -39,6 +39,8 @@ from services.engine.prepare import resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from services.benching.closed_loop import LoopBlock, LoopSide
 
 GATEWAY, ENGINE, VLLM, VLLM_NGRAM = "gateway", "engine", "vllm", "vllm-ngram"
 ARMS = (GATEWAY, ENGINE, VLLM)

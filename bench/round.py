@@ -41,34 +41,21 @@ from bench.arms import (
     PEER_LOOKUP_TOKENS,
     PEER_PLAIN,
     PEERS,
-    PLAIN,
-    Ask,
     Cpu,
-    GalleySide,
     Side,
     TransformersSide,
-    speculation_of,
     strategies_of,
 )
-from bench.harness import (
-    MIN_PAIRS,
-    PROMPT_SETS,
-    Block,
-    Goal,
-    Prompt,
-    commit,
-    load_prompts,
-    machine,
-    prompt_hash,
-    result_path,
-    share_cut,
-    write_record,
-)
+from bench.harness import MIN_PAIRS, Block, Goal, commit, machine, result_path, share_cut, write_record
+from services.benching.gateway import PLAIN, Ask, GatewaySide, speculation_of
+from services.benching.workloads import PROMPT_SETS, load_prompts, prompt_hash
 from services.cli.stack import Stack, StackOptions
 from services.client.client import GalleyClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from services.benching.answers import Prompt
 
 ARMS = (PLAIN, "ngram-4", "ngram-8", "model-4", PEER_PLAIN, PEER_LOOKUP)
 TEMPERATURES = (0.0, 0.7)
@@ -134,7 +121,10 @@ def turns(options: RoundOptions, prompts: dict[str, list[Prompt]]) -> Iterator[T
 async def run_turn(turn: Turn, side: Side, options: RoundOptions) -> Block:
     """Ask every prompt of the turn; all arms of a pair get the same seeds."""
     answers = []
-    for at, prompt in enumerate(turn.prompts):
+    # No draft learns from another arm's answers, nor from its own to the same prompt.
+    label = f"{turn.prompt_set}/{turn.temperature:g}/{turn.arm}/{turn.pair}"
+    for at, asked in enumerate(turn.prompts):
+        prompt = dataclasses.replace(asked, label=label)
         seed = options.seed + (turn.pair + 1) * 1000 + at
         answers.append(await side.answer(turn.arm, Ask(prompt, turn.temperature, seed, options.max_tokens)))
     return Block(turn.pair, turn.arm, turn.prompt_set, turn.temperature, tuple(answers))
@@ -185,7 +175,7 @@ async def _start(options: RoundOptions, held: AsyncExitStack, console: Console) 
         )
     )
     client = await held.enter_async_context(GalleyClient(stack.gateways[0]))
-    side = GalleySide(client, Cpu([stack.pid(part) for part in stack.parts if part in _SERVERS]))
+    side = GatewaySide(client, Cpu([stack.pid(part) for part in stack.parts if part in _SERVERS]).seconds)
     sides: dict[str, Side] = dict.fromkeys(ours, side)
     if any(arm in PEERS for arm in options.arms):
         peer = TransformersSide(model_dir, options.dtype, options.peer_threads)

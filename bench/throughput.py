@@ -27,7 +27,7 @@ import psutil
 from rich.console import Console
 
 from bench import kv_memory
-from bench.closed_loop import LoopBlock, LoopPlan, LoopSide, run_loads
+from bench.closed_loop import LoopPlan, run_loads
 from bench.harness import BENCH, Goal, commit, result_path
 from bench.loop_run import LoopOptions, Result, add_options, finish_options, keep_to_cores, our_stack, report
 from bench.loop_sides import process_loop
@@ -37,6 +37,8 @@ from services.gateway.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from services.benching.closed_loop import LoopBlock, LoopSide
 
 PLAIN, ENGINE = "plain", "engine"
 ARMS = (PLAIN, "ngram-4", ENGINE)

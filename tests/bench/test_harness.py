@@ -12,24 +12,20 @@ from hypothesis import strategies as st
 
 from bench.harness import (
     BENCH,
-    LOOP_GRAM,
-    PROMPT_SETS,
-    Answer,
     Block,
     at_least,
     at_most,
     commit,
     cpu_per_token,
-    load_prompts,
-    loop_start,
     machine,
-    prompt_hash,
     result_path,
     share_cut,
     tokens_per_s,
     write_record,
 )
-from bench.stats import Interval
+from services.benching.answers import LOOP_GRAM, Answer, loop_start
+from services.benching.stats import Interval
+from services.benching.workloads import PROMPT_SETS, load_prompts, prompt_hash
 
 if TYPE_CHECKING:
     from pathlib import Path

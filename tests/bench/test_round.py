@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from bench import summary
-from bench.arms import PEER_LOOKUP, PLAIN, Ask, Cpu, GalleySide, speculation_of, strategies_of
-from bench.harness import Answer, Block, Prompt, Rounds
+from bench.arms import PEER_LOOKUP, Cpu, strategies_of
+from bench.harness import Block
 from bench.round import (
     WARM_UP,
     RoundOptions,
@@ -28,6 +28,8 @@ from bench.round import (
     run_turn,
     turns,
 )
+from services.benching.answers import Answer, Prompt, Rounds
+from services.benching.gateway import PLAIN, Ask, GatewaySide, speculation_of
 from services.client.client import GalleyClient
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -307,7 +309,7 @@ async def test_an_answer_of_ours_is_what_the_stream_said() -> None:
     servicer = OneAnswer()
     ask = Ask(Prompt("chat-0", "Hello?"), temperature=0.7, seed=11, max_tokens=8)
     async with served(servicer) as address, GalleyClient(address) as client:
-        got = await GalleySide(client, Cpu([os.getpid()])).answer("ngram-4", ask)
+        got = await GatewaySide(client, Cpu([os.getpid()]).seconds).answer("ngram-4", ask)
     assert (got.tokens, got.from_draft, got.prompt_tokens) == ((5, 6, 7), (True, False, False), 31)
     assert len(got.at_s) == 3
     assert got.at_s[0] == got.at_s[1] <= got.at_s[2] <= got.wall_s

@@ -1,0 +1,102 @@
+"""How often a draft that shares the target's noise is right: the closed form, and the best that any could be.
+
+Draft and target that add the same Gumbel noise to their logits draw the same token with chance
+
+    sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i)
+
+(Daliri, Musco, Suresh, arXiv 2408.07978); the optimal coupling, which would need to know both distributions,
+reaches 1 - TV(p, q).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    _Floats = NDArray[np.float64]
+
+_NORMAL_95 = 1.959964
+
+
+def match_chance(target_probs: _Floats, draft_probs: _Floats) -> float:
+    """The closed form for distributions [vocab]; as services.core.acceptance.match_probability, in V log V.
+
+    max(p_j / p_i, q_j / q_i) is the first where p_j / q_j >= p_i / q_i: in the order of these ratios the
+    inner sum is a part of p from the end and a part of q from the start. Tokens that either never draws add
+    nothing to the outer sum.
+    """
+    p, q = target_probs / target_probs.sum(), draft_probs / draft_probs.sum()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(q > 0, p / q, np.where(p > 0, np.inf, 0.0))
+    order = np.argsort(ratio, kind="stable")
+    p, q = p[order], q[order]
+    p_from = np.cumsum(p[::-1])[::-1]  # [vocab]: of this token and those after it
+    q_before = np.cumsum(q) - q  # [vocab]: of those before it
+    both = (p > 0) & (q > 0)
+    inner = p_from[both] / p[both] + q_before[both] / q[both]
+    return float(np.sum(1.0 / inner))
+
+
+def optimal_chance(target_probs: _Floats, draft_probs: _Floats) -> float:
+    """1 - TV: how often the best coupling of the two distributions [vocab] draws the same token."""
+    p, q = target_probs / target_probs.sum(), draft_probs / draft_probs.sum()
+    return float(np.minimum(p, q).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Heldout:
+    """Of one answer at temperature 1, by position: what the distributions say, and was the guess right.
+
+    `closed` is the closed form, `optimal` the chance of the optimal coupling.
+    """
+
+    closed: tuple[float, ...]
+    optimal: tuple[float, ...]
+    right: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Measured acceptance beside the closed form of the same positions.
+
+    [low, high] is the sampling interval of the measured one about the closed form, 95 %: each position has
+    noise of its own, so that given what stands before it a guess is a Bernoulli draw of its closed form.
+    """
+
+    measured: float
+    closed: float
+    low: float
+    high: float
+    optimal: float
+    positions: int
+
+    @property
+    def agrees(self) -> bool:
+        """The measured acceptance lies within the interval."""
+        return self.low <= self.measured <= self.high
+
+
+def agreement(heldout: Sequence[Heldout]) -> Agreement:
+    """Sum up. ValueError if there is no position."""
+    closed = np.array([chance for of in heldout for chance in of.closed])
+    if not len(closed):
+        raise ValueError("the draft guessed nothing at temperature 1")
+    right = np.array([was for of in heldout for was in of.right])
+    optimal = np.array([chance for of in heldout for chance in of.optimal])
+    spread = _NORMAL_95 * float(np.sqrt(np.sum(closed * (1 - closed)))) / len(closed)
+    mean = float(closed.mean())
+    return Agreement(
+        measured=float(right.mean()),
+        closed=mean,
+        low=mean - spread,
+        high=mean + spread,
+        optimal=float(optimal.mean()),
+        positions=len(closed),
+    )

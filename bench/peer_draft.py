@@ -1,0 +1,59 @@
+"""A draft for transformers' assisted generation: the very one that we serve, with the whole vocabulary.
+
+A trained draft's head knows some of the target's tokens only (services/engine/draft_directory.py), which
+transformers cannot load. Here it is a LlamaForCausalLM whose head spreads its logits over all tokens; those
+outside get LEAST, so that they are never proposed. Its products over int8 weights are in bfloat16 here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from services.engine import attention
+from services.engine.draft_directory import draft_format, load_draft
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+# Finite, for processors of logits that cannot take minus infinity.
+LEAST = -1e9
+
+
+class SpreadHead(nn.Module):
+    """Logits over `vocab` tokens, of a head that knows `tokens` [head_vocab], rising, only."""
+
+    def __init__(self, head: nn.Module, tokens: Tensor, vocab: int) -> None:
+        super().__init__()
+        self.head = head
+        self.tokens = tokens
+        self.vocab = vocab
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., vocab] of [..., hidden]."""
+        known: Tensor = self.head(hidden)  # [..., head_vocab]
+        logits = known.new_full((*known.shape[:-1], self.vocab), LEAST)
+        logits[..., self.tokens] = known
+        return logits
+
+
+def load_assistant(draft_dir: Path, target_dir: Path, dtype: torch.dtype) -> Any:
+    """The draft in `draft_dir` as a causal language model of the target's whole vocabulary.
+
+    An ordinary model is loaded as it is. Raises UnsupportedModel for a trained draft of another target.
+    """
+    config = AutoConfig.from_pretrained(draft_dir)
+    form = draft_format(config)
+    if form is None:
+        ordinary: Any = AutoModelForCausalLM.from_pretrained(draft_dir, dtype=dtype)
+        return ordinary.eval()
+    attention.register()  # the draft is made with ours, and given torch's own below
+    model, tokens = load_draft(draft_dir, config, form, target=target_dir, dtype=dtype, device="cpu")
+    model.set_attn_implementation("sdpa")
+    model.lm_head = SpreadHead(model.lm_head, tokens, config.vocab_size)
+    return model

@@ -1,0 +1,148 @@
+"""The goals of `make bench-speculation`, from its blocks. No I/O."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from bench.arms import PEER_ASSISTED, PEERS
+from bench.harness import Goal, at_least, at_most
+from services.benching.gateway import AUTO, OFF
+from services.benching.stats import Interval, median_interval
+from services.benching.summary import mean_ratio, speculated, speed_ratio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bench.closed_form import Agreement
+    from services.benching.closed_loop import LoopBlock
+
+ALONE_BOUND, REWRITE_BOUND = 1.6, 3.0
+NEVER_A_LOSS_BOUND, BEST_FIXED_BOUND = 0.97, 0.95
+EXPOSED_BOUND_PERCENT = 15.0
+PEER_BOUND = 1.0
+
+# Workload, streams and temperature.
+_Cell = tuple[str, int, float]
+
+
+def goals(blocks: Sequence[LoopBlock], agreement: Agreement | None) -> list[Goal]:
+    """Every goal that the blocks can tell of, in the order of the issue."""
+    cells = _cells(blocks)
+    return [
+        *_alone(blocks),
+        *_rewrite(cells),
+        *_in_every_cell("never-a-loss", "auto against off", NEVER_A_LOSS_BOUND, cells, _against_off),
+        *_in_every_cell("best-fixed", "auto against the best fixed", BEST_FIXED_BOUND, cells, _against_fixed),
+        *_exposed(blocks),
+        *([_closed_form(agreement)] if agreement is not None else []),
+        *_peer(cells),
+    ]
+
+
+def _cells(blocks: Sequence[LoopBlock]) -> dict[_Cell, list[LoopBlock]]:
+    found: dict[_Cell, list[LoopBlock]] = defaultdict(list)
+    for block in blocks:
+        found[block.load.workload, block.load.streams, block.load.temperature].append(block)
+    return found
+
+
+def _alone(blocks: Sequence[LoopBlock]) -> list[Goal]:
+    what = "tokens/s of auto against off, mean of the workloads, 1 stream"
+    found = []
+    for temperature in sorted({block.load.temperature for block in blocks}):
+        ratio = mean_ratio(blocks, AUTO, OFF, 1, temperature)
+        if ratio is not None:
+            found.append(at_least("alone", f"{what} at {temperature:g}", ratio, ALONE_BOUND, "x"))
+    return found
+
+
+def _rewrite(cells: dict[_Cell, list[LoopBlock]]) -> list[Goal]:
+    found = []
+    for (workload, streams, temperature), here in sorted(cells.items()):
+        ratio = _against_off(here) if (workload, streams) == ("rewrite", 1) else None
+        if ratio is not None:
+            what = f"tokens/s of auto against off on rewrite, 1 stream at {temperature:g}"
+            found.append(at_least("rewrite", what, ratio, REWRITE_BOUND, "x"))
+    return found
+
+
+def _in_every_cell(
+    name: str,
+    what: str,
+    bound: float,
+    cells: dict[_Cell, list[LoopBlock]],
+    ratio_of: Callable[[Sequence[LoopBlock]], Interval | None],
+) -> list[Goal]:
+    """One goal a number of streams: met if every cell meets it; the one shown is the worst."""
+    found = []
+    for streams in sorted({streams for _, streams, _ in cells}):
+        ratios = {cell: ratio_of(here) for cell, here in cells.items() if cell[1] == streams}
+        known = {cell: ratio for cell, ratio in ratios.items() if ratio is not None}
+        if not known:
+            continue
+        each = {cell: at_least(name, what, ratio, bound, "x") for cell, ratio in known.items()}
+        # One that is missed is worse than one that is met.
+        worst = min(each, key=lambda cell: (each[cell].met, known[cell].median))
+        missed = sum(not goal.met for goal in each.values())
+        title = (
+            f"{what}, {streams} streams, every workload and temperature: worst {worst[0]} at {worst[2]:g}, "
+            f"{missed} of {len(each)} missed"
+        )
+        found.append(at_least(name, title, known[worst], bound, "x"))
+    return found
+
+
+def _of(blocks: Sequence[LoopBlock], arm: str) -> list[LoopBlock]:
+    return [block for block in blocks if block.load.arm == arm]
+
+
+def _against_off(blocks: Sequence[LoopBlock]) -> Interval | None:
+    return speed_ratio(_of(blocks, AUTO), _of(blocks, OFF))
+
+
+def _against_fixed(blocks: Sequence[LoopBlock]) -> Interval | None:
+    """Against the fixed choice, k = 0 among them, that comes off best."""
+    fixed = {block.load.arm for block in blocks} - {AUTO, *PEERS}
+    ratios = [speed_ratio(_of(blocks, AUTO), _of(blocks, arm)) for arm in sorted(fixed)]
+    known = [ratio for ratio in ratios if ratio is not None]
+    return min(known, key=lambda ratio: ratio.median) if known else None
+
+
+def _exposed(blocks: Sequence[LoopBlock]) -> list[Goal]:
+    """Of auto: over all its rounds, and over those of one stream alone."""
+    found = []
+    for name, mine in (
+        ("all loads", _of(blocks, AUTO)),
+        ("1 stream", [block for block in _of(blocks, AUTO) if block.load.streams == 1]),
+    ):
+        by_pair: dict[int, list[LoopBlock]] = defaultdict(list)
+        for block in mine:
+            by_pair[block.load.pair].append(block)
+        shares = [100 * speculated(of).exposed_share for of in by_pair.values()]
+        if shares:
+            what = f"exposed draft wait of auto, share of the rounds' time, {name}"
+            found.append(at_most("exposed", what, median_interval(shares), EXPOSED_BOUND_PERCENT, " %"))
+    return found
+
+
+def _closed_form(agreement: Agreement) -> Goal:
+    what = (
+        f"acceptance of the model draft at temperature 1, {agreement.positions} positions (optimal coupling: "
+        f"{agreement.optimal:.4f}, {agreement.optimal - agreement.closed:.4f} above the closed form)"
+    )
+    bound = f"{agreement.closed:.4f} [{agreement.low:.4f}, {agreement.high:.4f}]"
+    return Goal("closed-form", what, f"{agreement.measured:.4f}", bound, agreement.agrees)
+
+
+def _peer(cells: dict[_Cell, list[LoopBlock]]) -> list[Goal]:
+    found = []
+    for (workload, streams, temperature), here in sorted(cells.items()):
+        ratio = speed_ratio(_of(here, AUTO), _of(here, PEER_ASSISTED))
+        if ratio is not None:
+            what = (
+                f"tokens/s of auto against assisted generation on {workload}, {streams} stream at "
+                f"{temperature:g}"
+            )
+            found.append(at_least("assisted", what, ratio, PEER_BOUND, "x"))
+    return found

@@ -1,0 +1,133 @@
+"""A closed loop: so many streams at once, each asking its next prompt when its answer has ended.
+
+A block is a fixed list of prompts, answered by one arm at one number of streams and one temperature. Speed
+is counted tokens (up to an answer's first loop) over the whole block's wall time, so that what is cut
+never counts, and prefill, queueing and the block's tail are all in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from services.benching.answers import Answer, Prompt
+
+WARM_UP = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One block's work; `arm` answers it. `workload` is the kind of its prompts, empty for a mixture."""
+
+    pair: int
+    arm: str
+    streams: int
+    temperature: float
+    prompts: tuple[Prompt, ...]
+    max_tokens: int
+    seed: int
+    workload: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopBlock:
+    """What came of a load; `cpu_s` is of all processes of the arm's side over the whole block."""
+
+    load: Load
+    answers: tuple[Answer, ...]
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def tokens(self) -> int:
+        """Counted ones."""
+        return sum(answer.counted for answer in self.answers)
+
+    @property
+    def given(self) -> int:
+        """All tokens, those in loops too."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Counted tokens over the block's wall time."""
+        return self.tokens / self.wall_s
+
+    @property
+    def cpu_per_token(self) -> float:
+        """CPU seconds per token; loops cost as much as the rest, so all tokens share them."""
+        return self.cpu_s / max(1, self.given)
+
+    @property
+    def first_token_s(self) -> list[float]:
+        """From each request to its first token."""
+        return [answer.at_s[0] for answer in self.answers if answer.at_s]
+
+    @property
+    def inter_token_s(self) -> list[float]:
+        """From each token to the next of its answer; 0 between tokens that came together."""
+        return [
+            later - earlier
+            for answer in self.answers
+            for earlier, later in zip(answer.at_s, answer.at_s[1:], strict=False)
+        ]
+
+
+class LoopSide(Protocol):
+    """Answers loads."""
+
+    async def run(self, load: Load) -> LoopBlock:
+        """Carry one load out to its end."""
+        ...
+
+
+async def run_all(
+    loads: Sequence[Load],
+    sides: Mapping[str, LoopSide],
+    tell: Callable[[str], None],
+    after_block: Callable[[LoopBlock], None] = lambda _: None,
+) -> list[LoopBlock]:
+    """Run the loads one at a time, each on its arm's side; the warm-up is not among the blocks returned."""
+    blocks = []
+    for at, load in enumerate(loads, 1):
+        block = await sides[load.arm].run(load)
+        name = "warm-up" if load.pair == WARM_UP else f"pair {load.pair + 1}"
+        of = f"{load.workload}, " if load.workload else ""
+        tell(
+            f"{at}/{len(loads)} {name}: {of}{load.arm}, {load.streams} streams at {load.temperature:g}: "
+            f"{block.tokens} tokens, {block.tokens_per_s:.1f}/s"
+        )
+        if load.pair != WARM_UP:
+            blocks.append(block)
+            after_block(block)
+    return blocks
+
+
+def tagged(prompt: Prompt, tag: str) -> Prompt:
+    """With `(tag)` before it, in the first block of every cache: no prefix cache has seen it before."""
+    return replace(prompt, text=f"({tag}) {prompt.text}")
+
+
+async def in_streams(load: Load, answer: Callable[[Prompt, int], Awaitable[Answer]]) -> list[Answer]:
+    """Ask `answer(prompt, seed)` for every prompt of the load, `load.streams` at a time, in order.
+
+    Raises what the first to fail raised; the others are cancelled.
+    """
+    waiting = iter(enumerate(load.prompts))
+    answers: list[Answer | None] = [None] * len(load.prompts)
+
+    async def stream() -> None:
+        for at, prompt in waiting:
+            answers[at] = await answer(prompt, load.seed + at)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(load.streams):
+                group.create_task(stream())
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    return [given for given in answers if given is not None]

@@ -1,0 +1,196 @@
+"""The speculation benchmark without models: its plan, its goals, the closed form, its record."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+
+from bench.arms import PEER_ASSISTED
+from bench.closed_form import Heldout, agreement, match_chance, optimal_chance
+from bench.peer_draft import LEAST, SpreadHead
+from bench.speculation import report
+from bench.speculation_goals import goals
+from bench.speculation_options import SpeculationOptions, parse_options
+from bench.speculation_run import SCOUT, Outcome, Planner
+from services.benching.closed_loop import WARM_UP, LoopBlock
+from services.core.acceptance import match_probability, total_variation
+from tests.benching.blocks import block, rounds_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = SpeculationOptions(streams=(1, 8), sets=("chat", "rewrite"), temperatures=(0.0, 0.7), pairs=7)
+FIXED = ("ngram-4", "model-4", "hybrid-4")
+
+
+# ------------------------------------------------------------------------------------- closed form --
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12))
+def test_the_closed_form_in_v_log_v_is_the_paper_s(weights: list[tuple[int, int]]) -> None:
+    """Daliri et al., arXiv 2408.07978; ties in p / q and tokens that one never draws included."""
+    p, q = (np.array(of, dtype=np.float64) for of in zip(*weights, strict=True))
+    if not (p.sum() and q.sum()):
+        return
+    p, q = p / p.sum(), q / q.sum()
+    assert match_chance(p, q) == pytest.approx(match_probability(p.tolist(), q.tolist()), abs=1e-12)
+    assert optimal_chance(p, q) == pytest.approx(1 - total_variation(p.tolist(), q.tolist()), abs=1e-12)
+    assert match_chance(p, q) <= optimal_chance(p, q) + 1e-12
+
+
+def test_measured_acceptance_agrees_within_its_sampling_interval_only() -> None:
+    right = tuple(at % 2 == 0 for at in range(400))
+    fair = agreement([Heldout((0.5,) * 400, (0.6,) * 400, right)])
+    assert fair.agrees
+    assert fair.high - fair.closed == pytest.approx(1.96 * 0.5 / 20, rel=1e-3)
+    assert fair.positions == 400
+    assert fair.optimal == pytest.approx(0.6)
+    assert not agreement([Heldout((0.6,) * 400, (0.7,) * 400, right)]).agrees
+    with pytest.raises(ValueError, match="guessed nothing"):
+        agreement([])
+
+
+def test_the_peer_s_draft_never_proposes_a_token_outside_our_head() -> None:
+    head = nn.Linear(4, 3, bias=False)
+    spread = SpreadHead(head, torch.tensor([1, 5, 6]), vocab=8)
+    hidden = torch.randn(2, 5, 4)
+    logits = spread(hidden)
+    assert logits.shape == (2, 5, 8)
+    assert torch.equal(logits[..., [1, 5, 6]], head(hidden))
+    assert bool((logits[..., [0, 2, 3, 4, 7]] == LEAST).all())
+
+
+# -------------------------------------------------------------------------------------------- plan --
+
+
+def test_fixed_arms_are_scouted_and_the_best_are_paired_beside_off_and_auto() -> None:
+    planner = Planner(SMALL, FIXED, (PEER_ASSISTED,))
+    scouts = [load for load in planner.scouts() if load.pair == SCOUT]
+    assert len(scouts) == 2 * 2 * 3
+    speeds = {"ngram-4": 0.01, "hybrid-4": 0.02, "model-4": 0.03}
+    best = planner.choose(
+        [block(s.arm, speeds[s.arm], workload=s.workload, streams=s.streams, pair=SCOUT) for s in scouts]
+    )
+    assert best["chat", 1] == ("ngram-4", "hybrid-4")
+    assert best["rewrite", 8] == ("ngram-4",)
+    pairs = [load for load in planner.pairs(best) if load.pair != WARM_UP]
+    alone = {load.arm for load in pairs if load.streams == 1}
+    assert alone == {"off", "auto", "ngram-4", "hybrid-4", PEER_ASSISTED}
+    assert {load.arm for load in pairs if load.streams == 8} == {"off", "auto", "ngram-4"}
+    assert {load.temperature for load in pairs} == {0.0, 0.7}
+
+
+def test_where_many_stream_prompts_are_cached_for_all_by_a_block_that_does_not_count() -> None:
+    planner = Planner(SMALL, FIXED, ())
+    loads = planner.pairs(planner.choose([]) | {("chat", 8): ("ngram-4",)})
+    busy = [load for load in loads if load.streams == 8 and load.workload == "chat"]
+    first = next(load for load in busy if load.pair == WARM_UP)
+    assert (first.arm, first.max_tokens) == ("off", 1)
+    following = busy[busy.index(first) + 1]
+    assert [p.text for p in first.prompts] == [p.text for p in following.prompts]
+    assert all(load.pair != WARM_UP for load in loads if load.streams == 1)
+
+
+# ------------------------------------------------------------------------------------------- goals --
+
+
+def run_of(auto_at_8: float = 1.0, *, exposed: bool = False) -> list[LoopBlock]:
+    """Seven pairs; alone, auto is 2 times as fast on chat and 4 times on rewrite; 1.1 times the peer."""
+    counted = dataclasses.replace(rounds_of(40, 30), exposed_draft_ns=100_000_000 if exposed else 0)
+    found = []
+    for pair in range(7):
+        for workload, gain in (("chat", 2.0), ("rewrite", 4.0)):
+            for arm, token_s, streams in (
+                ("off", 0.04, 1),
+                ("auto", 0.04 / gain, 1),
+                ("hybrid-4", 0.041 / gain, 1),
+                (PEER_ASSISTED, 0.044 / gain, 1),
+                ("off", 0.08, 8),
+                ("auto", 0.08 / auto_at_8, 8),
+            ):
+                rounds = None if arm == PEER_ASSISTED else counted
+                found.append(
+                    block(arm, token_s, workload=workload, streams=streams, pair=pair, rounds=rounds)
+                )
+    return found
+
+
+def test_every_goal_of_the_issue_is_judged() -> None:
+    fair = agreement([Heldout((0.5,) * 4, (0.5,) * 4, (True, False) * 2)])
+    found = goals(run_of(), fair)
+    names = [goal.name for goal in found]
+    assert names == [
+        *("alone", "rewrite", "never-a-loss", "never-a-loss", "best-fixed", "best-fixed"),
+        *("exposed", "exposed", "closed-form", "assisted", "assisted"),
+    ]
+    assert all(goal.met for goal in found), [str(goal) for goal in found if not goal.met]
+
+
+def test_one_cell_below_its_bound_is_a_missed_goal_that_names_it() -> None:
+    found = {(goal.name, "8 streams" in goal.what): goal for goal in goals(run_of(auto_at_8=0.9), None)}
+    missed = found["never-a-loss", True]
+    assert not missed.met
+    assert "worst chat at 0, 2 of 2 missed" in missed.what
+    assert found["never-a-loss", False].met
+    assert not found["best-fixed", True].met  # off is a fixed choice, too
+
+
+def test_a_draft_that_holds_the_target_up_is_told() -> None:
+    exposed = [goal for goal in goals(run_of(exposed=True), None) if goal.name == "exposed"]
+    assert [goal.met for goal in exposed] == [False, False]
+    assert exposed[0].measured.startswith("25.00 ")
+
+
+# ------------------------------------------------------------------------------------------ record --
+
+
+def test_the_report_prints_and_records_everything(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    outcome = Outcome(blocks=run_of(), best={("chat", 1): ("hybrid-4",)}, left_out=["model-8"])
+    record = tmp_path / "abc.json"
+    report(outcome, SMALL, Console(file=shown, width=200), {"commit": "abc"}, record)
+    lines = shown.getvalue().splitlines()
+    assert "left out: model-8" in lines
+    assert "goal | what | measured | bound | met" in lines
+    assert lines[-1].startswith("assisted | ")
+    found = json.loads(record.read_text())
+    assert found["left_out"] == ["model-8"]
+    assert found["paired_fixed_arms"] == [{"workload": "chat", "streams": 1, "arms": ["hybrid-4"]}]
+    assert len(found["blocks"]) == len(outcome.blocks)
+    assert found["conclusion"].startswith("Speculation pays")
+    assert PEER_ASSISTED not in found["conclusion"]
+    assert record.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_quick_run_is_short_and_leaves_nothing() -> None:
+    options, root = parse_options(["--quick"], None)
+    assert (options.pairs, options.streams, options.sets, root) == (1, (1,), ("chat",), None)
+    assert report(Outcome(blocks=run_of()), options, Console(file=io.StringIO()), {}, root) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--sets=poems"], "no set poems"),
+        (["--parts=all"], "no part all"),
+        (["--pairs=3"], "at least 7"),
+        (["--k=0"], "at least 1"),
+    ],
+)
+def test_options_out_of_bounds_are_refused(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(arguments, None)
+    assert problem in capsys.readouterr().err

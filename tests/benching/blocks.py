@@ -1,0 +1,50 @@
+"""Blocks made up for tests of what is made of blocks."""
+
+from __future__ import annotations
+
+from services.benching.answers import Answer, Prompt, Rounds
+from services.benching.closed_loop import Load, LoopBlock
+
+
+def block(
+    arm: str,
+    token_s: float,
+    *,
+    workload: str = "chat",
+    streams: int = 1,
+    pair: int = 0,
+    temperature: float = 0.0,
+    rounds: Rounds | None = None,
+) -> LoopBlock:
+    """An answer of 40 tokens for each stream, each token so long after the one before."""
+    tokens = tuple(range(40))
+    at_s = tuple(token_s * (at + 1) for at in tokens)
+    load = Load(
+        pair,
+        arm,
+        streams,
+        temperature,
+        (Prompt("p", "?"),) * streams,
+        max_tokens=40,
+        seed=1,
+        workload=workload,
+    )
+    answer = Answer("p", 3, tokens, at_s, at_s[-1], 0.0, rounds=rounds)
+    return LoopBlock(load, (answer,) * streams, at_s[-1], cpu_s=0.4 * streams)
+
+
+def rounds_of(verified: int, accepted: int, *, target_ms: float = 30.0, draft_ms: float = 0.0) -> Rounds:
+    """Ten rounds that together verified and accepted so many draft tokens."""
+    return Rounds(
+        rounds=10,
+        proposed=2 * verified,
+        drafted=verified,
+        verified=verified,
+        accepted=accepted,
+        accepted_at=(accepted,),
+        verified_at=(verified,),
+        round_ns=400_000_000,
+        exposed_draft_ns=40_000_000,
+        draft_compute_ns=round(10e6 * draft_ms),
+        target_compute_ns=round(10e6 * target_ms),
+    )
