@@ -2,10 +2,10 @@
 
 valkey ──────────────────────┐
 model (fetch, convert) ─┬─ target ─┼─ gateway, gateway-2, ...
-                        └─ draft ──┘
+draft-model, if any ────┴─ draft ──┘
 
-One target is told to the gateways; several (target, target-2, ...) register themselves at the store. Replicas
-of several ranks are one part, which runs them on a Ray of its own.
+One target or draft is told to the gateways; several (target, target-2, ...) register themselves at the store.
+Target replicas of several ranks are one part, which runs them on a Ray of its own.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.cli.part import Facts, PartSpec, ReadyBy
-from services.cli.stack import StackDirs, StackOptions, registers, threads_of
-from services.common.defaults import DEFAULT_MODEL
+from services.cli.stack import StackDirs, StackOptions, drafts_register, registers, threads_of
+from services.common.defaults import DEFAULT_MODEL, shipped_draft
+from services.core import strategies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+NO_DRAFT_MODEL = "none"
 
 
 def stack_parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
     """The parts that `options` ask for."""
     parts = [] if options.redis_url else [_valkey(options, dirs)]
     parts.append(_prepare("model", options.model))
-    if options.draft_model:
-        parts.append(_prepare("draft-model", options.draft_model))
+    draft_model = draft_model_of(options)
+    if draft_model is not None:
+        parts.append(_prepare("draft-model", draft_model))
     parts += _targets(options)
-    parts.append(_draft(options))
+    parts += [_draft(name, options) for name in _numbered("draft", options.drafts)]
     needs = tuple(part.name for part in parts if part.ready_by is not ReadyBy.EXIT)
     gateways = [_gateway(name, ("model", *needs), options) for name in _numbered("gateway", options.gateways)]
     return [*parts, *gateways]
@@ -105,19 +109,43 @@ def _store(facts: Facts, options: StackOptions) -> list[str]:
     return [] if options.redis_url else ["--redis-url", f"unix://{facts['valkey']['address']}"]
 
 
-def _draft(options: StackOptions) -> PartSpec:
+def draft_model_of(options: StackOptions) -> str | None:
+    """The draft's model, or None for a draft without one."""
+    if options.draft_model is not None:
+        return None if options.draft_model == NO_DRAFT_MODEL else options.draft_model
+    shipped = shipped_draft(options.model)
+    return None if shipped is None else str(shipped)
+
+
+def default_strategy(options: StackOptions) -> str:
+    """What the draft does for a request that names no strategy."""
+    if options.strategies:
+        return options.strategies[0]
+    return strategies.NGRAM if draft_model_of(options) is None else strategies.HYBRID
+
+
+def _draft(name: str, options: StackOptions) -> PartSpec:
+    has_model = draft_model_of(options) is not None
+
     def command(facts: Facts) -> list[str]:
-        args = [*_common(options), *_threads(options)]
-        if options.draft_model:
+        args = [*_common(options), *_threads(options), "--default-strategy", default_strategy(options)]
+        if has_model:
             dtype = ("--dtype", options.dtype) if options.dtype else ()
-            args += ["--model", facts["draft-model"]["line"], *dtype]
+            args += [
+                "--model",
+                facts["draft-model"]["line"],
+                "--target-model",
+                facts["model"]["line"],
+                *dtype,
+            ]
         else:
             args += ["--tokenizer", facts["model"]["line"]]
-        if options.strategies:
-            args += ["--default-strategy", options.strategies[0]]
+        if drafts_register(options):
+            args += _store(facts, options)
         return python_module("services.draft", *args, *options.extra_args.get("draft", ()))
 
-    return PartSpec("draft", command, after=("model", "draft-model") if options.draft_model else ("model",))
+    store = _store_part(options) if drafts_register(options) else ()
+    return PartSpec(name, command, after=("model", *(("draft-model",) if has_model else ()), *store))
 
 
 def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSpec:
@@ -130,7 +158,9 @@ def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSp
         args += ["--model-name", _served_name(options.model)]
         if not registers(options):
             args += ["--target", facts["target"]["address"]]
-        args += ["--draft", facts["draft"]["address"], *_store(facts, options)]
+        if not drafts_register(options):
+            args += ["--draft", facts["draft"]["address"]]
+        args += _store(facts, options)
         if options.k is not None:
             args += ["--k", str(options.k)]
         return python_module("services.gateway", *args, *options.extra_args.get("gateway", ()))

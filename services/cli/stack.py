@@ -1,4 +1,4 @@
-"""The local stack: Valkey, target(s), draft and gateway(s), each its own process, started as early as can be.
+"""The local stack: Valkey, targets, drafts and gateways, each its own process, started as early as can be.
 
     async with Stack(StackOptions(gateways=2)) as stack:
         first, second = stack.gateways
@@ -55,8 +55,9 @@ class StackOptions:
     """What to start. None leaves a choice to the part that it concerns."""
 
     model: str = ""
+    # None: the one trained for this target, if it comes with the installation. "none": none.
     draft_model: str | None = None
-    # The draft serves all that it can; the first of these is its default.
+    # The draft serves all that it can; the first of these is its default, else hybrid where it has a model.
     strategies: tuple[str, ...] = ()
     k: int | None = None
     dtype: str | None = None
@@ -67,6 +68,7 @@ class StackOptions:
     replicas: int = 1
     # Processes that share each replica's model; if several, a Ray of the stack's own places and heals them.
     tensor_parallel: int = 1
+    drafts: int = 1
     # Of the first gateway; 0 lets the system choose.
     port: int = 0
     # Further environment and, by part name ("target", "draft", "gateway", "valkey"), further arguments.
@@ -118,6 +120,8 @@ class Stack:
             raise ValueError("a stack has at least one target")
         if options.tensor_parallel < 1:
             raise ValueError("a replica has at least one rank")
+        if options.drafts < 1:
+            raise ValueError("a stack has at least one draft")
         self.dirs = _make_dirs(options)
         env = environment_of(options)
         self._parts = {
@@ -287,6 +291,11 @@ def registers(options: StackOptions) -> bool:
     return options.replicas > 1 or options.tensor_parallel > 1
 
 
+def drafts_register(options: StackOptions) -> bool:
+    """The same of the drafts."""
+    return options.drafts > 1
+
+
 def environment_of(options: StackOptions) -> dict[str, str]:
     """What every part of the stack finds in its environment."""
     # Unbuffered: the last words of a part that is killed are in its log.
@@ -300,4 +309,6 @@ def environment_of(options: StackOptions) -> dict[str, str]:
         env["GALLEY_GATEWAY_REDIS_URL"] = options.redis_url
         if registers(options):
             env["GALLEY_TARGET_REDIS_URL"] = options.redis_url
+        if drafts_register(options):
+            env["GALLEY_DRAFT_REDIS_URL"] = options.redis_url
     return {**env, **options.env}

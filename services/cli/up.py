@@ -29,12 +29,17 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Model = Annotated[str, typer.Option(help="Target model: hub id, directory or GGUF. Default: the small one.")]
 DraftModel = Annotated[
-    str | None, typer.Option(help="Model of the strategy `model`; its tokenizer must be the target's.")
+    str | None,
+    typer.Option(
+        help="The draft's model, or none; its tokenizer must be the target's. "
+        "Default: the one that was trained for the default target."
+    ),
 ]
 Strategy = Annotated[
     str,
     typer.Option(
-        help="How to draft where a request says nothing: ngram, model, none. Default: model if any."
+        help="How to draft where a request says nothing: ngram, model, hybrid, none. "
+        "Default: hybrid with a model, else ngram."
     ),
 ]
 DType = Annotated[str | None, typer.Option(help="float32 or bfloat16. Default: what suits this machine.")]
@@ -61,6 +66,7 @@ def up(  # noqa: PLR0913  # one parameter a flag
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Ranks that share each target's model; more than one run on Ray.")
     ] = 1,
+    drafts: Annotated[int, typer.Option(min=1, help="Drafts that all gateways share.")] = 1,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Of the first gateway; 0 lets the system choose.")
     ] = 0,
@@ -73,7 +79,7 @@ def up(  # noqa: PLR0913  # one parameter a flag
     options = StackOptions(
         model=model,
         draft_model=draft_model,
-        strategies=strategies_of(strategy, draft_model),
+        strategies=(strategy,) if strategy else (),
         k=k,
         dtype=dtype,
         threads=threads,
@@ -81,19 +87,13 @@ def up(  # noqa: PLR0913  # one parameter a flag
         gateways=gateways,
         replicas=replicas,
         tensor_parallel=tensor_parallel,
+        drafts=drafts,
         stop_grace_s=_RAY_STOP_GRACE_S if tensor_parallel > 1 else _STOP_GRACE_S,
         port=port,
         log_dir=log_dir,
         data_dir=data_dir,
     )
     run_stack(_keep_up(options, Console(highlight=False)))
-
-
-def strategies_of(named: str, draft_model: str | None) -> tuple[str, ...]:
-    """As named; else the draft model if there is one; else what the draft makes of it."""
-    if named:
-        return (named,)
-    return ("model",) if draft_model else ()
 
 
 async def _keep_up(options: StackOptions, console: Console) -> None:

@@ -11,20 +11,32 @@ Nothing in it is secret.
 from __future__ import annotations
 
 import math
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from services.common.logs import get_logger
 from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S, RedisCalls, script_of
 from services.core.content import HASH_BYTES
-from services.core.routing import ReplicaLease
+from services.core.routing import DraftLease, ReplicaLease, TargetLease
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from services.common.pb.galley.v1 import galley_pb2 as pb
 
-TARGET_POOL = "target"
+LeaseT = TypeVar("LeaseT", bound=ReplicaLease)
+
+
+@dataclass(frozen=True, slots=True)
+class LeasePool(Generic[LeaseT]):
+    """A pool by its name in the registry, and what its replicas say of themselves."""
+
+    name: str
+    lease: type[LeaseT]
+
+
+TARGET_POOL = LeasePool("target", TargetLease)
+DRAFT_POOL = LeasePool("draft", DraftLease)
 DEFAULT_LEASE_S = 3.0
 MAX_CACHED_PREFIXES = 512
 
@@ -76,56 +88,50 @@ class ReplicaRegistry:
     ) -> None:
         self._calls = RedisCalls(url, call_timeout_s=call_timeout_s, max_connections=2)
         self._lease_ms = max(1, math.ceil(lease_s * 1000))
-        self._published: dict[tuple[str, str], frozenset[bytes]] = {}
+        self._published: dict[tuple[str, str], dict[str, bytes]] = {}
 
-    async def publish(self, pool: str, lease: ReplicaLease) -> None:
+    async def publish(self, pool: LeasePool[LeaseT], lease: LeaseT) -> None:
         """Register the replica, or renew its lease with what it says now."""
-        key = (pool, lease.address)
+        key = (pool.name, lease.address)
+        facts, hashes = _encode(lease)
         # Forgotten until all went well: what is there after a call that failed is not known.
-        changed = self._published.pop(key, None) != lease.cached_prefixes
-        known = await self._publish(pool, lease, with_prefixes=changed)
-        if not known and not changed:  # the lease had ended, and its prefixes with it
-            await self._publish(pool, lease, with_prefixes=True)
-        self._published[key] = lease.cached_prefixes
+        changed = self._published.pop(key, None) != hashes
+        known = await self._publish(pool, lease, {**facts, **(hashes if changed else {})})
+        if not known and not changed:  # the lease had ended, and its hashes with it
+            await self._publish(pool, lease, {**facts, **hashes})
+        self._published[key] = hashes
 
-    async def _publish(self, pool: str, lease: ReplicaLease, *, with_prefixes: bool) -> bool:
-        facts = _encode(lease)
-        if not with_prefixes:
-            del facts["cached_prefixes"]
-        incarnation = facts.pop("incarnation")
+    async def _publish(
+        self, pool: LeasePool[LeaseT], lease: LeaseT, facts: Mapping[str, bytes | str]
+    ) -> bool:
         flat = [part for pair in facts.items() for part in pair]
-        return bool(
-            await self._calls.run(_PUBLISH, _keys(pool, lease.address), self._lease_ms, incarnation, *flat)
-        )
+        keys = _keys(pool, lease.address)
+        return bool(await self._calls.run(_PUBLISH, keys, self._lease_ms, lease.incarnation, *flat))
 
-    async def withdraw(self, pool: str, address: str, incarnation: str) -> None:
+    async def withdraw(self, pool: LeasePool[Any], address: str, incarnation: str) -> None:
         """End the lease now, if it is of this life of the replica."""
-        self._published.pop((pool, address), None)
+        self._published.pop((pool.name, address), None)
         await self._calls.run(_WITHDRAW, _keys(pool, address), incarnation)
 
-    async def read(self, pool: str) -> list[ReplicaLease]:
+    async def read(self, pool: LeasePool[LeaseT]) -> list[LeaseT]:
         """The replicas whose lease has not ended, by address."""
         members = cast("set[bytes]", await self._calls.command("SMEMBERS", _set(pool)))
         if not members:
             return []
         keys = [_hash(pool, member.decode()) for member in sorted(members)]
         found = cast("list[list[bytes]]", await self._calls.run(_READ, (_set(pool), *keys)))
-        return [lease for flat in found if (lease := _lease(flat)) is not None]
+        return [lease for flat in found if (lease := _lease(pool, flat)) is not None]
 
     async def close(self) -> None:
         """Let go of connections."""
         await self._calls.close()
 
 
-def lease_of(
-    address: str,
-    info: pb.GetTargetInfoResponse,
-    *,
-    draining: bool = False,
-    cached_prefixes: Iterable[bytes] = (),
-) -> ReplicaLease:
+def target_lease(
+    address: str, info: pb.GetTargetInfoResponse, cached_prefixes: Iterable[bytes] = ()
+) -> TargetLease:
     """The lease of a target that says this of itself; of the prefixes, the first MAX_CACHED_PREFIXES."""
-    return ReplicaLease(
+    return TargetLease(
         address=address,
         incarnation=info.incarnation,
         model=info.model,
@@ -143,50 +149,74 @@ def lease_of(
         kv_blocks_free=info.kv_blocks_free,
         kv_blocks_total=info.kv_blocks_total,
         queue_depth=info.queue_depth,
-        draining=draining,
         cached_prefixes=frozenset(list(cached_prefixes)[:MAX_CACHED_PREFIXES]),
     )
 
 
-def _set(pool: str) -> str:
-    return f"galley:replicas:{{{pool}}}"
+def draft_lease(
+    address: str, info: pb.GetDraftInfoResponse, *, sessions: int = 0, queue_depth: int = 0
+) -> DraftLease:
+    """The lease of a draft that says this of itself."""
+    return DraftLease(
+        address=address,
+        incarnation=info.incarnation,
+        model=info.model,
+        tokenizer_hash=info.tokenizer_hash,
+        vocab_size=info.vocab_size,
+        max_draft_tokens=info.max_draft_tokens,
+        strategies=tuple(info.strategies),
+        default_strategy=info.default_strategy,
+        sessions=sessions,
+        queue_depth=queue_depth,
+    )
 
 
-def _hash(pool: str, address: str) -> str:
+def _set(pool: LeasePool[Any]) -> str:
+    return f"galley:replicas:{{{pool.name}}}"
+
+
+def _hash(pool: LeasePool[Any], address: str) -> str:
     return f"{_set(pool)}:{address}"
 
 
-def _keys(pool: str, address: str) -> tuple[str, str]:
+def _keys(pool: LeasePool[Any], address: str) -> tuple[str, str]:
     return _set(pool), _hash(pool, address)
 
 
-def _encode(lease: ReplicaLease) -> dict[str, bytes | str]:
-    """One field a fact: numbers in decimal, lists of numbers with commas, hashes one after the other."""
-    return {item.name: _written(getattr(lease, item.name)) for item in fields(lease)}
+def _encode(lease: ReplicaLease) -> tuple[dict[str, str], dict[str, bytes]]:
+    """One field a fact, but for the incarnation; apart, those that are sent only when they change.
+
+    Numbers in decimal, lists with commas, hashes one after the other.
+    """
+    facts: dict[str, str] = {}
+    hashes: dict[str, bytes] = {}
+    for item in fields(lease):
+        value = getattr(lease, item.name)
+        if isinstance(value, frozenset):
+            hashes[item.name] = b"".join(sorted(value))
+        elif item.name != "incarnation":
+            facts[item.name] = _written(value)
+    return facts, hashes
 
 
-def _written(value: object) -> bytes | str:
-    if isinstance(value, frozenset):
-        return b"".join(sorted(value))
+def _written(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def _lease(flat: list[bytes]) -> ReplicaLease | None:
+def _lease(pool: LeasePool[LeaseT], flat: list[bytes]) -> LeaseT | None:
     """None, and a word in the log, for what another release wrote and this one cannot read."""
     facts = dict(zip((name.decode() for name in flat[::2]), flat[1::2], strict=True))
     try:
-        return ReplicaLease(
-            **{item.name: _read(item.type, facts[item.name]) for item in fields(ReplicaLease)}
-        )
+        return pool.lease(**{item.name: _read(item.type, facts[item.name]) for item in fields(pool.lease)})
     except (KeyError, ValueError) as error:
         _log.warning("a lease that cannot be read", address=facts.get("address"), problem=str(error))
         return None
 
 
 def _read(kind: Any, value: bytes) -> Any:
-    """`kind` is the annotation as it stands in ReplicaLease."""
+    """`kind` is the annotation as it stands in the lease."""
     match kind:
         case "str":
             return value.decode()
@@ -196,5 +226,7 @@ def _read(kind: Any, value: bytes) -> Any:
             return value == b"1"
         case "tuple[int, ...]":
             return tuple(int(number) for number in value.split(b",") if number)
+        case "tuple[str, ...]":
+            return tuple(name.decode() for name in value.split(b",") if name)
         case _:
             return frozenset(value[at : at + HASH_BYTES] for at in range(0, len(value), HASH_BYTES))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from services.common.config import ServiceSettings
 
@@ -25,4 +25,11 @@ class ReplicaSettings(ServiceSettings):
     )
     max_waiting: int = Field(
         default=1024, ge=1, description="Most items that wait for a step; more are refused."
+    )
+    redis_url: SecretStr = Field(
+        default=SecretStr(""),
+        description="Where the replica registers: redis://, rediss:// or unix://; empty: it does not.",
+    )
+    advertise: str = Field(
+        default="", description="Address that gateways are told, host:port; empty: where it listens."
     )

@@ -15,11 +15,11 @@ in nanoseconds.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from services.core.cost import expected_confirmed
+from services.core.last_used import LastUsed
 
 if TYPE_CHECKING:
     from services.core.answer import SessionSpec
@@ -91,16 +91,19 @@ class Book:
     def __init__(self) -> None:
         self.pass_ns = 0.0
         self.share_ns = 0.0
-        self._habits: OrderedDict[tuple[str, str], Habits] = OrderedDict()
+        self._habits: LastUsed[tuple[str, str | None], Habits] = LastUsed(Habits, _WORKLOADS)
 
     def habits(self, strategy: str, workload: str) -> Habits:
-        """Of a strategy's drafts for a workload; those not met for long are forgotten."""
-        key = (strategy, workload)
-        habits = self._habits.pop(key, None) or Habits()
-        self._habits[key] = habits
-        if len(self._habits) > _WORKLOADS:
-            self._habits.popitem(last=False)
-        return habits
+        """Of a strategy's drafts for a workload; those not met for long are forgotten.
+
+        A workload begins with what the strategy's drafts are like whatever the workload.
+        """
+        overall = self.overall(strategy)
+        return self._habits.of((strategy, workload), lambda: replace(overall, tokens=0))
+
+    def overall(self, strategy: str) -> Habits:
+        """Of a strategy's drafts, whatever they are for."""
+        return self._habits.of((strategy, None))
 
     def saw_pass(self, compute_ns: int, sessions: int) -> None:
         """A pass of the target, shared by so many sessions."""
@@ -115,6 +118,7 @@ class Speculation:
         self._k = spec.k
         self._auto = spec.auto
         self._workload = book.habits(spec.strategy, spec.workload)
+        self._shared = (self._workload, book.overall(spec.strategy))
         self._book = book
         self.habits = replace(self._workload, tokens=0)
         self._latency_ns = 0.0
@@ -125,14 +129,16 @@ class Speculation:
     def saw_proposal(self, came: int, latency_ns: int, compute_ns: int, sessions: int) -> None:
         """A proposal of `came` tokens came, so long after it was asked for; `sessions` shared the work."""
         self.habits.saw_proposal(came, compute_ns, sessions, _SESSION)
-        self._workload.saw_proposal(came, compute_ns, sessions, _WORKLOAD)
+        for habits in self._shared:
+            habits.saw_proposal(came, compute_ns, sessions, _WORKLOAD)
         self._latency_ns = _mean(self._latency_ns, latency_ns, _SESSION)
         self.message_ns = _mean(self.message_ns, max(0, latency_ns - compute_ns), _SESSION)
 
     def saw_token(self, right: bool) -> None:
         """A proposed token was right, or the first that was not."""
         self.habits.saw_token(_SESSION, right=right)
-        self._workload.saw_token(_WORKLOAD, right=right)
+        for habits in self._shared:
+            habits.saw_token(_WORKLOAD, right=right)
         if right:
             self._probe_after = 1
 
@@ -149,7 +155,8 @@ class Speculation:
         if not offered:
             return
         self.habits.saw_verdict(verified, _SESSION)
-        self._workload.saw_verdict(verified, _WORKLOAD)
+        for habits in self._shared:
+            habits.saw_verdict(verified, _WORKLOAD)
 
     def wanted(self, ready: int, sure: float, room: int) -> int:
         """How many tokens to have drafted now, at most `room`, after `ready` that are.

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.process import in_passing_thread
+from services.common.registration import registered
+from services.common.registry import DRAFT_POOL
 from services.common.server import main_of
 from services.draft.loading import load_drafter
 from services.draft.servicer import DraftService
@@ -16,24 +18,25 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from services.common.server import Parts
+    from services.common.server import Parts, Service
 
 _DESCRIPTION = (
     "A Galley draft: proposes the next tokens of many sessions at once, by a cheap model or by none."
 )
 
 
-def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[DraftService]]:
+def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Service]]:
     """How to build the service of these settings."""
 
-    async def build_service(server: grpc.aio.Server, parts: Parts) -> DraftService:
+    async def build_service(server: grpc.aio.Server, parts: Parts) -> Service:
         if settings.model is not None:
             parts.readiness.stage("loading model", detail=settings.model)
         loaded = await in_passing_thread(load_drafter, settings)
         tracer = parts.telemetry.tracer(__name__)
         service = DraftService(loaded.drafter, loaded.info, tracer, max_waiting=settings.max_waiting)
         rpc.add_DraftServicer_to_server(service, server)
-        return service
+        address = settings.advertise or parts.address
+        return registered(service, settings, DRAFT_POOL, lambda: service.lease(address))
 
     return build_service
 

@@ -1,19 +1,25 @@
-"""The draft's step: bring each session's tokens up to date, let each strategy propose for its own jobs."""
+"""The draft's step: open the new items, advance the open guesses by one token, answer what is done.
+
+An item is open from the step that takes it until it is answered or given up. At most one of a session is
+open: a newer one overtakes it. Of more than a step takes, the oldest go first.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
 from services.common.sessions import SessionTable
 from services.common.status import log_internal
 from services.core.content import Miss, look_up, prefix_hash
 from services.core.errors import Broken, GalleyError
-from services.draft.strategies.base import DraftJob, DraftSession, Proposal, Strategy
+from services.core.verify_items import Overtaken
+from services.draft.strategies.base import DraftJob, DraftSession, Guess, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from services.common.slices import Slice
     from services.core.content import SessionKey
@@ -21,11 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProposeJob:
-    """A validated item: at most `k` tokens by the strategy of this name, which is offered."""
+    """A validated item: at most `k` tokens by the strategy of this name, which is offered.
+
+    The last `ahead` tokens up to the slice's end are not confirmed yet.
+    """
 
     slice: Slice
     k: int
     strategy: str
+    ahead: int = 0
+    workload: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,67 +46,163 @@ class Proposed:
     position: int
     prefix_hash: bytes
     draft_tokens: tuple[int, ...]
+    survival: tuple[float, ...]
     kv_len: int
 
 
 # An error is the outcome of its own job alone.
-ProposeOutcome: TypeAlias = "Proposed | Miss | GalleyError"
+ProposeOutcome: TypeAlias = "Proposed | Miss | Overtaken | GalleyError"
+
+
+@dataclass(slots=True)
+class Stepped:
+    """What was done, by item: answers, and what is ready of those that took part and are open still."""
+
+    answers: dict[int, ProposeOutcome] = field(default_factory=dict)
+    so_far: dict[int, Proposed] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Tokens drafted by the items that have ended; `wasted` of them no answer held."""
+
+    drafted: int = 0
+    wasted: int = 0
+
+
+@dataclass(slots=True)
+class _Open:
+    """An item under way; `hash` is that of the tokens that it builds on."""
+
+    item: int
+    strategy: str
+    job: DraftJob
+    hash: bytes
+    guess: Guess
+
+    @property
+    def ended(self) -> bool:
+        """Is there nothing to wait for?"""
+        return self.guess.done or self.guess.error is not None
+
+    @property
+    def so_far(self) -> Proposed:
+        """What is ready."""
+        position, k = self.job.slice.position, self.job.k
+        tokens, survival = tuple(self.guess.tokens[:k]), tuple(self.guess.survival[:k])
+        return Proposed(position, self.hash, tokens, survival, kv_len=position)
 
 
 class Drafter:
     """Sessions' tokens and the strategies that guess how they go on; used by one thread at a time."""
 
-    def __init__(self, strategies: Mapping[str, Strategy], *, max_sessions: int, max_tokens: int) -> None:
+    def __init__(
+        self, strategies: Mapping[str, Strategy], *, max_sessions: int, max_tokens: int, max_batch: int
+    ) -> None:
+        """Of `max_sessions` sessions, `max_tokens` tokens are kept; a step advances `max_batch` guesses."""
+        self.counts = DraftCounts()
         self._strategies = strategies
+        self._max_batch = max_batch
         self._sessions: SessionTable[DraftSession] = SessionTable(
             DraftSession, max_sessions=max_sessions, max_tokens=max_tokens
         )
+        self._open: dict[int, _Open] = {}  # the oldest first
+        self._standing: dict[SessionKey, _Open] = {}
 
-    def step(self, jobs: Sequence[ProposeJob]) -> list[ProposeOutcome]:
-        """Propose for the jobs, all of different sessions; the outcome of each, in order."""
-        busy = frozenset(job.slice.key for job in jobs)
-        opened = [self._open(job, busy) for job in jobs]
-        outcomes: list[ProposeOutcome | None] = [None if isinstance(o, DraftJob) else o for o in opened]
-        for name, indexes in _by_strategy(jobs).items():
-            mine = [(i, job) for i in indexes if isinstance(job := opened[i], DraftJob)]
-            for (i, job), proposal in zip(mine, self._propose(name, [job for _, job in mine]), strict=True):
-                outcomes[i] = _conclude(job, proposal)
-        return [outcome or Broken("no outcome") for outcome in outcomes]
+    def open(self, new: Mapping[int, ProposeJob], ended: Mapping[int, int]) -> Stepped:
+        """Take the items `new`, which are named by rising numbers, and let their strategies begin.
 
-    def _open(self, job: ProposeJob, busy: frozenset[SessionKey]) -> DraftJob | Miss | GalleyError:
-        """The session with the item's tokens, or why there is none."""
+        `ended` have been given up, or answered with so many of the tokens that they had.
+        """
+        stepped = Stepped()
+        for item, used in ended.items():
+            if item in self._open:
+                self._close(self._open[item], used)
+        for item, job in new.items():
+            self._admit(item, job, stepped)
+        fresh = [self._open[item] for item in new if item in self._open]
+        self._run(fresh, self._begin)
+        self._conclude(fresh, stepped)
+        return stepped
+
+    def advance(self) -> Stepped:
+        """One step of the oldest open items, as many as it takes."""
+        stepped, taking = Stepped(), self._next()
+        self._run(taking, self._advance)
+        self._conclude(taking, stepped)
+        return stepped
+
+    @property
+    def next_traces(self) -> list[str]:
+        """The traceparents of the items that the next step takes."""
+        return [one.job.slice.traceparent for one in self._next()]
+
+    def _next(self) -> list[_Open]:
+        return list(islice(self._open.values(), self._max_batch))
+
+    def waste(self, tokens: int) -> None:
+        """So many of an answer were of no use after all: nobody waited for it any more."""
+        self.counts.wasted += tokens
+
+    def _admit(self, item: int, job: ProposeJob, stepped: Stepped) -> None:
+        """Let it stand for its session, whose tokens are set to its own, or answer why it cannot."""
         asked = job.slice
+        if (before := self._standing.get(asked.key)) is not None:
+            stepped.answers[before.item] = Overtaken(before.job.slice.position, before.hash)
+            self._close(before)
         session = self._sessions.peek(asked.key)
         found = look_up(session.tokens if session else (), asked.start, asked.tokens, asked.prefix_hash)
         if isinstance(found, Miss):
-            return found
+            stepped.answers[item] = found
+            return
         # The target takes no draft token for the last position: its own stands there.
         k = min(job.k, asked.max_position - asked.position - 1)
         try:
-            session = self._sessions.admit(asked.key, asked.position + k, busy)
+            session = self._sessions.admit(asked.key, asked.position + k, self._standing)
         except GalleyError as overloaded:
-            return overloaded
+            stepped.answers[item] = overloaded
+            return
         session.tokens[asked.start :] = asked.tokens
-        return DraftJob(asked, session, k)
+        session.confirmed = asked.position - job.ahead
+        own = DraftJob(asked, session, k, job.workload)
+        one = _Open(item, job.strategy, own, prefix_hash(session.tokens), Guess(own))
+        self._open[item] = self._standing[asked.key] = one
 
-    def _propose(self, strategy: str, jobs: list[DraftJob]) -> list[Proposal]:
-        """What fails as a whole fails for the jobs of this strategy alone."""
-        try:
-            return self._strategies[strategy].propose(jobs) if jobs else []
-        except Exception as error:  # noqa: BLE001  # a strategy is a plug-in: whatever it does stays here
-            log_internal(error, strategy=strategy)
-            return [error if isinstance(error, GalleyError) else Broken(f"{strategy} failed") for _ in jobs]
+    def _run(self, group: Sequence[_Open], work: Callable[[Strategy, Sequence[_Open]], None]) -> None:
+        """What fails as a whole fails for the items of this strategy alone."""
+        by_strategy: dict[str, list[_Open]] = defaultdict(list)
+        for one in group:
+            by_strategy[one.strategy].append(one)
+        for name, mine in by_strategy.items():
+            try:
+                work(self._strategies[name], mine)
+            except Exception as error:  # noqa: BLE001  # a strategy is a plug-in: whatever it does stays here
+                log_internal(error, strategy=name)
+                for one in mine:
+                    one.guess.error = error if isinstance(error, GalleyError) else Broken(f"{name} failed")
 
+    @staticmethod
+    def _begin(strategy: Strategy, mine: Sequence[_Open]) -> None:
+        for one, guess in zip(mine, strategy.begin([one.job for one in mine]), strict=True):
+            one.guess = guess
 
-def _by_strategy(jobs: Sequence[ProposeJob]) -> dict[str, list[int]]:
-    indexes: dict[str, list[int]] = defaultdict(list)
-    for i, job in enumerate(jobs):
-        indexes[job.strategy].append(i)
-    return indexes
+    @staticmethod
+    def _advance(strategy: Strategy, mine: Sequence[_Open]) -> None:
+        strategy.advance([one.guess for one in mine])
 
+    def _conclude(self, group: Sequence[_Open], stepped: Stepped) -> None:
+        """Answer those that have ended, and say how far the others have come."""
+        for one in group:
+            if not one.ended:
+                stepped.so_far[one.item] = one.so_far
+                continue
+            outcome = stepped.answers[one.item] = one.guess.error or one.so_far
+            self._close(one, len(outcome.draft_tokens) if isinstance(outcome, Proposed) else 0)
 
-def _conclude(job: DraftJob, proposal: Proposal) -> Proposed | GalleyError:
-    if isinstance(proposal, GalleyError):
-        return proposal
-    tokens = job.session.tokens
-    return Proposed(len(tokens), prefix_hash(tokens), tuple(proposal[: job.k]), len(tokens))
+    def _close(self, one: _Open, used: int = 0) -> None:
+        """It is open no more; `used` of its tokens were in its answer."""
+        del self._open[one.item]
+        if self._standing.get(one.job.slice.key) is one:
+            del self._standing[one.job.slice.key]
+        self.counts.drafted += len(one.guess.tokens)
+        self.counts.wasted += max(0, len(one.guess.tokens) - used)

@@ -9,11 +9,11 @@ from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.slices import read_slice
 from services.core.content import Miss
 from services.core.errors import GalleyError, InvalidField, Unimplemented
+from services.core.verify_items import Overtaken
 from services.draft.drafter import ProposeJob
 
 if TYPE_CHECKING:
-    from services.common.batching import Done
-    from services.draft.drafter import ProposeOutcome
+    from services.draft.loop import Done
 
 # Of a draft without a model: it takes whatever the wire can carry.
 ANY_VOCABULARY = 2**32
@@ -42,10 +42,12 @@ def read_item(item: pb.ProposeItem, info: DraftInfo) -> ProposeJob:
     strategy = item.strategy or info.default_strategy
     if strategy not in info.strategies:
         raise InvalidField("strategy", f"must be one of {', '.join(info.strategies)}, is {strategy!r}")
-    return ProposeJob(read, item.k, strategy)
+    if item.ahead >= read.position:
+        raise InvalidField("ahead", f"must be < {read.position}, all tokens, is {item.ahead}")
+    return ProposeJob(read, item.k, strategy, item.ahead, item.workload)
 
 
-def answer_of(item: pb.ProposeItem, done: Done[ProposeOutcome]) -> pb.ProposeAnswer:
+def answer_of(item: pb.ProposeItem, done: Done) -> pb.ProposeAnswer:
     """Raises the outcome if it is an error."""
     outcome = done.outcome
     if isinstance(outcome, GalleyError):
@@ -55,13 +57,19 @@ def answer_of(item: pb.ProposeItem, done: Done[ProposeOutcome]) -> pb.ProposeAns
         answer.cache_miss.have = outcome.have
         answer.cache_miss.prefix_hash = outcome.prefix_hash
         return answer
+    if isinstance(outcome, Overtaken):
+        answer.superseded.position = outcome.position
+        answer.superseded.prefix_hash = outcome.prefix_hash
+        return answer
     answer.result.CopyFrom(
         pb.ProposeResult(
             position=outcome.position,
             prefix_hash=outcome.prefix_hash,
             draft_tokens=outcome.draft_tokens,
+            survival=outcome.survival,
             kv_len=outcome.kv_len,
             timing=pb.Timing(queue_ns=done.queue_ns, compute_ns=done.compute_ns),
+            batch_sessions=done.sessions,
         )
     )
     return answer

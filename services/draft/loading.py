@@ -12,6 +12,7 @@ from services.core import strategies
 from services.core.blocks import BLOCK_TOKENS
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
+from services.draft.strategies.hybrid import HybridStrategy
 from services.draft.strategies.ngram import NgramStrategy
 from services.draft.strategies.none import NoneStrategy
 
@@ -33,10 +34,8 @@ class Loaded:
 
 def load_drafter(settings: DraftSettings) -> Loaded:
     """Load what the settings name; blocks. Raises CallerFault if a model or tokenizer cannot be served."""
-    offered: dict[str, Strategy] = {
-        strategies.NGRAM: NgramStrategy(settings.ngram_min_n, settings.ngram_max_n),
-        strategies.NONE: NoneStrategy(),
-    }
+    lookup = NgramStrategy()
+    offered: dict[str, Strategy] = {strategies.NGRAM: lookup, strategies.NONE: NoneStrategy()}
     if settings.oracle_answers is not None:
         from services.draft.strategies.oracle import OracleStrategy  # noqa: PLC0415  # for tests alone
 
@@ -45,7 +44,8 @@ def load_drafter(settings: DraftSettings) -> Loaded:
     if model is not None:
         from services.draft.strategies.model import ModelStrategy  # noqa: PLC0415  # imports torch
 
-        offered[strategies.MODEL] = ModelStrategy(model)
+        drafting = ModelStrategy(model)
+        offered |= {strategies.MODEL: drafting, strategies.HYBRID: HybridStrategy(lookup, drafting)}
     info = DraftInfo(
         model=model.info.name if model else "",
         tokenizer_hash=_tokenizer_hash(settings, model),
@@ -54,7 +54,12 @@ def load_drafter(settings: DraftSettings) -> Loaded:
         max_draft_tokens=settings.max_draft_tokens,
         vocab_size=model.info.vocab_size if model else 0,
     )
-    drafter = Drafter(offered, max_sessions=settings.max_sessions, max_tokens=settings.max_kv_tokens)
+    drafter = Drafter(
+        offered,
+        max_sessions=settings.max_sessions,
+        max_tokens=settings.max_kv_tokens,
+        max_batch=settings.max_batch,
+    )
     return Loaded(drafter, info)
 
 
@@ -70,6 +75,7 @@ def _load_model(settings: DraftSettings) -> CausalModel | None:
         device=settings.device,
         threads=settings.threads,
         kv_blocks=_kv_blocks(settings),
+        target_model=settings.target_model,
     )
 
 

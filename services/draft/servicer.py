@@ -1,23 +1,27 @@
-"""The Draft service: takes items, has all that wait proposed for in one step, answers each."""
+"""The Draft service: takes items by call and by stream, gives them to the loop, answers each."""
 
 from __future__ import annotations
 
 import secrets
+import time
 from typing import TYPE_CHECKING, Any
 
-from services.common.batching import Batcher
 from services.common.items import answer_all, answer_or_status, answer_stream
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.telemetry import item_span, links_to
+from services.common.registry import draft_lease
+from services.common.telemetry import item_span
+from services.core.recent import Recent
 from services.draft.items import DraftInfo, answer_of, read_item
+from services.draft.loop import DraftLoop
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
 
     from opentelemetry.trace import Tracer
 
-    from services.draft.drafter import Drafter, ProposeJob, ProposeOutcome
+    from services.core.routing import DraftLease
+    from services.draft.drafter import Drafter
 
 
 class DraftService(rpc.DraftServicer):
@@ -26,11 +30,11 @@ class DraftService(rpc.DraftServicer):
     grpc_services = ("galley.v1.Draft",)
 
     def __init__(self, drafter: Drafter, info: DraftInfo, tracer: Tracer, *, max_waiting: int) -> None:
-        self._drafter = drafter
         self._info = info
         self._tracer = tracer
         self._incarnation = secrets.token_hex(8)
-        self._batcher: Batcher[ProposeJob, ProposeOutcome] = Batcher(self._step, max_waiting=max_waiting)
+        self._recent = Recent()
+        self._loop = DraftLoop(drafter, tracer, max_waiting=max_waiting)
 
     async def Propose(
         self,
@@ -46,7 +50,7 @@ class DraftService(rpc.DraftServicer):
         context: Any,  # noqa: ARG002
     ) -> AsyncIterator[pb.ProposeStreamResponse]:
         """Answer items as they complete."""
-        async for answers in answer_stream(request_iterator, self._answer, self._batcher.draining):
+        async for answers in answer_stream(request_iterator, self._answer, self._loop.draining):
             yield pb.ProposeStreamResponse(answers=answers)
 
     async def GetDraftInfo(
@@ -55,23 +59,20 @@ class DraftService(rpc.DraftServicer):
         context: Any,  # noqa: ARG002
     ) -> pb.GetDraftInfoResponse:
         """Say what is offered here, and by which life of this process."""
-        return pb.GetDraftInfoResponse(
-            model=self._info.model,
-            tokenizer_hash=self._info.tokenizer_hash,
-            strategies=self._info.strategies,
-            default_strategy=self._info.default_strategy,
-            incarnation=self._incarnation,
-            max_draft_tokens=self._info.max_draft_tokens,
-            vocab_size=self._info.vocab_size,
-        )
+        return self._describe()
+
+    def lease(self, address: str) -> DraftLease:
+        """What a lease says of this replica now; `address` is where gateways reach it."""
+        sessions = self._recent.count(time.monotonic_ns())
+        return draft_lease(address, self._describe(), sessions=sessions, queue_depth=self._loop.queue_depth)
 
     async def drain(self) -> None:
         """Refuse new items and answer those that are here."""
-        await self._batcher.drain()
+        await self._loop.drain()
 
     async def close(self) -> None:
         """End the loop and its thread."""
-        await self._batcher.close()
+        await self._loop.close()
 
     async def _answer(self, item: pb.ProposeItem) -> pb.ProposeAnswer:
         return await answer_or_status(
@@ -85,12 +86,17 @@ class DraftService(rpc.DraftServicer):
 
     async def _propose(self, item: pb.ProposeItem) -> pb.ProposeAnswer:
         job = read_item(item, self._info)
-        done = await self._batcher.submit(job.slice.key, job, item.slice.remaining_ns)
+        self._recent.note(job.slice.key, time.monotonic_ns())
+        done = await self._loop.submit(job, item.slice.remaining_ns)
         return answer_of(item, done)
 
-    def _step(self, jobs: Sequence[ProposeJob]) -> Sequence[ProposeOutcome]:
-        """On the worker thread: one step, in a span that links to those of its requests."""
-        links = links_to(job.slice.traceparent for job in jobs)
-        with self._tracer.start_as_current_span("draft.step", links=links) as span:
-            span.set_attribute("galley.batch_sessions", len(jobs))
-            return self._drafter.step(jobs)
+    def _describe(self) -> pb.GetDraftInfoResponse:
+        return pb.GetDraftInfoResponse(
+            model=self._info.model,
+            tokenizer_hash=self._info.tokenizer_hash,
+            strategies=self._info.strategies,
+            default_strategy=self._info.default_strategy,
+            incarnation=self._incarnation,
+            max_draft_tokens=self._info.max_draft_tokens,
+            vocab_size=self._info.vocab_size,
+        )

@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from services.common.config import settings_config
+from services.common.defaults import DEFAULT_MODEL
 from services.common.replica_settings import ReplicaSettings
 
 
@@ -20,19 +21,18 @@ class DraftSettings(ReplicaSettings):
         default=None,
         min_length=1,
         description="Hub id, or directory or GGUF file of a model with the target's tokenizer; "
-        "without one the strategy `model` is not offered.",
+        "without one the strategies `model` and `hybrid` are not offered.",
+    )
+    target_model: str = Field(
+        default=DEFAULT_MODEL,
+        min_length=1,
+        description="Hub id, directory or GGUF file of the target: whose embeddings a trained draft takes.",
     )
     tokenizer: Path | None = Field(
         default=None, description="Directory of the target's tokenizer.json, where no model is given."
     )
-    default_strategy: Literal["ngram", "model", "oracle", "none"] = Field(
+    default_strategy: Literal["ngram", "model", "hybrid", "oracle", "none"] = Field(
         default="ngram", description="Strategy of items that name none."
-    )
-    ngram_min_n: int = Field(
-        default=2, ge=1, le=64, description="Shortest suffix that ngram matches, in tokens."
-    )
-    ngram_max_n: int = Field(
-        default=4, ge=1, le=64, description="Longest suffix that ngram matches, in tokens."
     )
     oracle_answers: Path | None = Field(
         default=None, description='File of known sessions, a JSON object {"tokens": [...]} a line; for tests.'
@@ -41,6 +41,11 @@ class DraftSettings(ReplicaSettings):
     max_draft_tokens: int = Field(
         default=16, ge=1, le=256, description="Most tokens that an item may ask for."
     )
+    max_batch: int = Field(
+        default=64,
+        ge=1,
+        description="Sessions that one step of a model drafts for; of more, the oldest items go first.",
+    )
     max_sessions: int = Field(
         default=256, ge=1, le=65536, description="Sessions whose tokens and KV are kept."
     )
@@ -48,10 +53,8 @@ class DraftSettings(ReplicaSettings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.ngram_min_n > self.ngram_max_n:
-            raise ValueError(f"--ngram-min-n {self.ngram_min_n} is above --ngram-max-n {self.ngram_max_n}")
-        if self.default_strategy == "model" and self.model is None:
-            raise ValueError("--default-strategy model needs --model")
+        if self.default_strategy in ("model", "hybrid") and self.model is None:
+            raise ValueError(f"--default-strategy {self.default_strategy} needs --model")
         if self.default_strategy == "oracle" and self.oracle_answers is None:
             raise ValueError("--default-strategy oracle needs --oracle-answers")
         return self

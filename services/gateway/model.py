@@ -1,4 +1,4 @@
-"""The model that a gateway serves: what target and draft say of themselves, and the tokenizer that fits."""
+"""The model that a gateway serves: what targets and drafts say of themselves, and the tokenizer that fits."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from services.core.strategies import STRATEGIES
 from services.gateway.validation import Model
 
 if TYPE_CHECKING:
-    from services.gateway.pools import DraftPool, NoDraft
+    from services.gateway.drafts import Drafts
     from services.gateway.targets import Targets
     from services.gateway.tokenizer import Tokenizer
     from services.gateway.validation import GenerateSpec, Limits
 
+# Of a request that fixes it, and does not say at what.
+_FIXED_K = 4
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`default_k` and `default_strategy` are what AUTO means for now."""
+    """`default_k` is the most draft tokens a round under AUTO, and `default_strategy` its strategy."""
 
     name: str
     targets: Targets
     tokenizer: Tokenizer
-    draft: DraftPool | NoDraft
+    drafts: Drafts
     limits: Limits
     max_sessions: int
     default_k: int
@@ -40,12 +43,12 @@ class ServedModel:
         return Model(self.name, self.info.context_window, self.info.vocab_size, self._strategies())
 
     def _strategies(self) -> tuple[str, ...]:
-        """The draft's, once it has told them; until then every name may turn out to be one."""
-        return tuple(self.draft.info.strategies) if self.draft.info is not None else STRATEGIES
+        """The drafts', once one has told them; until then every name may turn out to be one."""
+        return self.drafts.strategies or STRATEGIES
 
     def spec(self, asked: GenerateSpec, session_id: str, arrival_ns: int) -> SessionSpec:
         """The session that a request asks for."""
-        k, strategy = self._speculation(asked)
+        k, auto, strategy = self._speculation(asked)
         own_ends = () if asked.ignore_eos else self.info.eos_token_ids
         return SessionSpec(
             session_id=session_id,
@@ -58,20 +61,22 @@ class ServedModel:
             min_tokens=asked.min_tokens,
             logprobs=asked.logprobs,
             k=k,
+            auto=auto,
             strategy=strategy,
             workload=asked.workload,
             arrival_ns=arrival_ns,
             priority=asked.priority,
         )
 
-    def _speculation(self, asked: GenerateSpec) -> tuple[int, str]:
+    def _speculation(self, asked: GenerateSpec) -> tuple[int, bool, str]:
+        """The most draft tokens a round, whether fewer may be asked for, and the strategy."""
         wanted = asked.speculation
         strategy = wanted.strategy or self.default_strategy
         if wanted.mode == "off":
-            return 0, ""
-        if wanted.mode == "fixed" and wanted.k is not None:
-            return wanted.k, strategy
-        return self.default_k, strategy
+            return 0, False, ""
+        if wanted.mode == "fixed":
+            return min(_FIXED_K, self.default_k) if wanted.k is None else wanted.k, False, strategy
+        return self.default_k if wanted.k is None else min(wanted.k, self.default_k), True, strategy
 
     def describe(self) -> pb.GetModelInfoResponse:
         """What clients may know."""
@@ -83,7 +88,7 @@ class ServedModel:
             fingerprint=self.info.fingerprint,
             deterministic=self.info.deterministic,
             max_draft_tokens=self.limits.max_draft_tokens,
-            strategies=self.draft.info.strategies if self.draft.info is not None else (),
+            strategies=self.drafts.strategies,
             dtype=self.info.dtype,
             device=self.info.device,
             max_sessions=self.max_sessions,

@@ -11,7 +11,6 @@ import grpc
 from opentelemetry import trace
 
 from services.common.codec import logprobs_from, sampling_message
-from services.common.logs import get_logger
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.telemetry import traceparent
@@ -50,8 +49,6 @@ _HOPELESS_CALL = frozenset(
     }
 )
 """Of a whole stream: anything else may be the connection's fault, or that of an item beside this one."""
-
-_log = get_logger(__name__)
 
 _tracer = trace.get_tracer("galley.gateway")
 _MEET_TIMEOUT_S = 1.0
@@ -131,6 +128,7 @@ class PoolVerification:
                 survival=request.survival,
                 credit=request.credit,
                 hint_due=request.hint_due,
+                max_verified=request.max_verified,
                 logprobs=spec.logprobs,
             )
         self._opened: OpenItem[pb.VerifyAnswer] | None = None
@@ -178,80 +176,64 @@ class PoolVerification:
 
 
 class DraftPool:
-    """One draft address, used only while its tokenizer is known to be the target's."""
+    """One draft address; `info` is what it said of itself when it was last met."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str, target_tokenizer_hash: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = rpc.DraftStub(channel)
         self._address = address
-        self._tokenizer_hash = target_tokenizer_hash
-        self._items: ItemStream[pb.ProposeItem, pb.ProposeAnswer] = ItemStream(
-            self._stub.ProposeStream, _propose_request
-        )
-        self.info: pb.GetDraftInfoResponse | None = None
-        self._refused_hash = ""
+        self._items = self._new_stream()
+        self.info = pb.GetDraftInfoResponse()
+        self._met = False
 
     @property
     def replica(self) -> Replica | None:
-        """Who answers; None while the pairing is unproven."""
-        return None if self.info is None else Replica(self._address, self.info.incarnation)
+        """Who answers; None while nobody does."""
+        there = self._met and not self._items.broken
+        return Replica(self._address, self.info.incarnation) if there else None
 
-    async def pair(self, timeout_s: float) -> pb.GetDraftInfoResponse:
-        """Ask the draft who it is. Raises TokenizerMismatch, or grpc.aio.AioRpcError if it is away."""
-        info = await self._stub.GetDraftInfo(pb.GetDraftInfoRequest(), timeout=timeout_s)
-        if info.tokenizer_hash != self._tokenizer_hash:
-            raise TokenizerMismatch(info.tokenizer_hash, self._tokenizer_hash)
-        self.info = info
-        return info
+    async def meet(self, timeout_s: float) -> None:
+        """Ask the draft who it is. Raises grpc.aio.AioRpcError if it does not answer in time."""
+        self.info = await self._stub.GetDraftInfo(pb.GetDraftInfoRequest(), timeout=timeout_s)
+        if self._items.broken:
+            self._items = self._new_stream()
+        self._met = True
 
     async def propose(
         self, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None
     ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
         """See `services.core.ports.DraftPort`."""
+        if self.replica is None:  # what comes next at this address may have another tokenizer
+            return ev.Failed(request.request_id, f"the draft at {self._address} is away")
         try:
-            if self._items.broken:
-                self.info = None  # though no item was open to notice
-            info = self.info or await self.pair(_seconds(remaining_ns) or _MEET_TIMEOUT_S)
             with _item_span("galley.v1.Draft/Propose"):
-                item = pb.ProposeItem(
-                    slice=_slice(spec, request.slice, remaining_ns),
-                    k=min(request.k, info.max_draft_tokens),
-                    strategy=request.strategy,
-                    workload=spec.workload,
-                )
-                answer = await self._items.ask(item)
-        except TokenizerMismatch as error:
-            self._log_refusal(error)
-            return ev.Failed(request.request_id, str(error))
+                answer = await self._items.ask(self._item(spec, request, remaining_ns))
         except (grpc.aio.AioRpcError, Unavailable) as error:
-            self.info = None  # another process may come back at this address
+            self.lost()
             return _failed(request.request_id, error)
         if answer.WhichOneof("outcome") == "result":
             return _proposed(request.request_id, answer.result)
         return _other(request.request_id, answer)
 
-    def _log_refusal(self, error: TokenizerMismatch) -> None:
-        """Once for each tokenizer that comes."""
-        if error.part_hash != self._refused_hash:
-            self._refused_hash = error.part_hash
-            _log.error("draft refused", reason=str(error))
+    def _item(self, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None) -> pb.ProposeItem:
+        return pb.ProposeItem(
+            slice=_slice(spec, request.slice, remaining_ns),
+            k=min(request.k, self.info.max_draft_tokens),
+            strategy=request.strategy,
+            workload=spec.workload,
+            ahead=request.ahead,
+        )
+
+    def _new_stream(self) -> ItemStream[pb.ProposeItem, pb.ProposeAnswer]:
+        return ItemStream(self._stub.ProposeStream, _propose_request)
+
+    def lost(self) -> None:
+        """It failed: another process may come back at this address."""
+        self._met = False
 
     async def close(self) -> None:
-        """End the stream."""
+        """End the stream; the items that are open fail."""
+        self.lost()
         await self._items.close()
-
-
-class NoDraft:
-    """The draft of a gateway that has none."""
-
-    info = None
-    replica = None
-
-    async def close(self) -> None:
-        """Nothing to end."""
-
-    async def propose(self, _spec: SessionSpec, request: ev.Propose, _remaining_ns: int | None) -> ev.Failed:
-        """Always nothing."""
-        return ev.Failed(request.request_id, "this gateway has no draft")
 
 
 def _slice(spec: SessionSpec, part: ev.Slice, remaining_ns: int | None) -> pb.SessionSlice:
@@ -326,6 +308,7 @@ def _verified(request_id: int, result: pb.VerifyResult) -> ev.Verified:
         logprobs=tuple(logprobs_from(entry) for entry in result.logprobs),
         timing=_timing(result.timing),
         more=result.more,
+        sessions=result.batch_sessions,
     )
 
 
@@ -342,7 +325,7 @@ def _proposed(request_id: int, result: pb.ProposeResult) -> ev.Proposed:
 
 
 def _timing(timing: pb.Timing) -> ev.Timing:
-    return ev.Timing(timing.queue_ns, timing.compute_ns)
+    return ev.Timing(timing.queue_ns, timing.compute_ns, timing.linger_ns)
 
 
 def _other(request_id: int, answer: pb.VerifyAnswer | pb.ProposeAnswer) -> ev.CacheMissed | ev.Failed:

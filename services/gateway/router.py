@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from services.core.answer import SessionSpec
     from services.core.ports import Replica, Verification
     from services.core.store import Held
-    from services.gateway.targets import Member, Targets
+    from services.gateway.targets import Target, Targets
 
 
 class SessionTarget:
@@ -32,14 +32,14 @@ class SessionTarget:
         self._targets = targets
         self._fingerprint = fingerprint
         self._held = held
-        self._at: Member | None = None
+        self._at: Target | None = None
         self._failed: set[str] = set()
 
     def verify(self, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None) -> Verification:
         """See `services.core.ports.TargetPort`."""
         return _Routed(self, spec, request, remaining_ns)
 
-    def place(self, spec: SessionSpec, request: ev.Verify) -> Member | None:
+    def place(self, spec: SessionSpec, request: ev.Verify) -> Target | None:
         """The session's replica, chosen if it has none that will do.
 
         None if there is none, or only one of another build: whether that must be is worth another look.
@@ -50,7 +50,7 @@ class SessionTarget:
             self._at = at if at is not None and self._fingerprint in {"", at.fingerprint} else None
         return self._at
 
-    async def find(self, spec: SessionSpec, request: ev.Verify) -> Member | None:
+    async def find(self, spec: SessionSpec, request: ev.Verify) -> Target | None:
         """The same after a look at who is there now; of another build if it must be."""
         await self._targets.refresh()
         if self.place(spec, request) is None:
@@ -68,7 +68,7 @@ class SessionTarget:
         self._held = None  # its KV is where the session is
         self._failed.clear()
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: Target) -> None:
         """The replica failed the session."""
         self._failed.add(member.address)
         if self._at is member:
@@ -98,7 +98,7 @@ class _Routed:
         self._extensions: list[ev.ExtendVerify] = []
         self._owes = True
         self._item: Verification | None = None
-        self._member: Member | None = None
+        self._member: Target | None = None
         member = session.place(spec, request)
         if member is not None:
             self._ask(member)
@@ -125,7 +125,7 @@ class _Routed:
             self._session.leave(self._member)
         await self._end()
 
-    def _ask(self, member: Member) -> Verification:
+    def _ask(self, member: Target) -> Verification:
         self._member = member
         member.items += 1
         self._item = member.pool.verify(self._spec, self._request, self._remaining_ns)

@@ -12,19 +12,21 @@ import grpc
 from services.common.logs import get_logger
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S
-from services.common.registry import ReplicaRegistry
+from services.common.registry import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
 from services.common.server import KEEPALIVE
 from services.core.session import SessionLimits
 from services.gateway.clock import MonotonicClock
+from services.gateway.drafts import Drafts, SessionDraft
+from services.gateway.members import Registered, Told
 from services.gateway.model import ServedModel
 from services.gateway.patience import SECOND, Timeouts, patiently
-from services.gateway.pools import DraftPool, NoDraft
 from services.gateway.router import SessionTarget
 from services.gateway.runner import Ports
 from services.gateway.servicer import GenerationServicer
+from services.gateway.settings import NO_DRAFT, GatewaySettings
 from services.gateway.store import RedisStore
 from services.gateway.streams import Streams
-from services.gateway.targets import Registered, Targets, Told
+from services.gateway.targets import Targets
 from services.gateway.tokenizer import Tokenizer
 from services.gateway.validation import Limits
 
@@ -34,10 +36,9 @@ if TYPE_CHECKING:
     from services.common.server import Parts
     from services.core.session import Session
     from services.core.store import StoredSession
-    from services.gateway.settings import GatewaySettings
+    from services.gateway.members import Source
 
 _log = get_logger(__name__)
-_PAIRING_TIMEOUT_S = 5.0
 _HAND_OVER_SHARE = 0.6
 """Share of the drain timeout in which streams may end by themselves before they are handed over."""
 
@@ -96,14 +97,16 @@ async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Part
         opened.push_async_callback(targets.close)
         parts.readiness.stage("waiting for a target")
         await targets.start(settings.startup_timeout_s)
-        parts.readiness.stage("pairing with the draft")
-        draft = await _meet_draft(settings, tokenizer.hash, opened, parts)
+        parts.readiness.stage("pairing with the drafts")
+        drafts = _drafts(settings, tokenizer, clock, parts)
+        opened.push_async_callback(drafts.close)
+        await _meet_drafts(settings, drafts)
         parts.readiness.stage("connecting to the session store")
         store = _open_store(settings, parts)
         opened.push_async_callback(store.close)
         await patiently(store.ping, clock.now_ns() + int(settings.startup_timeout_s * SECOND), clock)
-        streams = _streams(settings, store, draft, targets, clock, tokenizer)
-        model = _served_model(settings, tokenizer, targets, draft)
+        streams = _streams(settings, store, drafts, targets, clock, tokenizer)
+        model = _served_model(settings, tokenizer, targets, drafts)
         rpc.add_GenerationServicer_to_server(
             GenerationServicer(streams, model, clock, _id_secret(settings)), server
         )
@@ -113,14 +116,14 @@ async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Part
 def _streams(
     settings: GatewaySettings,
     store: RedisStore,
-    draft: DraftPool | NoDraft,
+    drafts: Drafts,
     targets: Targets,
     clock: MonotonicClock,
     tokenizer: Tokenizer,
 ) -> Streams:
     def ports_of(stored: StoredSession, session: Session) -> Ports:
         target = SessionTarget(targets, session.answer.fingerprint or "", stored.directory.target)
-        return Ports(store, draft, target, clock)
+        return Ports(store, SessionDraft(drafts, stored.directory.draft), target, clock)
 
     return Streams(
         store,
@@ -146,28 +149,37 @@ def _id_secret(settings: GatewaySettings) -> bytes:
 
 
 def _targets(settings: GatewaySettings, tokenizer: Tokenizer, clock: MonotonicClock, parts: Parts) -> Targets:
-    told = [address.strip() for address in settings.target.split(",") if address.strip()]
-    source = Told(told) if told else Registered(ReplicaRegistry(settings.redis_url.get_secret_value()))
+    told = _addresses(settings.target)
+    source = Told(told) if told else Registered(_registry(settings), TARGET_POOL)
     return Targets(
         source, tokenizer.hash, lambda address: _open(address, parts), clock, settings.max_draft_tokens
     )
 
 
-async def _meet_draft(
-    settings: GatewaySettings, tokenizer_hash: str, opened: AsyncExitStack, parts: Parts
-) -> DraftPool | NoDraft:
-    """A draft that is away is paired with later; one of another tokenizer is refused now."""
-    if not settings.draft:
-        return NoDraft()
-    channel = _open(settings.draft, parts)
-    opened.push_async_callback(channel.close, None)
-    draft = DraftPool(channel, settings.draft, tokenizer_hash)
-    opened.push_async_callback(draft.close)
-    try:
-        await draft.pair(_PAIRING_TIMEOUT_S)
-    except grpc.aio.AioRpcError as error:
-        _log.warning("no draft yet", address=settings.draft, reason=error.details())
-    return draft
+def _drafts(settings: GatewaySettings, tokenizer: Tokenizer, clock: MonotonicClock, parts: Parts) -> Drafts:
+    if settings.draft:
+        source: Source = Told([] if settings.draft == NO_DRAFT else _addresses(settings.draft))
+    else:
+        source = Registered(_registry(settings), DRAFT_POOL)
+    timeout_ns = int(settings.draft_timeout_s * SECOND)
+    return Drafts(source, tokenizer.hash, lambda address: _open(address, parts), clock, timeout_ns)
+
+
+async def _meet_drafts(settings: GatewaySettings, drafts: Drafts) -> None:
+    """Drafts that are away are paired with later; told ones, all of another tokenizer, are refused now."""
+    await drafts.start()
+    if settings.draft and drafts.mismatch is not None:
+        raise drafts.mismatch
+    if settings.draft != NO_DRAFT and not drafts.strategies:
+        _log.warning("no draft yet", reason=drafts.problem)
+
+
+def _addresses(told: str) -> list[str]:
+    return [address.strip() for address in told.split(",") if address.strip()]
+
+
+def _registry(settings: GatewaySettings) -> ReplicaRegistry:
+    return ReplicaRegistry(settings.redis_url.get_secret_value())
 
 
 def _open(address: str, parts: Parts) -> grpc.aio.Channel:
@@ -210,7 +222,7 @@ def _timeouts(settings: GatewaySettings) -> Timeouts:
 
 
 def _served_model(
-    settings: GatewaySettings, tokenizer: Tokenizer, targets: Targets, draft: DraftPool | NoDraft
+    settings: GatewaySettings, tokenizer: Tokenizer, targets: Targets, drafts: Drafts
 ) -> ServedModel:
     max_draft_tokens = min(settings.max_draft_tokens, targets.info.max_draft_tokens)
     name = settings.model_name or targets.info.model
@@ -218,12 +230,12 @@ def _served_model(
         default_max_tokens=settings.default_max_tokens,
         max_draft_tokens=max_draft_tokens,
     )
-    k = 0 if isinstance(draft, NoDraft) else min(settings.k, max_draft_tokens)
+    k = 0 if settings.draft == NO_DRAFT else min(settings.k, max_draft_tokens)
     return ServedModel(
         name=name,
         targets=targets,
         tokenizer=tokenizer,
-        draft=draft,
+        drafts=drafts,
         limits=limits,
         max_sessions=settings.max_sessions,
         default_k=k,

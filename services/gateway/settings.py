@@ -7,6 +7,9 @@ from pydantic import Field, SecretStr
 from services.common.config import ServiceSettings, settings_config
 from services.common.defaults import DEFAULT_MODEL
 
+NO_DRAFT = "none"
+"""In place of a draft's address: there is none."""
+
 
 class GatewaySettings(ServiceSettings):
     """Settings of the gateway."""
@@ -17,7 +20,11 @@ class GatewaySettings(ServiceSettings):
         "",
         description="Addresses of targets, host:port, with commas; empty: those that register at the store.",
     )
-    draft: str = Field("", description="Address of the draft, host:port; empty decodes plainly.")
+    draft: str = Field(
+        "",
+        description="Addresses of drafts, host:port, with commas; empty: those that register at the store; "
+        "`none` decodes plainly.",
+    )
     redis_url: SecretStr = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
         description="Session store: redis://, rediss:// or unix://; with a password, better by environment.",
@@ -27,7 +34,7 @@ class GatewaySettings(ServiceSettings):
         "", description="Name under which clients ask for the model; empty: the target's."
     )
     strategy: str = Field("", description="Draft strategy of AUTO; empty: the draft's default.")
-    k: int = Field(4, ge=0, le=64, description="Draft tokens a round under AUTO.")
+    k: int = Field(16, ge=0, le=64, description="The most draft tokens a round under AUTO; as many as pay.")
     max_draft_tokens: int = Field(16, ge=0, le=64, description="The most draft tokens a round may ask for.")
     max_sessions: int = Field(
         64, ge=1, description="Open streams; more are refused. No more than the target keeps sessions."

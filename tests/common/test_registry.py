@@ -13,13 +13,20 @@ import pytest
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.redis_calls import RedisCalls
-from services.common.registry import MAX_CACHED_PREFIXES, ReplicaRegistry, lease_of
+from services.common.registration import start_registration
+from services.common.registry import (
+    DRAFT_POOL,
+    MAX_CACHED_PREFIXES,
+    TARGET_POOL,
+    ReplicaRegistry,
+    draft_lease,
+    target_lease,
+)
 from services.core.errors import StoreUnavailable
-from services.core.routing import ReplicaLease
-from services.target.registration import Facts, start_registration
+from services.core.routing import TargetLease
 from tests.gateway.servers import VALKEY, Server, running
 
-POOL = "target"
+POOL = TARGET_POOL
 WAIT_S = 10.0
 
 
@@ -57,8 +64,8 @@ def info(incarnation: str = "life-1") -> pb.GetTargetInfoResponse:
     )
 
 
-def lease(address: str = "host:1", incarnation: str = "life-1", prefixes: int = 2) -> ReplicaLease:
-    return lease_of(address, info(incarnation), cached_prefixes=[bytes([n]) * 16 for n in range(prefixes)])
+def lease(address: str = "host:1", incarnation: str = "life-1", prefixes: int = 2) -> TargetLease:
+    return target_lease(address, info(incarnation), [bytes([n]) * 16 for n in range(prefixes)])
 
 
 async def until(registry: ReplicaRegistry, wanted: object) -> None:
@@ -80,7 +87,30 @@ async def test_what_was_published_is_read(registry: ReplicaRegistry) -> None:
     await registry.publish(POOL, first)
     await registry.publish(POOL, second)
     assert await registry.read(POOL) == [second, first]
-    assert await registry.read("another") == []
+    assert await registry.read(DRAFT_POOL) == []
+
+
+async def test_a_draft_tells_what_it_offers_and_is_in_a_pool_of_its_own(registry: ReplicaRegistry) -> None:
+    info = pb.GetDraftInfoResponse(
+        model="tiny-draft",
+        tokenizer_hash="hash",
+        strategies=["model", "ngram"],
+        default_strategy="ngram",
+        incarnation="life-1",
+        max_draft_tokens=16,
+        vocab_size=256,
+    )
+    told = replace(draft_lease("host:1", info, sessions=5, queue_depth=2), draining=True)
+    await registry.publish(DRAFT_POOL, told)
+    await registry.publish(POOL, lease())
+    assert await registry.read(DRAFT_POOL) == [told]
+    assert await registry.read(POOL) == [lease()]
+    bare = draft_lease("host:1", pb.GetDraftInfoResponse(incarnation="life-2"))
+    await registry.publish(DRAFT_POOL, bare)
+    assert await registry.read(DRAFT_POOL) == [bare]
+    await registry.withdraw(DRAFT_POOL, "host:1", "life-2")
+    assert await registry.read(DRAFT_POOL) == []
+    assert await registry.read(POOL) == [lease()]
 
 
 async def test_a_lease_is_renewed_with_what_has_changed(registry: ReplicaRegistry) -> None:
@@ -158,9 +188,7 @@ async def test_what_another_release_wrote_is_passed_over(server: Server, registr
 
 async def test_prefixes_are_bounded() -> None:
     many = [n.to_bytes(16, "little") for n in range(2 * MAX_CACHED_PREFIXES)]
-    assert lease_of("a:1", info(), cached_prefixes=many).cached_prefixes == frozenset(
-        many[:MAX_CACHED_PREFIXES]
-    )
+    assert target_lease("a:1", info(), many).cached_prefixes == frozenset(many[:MAX_CACHED_PREFIXES])
 
 
 async def test_a_server_that_is_away_is_unavailable() -> None:
@@ -176,7 +204,7 @@ async def test_a_server_that_is_away_is_unavailable() -> None:
 async def test_a_replica_is_registered_drains_and_withdraws(
     server: Server, registry: ReplicaRegistry
 ) -> None:
-    registration = start_registration(server.url, POOL, "host:1", lambda: Facts(info()))
+    registration = start_registration(server.url, POOL, lease)
     await until(registry, [("host:1", "life-1", False)])
     await registration.drain()
     assert await read(registry) == [("host:1", "life-1", True)]
@@ -191,8 +219,7 @@ async def test_a_replica_keeps_its_lease_and_tells_how_it_is(
     registration = start_registration(
         server.url,
         POOL,
-        "host:1",
-        lambda: Facts(pb.GetTargetInfoResponse(incarnation="life-1", queue_depth=next(depth))),
+        lambda: replace(lease(), queue_depth=next(depth)),
         lease_s=0.3,
     )
     await until(registry, [("host:1", "life-1", False)])
@@ -204,7 +231,7 @@ async def test_a_replica_keeps_its_lease_and_tells_how_it_is(
 
 
 async def test_a_replica_outlasts_a_store_that_was_killed(server: Server, registry: ReplicaRegistry) -> None:
-    registration = start_registration(server.url, POOL, "host:1", lambda: Facts(info()), lease_s=0.3)
+    registration = start_registration(server.url, POOL, lease, lease_s=0.3)
     await until(registry, [("host:1", "life-1", False)])
     server.kill()
     await until(registry, None)
@@ -214,7 +241,7 @@ async def test_a_replica_outlasts_a_store_that_was_killed(server: Server, regist
 
 
 async def test_a_replica_can_close_while_the_store_is_away(server: Server, registry: ReplicaRegistry) -> None:
-    registration = start_registration(server.url, POOL, "host:1", lambda: Facts(info()))
+    registration = start_registration(server.url, POOL, lease)
     await until(registry, [("host:1", "life-1", False)])
     server.kill()
     await registration.drain()

@@ -146,13 +146,8 @@ class World:
     def _carry_out(self, effects: list[ev.Effect]) -> None:
         for effect in effects:
             match effect:
-                case ev.Propose():
-                    assert "draft" not in self.waiting, "two proposals are asked for at once"
-                    self.waiting["draft"] = effect
-                case ev.CancelPropose():
-                    given_up = self.waiting.pop("draft")
-                    assert isinstance(given_up, ev.Propose)
-                    assert given_up.request_id == effect.request_id
+                case ev.Propose() | ev.CancelPropose():
+                    self._to_draft(effect)
                 case ev.Verify() | ev.ExtendVerify() | ev.CancelVerify():
                     self._send(effect)
                 case ev.Commit():
@@ -170,6 +165,15 @@ class World:
                     self.end = effect
                     assert self.stands is None, "an item is left behind"
         self.check()
+
+    def _to_draft(self, effect: ev.Propose | ev.CancelPropose) -> None:
+        if isinstance(effect, ev.Propose):
+            assert "draft" not in self.waiting, "two proposals are asked for at once"
+            self.waiting["draft"] = effect
+            return
+        given_up = self.waiting.pop("draft")
+        assert isinstance(given_up, ev.Propose)
+        assert given_up.request_id == effect.request_id
 
     def _send(self, effect: ev.Verify | ev.ExtendVerify | ev.CancelVerify) -> None:
         """To the target, in order; one item stands at most."""

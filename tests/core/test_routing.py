@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.content import block_hashes
-from services.core.routing import LOAD_TOKENS, Candidate, ReplicaLease, Wanted, cached_tokens, choose
+from services.core.routing import LOAD_TOKENS, Candidate, TargetLease, Wanted, cached_tokens, choose
 from services.core.store import Held
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ TOKENS = tuple(range(100, 140))
 WANTED = Wanted(tokens=TOKENS, max_position=64)
 
 
-def lease(address: str, **facts: object) -> ReplicaLease:
-    plain = ReplicaLease(
+def lease(address: str, **facts: object) -> TargetLease:
+    plain = TargetLease(
         address=address,
         incarnation=f"life of {address}",
         model="tiny",
@@ -36,11 +36,11 @@ def lease(address: str, **facts: object) -> ReplicaLease:
     return replace(plain, **facts)  # type: ignore[arg-type]  # names are the test's
 
 
-def caching(address: str, tokens: Sequence[int], salt: bytes = b"", **facts: object) -> ReplicaLease:
+def caching(address: str, tokens: Sequence[int], salt: bytes = b"", **facts: object) -> TargetLease:
     return lease(address, cached_prefixes=frozenset(block_hashes(salt, tokens, BLOCK)), **facts)
 
 
-def chosen(wanted: Wanted, *candidates: Candidate | ReplicaLease, avoid: Sequence[str] = ()) -> str | None:
+def chosen(wanted: Wanted, *candidates: Candidate | TargetLease, avoid: Sequence[str] = ()) -> str | None:
     all_of_them = [c if isinstance(c, Candidate) else Candidate(c) for c in candidates]
     picked = choose(wanted, all_of_them, avoid)
     return None if picked is None else picked.lease.address

@@ -1,4 +1,4 @@
-"""How many tokens are drafted: against every fixed choice in hindsight, whatever drafts cost and are worth."""
+"""How many tokens are drafted: against every fixed choice in hindsight, whatever drafts are worth."""
 
 from __future__ import annotations
 

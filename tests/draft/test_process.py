@@ -80,10 +80,10 @@ async def test_it_tells_when_it_is_ready_and_stops_when_told(
 @pytest.mark.parametrize(
     ("arguments", "variables", "expected"),
     [
-        (["--ngram-min-n", "0"], {}, "--ngram-min-n (or GALLEY_DRAFT_NGRAM_MIN_N): Input should be greater"),
+        (["--max-batch", "0"], {}, "--max-batch (or GALLEY_DRAFT_MAX_BATCH): Input should be greater"),
         ([], {"GALLEY_DRAFT_PORT": "99999"}, "--port (or GALLEY_DRAFT_PORT): Input should be less than"),
         (["--default-strategy", "model"], {}, "--default-strategy model needs --model"),
-        (["--ngram-min-n", "5"], {}, "--ngram-min-n 5 is above --ngram-max-n 4"),
+        (["--default-strategy", "hybrid"], {}, "--default-strategy hybrid needs --model"),
         (["--nonsense"], {}, "unrecognized arguments: --nonsense"),
     ],
 )
@@ -118,5 +118,5 @@ def test_help_is_for_people_and_torch_is_not_needed() -> None:
         timeout=20,
     )
     assert result.returncode == 0, result.stderr
-    for words in ("--ngram-max-n", "--drain-timeout-s", "(default: ngram)", "Address to listen on."):
+    for words in ("--max-draft-tokens", "--drain-timeout-s", "(default: ngram)", "Address to listen on."):
         assert words in result.stdout

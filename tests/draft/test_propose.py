@@ -44,12 +44,19 @@ async def test_ngram_and_none_need_no_model() -> None:
         assert list(answer.result.draft_tokens) == [7, 8, 9]
         assert answer.result.position == answer.result.kv_len == len(REPEATING)
         assert answer.result.prefix_hash == prefix_hash(REPEATING)
-        assert await guesses(draft, item(REPEATING, 3, "none"), item(REPEATING, 0)) == [[], []]
+        assert await guesses(draft, item(REPEATING, 3, "none"), item(REPEATING, 0, session_id="t")) == [
+            [],
+            [],
+        ]
 
 
-async def test_ngram_bounds_are_configurable() -> None:
-    async with drafting(ngram_min_n=3, ngram_max_n=3) as draft:
-        assert await guesses(draft, item(REPEATING)) == [[]]
+async def test_a_tenant_is_proposed_nothing_of_anothers_answers() -> None:
+    async with drafting() as draft:
+        answer = item([1, 50, 51, 52, 53], session_id="a", tenant_salt=b"one", prompt_len=1)
+        await propose(draft, answer)
+        for salt, found in ((b"one", [52, 53]), (b"two", []), (b"", [])):
+            asked = item([2, 50, 51], session_id="b", tenant_salt=salt, prompt_len=1)
+            assert await guesses(draft, asked) == [found]
 
 
 async def test_nothing_is_proposed_where_the_target_can_take_nothing() -> None:
@@ -122,7 +129,7 @@ async def test_the_model_guesses_what_the_same_model_says(tiny: Path) -> None:
         assert await guesses(draft, item(whole, 8, start=7)) == [answer[4:12]]
         assert await guesses(draft, item(whole, 8, stop_token_ids=[answer[5]])) == [answer[4:6]]
         info = await draft.GetDraftInfo(pb.GetDraftInfoRequest())
-    assert list(info.strategies) == ["model", "ngram", "none"]
+    assert list(info.strategies) == ["hybrid", "model", "ngram", "none"]
     assert (info.default_strategy, info.vocab_size, info.max_draft_tokens) == ("model", VOCAB, 8)
     assert info.tokenizer_hash == tokenizer_hash(tiny)
 
@@ -197,6 +204,8 @@ class TestOracle:
         self.write(path, self.answer)
         spoiled: list[bool] = []
         async with drafting(oracle_answers=path, oracle_spoil=0.4) as draft:
+            (answer,) = await propose(draft, item(self.answer[:5], 3, "oracle"))
+            assert list(answer.result.survival) == pytest.approx([0.6, 0.36, 0.216])
             for seed in range(40):
                 sampling = pb.SamplingParams(seed=seed)
                 (whole,) = await guesses(draft, item(self.answer[:5], 8, "oracle", sampling=sampling))

@@ -16,7 +16,6 @@ from services.core.session import Session, SessionLimits
 from services.core.store import UNCHANGED, Directory, NewSession
 from services.gateway.clock import MonotonicClock
 from services.gateway.patience import Timeouts
-from services.gateway.pools import NoDraft
 from services.gateway.runner import Ports, SessionRunner
 from tests.fakes.store import MemoryStore
 
@@ -57,6 +56,15 @@ class Targets:
     def verify(self, _spec: SessionSpec, request: ev.Verify, _remaining_ns: int | None) -> Item:
         self.items.append(Item(request, Replica(f"host:{len(self.items)}", "life")))
         return self.items[-1]
+
+
+class NoDraft:
+    """A DraftPort that has nothing to say."""
+
+    replica = None
+
+    async def propose(self, _spec: SessionSpec, request: ev.Propose, _remaining_ns: int | None) -> ev.Failed:
+        return ev.Failed(request.request_id, "there is no draft")
 
 
 class Store(MemoryStore):

@@ -18,6 +18,7 @@ from services.common.status import item_status
 from services.core.acceptance import confirm
 from services.core.content import Miss, look_up, prefix_hash
 from services.core.errors import InvalidField
+from services.core.hints import MAX_HINT_TOKENS
 from tests.service.truth import CONTEXT, END, VOCAB, logprobs_of, true_next
 from tests.service.waiting import Gate, Watch
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_DRAFT_TOKENS = 16
+# What it says that a pass took: as long as a model's, so that drafts are worth asking for.
+PASS_NS = 20_000_000
 STRATEGIES = ("model", "ngram")
 
 
@@ -157,7 +160,8 @@ class _Standing:
         agrees = prefix_hash(root) == self.hint.prefix_hash
         if not agrees or reached != self.hint.draft_tokens[: len(reached)]:
             return []
-        return list(self.hint.draft_tokens[len(reached) :])[: max(0, self.limit - len(self.tokens) - 1)]
+        room = max(0, self.limit - len(self.tokens) - 1)
+        return list(self.hint.draft_tokens[len(reached) :])[: min(room, self.item.max_verified or room)]
 
 
 class FakeTarget(Replica, rpc.TargetServicer):
@@ -286,7 +290,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         result.verified = len(guesses)
         result.kv_len = len(held)
         result.fingerprint = self.fingerprint
-        result.timing.compute_ns = 1000
+        result.timing.compute_ns = PASS_NS
         stopped = len(tokens) - part.prompt_len > part.min_tokens and tokens[-1] in part.stop_token_ids
         may_go_on = item.credit > 0 and len(tokens) < min(standing.limit, part.max_position)
         result.more = may_go_on and not stopped
@@ -352,7 +356,7 @@ class _Answers:
 
 def _check_hint(hint: pb.Hint) -> None:
     check_token_ids("hint.draft_tokens", hint.draft_tokens, VOCAB)
-    if len(hint.draft_tokens) > MAX_DRAFT_TOKENS:
+    if len(hint.draft_tokens) > MAX_HINT_TOKENS:
         raise InvalidField("hint.draft_tokens", "too many")
 
 
@@ -395,6 +399,9 @@ class FakeDraft(Replica, rpc.DraftServicer):
         rpc.add_DraftServicer_to_server(self, server)
 
     async def GetDraftInfo(self, request: pb.GetDraftInfoRequest, context: Any) -> pb.GetDraftInfoResponse:
+        return self.info()
+
+    def info(self) -> pb.GetDraftInfoResponse:
         return pb.GetDraftInfoResponse(
             model="tiny-draft",
             tokenizer_hash=self.tokenizer_hash,

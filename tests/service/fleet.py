@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.registry import TARGET_POOL, ReplicaRegistry
+from services.common.registration import Registration, start_registration
+from services.common.registry import TARGET_POOL, ReplicaRegistry, target_lease
 from services.core.content import block_hashes
-from services.target.registration import Facts, Registration, start_registration
 from tests.service.fakes import FakeTarget
 from tests.service.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from services.core.routing import ReplicaLease
+    from services.core.routing import TargetLease
     from tests.service.world import World
 
 BLOCK = 4
@@ -33,7 +33,7 @@ class FleetTarget:
     queue_depth: int = 0
     free: int = 50
     cached: Sequence[int] = ()
-    registration: Registration | None = field(default=None, repr=False)
+    registration: Registration[TargetLease] | None = field(default=None, repr=False)
 
     @property
     def sessions(self) -> set[str]:
@@ -41,9 +41,7 @@ class FleetTarget:
         return {call.slice.session_id for call in self.fake.calls}
 
     def register(self) -> None:
-        self.registration = start_registration(
-            self.url, TARGET_POOL, self.fake.address, self._facts, lease_s=LEASE_S
-        )
+        self.registration = start_registration(self.url, TARGET_POOL, self._lease, lease_s=LEASE_S)
 
     async def withdraw(self) -> None:
         registration, self.registration = self.registration, None
@@ -54,7 +52,7 @@ class FleetTarget:
         """Die: the lease ends by itself, later."""
         await self.fake.stop()
 
-    def _facts(self) -> Facts:
+    def _lease(self) -> TargetLease:
         info = pb.GetTargetInfoResponse(
             model="tiny",
             tokenizer_hash=self.fake.tokenizer_hash,
@@ -68,7 +66,7 @@ class FleetTarget:
             kv_blocks_total=100,
             queue_depth=self.queue_depth,
         )
-        return Facts(info, block_hashes(b"", self.cached, BLOCK))
+        return target_lease(self.fake.address, info, block_hashes(b"", self.cached, BLOCK))
 
 
 class Fleet:
@@ -94,7 +92,7 @@ class Fleet:
             target.fake.gate.close()
             target.fake.gate.permit(answers)
 
-    async def until(self, holds: Callable[[list[ReplicaLease]], bool]) -> None:
+    async def until(self, holds: Callable[[list[TargetLease]], bool]) -> None:
         """Wait until the registry reads so."""
         async with asyncio.timeout(PATIENCE_S):
             while not holds(await self._registry.read(TARGET_POOL)):

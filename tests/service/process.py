@@ -1,13 +1,14 @@
-"""The gateway as a process of its own."""
+"""The gateway, and drafts, as processes of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import signal
 import sys
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from tests.service.waiting import PATIENCE_S
 
@@ -57,4 +58,41 @@ def _address(read_fd: int) -> str:
         for line in lines:
             if (told := json.loads(line))["stage"] == "ready":
                 return str(told["address"])
-    raise RuntimeError("the gateway did not start")
+    raise RuntimeError("the process did not start")
+
+
+class DraftProcess:
+    """A real draft that registers; use as an async context, at whose end it is gone, however it stands."""
+
+    def __init__(self, world: World) -> None:
+        self._flags = ("--redis-url", world.redis_url, "--tokenizer", str(world.tokenizer))
+        self._process: asyncio.subprocess.Process | None = None
+        self.address = ""
+
+    async def __aenter__(self) -> Self:
+        read_fd, write_fd = os.pipe()
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "services.draft", "--die-with-parent", "--ready-fd", str(write_fd), *self._flags),
+            *("--log-level", "error"),
+            pass_fds=(write_fd,),
+        )
+        os.close(write_fd)
+        self.address = await asyncio.to_thread(_address, read_fd)
+        return self
+
+    def send(self, number: signal.Signals) -> None:
+        """Such as SIGSTOP."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    async def ended(self) -> int:
+        """The exit status."""
+        assert self._process is not None
+        async with asyncio.timeout(PATIENCE_S):
+            return await self._process.wait()
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
+from services.client.options import Speculation
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.core.errors import TokenizerMismatch
 from tests.service.truth import VOCAB
@@ -101,14 +102,15 @@ LIES: list[Callable[[pb.ProposeItem, pb.ProposeAnswer], None]] = [
 async def test_a_draft_that_is_right_so_often_changes_no_token(world: World, spoil_rate: float) -> None:
     world.draft.spoil_rate = spoil_rate
     gateway = await world.gateway()
-    heard = await hear(gateway.ask())
+    heard = await hear(gateway.ask(speculation=Speculation(k=4)))
     must_be_true(heard)
     assert heard.finished is not None
     stats = heard.finished.speculation
     assert stats.accepted == sum(heard.from_draft)
     assert (stats.accepted > 0) == (spoil_rate < 1)
     if spoil_rate == 0:
-        assert stats.rounds == MAX_TOKENS // 5  # 4 draft tokens and the target's own
+        # 4 draft tokens and the target's own; or fewer, where more of them were not ready yet.
+        assert MAX_TOKENS // 5 <= stats.rounds <= MAX_TOKENS // 3
 
 
 @any_credit

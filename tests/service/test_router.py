@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.registry import lease_of
+from services.common.registry import target_lease
 from services.core import events as ev
 from services.core.answer import SessionSpec
 from services.core.content import prefix_hash
@@ -26,7 +26,7 @@ from tests.service.waiting import PATIENCE_S
 from tests.service.world import PROMPT_TOKENS, World
 
 if TYPE_CHECKING:
-    from services.core.routing import ReplicaLease
+    from services.core.routing import TargetLease
 
 SPEC = SessionSpec(
     session_id="s",
@@ -41,10 +41,10 @@ SPEC = SessionSpec(
 class Leases:
     """A registry that tells what the test says."""
 
-    told: dict[str, ReplicaLease | None] = field(default_factory=dict)
+    told: dict[str, TargetLease | None] = field(default_factory=dict)
     changes = False
 
-    async def read(self) -> Mapping[str, ReplicaLease | None]:
+    async def read(self) -> Mapping[str, TargetLease | None]:
         return dict(self.told)
 
     async def close(self) -> None:
@@ -63,7 +63,7 @@ class Here:
     async def tell(self, fake: FakeTarget) -> None:
         """The replica's lease is what it says of itself now."""
         info = await fake.GetTargetInfo(pb.GetTargetInfoRequest(), None)
-        self.leases.told[fake.address] = lease_of(fake.address, info)
+        self.leases.told[fake.address] = target_lease(fake.address, info)
 
     def request(self, tokens: list[int], credit: int = 0) -> ev.Verify:
         self._requests += 1

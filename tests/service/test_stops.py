@@ -11,6 +11,7 @@ from tests.service.world import MAX_TOKENS, PROMPT_TOKENS, World, any_credit, he
 
 SPECULATIONS = [
     Speculation(off=True),
+    Speculation(),
     Speculation(k=1),
     Speculation(k=4),
     Speculation(k=16, strategy="ngram"),
@@ -33,7 +34,11 @@ async def test_an_answer_is_the_same_with_every_speculation(world: World, specul
     must_be_true(heard)
     assert any(heard.from_draft) != speculation.off
     assert {call.strategy for call in world.draft.calls} <= {speculation.strategy}
-    assert all(call.k <= (speculation.k or 0) for call in world.draft.calls)
+    k = speculation.k or 0
+    assert {call.max_verified for call in world.target.calls} == {k}
+    assert heard.finished is not None
+    if k:
+        assert len(heard.finished.speculation.verified_at) <= k
 
 
 @any_credit

@@ -24,7 +24,7 @@ async def test_nothing_is_streamed_before_it_is_logged_and_work_stops_at_the_win
     frail_world: World, own_store: Server
 ) -> None:
     world, window = frail_world, 6
-    gateway = await world.gateway(window=window, draft="")
+    gateway = await world.gateway(window=window, draft="none")
     world.target.gate.close()
     stream = gateway.ask()
     heard = Heard()
@@ -123,7 +123,7 @@ async def test_a_client_that_cancels_while_the_store_hangs_leaves_the_gateway_wh
 ) -> None:
     """A reply that nobody waits for any more must not be taken for the next one's."""
     world = frail_world
-    gateway = await world.gateway(draft="")
+    gateway = await world.gateway(draft="none")
     world.target.gate.close()
     stream = gateway.ask()
     await anext(stream)

@@ -192,7 +192,7 @@ async def test_a_cache_of_other_tokens_at_the_same_length_is_a_miss_and_never_a_
 
 
 async def test_another_build_of_the_target_is_told_at_the_token_where_it_begins(world: World) -> None:
-    gateway, other = await world.gateway(draft=""), await world.gateway(draft="")
+    gateway, other = await world.gateway(draft="none"), await world.gateway(draft="none")
     world.target.gate.close()
     stream = gateway.ask(logprobs=0)
     for index in range(1, 4):
@@ -215,7 +215,7 @@ async def test_another_build_of_the_target_is_told_at_the_token_where_it_begins(
 
 @any_credit
 async def test_a_session_that_moves_to_another_build_says_so_on_resume(world: World) -> None:
-    gateway = await world.gateway(draft="")
+    gateway = await world.gateway(draft="none")
     world.target.gate.close()
     world.target.gate.permit(2)
     stream = gateway.ask()
@@ -224,7 +224,7 @@ async def test_a_session_that_moves_to_another_build_says_so_on_resume(world: Wo
     await gateway.idle()
     world.target.fingerprint = "build-2"
     world.target.gate.open()
-    other = await world.gateway(draft="")
+    other = await world.gateway(draft="none")
     must_be_true(await heard.listen(other.client.resume_stream(stream)))
     assert heard.changes == [(2, "build-2")]
 

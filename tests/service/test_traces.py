@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from services.client.client import TokenStream
+from services.client.options import GenerateOptions, Speculation
 from services.client.request import generate_request
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.core.content import token_bytes
@@ -59,7 +60,7 @@ async def test_one_trace_holds_request_rounds_rpcs_and_store_calls_and_no_conten
     assert ("galley.v1.Draft/Propose", "round", "generate", request) in chains
     assert ("galley.v1.Target/Verify", "round", "generate", request) in chains
     rounds = [span for span in spans if span.name == "round"]
-    assert len(rounds) == len(world.target.calls) == MAX_TOKENS // 5
+    assert len(rounds) == len(world.target.calls) >= MAX_TOKENS // 5
 
     for pool in (world.draft, world.target):
         assert {item.slice.traceparent.split("-")[1] for item in pool.calls} == {TRACE.hex()}
@@ -81,7 +82,8 @@ async def test_one_trace_holds_request_rounds_rpcs_and_store_calls_and_no_conten
 
 
 async def ask_within_a_trace(address: str) -> None:
-    request = generate_request(PROMPT, {"max_tokens": MAX_TOKENS, "seed": SEED, "ignore_eos": True})
+    options = GenerateOptions(max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True, speculation=Speculation(k=4))
+    request = generate_request(PROMPT, options)
     async with grpc.aio.insecure_channel(address) as channel:
         stub: rpc.GenerationAsyncStub = rpc.GenerationStub(channel)
         metadata = (("traceparent", f"00-{TRACE.hex()}-{PARENT.hex()}-01"),)

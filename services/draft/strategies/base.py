@@ -41,7 +41,8 @@ class DraftJob:
 class Guess:
     """A proposal in the making: at most `job.k` tokens, good for use as far as it has come.
 
-    `survival[i]` is the estimated chance that tokens 0 to i are all accepted: as many as tokens, never rising.
+    `survival[i]` is the estimated chance that tokens 0 to i are all accepted if those before them are: as
+    many as tokens, never rising.
     An error is the outcome of its own job alone. Strategies hang on it what they need by subclassing.
     """
 
@@ -61,5 +62,5 @@ class Strategy(Protocol):
     def advance(self, guesses: Sequence[Guess]) -> None:
         """One more step for each of these, none of them done: usually a token each, computed together.
 
-        Which guesses share a step changes from call to call; one that is not advanced again has been given up.
+        Which guesses share a step changes from call to call; one that is given up is not advanced again.
         """

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from services.draft.strategies.base import Guess
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.draft.strategies.base import DraftJob, Proposal
+    from services.draft.strategies.base import DraftJob
 
 
 class NoneStrategy:
     """Always proposes nothing."""
 
-    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """See `Strategy.propose`."""
-        return [[] for _ in jobs]
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
+        """See `Strategy.begin`."""
+        return [Guess(job, done=True) for job in jobs]
+
+    def advance(self, guesses: Sequence[Guess]) -> None:
+        """See `Strategy.advance`; no guess stays open."""

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from services.core.noise import SPOIL, words
+from services.draft.strategies.base import Guess
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from services.draft.strategies.base import DraftJob, DraftSession, Proposal
+    from services.draft.strategies.base import DraftJob, DraftSession
 
 
 class OracleStrategy:
@@ -29,18 +30,20 @@ class OracleStrategy:
         self._answers: list[list[int]] = []
         self._matched: WeakKeyDictionary[DraftSession, list[int]] = WeakKeyDictionary()
 
-    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """See `Strategy.propose`."""
-        return [self._propose(job) for job in jobs]
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
+        """See `Strategy.begin`."""
+        return [self._begin(job) for job in jobs]
 
-    def _propose(self, job: DraftJob) -> list[int]:
-        answer = self._answer_to(job.session)
-        if answer is None:
-            return []
+    def advance(self, guesses: Sequence[Guess]) -> None:
+        """See `Strategy.advance`; no guess stays open."""
+
+    def _begin(self, job: DraftJob) -> Guess:
+        # By position: guesses ahead of the target, its own spoiled ones too, do not lead it astray.
         start = len(job.session.tokens)
-        guesses = answer[start : start + job.k]
+        known = (self._answer_to(job.session) or [])[start : start + job.k]
         seed = job.slice.sampling.seed
-        return [self._spoiled(token, seed, start + i) for i, token in enumerate(guesses)]
+        tokens = [self._spoiled(token, seed, start + i) for i, token in enumerate(known)]
+        return Guess(job, tokens, [(1 - self._spoil) ** (i + 1) for i in range(len(tokens))], done=True)
 
     def _spoiled(self, token: int, seed: int, position: int) -> int:
         word = int(words(seed, position, [0], SPOIL)[0])
@@ -50,12 +53,13 @@ class OracleStrategy:
         return token - 1 if token else 1
 
     def _answer_to(self, session: DraftSession) -> list[int] | None:
+        confirmed = session.tokens[: session.confirmed]
         answer = self._matched.get(session)
-        if answer is not None and _begins(answer, session.tokens):
+        if answer is not None and _begins(answer, confirmed):
             return answer
-        answer = self._search(session.tokens)
+        answer = self._search(confirmed)
         if answer is None and self._read_on():
-            answer = self._search(session.tokens)
+            answer = self._search(confirmed)
         if answer is not None:
             self._matched[session] = answer
         return answer

@@ -1123,11 +1123,14 @@ class ProposeResult(_message.Message):
     SURVIVAL_FIELD_NUMBER: _builtins.int
     KV_LEN_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    BATCH_SESSIONS_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """The anchor: guesses for positions [position, position + len), after a prefix of this hash."""
     prefix_hash: _builtins.bytes
     kv_len: _builtins.int
     """How far the replica's cache of this session reaches."""
+    batch_sessions: _builtins.int
+    """Sessions that shared the draft's steps, in the mean."""
     @_builtins.property
     def draft_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1145,10 +1148,11 @@ class ProposeResult(_message.Message):
         survival: _abc.Iterable[_builtins.float] | None = ...,
         kv_len: _builtins.int = ...,
         timing: Global___Timing | None = ...,
+        batch_sessions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_tokens", b"draft_tokens", "kv_len", b"kv_len", "position", b"position", "prefix_hash", b"prefix_hash", "survival", b"survival", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_sessions", b"batch_sessions", "draft_tokens", b"draft_tokens", "kv_len", b"kv_len", "position", b"position", "prefix_hash", b"prefix_hash", "survival", b"survival", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,237 @@
+"""The loop of a draft replica: receive, open, step, deliver; one thread computes.
+
+Items join at the next step and are answered as soon as they are done, whatever else goes on. At its deadline
+an item is answered with what the last step left ready, although another be under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING
+
+from services.common.status import log_internal
+from services.common.telemetry import links_to
+from services.core.errors import DeadlinePassed, Overloaded, Unavailable
+from services.draft.drafter import Proposed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from opentelemetry.trace import Span, Tracer
+
+    from services.core.errors import GalleyError
+    from services.draft.drafter import Drafter, ProposeJob, ProposeOutcome, Stepped
+
+_RETRY_AFTER_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The outcome of one item: `compute_ns` in steps that it took part in, `queue_ns` besides.
+
+    `sessions` shared those steps, in the mean over their time.
+    """
+
+    outcome: ProposeOutcome
+    queue_ns: int
+    compute_ns: int
+    sessions: int = 1
+
+
+class _Ticket:
+    """An item until it is answered; `ready` is what its last step left, `used` what of it was answered."""
+
+    __slots__ = (
+        "_submitted_ns",
+        "begun",
+        "compute_ns",
+        "future",
+        "job",
+        "late",
+        "ready",
+        "session_ns",
+        "used",
+    )
+
+    def __init__(self, job: ProposeJob, remaining_ns: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.job = job
+        self.future: asyncio.Future[Done] = loop.create_future()
+        self.begun = False
+        self.late = False
+        self.ready: Proposed | None = None
+        self.used = 0
+        self.compute_ns = 0
+        self.session_ns = 0
+        self._submitted_ns = time.monotonic_ns()
+        if remaining_ns:
+            timer = loop.call_later(remaining_ns / 1e9, self.expire)
+            self.future.add_done_callback(lambda _: timer.cancel())
+
+    def expire(self) -> None:
+        """At the deadline: answer with what is ready. While it is being opened, that is to come."""
+        self.late = True
+        ready = self.ready
+        if self.future.done():
+            return
+        if ready is not None:
+            self.used = len(ready.draft_tokens)
+            self.answer(ready)
+        elif not self.begun:
+            self.fail(DeadlinePassed("the deadline passed before the work began"))
+
+    def answer(self, outcome: ProposeOutcome) -> None:
+        """Deliver it, unless there is an answer or nobody wants one."""
+        if not self.future.done():
+            queue_ns = max(0, time.monotonic_ns() - self._submitted_ns - self.compute_ns)
+            sessions = max(1, round(self.session_ns / max(1, self.compute_ns)))
+            self.future.set_result(Done(outcome, queue_ns, self.compute_ns, sessions))
+
+    def fail(self, error: GalleyError) -> None:
+        """Deliver an error in place of an outcome."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class DraftLoop:
+    """Steps while there is work; to be made within the running event loop."""
+
+    def __init__(self, drafter: Drafter, tracer: Tracer, *, max_waiting: int) -> None:
+        self._drafter = drafter
+        self._tracer = tracer
+        self._max_waiting = max_waiting
+        self._numbers = count()
+        self._new: dict[int, _Ticket] = {}
+        self._open: dict[int, _Ticket] = {}
+        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="step")
+        self._task = asyncio.ensure_future(self._run())
+        self.draining = asyncio.Event()
+
+    @property
+    def queue_depth(self) -> int:
+        """Items that are not answered."""
+        return len(self._new) + len(self._open)
+
+    def submit(self, job: ProposeJob, remaining_ns: int = 0) -> asyncio.Future[Done]:
+        """The future outcome of `job`; cancel it to give the job up. `remaining_ns` 0 is no deadline.
+
+        Raises Overloaded if too many wait, Unavailable once draining. The future raises DeadlinePassed if
+        the job has not begun in time.
+        """
+        if self.draining.is_set():
+            raise Unavailable("the replica is draining")
+        if self.queue_depth >= self._max_waiting:
+            raise Overloaded(f"{self._max_waiting} items are waiting", _RETRY_AFTER_S)
+        item, ticket = next(self._numbers), _Ticket(job, remaining_ns)
+        ticket.future.add_done_callback(lambda _: self._ended(item))
+        self._new[item] = ticket
+        self._idle.clear()
+        self._changed.set()
+        return ticket.future
+
+    async def drain(self) -> None:
+        """Refuse new jobs and wait until all others are answered."""
+        self.draining.set()
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """End at once; a step under way ends first, whatever is not answered raises Unavailable."""
+        self.draining.set()
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        self._changed.set()
+        await asyncio.to_thread(self._worker.shutdown)
+        for ticket in (*self._new.values(), *self._open.values()):
+            ticket.fail(Unavailable("the replica has stopped"))
+        self._idle.set()
+
+    def _ended(self, item: int) -> None:
+        """It was cut or given up, if it is open: the steps are to go on without it."""
+        if item in self._open:
+            self._changed.set()
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            ended, new = self._receive()
+            if ended or new:
+                await self._compute(partial(self._open_items, new, ended))
+            elif self._open:
+                await self._compute(self._advance)
+            else:
+                self._idle.set()
+                await self._changed.wait()
+
+    def _receive(self) -> tuple[dict[int, int], dict[int, ProposeJob]]:
+        """Items that ended since the last step, with how many tokens were of use; and those that came."""
+        ended = {item: ticket.used for item, ticket in self._open.items() if ticket.future.done()}
+        for item in ended:
+            del self._open[item]
+        came = {item: ticket for item, ticket in self._new.items() if not ticket.future.done()}
+        self._new.clear()
+        self._open |= came
+        for ticket in came.values():
+            ticket.begun = True
+        return ended, {item: ticket.job for item, ticket in came.items()}
+
+    async def _compute(self, work: Callable[[], Stepped]) -> None:
+        try:
+            stepped = await asyncio.get_running_loop().run_in_executor(self._worker, work)
+        except Exception as error:  # noqa: BLE001  # one step must not end the loop
+            log_internal(error)
+            # As ended, they are taken off the drafter next.
+            for ticket in self._open.values():
+                ticket.fail(Unavailable("the step failed"))
+        else:
+            self._deliver(stepped)
+
+    def _open_items(self, new: Mapping[int, ProposeJob], ended: Mapping[int, int]) -> Stepped:
+        """On the worker thread."""
+        began_ns = time.monotonic_ns()
+        with self._span("draft.open", [job.slice.traceparent for job in new.values()]):
+            stepped = self._drafter.open(new, ended)
+        self._note(stepped, time.monotonic_ns() - began_ns)
+        return stepped
+
+    def _advance(self) -> Stepped:
+        """On the worker thread: steps, until there is something to deliver or to receive."""
+        while True:
+            began_ns = time.monotonic_ns()
+            with self._span("draft.step", self._drafter.next_traces) as span:
+                stepped = self._drafter.advance()
+                span.set_attribute("galley.batch_sessions", len(stepped.answers) + len(stepped.so_far))
+            self._note(stepped, time.monotonic_ns() - began_ns)
+            if stepped.answers or self._changed.is_set():
+                return stepped
+
+    def _span(self, name: str, parents: Sequence[str]) -> AbstractContextManager[Span]:
+        """A span that links to those of its requests."""
+        return self._tracer.start_as_current_span(name, links=links_to(parents))
+
+    def _note(self, stepped: Stepped, took_ns: int) -> None:
+        """On the worker thread, while no ticket comes or goes: what is ready now, should a deadline come."""
+        sessions = len(stepped.answers) + len(stepped.so_far)
+        for item in (*stepped.answers, *stepped.so_far):
+            self._open[item].compute_ns += took_ns
+            self._open[item].session_ns += took_ns * sessions
+        for item, ready in stepped.so_far.items():
+            self._open[item].ready = ready
+
+    def _deliver(self, stepped: Stepped) -> None:
+        for item, outcome in stepped.answers.items():
+            ticket = self._open.pop(item)
+            if ticket.future.done() and isinstance(outcome, Proposed):
+                self._drafter.waste(len(outcome.draft_tokens) - ticket.used)
+            ticket.answer(outcome)
+        for item in stepped.so_far:
+            if self._open[item].late:
+                self._open[item].expire()

@@ -1,0 +1,206 @@
+"""The draft pool as sessions see it: each keeps to one replica while that serves it, then goes to another.
+
+A draft fits if it has the target's tokenizer. One that fails an item, or stays silent until the item's time
+is up, loses that session; a silent one is asked whether it lives, and without an answer all its sessions go
+at once. Nobody waits for a draft that is away: proposals fail at once, until it is met again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import grpc
+
+from services.common.registry import draft_lease
+from services.core import events as ev
+from services.core.errors import GalleyError, TokenizerMismatch
+from services.core.ports import Replica
+from services.core.recent import Recent
+from services.core.routing import DraftCandidate, DraftLease, choose_draft
+from services.gateway.members import Member, Members
+from services.gateway.pools import DraftPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from services.core.answer import SessionSpec
+    from services.core.ports import Clock
+    from services.core.store import Held
+    from services.gateway.members import Source
+
+_SIGN_OF_LIFE_S = 0.5
+"""How long a silent draft may take to say who it is; it does so beside its work."""
+_SHARE_OF_TIMEOUT = 0.9
+"""Of the draft timeout: who gives up sooner was not kept waiting by the draft."""
+
+
+class Draft(Member[DraftPool, DraftLease]):
+    """One draft; `sessions` are the gateway's own that asked it of late."""
+
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+        super().__init__(address, DraftPool(channel, address), channel)
+        self.sessions = Recent()
+        self.checking: asyncio.Task[None] | None = None
+
+    @property
+    def serves(self) -> bool:
+        """It may be asked, and takes new sessions."""
+        return self.fits and self.up and not (self.lease is not None and self.lease.draining)
+
+    def candidate(self, now_ns: int) -> DraftCandidate:
+        """As routing sees it."""
+        lease = self.lease or draft_lease(self.address, self.pool.info)
+        return DraftCandidate(lease, self.sessions.count(now_ns), self.up)
+
+    async def close(self) -> None:
+        """Also ask no more whether it lives."""
+        if self.checking is not None:
+            self.checking.cancel()
+        await super().close()
+
+
+class Drafts(Members[Draft]):
+    """All drafts; `start` once, `close` at the end."""
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer_hash: str,
+        open_channel: Callable[[str], grpc.aio.Channel],
+        clock: Clock,
+        timeout_ns: int,
+    ) -> None:
+        """`timeout_ns` is how long a session waits for a proposal."""
+        super().__init__("draft", source, tokenizer_hash, open_channel, clock)
+        self._patience_ns = int(timeout_ns * _SHARE_OF_TIMEOUT)
+
+    async def start(self) -> None:
+        """Look once who is there, and again from now on; a gateway needs none."""
+        await self.refresh()
+        self._watch()
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """All that is offered by a draft that was met."""
+        offered = {name for it in self._members.values() if it.fits for name in it.pool.info.strategies}
+        return tuple(sorted(offered))
+
+    def choose(self, strategy: str, home: Replica | None, avoid: Collection[str]) -> Draft | None:
+        """The draft for a session whose tokens `home` has; None if none can be asked."""
+        now = self._clock.now_ns()
+        there = [it for it in self._members.values() if it.fits and it.pool.replica is not None]
+        chosen = choose_draft(strategy, [it.candidate(now) for it in there], home, avoid)
+        return None if chosen is None else self._members[chosen.lease.address]
+
+    def now_ns(self) -> int:
+        """The time of the clock."""
+        return self._clock.now_ns()
+
+    def waited_in_vain(self, since_ns: int) -> bool:
+        """Whether who began to wait then, and gives up now, does so because the draft is late."""
+        return self._clock.now_ns() - since_ns >= self._patience_ns
+
+    def doubt(self, draft: Draft) -> None:
+        """It was silent for as long as a session waits: ask whether it lives."""
+        if draft.checking is None or draft.checking.done():
+            draft.checking = asyncio.create_task(self._check(draft))
+
+    async def _check(self, draft: Draft) -> None:
+        if not draft.fits:  # let go meanwhile
+            return
+        try:
+            await draft.pool.meet(_SIGN_OF_LIFE_S)
+            lives = self._fault_of(draft) is None
+        except grpc.aio.AioRpcError:
+            lives = False
+        if not lives:
+            await draft.pool.close()  # its open items fail, and their sessions go elsewhere
+            self.look()
+
+    def _member(self, address: str) -> Draft:
+        return Draft(address, self._open_channel(address))
+
+    def _wrong_tokenizer(self, its_hash: str) -> TokenizerMismatch:
+        return TokenizerMismatch(its_hash, self._tokenizer_hash)
+
+    def _fault_of(self, member: Draft) -> GalleyError | None:
+        its_hash = member.pool.info.tokenizer_hash
+        return None if its_hash == self._tokenizer_hash else self._wrong_tokenizer(its_hash)
+
+    def _tell(self) -> None:
+        """Nobody is told: who asks finds out."""
+
+
+class SessionDraft:
+    """The DraftPort of one session.
+
+    It stays where it is until an item fails there or the draft begins to drain or is let go. What fails is
+    tried at one other draft at once; one that failed the session is asked again only where there is no other.
+    """
+
+    def __init__(self, drafts: Drafts, held: Held | None = None) -> None:
+        """`held` is from the KV directory: where a session that goes on has its tokens."""
+        self._drafts = drafts
+        self._home = None if held is None else Replica(held.replica, held.incarnation)
+        self._at: Draft | None = None
+        self._failed: set[str] = set()
+
+    @property
+    def replica(self) -> Replica | None:
+        """Who has the session's tokens, for the KV directory; None while nobody does."""
+        return None if self._at is None else self._at.pool.replica
+
+    async def propose(
+        self, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None
+    ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
+        """See `services.core.ports.DraftPort`."""
+        began = self._drafts.now_ns()
+        draft = self._place(request.strategy)
+        if draft is None:
+            return ev.Failed(request.request_id, self._drafts.problem)
+        answer = await self._ask(draft, spec, request, remaining_ns)
+        if not isinstance(answer, ev.Failed) or not answer.retryable:
+            return answer
+        other = self._place(request.strategy)
+        if other is None or other.address in self._failed:
+            return answer
+        left_ns = None if remaining_ns is None else remaining_ns - (self._drafts.now_ns() - began)
+        if left_ns is not None and left_ns <= 0:
+            return answer
+        return await self._ask(other, spec, request, left_ns)
+
+    def _place(self, strategy: str) -> Draft | None:
+        if self._at is None or not self._at.serves:
+            self._at = self._drafts.choose(strategy, self._home, self._failed)
+        return self._at
+
+    async def _ask(
+        self, draft: Draft, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None
+    ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
+        began = self._drafts.now_ns()
+        draft.sessions.note(spec.session_id, began)
+        try:
+            answer = await draft.pool.propose(spec, request, remaining_ns)
+        except asyncio.CancelledError:
+            if self._drafts.waited_in_vain(began):
+                self._leave(draft, spec)
+                self._drafts.doubt(draft)
+            raise
+        if isinstance(answer, ev.Failed):
+            self._leave(draft, spec)
+            if draft.pool.replica is None:
+                self._drafts.look()
+        else:
+            self._stay(draft)
+        return answer
+
+    def _stay(self, draft: Draft) -> None:
+        self._home = draft.pool.replica
+        self._failed.clear()
+
+    def _leave(self, draft: Draft, spec: SessionSpec) -> None:
+        draft.sessions.drop(spec.session_id)
+        self._failed.add(draft.address)
+        if self._at is draft:
+            self._at = None

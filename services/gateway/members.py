@@ -1,0 +1,286 @@
+"""The replicas of a pool that a gateway knows: found by the registry or told at start, met, refused, let go.
+
+A replica is used once it was met and found to fit. One whose lease has ended gets no new sessions; a while
+later those that it has are taken away. With the registry away, what was known stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import grpc
+
+from services.common.logs import get_logger
+from services.common.registry import LeaseT
+from services.core.errors import GalleyError, TokenizerMismatch, Unavailable
+from services.gateway.patience import SECOND
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from services.common.registry import LeasePool, ReplicaRegistry
+    from services.core.ports import Clock, Replica
+    from services.core.routing import ReplicaLease
+
+POLL_S = 0.5
+GONE_GRACE_S = 3.0
+"""How long sessions stay where a lease has ended: a registry that lost its data has it back by then."""
+_MEET_TIMEOUT_S = 1.0
+
+_log = get_logger(__name__)
+
+
+class Source(Protocol):
+    """Where replicas are learnt of."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether it is worth asking again once all that it tells were met."""
+
+    async def read(self) -> Mapping[str, ReplicaLease | None]:
+        """Address and, where it is known without asking the replica, lease. Raises StoreUnavailable."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
+
+
+class Told:
+    """Addresses that do not change. Of several, each is asked again and again how it is doing."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = dict.fromkeys(addresses)
+        self.changes = len(self._addresses) > 1
+
+    def __str__(self) -> str:
+        return "at " + ", ".join(self._addresses)
+
+    async def read(self) -> Mapping[str, ReplicaLease | None]:
+        """See `Source`."""
+        return self._addresses
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class Registered(Generic[LeaseT]):
+    """The replicas of a pool in the registry."""
+
+    changes = True
+
+    def __init__(self, registry: ReplicaRegistry, pool: LeasePool[LeaseT]) -> None:
+        self._registry = registry
+        self._pool = pool
+
+    def __str__(self) -> str:
+        return "in the registry"
+
+    async def read(self) -> Mapping[str, LeaseT | None]:
+        """See `Source`."""
+        return {lease.address: lease for lease in await self._registry.read(self._pool)}
+
+    async def close(self) -> None:
+        """See `Source`."""
+        await self._registry.close()
+
+
+class MemberPool(Protocol):
+    """The stream to one replica."""
+
+    @property
+    def replica(self) -> Replica | None:
+        """Who answers; None while nobody does, as far as is known."""
+
+    async def meet(self, timeout_s: float) -> None:
+        """Ask who serves there. Raises grpc.aio.AioRpcError, TokenizerMismatch or Unavailable."""
+
+    def lost(self) -> None:
+        """Whoever served there may be gone: it is to be met again."""
+
+    async def close(self) -> None:
+        """End the stream, which fails the items that are open."""
+
+
+PoolT = TypeVar("PoolT", bound=MemberPool)
+
+
+class Member(Generic[PoolT, LeaseT]):
+    """One address as this gateway uses it."""
+
+    def __init__(self, address: str, pool: PoolT, channel: grpc.aio.Channel) -> None:
+        self.address = address
+        self.pool = pool
+        self.lease: LeaseT | None = None
+        self.fits = False
+        self.gone_since_ns: int | None = None
+        self._channel = channel
+
+    @property
+    def up(self) -> bool:
+        """Its lease lives, and nothing has failed since it was last met."""
+        return self.gone_since_ns is None and self.pool.replica is not None
+
+    def must_meet(self) -> bool:
+        """Whether it is not known who serves there, if anybody."""
+        replica = self.pool.replica
+        if replica is None or not self.up:
+            return True
+        return self.lease is not None and self.lease.incarnation != replica.incarnation
+
+    async def close(self) -> None:
+        """End its stream, which fails the items that are open."""
+        self.fits = False
+        await self.pool.close()
+        await self._channel.close(None)
+
+
+MemberT = TypeVar("MemberT", bound="Member[Any, Any]")
+
+
+class Members(ABC, Generic[MemberT]):
+    """All replicas of a pool; `close` at the end."""
+
+    def __init__(
+        self,
+        kind: str,
+        source: Source,
+        tokenizer_hash: str,
+        open_channel: Callable[[str], grpc.aio.Channel],
+        clock: Clock,
+    ) -> None:
+        """`kind` is what a replica is called; `tokenizer_hash` is what it must have."""
+        self._kind = kind
+        self._source = source
+        self._tokenizer_hash = tokenizer_hash
+        self._open_channel = open_channel
+        self._clock = clock
+        self._members: dict[str, MemberT] = {}
+        self._refusals: dict[str, GalleyError] = {}
+        self._problem = "none is there"
+        self._refreshing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def problem(self) -> str:
+        """Why there is no replica, in words."""
+        return f"no {self._kind} {self._source}: {self._problem}"
+
+    @property
+    def mismatch(self) -> TokenizerMismatch | None:
+        """Why each of those that are there was refused, if it was its tokenizer; of several, any."""
+        if self._members:
+            return None
+        return next((it for it in self._refusals.values() if isinstance(it, TokenizerMismatch)), None)
+
+    async def refresh(self) -> None:
+        """Look now who is there; together with whoever else asks."""
+        await asyncio.shield(self.look())
+
+    def look(self) -> asyncio.Task[None]:
+        """The same, without waiting for it."""
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.create_task(self._refresh())
+        return self._refreshing
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        tasks = [task for task in (self._watching, self._refreshing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for address in list(self._members):
+            await self._drop(address)
+        await self._source.close()
+
+    # ------------------------------------------------------------------- what a pool is like --
+
+    @abstractmethod
+    def _member(self, address: str) -> MemberT:
+        """A member at this address, not met."""
+
+    @abstractmethod
+    def _fault_of(self, member: MemberT) -> GalleyError | None:
+        """What keeps a replica that was met from serving here."""
+
+    @abstractmethod
+    def _wrong_tokenizer(self, its_hash: str) -> TokenizerMismatch:
+        """Of a replica whose tokenizer is another."""
+
+    @abstractmethod
+    def _tell(self) -> None:
+        """What is known of the replicas may have changed."""
+
+    # -------------------------------------------------------------------------------- looking --
+
+    def _watch(self) -> None:
+        """From now on, look twice a second."""
+        self._watching = asyncio.create_task(self._keep_looking())
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self.refresh()
+
+    async def _refresh(self) -> None:
+        try:
+            found = await self._source.read()
+        except GalleyError as error:
+            self._problem = str(error)
+            return
+        await self._let_go({address for address, lease in found.items() if self._note(address, lease)})
+        await asyncio.gather(*(self._meet(member) for member in self._members.values() if member.must_meet()))
+        self._tell()
+
+    def _note(self, address: str, lease: ReplicaLease | None) -> bool:
+        """Whether a replica that is there may be of use."""
+        if lease is not None and lease.tokenizer_hash != self._tokenizer_hash:
+            self._refuse(address, self._wrong_tokenizer(lease.tokenizer_hash))
+            return False
+        if address not in self._members:
+            self._members[address] = self._member(address)
+        member = self._members[address]
+        member.lease = lease
+        member.gone_since_ns = None
+        return True
+
+    async def _let_go(self, found: Collection[str]) -> None:
+        now = self._clock.now_ns()
+        for address, member in list(self._members.items()):
+            if address in found:
+                continue
+            if member.gone_since_ns is None:
+                member.gone_since_ns = now
+            if now - member.gone_since_ns >= GONE_GRACE_S * SECOND:
+                _log.info(f"a {self._kind}'s lease has ended", address=address)
+                await self._drop(address)
+
+    async def _meet(self, member: MemberT) -> None:
+        try:
+            await member.pool.meet(_MEET_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            self._problem = f"{member.address}: {error.details()}"
+            member.pool.lost()
+            return
+        except (TokenizerMismatch, Unavailable) as error:
+            fault: GalleyError | None = error
+        else:
+            fault = self._fault_of(member)
+        if fault is None:
+            member.fits = True
+            self._refusals.pop(member.address, None)
+        else:
+            self._refuse(member.address, fault)
+            await self._drop(member.address)
+
+    def _refuse(self, address: str, fault: GalleyError) -> None:
+        """Said once for each reason."""
+        self._problem = str(fault)
+        if str(self._refusals.get(address)) != str(fault):
+            self._refusals[address] = fault
+            _log.error(f"{self._kind} refused", address=address, reason=str(fault))
+
+    async def _drop(self, address: str) -> None:
+        member = self._members.pop(address, None)
+        if member is not None:
+            await member.close()

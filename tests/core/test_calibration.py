@@ -1,0 +1,62 @@
+"""Chances from measured acceptance: between belief and verdicts, nearer to these the more there are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.core.calibration import MEMORY, Calibration
+from services.core.last_used import LastUsed
+
+CHANCES = st.floats(0, 1)
+VERDICTS = st.lists(st.booleans(), max_size=200)
+
+
+@given(CHANCES, st.floats(0.1, 50), VERDICTS)
+@settings(max_examples=50, derandomize=True, deadline=None)
+def test_a_chance_is_between_its_prior_and_what_was_seen(
+    prior: float, strength: float, verdicts: list[bool]
+) -> None:
+    calibration = Calibration(2, [prior, 0.5], strength)
+    for verdict in verdicts:
+        before = calibration.chance(0)
+        calibration.saw(0, verdict)
+        # Each verdict moves it towards itself, but for the fading of the older ones towards the prior.
+        if prior == verdict:
+            assert (
+                (calibration.chance(0) >= before - 1e-9)
+                if verdict
+                else (calibration.chance(0) <= before + 1e-9)
+            )
+    assert calibration.chance(1) == 0.5
+    assert min([prior, *verdicts]) - 1e-9 <= calibration.chance(0) <= max([prior, *verdicts]) + 1e-9
+
+
+@pytest.mark.parametrize("period", [1, 2, 5])
+def test_it_comes_to_what_is_measured_and_follows_a_change(period: int) -> None:
+    calibration = Calibration(1, [0.9], 4.0)
+    for i in range(4 * MEMORY):
+        calibration.saw(0, i % period == 0)
+    assert calibration.chance(0) == pytest.approx(1 / period, abs=0.03)
+    for _ in range(4 * MEMORY):
+        calibration.saw(0, accepted=False)
+    assert calibration.chance(0) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("buckets", "prior", "strength"), [(2, [0.5], 1.0), (1, [1.5], 1.0), (1, [0.5], 0.0)]
+)
+def test_nonsense_is_refused(buckets: int, prior: list[float], strength: float) -> None:
+    with pytest.raises(ValueError, match=r"priors|strength"):
+        Calibration(buckets, prior, strength)
+
+
+def test_the_last_used_are_kept() -> None:
+    recent: LastUsed[str, list[str]] = LastUsed(list, 2)
+    recent.of("a").append("1")
+    recent.of("b")
+    assert recent.of("a") == ["1"]
+    recent.of("c")
+    assert len(recent) == 2
+    assert recent.of("a") == ["1"]

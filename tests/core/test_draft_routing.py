@@ -1,0 +1,76 @@
+"""Which draft a session goes to: laws of `services.core.routing.choose_draft`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.core.ports import Replica
+from services.core.routing import DraftCandidate, DraftLease, choose_draft
+
+LEASE = DraftLease(
+    address="a",
+    incarnation="life",
+    model="",
+    tokenizer_hash="hash",
+    vocab_size=0,
+    strategies=("model", "ngram"),
+)
+
+
+def candidate(address: str, *, up: bool = True, own: int = 0, **facts: object) -> DraftCandidate:
+    lease = replace(LEASE, address=address, **facts)  # type: ignore[arg-type]  # names are the test's
+    return DraftCandidate(lease, sessions=own, up=up)
+
+
+CANDIDATES = st.lists(
+    st.builds(
+        candidate,
+        st.sampled_from("abcdef"),
+        up=st.booleans(),
+        own=st.integers(0, 3),
+        sessions=st.integers(0, 3),
+        draining=st.booleans(),
+        strategies=st.sampled_from([("ngram",), ("model", "ngram")]),
+    ),
+    max_size=6,
+    unique_by=lambda it: it.lease.address,
+)
+ADDRESSES = st.sampled_from("abcdef")
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(
+    candidates=CANDIDATES, home=ADDRESSES, avoid=st.sets(ADDRESSES), strategy=st.sampled_from(["", "model"])
+)
+def test_the_choice(candidates: list[DraftCandidate], home: str, avoid: set[str], strategy: str) -> None:
+    chosen = choose_draft(strategy, candidates, Replica(home, "life"), avoid)
+    offering = [it for it in candidates if not strategy or strategy in it.lease.strategies]
+    open_to_it = [it for it in offering if not it.lease.draining or it.lease.address == home]
+    assert (chosen is None) == (not open_to_it)
+    if chosen is None:
+        return
+    assert chosen in open_to_it
+    good = [it for it in offering if it.up and not it.lease.draining]
+    assert not good or chosen in good
+    better = [it for it in good if it.lease.address not in avoid]
+    assert not better or chosen in better
+    if home in {it.lease.address for it in better}:
+        assert chosen.lease.address == home
+    elif better:
+        assert load(chosen) == min(map(load, better))
+
+
+def load(it: DraftCandidate) -> int:
+    return max(it.lease.sessions, it.sessions)
+
+
+def test_another_life_at_its_address_is_not_its_home() -> None:
+    old = Replica("a", "an earlier life")
+    assert choose_draft("", [candidate("a", sessions=1), candidate("b")], old) == candidate("b")
+
+
+def test_of_two_with_as_many_sessions_the_one_with_the_shorter_queue() -> None:
+    assert choose_draft("", [candidate("a", queue_depth=2), candidate("b")]) == candidate("b")

@@ -1,0 +1,135 @@
+"""Prompt lookup in a session and in recent answers, against the definitions."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.core.lookup import NOTHING, AnswerLookup, Found, RecentAnswers, SessionLookup
+
+TOKENS = st.lists(st.integers(0, 2), max_size=24)
+FEW = settings(max_examples=120, derandomize=True, deadline=None)
+PROMPT = [90, 91, 92]
+
+
+def session(tokens: list[int]) -> SessionLookup:
+    lookup = SessionLookup()
+    lookup.follow(tokens)
+    return lookup
+
+
+def answered(answers: RecentAnswers, tokens: list[int], prompt: list[int] = PROMPT) -> AnswerLookup:
+    lookup = AnswerLookup(answers)
+    lookup.follow([*prompt, *tokens], len(prompt))
+    return lookup
+
+
+@FEW
+@given(TOKENS, TOKENS, st.integers(1, 12))
+def test_the_longest_match_is_followed(confirmed: list[int], ahead: list[int], count: int) -> None:
+    whole = [*confirmed, *ahead]
+    found = session(confirmed).find(ahead, count)
+    if not found.matched:
+        # As far as the confirmed tokens know: the last token is not among those with one after them.
+        assert not whole or whole[-1] not in (confirmed if ahead else confirmed[:-1])
+        return
+    assert len(found.tokens) == count
+    going_on = [*whole, *found.tokens]
+    n = found.matched
+    suffix = whole[len(whole) - n :]
+    ends = [end for end in range(n, len(whole)) if whole[end - n : end] == suffix]
+    # Where it ends, so many tokens of what is there, and of what is found, are what is found.
+    assert any(tuple(going_on[end : end + count]) == found.tokens for end in ends)
+    longer = whole[len(whole) - n - 1 :]
+    within = confirmed if ahead else confirmed[:-1]
+    assert n == len(whole) or not any(within[i : i + n + 1] == longer for i in range(len(within) - n))
+
+
+@FEW
+@given(TOKENS, st.integers(0, 24))
+def test_it_does_not_matter_in_which_pieces_it_came(tokens: list[int], cut: int) -> None:
+    pieces = session(tokens[:cut])
+    pieces.find(tokens[cut:], 4)  # to look changes nothing
+    pieces.follow(tokens[cut:])
+    assert pieces.find((), 5) == session(tokens).find((), 5)
+
+
+def test_a_period_is_carried_on_through_what_is_ahead() -> None:
+    assert session([7, 1, 2, 3, 1, 2, 3]).find((), 5).tokens == (1, 2, 3, 1, 2)
+    assert session([5, 5, 5]).find([5], 3) == Found((5, 5, 5), 3)
+    assert session([5, 5, 5]).find([5, 5], 3).tokens == (5, 5, 5)
+    assert session([7, 1, 2, 3, 1]).find([2, 3], 5).tokens == (1, 2, 3, 1, 2)
+
+
+def test_nothing_repeats_nothing_is_found() -> None:
+    for tokens in ([], [1], [1, 2, 3, 4]):
+        assert session(tokens).find((), 4) == NOTHING
+    assert session([1, 2, 3]).find([9], 4) == NOTHING
+
+
+def test_whether_a_session_went_on() -> None:
+    lookup = session([1, 2, 3, 4])
+    assert lookup.agrees([1, 2, 3, 4], 0)
+    assert lookup.agrees([1, 2, 3, 4, 5], 2)
+    assert not lookup.agrees([1, 2, 9, 4, 5], 2)
+    assert not lookup.agrees([1, 2, 3], 0)
+    assert lookup.agrees([1, 9, 3, 4, 5], 2)  # what stands before is not compared
+
+
+class TestRecentAnswers:
+    def test_another_sessions_answer_is_found_while_it_is_given(self) -> None:
+        answers = RecentAnswers()
+        first, second = answered(answers, [10, 11, 12, 13, 14]), answered(answers, [50, 10, 11])
+        assert second.find((), 8) == Found((12, 13, 14), 2)
+        assert second.find([12], 8) == Found((13, 14), 3)
+        first.follow([*PROMPT, 10, 11, 12, 13, 14, 15], len(PROMPT))
+        assert second.find([12, 13], 8) == Found((14, 15), 4)
+
+    def test_the_first_token_of_an_answer_follows_the_end_of_the_prompt(self) -> None:
+        answers = RecentAnswers()
+        answered(answers, [10, 11], [1, 2, *PROMPT])
+        assert answered(answers, [], [3, *PROMPT]).find((), 2) == Found((10, 11), 3)
+
+    def test_of_the_prompt_no_more_is_kept(self) -> None:
+        answers = RecentAnswers()
+        answered(answers, [10, 11], list(range(60, 90)))
+        assert answered(answers, [70, 71]).find((), 2) == Found()
+
+    def test_nothing_is_found_across_the_end_of_an_answer(self) -> None:
+        answers = RecentAnswers()
+        answered(answers, [10, 11], [1])
+        answered(answers, [20, 21], [2])
+        assert answered(answers, [11]).find((), 4) == Found()
+        assert answered(answers, [10]).find((), 4) == Found((11,), 1)
+
+    def test_what_is_older_is_found_until_it_is_two_generations_back(self) -> None:
+        answers = RecentAnswers(limit=80)
+        reader = answered(answers, [])
+        answered(answers, [10, 11, 12])
+        for generation, found in enumerate([(11, 12), (11, 12), ()]):
+            assert answered(answers, [10]).find((), 2).tokens == found, generation
+            answered(answers, [generation] * 27)
+        reader.follow([*PROMPT, 10], len(PROMPT))
+        assert reader.find((), 2) == Found()
+
+    def test_a_session_that_lasts_finds_what_came_after_the_turn(self) -> None:
+        answers = RecentAnswers(limit=80)
+        reader = answered(answers, [5, 6])
+        answered(answers, [0] * 30)
+        answered(answers, [10, 11, 12])
+        reader.follow([*PROMPT, 5, 6, 10], len(PROMPT))
+        assert reader.find((), 2) == Found((11, 12), 1)
+        assert answered(answers, [5, 6]).find((), 1) == Found((10,), 5)
+
+    @FEW
+    @given(st.lists(st.lists(st.integers(0, 3), max_size=30), max_size=12))
+    def test_they_are_bounded(self, written: list[list[int]]) -> None:
+        answers = RecentAnswers(limit=40)
+        lookups = [AnswerLookup(answers) for _ in range(3)]
+        tokens = [list(PROMPT) for _ in lookups]
+        for i, more in enumerate(written):
+            tokens[i % 3] += more
+            lookups[i % 3].follow(tokens[i % 3], len(PROMPT))
+            lookups[i % 3].find([1], 4)
+            assert len(answers.newer) <= 20
+            assert len(answers.older) <= 20

@@ -1,0 +1,26 @@
+"""How many sessions were there of late."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.core.recent import Recent
+
+WINDOW = 10
+STEPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 6), st.booleans()), max_size=30)
+
+
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(steps=STEPS)
+def test_each_counts_once_for_as_long_as_the_window(steps: list[tuple[str, int, bool]]) -> None:
+    recent, last, now = Recent(WINDOW), dict[str, int](), 0
+    for key, passed, drops in steps:
+        now += passed
+        if drops:
+            recent.drop(key)
+            last.pop(key, None)
+        else:
+            recent.note(key, now)
+            last[key] = now
+        assert recent.count(now) == sum(now - noted < WINDOW for noted in last.values())

@@ -1,0 +1,42 @@
+"""Jobs for strategies, as the drafter makes them of a session's tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from services.common.slices import Slice
+from services.core.content import agreement, prefix_hash
+from services.core.params import SamplingParams
+from services.draft.strategies.base import DraftJob
+
+if TYPE_CHECKING:
+    from services.draft.strategies.base import DraftSession
+
+
+def job_of(
+    session: DraftSession,
+    tokens: list[int],
+    k: int,
+    *,
+    ahead: int = 0,
+    prompt_len: int = 1,
+    salt: bytes = b"",
+    workload: str = "",
+    stop_token_ids: frozenset[int] = frozenset(),
+) -> DraftJob:
+    """The session is given these tokens, of which it lacks all after those that it agrees with."""
+    start = min(agreement(session.tokens, tokens), len(tokens) - 1)
+    own = Slice(
+        key=(salt, "s"),
+        start=start,
+        tokens=tokens[start:],
+        prefix_hash=prefix_hash(tokens[:start]),
+        prompt_len=prompt_len,
+        max_position=len(tokens) + k + 1,
+        sampling=SamplingParams(),
+        stop_token_ids=stop_token_ids,
+        min_tokens=0,
+    )
+    session.tokens[start:] = own.tokens
+    session.confirmed = len(tokens) - ahead
+    return DraftJob(own, session, k, workload)
