@@ -20,7 +20,7 @@ export PYTHON VENV TORCH_INDEX
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # ------------------------------------------------------------------------------------- environment --
 
@@ -42,7 +42,8 @@ clean: ## remove .venv and every cache
 demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), stop them
 	@$(BIN)/galley demo
 
-.PHONY: bench-round bench-engine bench-throughput bench-peers prove-noise prove-tokens prove-engine prove-ray
+.PHONY: bench-round bench-engine bench-throughput bench-speculation bench-gpu bench-peers
+.PHONY: prove-noise prove-tokens prove-engine prove-ray
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
 
@@ -51,6 +52,12 @@ bench-engine: setup ## measure a step of the target engine beside transformers a
 
 bench-throughput: setup ## measure 1 to 64 streams through the gateway, and the engine alone
 	@$(BIN)/python -m bench.throughput
+
+bench-speculation: setup ## measure what speculation gains and costs, 1 to 32 streams, and its acceptance
+	@$(BIN)/python -m bench.speculation
+
+bench-gpu: setup ## measure a step on a CUDA device, and the tokens that company changes there
+	@$(BIN)/python -m bench.gpu
 
 bench-peers: setup ## measure ours beside vLLM on the CPU (makes its environment: some GB)
 	@$(BIN)/python -m bench.peers

@@ -11,7 +11,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from services.cli.answers import chat, generate, resume
+from services.cli.bench import bench
 from services.cli.demo import demo
+from services.cli.distill import distill
 from services.cli.parts import python_module
 from services.cli.plan import plan
 from services.cli.up import up
@@ -33,6 +35,8 @@ app.command(rich_help_panel=_CLIENTS)(generate)
 app.command(rich_help_panel=_CLIENTS)(chat)
 app.command(rich_help_panel=_CLIENTS)(resume)
 app.command()(plan)
+app.command()(bench)
+app.command()(distill)
 
 
 @app.command(rich_help_panel=_PARTS, context_settings=_PASS_ON, add_help_option=False)

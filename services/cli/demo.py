@@ -22,7 +22,6 @@ from services.cli.up import (
     Strategy,
     run_stack,
     shown_stack,
-    strategies_of,
 )
 from services.client.options import GenerateOptions, Message, Speculation
 
@@ -74,7 +73,7 @@ def demo(
     options = StackOptions(
         model=model,
         draft_model=draft_model,
-        strategies=strategies_of(strategy, draft_model),
+        strategies=(strategy,) if strategy else (),
         dtype=dtype,
         log_dir=log_dir,
     )

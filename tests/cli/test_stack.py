@@ -19,6 +19,7 @@ from services.cli import guard
 from services.cli.part import PartFailed, PartStatus, State
 from services.cli.parts import stack_parts
 from services.cli.stack import Stack, StackOptions, environment_of
+from services.common.defaults import DEFAULT_MODEL, shipped_draft
 from tests.cli.ends import Ends
 from tests.cli.stand_in_stack import once, stack_of, stand_in
 
@@ -266,6 +267,35 @@ def test_the_real_parts_are_wired_to_one_another(tmp_path: Path) -> None:
         assert "--threads 1" in " ".join(parts[name].command(facts))
 
 
+@pytest.mark.parametrize(
+    ("options", "model", "strategy"),
+    [
+        (StackOptions(), str(shipped_draft("")), "hybrid"),
+        (StackOptions(model=DEFAULT_MODEL, strategies=("model",)), str(shipped_draft("")), "model"),
+        (StackOptions(draft_model="none"), None, "ngram"),
+        (StackOptions(model="tiny"), None, "ngram"),
+        (StackOptions(model="tiny", draft_model="my-draft"), "my-draft", "hybrid"),
+    ],
+)
+def test_the_default_target_has_its_trained_draft_and_others_what_is_named(
+    options: StackOptions, model: str | None, strategy: str
+) -> None:
+    stack = Stack(options)
+    parts = {part.name: part for part in stack_parts(options, stack.dirs)}
+    stack.forget()
+    facts = {"model": {"line": "/models/target"}, "draft-model": {"line": "/models/draft"}}
+    draft = " ".join(parts["draft"].command(facts))
+    assert f"--default-strategy {strategy}" in draft
+    if model is None:
+        assert "draft-model" not in parts
+        assert "--tokenizer /models/target" in draft
+        assert "--model" not in draft
+    else:
+        assert parts["draft-model"].command({})[-1] == model
+        assert "--model /models/draft --target-model /models/target" in draft
+        assert set(parts["draft"].after) == {"model", "draft-model"}
+
+
 def test_several_targets_register_and_are_not_told_to_the_gateway() -> None:
     options = StackOptions(model="tiny", replicas=3)
     stack = Stack(options)
@@ -286,21 +316,45 @@ def test_several_targets_register_and_are_not_told_to_the_gateway() -> None:
     assert set(parts["gateway"].after) >= {*targets, "valkey", "draft"}
 
 
+def test_several_drafts_register_and_are_not_told_to_the_gateway() -> None:
+    options = StackOptions(model="tiny", draft_model="small", drafts=2)
+    stack = Stack(options)
+    parts = {part.name: part for part in stack_parts(options, stack.dirs)}
+    stack.forget()
+    drafts = [name for name in parts if name.startswith("draft") and name != "draft-model"]
+    assert drafts == ["draft", "draft-2"]
+    facts = {
+        "model": {"line": "/models/tiny"},
+        "draft-model": {"line": "/models/small"},
+        "target": {"address": "127.0.0.1:1"},
+        "valkey": {"address": "/run/valkey.sock"},
+    }
+    for name in drafts:
+        command = parts[name].command(facts)
+        assert command[command.index("--redis-url") + 1] == "unix:///run/valkey.sock"
+        assert set(parts[name].after) == {"model", "draft-model", "valkey"}
+    gateway = parts["gateway"].command(facts)
+    assert "--draft" not in gateway
+    assert gateway[gateway.index("--target") + 1] == "127.0.0.1:1"
+    assert set(parts["gateway"].after) >= {*drafts, "target", "valkey"}
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_address_of_a_store_of_ones_own_is_on_no_command_line(replicas: int) -> None:
-    options = StackOptions(redis_url="redis://:secret@store:6379/0", replicas=replicas)
+    options = StackOptions(redis_url="redis://:secret@store:6379/0", replicas=replicas, drafts=replicas)
     stack = Stack(options)
     parts = {part.name: part for part in stack_parts(options, stack.dirs)}
     stack.forget()
     facts = {
         "model": {"line": "/models/tiny"},
+        "draft-model": {"line": "/models/small"},
         "target": {"address": "127.0.0.1:1"},
         "draft": {"address": "127.0.0.1:2"},
     }
-    for name in ("target", "gateway"):
+    for name in ("target", "draft", "gateway"):
         assert "secret" not in " ".join(parts[name].command(facts))
     told = {name for name, value in environment_of(options).items() if "secret" in value}
-    registers = {"GALLEY_TARGET_REDIS_URL"} if replicas > 1 else set()
+    registers = {"GALLEY_TARGET_REDIS_URL", "GALLEY_DRAFT_REDIS_URL"} if replicas > 1 else set()
     assert told == {"GALLEY_GATEWAY_REDIS_URL", *registers}
 
 
@@ -314,6 +368,11 @@ def test_a_store_of_ones_own_replaces_the_embedded_one() -> None:
 def test_a_stack_has_a_gateway() -> None:
     with pytest.raises(ValueError, match="at least one gateway"):
         Stack(StackOptions(gateways=0))
+
+
+def test_a_stack_has_a_draft() -> None:
+    with pytest.raises(ValueError, match="at least one draft"):
+        Stack(StackOptions(drafts=0))
 
 
 def test_a_stack_has_a_target() -> None:

@@ -14,7 +14,7 @@ from tests.deploy.settings_of import parse_env, settings_of, variables_of
 # What the chart decides by itself (a pod is one rank) or keeps for tests; what means nothing in a cluster.
 CHART_DECIDES = {
     "gateway": {"draft", "id_secret", "model", "redis_url", "startup_timeout_s", "target"},
-    "draft": {"oracle_answers", "oracle_spoil", "tokenizer"},
+    "draft": {"advertise", "oracle_answers", "oracle_spoil", "redis_url", "tokenizer"},
     "target": {"advertise", "model", "redis_url", "tensor_parallel"},
 }
 CHART_DECIDES_FOR_ALL = {"drain_timeout_s", "host", "log_format", "log_level", "port"}

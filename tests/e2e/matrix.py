@@ -18,7 +18,10 @@ CONCURRENCIES = (1, 8)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`spoil` is the oracle's rate of wrong tokens; None for other strategies."""
+    """`spoil` is the oracle's rate of wrong tokens; None for other strategies.
+
+    The strategy "auto" leaves k, and the strategy, to the gateway; "off" does without.
+    """
 
     strategy: str
     k: int
@@ -33,6 +36,8 @@ class Case:
     def speculation(self) -> Speculation:
         if self.strategy == "off":
             return Speculation(off=True)
+        if self.strategy == "auto":
+            return Speculation()
         return Speculation(k=self.k, strategy=self.strategy)
 
 
@@ -42,10 +47,13 @@ def all_cases() -> list[Case]:
         (strategies.NONE, None),
         (strategies.NGRAM, None),
         (strategies.MODEL, None),
+        (strategies.HYBRID, None),
         *((strategies.ORACLE, spoil) for spoil in SPOILS),
     ]
     return [
         *(Case("off", 0, concurrency) for concurrency in CONCURRENCIES),
+        *(Case("auto", 0, concurrency) for concurrency in CONCURRENCIES),
+        *(Case("auto", 0, concurrency, spoil) for spoil in SPOILS for concurrency in CONCURRENCIES),
         *(
             Case(strategy, k, concurrency, spoil)
             for strategy, spoil in drafts
@@ -57,12 +65,13 @@ def all_cases() -> list[Case]:
 
 def pairwise_cases() -> list[Case]:
     """A subset in which every strategy meets every k, both concurrencies, and every k both concurrencies."""
-    cases = [Case("off", 0, 8)]
+    cases = [Case("off", 0, 8), *(Case("auto", 0, 8, spoil) for spoil in (None, 0.3, 0.7))]
     for at, (strategy, spoil) in enumerate(
         [
             (strategies.NONE, None),
             (strategies.NGRAM, None),
             (strategies.MODEL, None),
+            (strategies.HYBRID, None),
             *((strategies.ORACLE, spoil) for spoil in SPOILS),
         ]
     ):
@@ -72,13 +81,21 @@ def pairwise_cases() -> list[Case]:
 
 
 def rotated_cases(turn: int, spoil: float) -> list[Case]:
-    """No draft in company, then ngram and the oracle of this rate with every k.
+    """No draft in company, then every other one with every k, and left to the gateway.
 
-    Each is alone or in company by turns: two turns after one another have every combination.
+    Each is alone or in company by turns: two turns after one another have every combination. The oracle is
+    that of this rate.
     """
-    drafts: list[tuple[str, float | None]] = [(strategies.NGRAM, None), (strategies.ORACLE, spoil)]
+    drafts: list[tuple[str, float | None]] = [
+        (strategies.NGRAM, None),
+        (strategies.MODEL, None),
+        (strategies.HYBRID, None),
+        (strategies.ORACLE, spoil),
+    ]
     return [
         Case("off", 0, CONCURRENCIES[-1]),
+        Case("auto", 0, CONCURRENCIES[turn % 2]),
+        Case("auto", 0, CONCURRENCIES[(turn + 1) % 2], spoil),
         *(
             Case(strategy, k, CONCURRENCIES[(at + step + turn) % 2], rate)
             for at, (strategy, rate) in enumerate(drafts)

@@ -25,7 +25,7 @@ from services.client.options import GenerateOptions, Speculation
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.registry import TARGET_POOL, ReplicaRegistry
-from services.core.routing import ReplicaLease
+from services.core.routing import TargetLease
 from services.gateway.tokenizer import Tokenizer
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.reference import TIE
@@ -90,7 +90,7 @@ class Trial:
         )
 
     async def _scale_down(
-        self, stack: Stack, replicas: dict[str, ReplicaLease], count_file: Path
+        self, stack: Stack, replicas: dict[str, TargetLease], count_file: Path
     ) -> list[list[int]]:
         """To one replica, while streams run; the one that stays must still hold what it held."""
         held = {name: await open_session(lease.address) for name, lease in replicas.items()}
@@ -169,7 +169,7 @@ def follower(pid: int) -> psutil.Process:
     )
 
 
-async def leases(stack: Stack) -> dict[str, ReplicaLease]:
+async def leases(stack: Stack) -> dict[str, TargetLease]:
     """The replicas that are registered, by the name of their life."""
     registry = ReplicaRegistry(f"unix://{stack.address('valkey')}")
     try:
@@ -178,7 +178,7 @@ async def leases(stack: Stack) -> dict[str, ReplicaLease]:
         await registry.close()
 
 
-async def until(stack: Stack, is_so: Any) -> dict[str, ReplicaLease]:
+async def until(stack: Stack, is_so: Any) -> dict[str, TargetLease]:
     """The leases, once they are so. Raises TimeoutError."""
     async with asyncio.timeout(HEALED_S):
         while True:

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from services.client.options import GenerateOptions
-from services.core.strategies import NGRAM, ORACLE
+from services.core.strategies import HYBRID, MODEL, NGRAM, ORACLE
 from services.gateway.tokenizer import Tokenizer
 from tests.e2e.matrix import Case, ask_all, rotated_cases
 from tests.e2e.prompts import PROMPTS, encode
@@ -44,7 +44,7 @@ async def test_no_draft_and_no_company_changes_a_token(
     assert not any(any(answer.from_draft) for answer in plain)
     prompt_tokens = encode(Tokenizer.load(str(default_model_dir)), SUBSET)
     bf16_clients.teach([[*p, *a.tokens] for p, a in zip(prompt_tokens, plain, strict=True)])
-    accepted = dict.fromkeys((NGRAM, ORACLE, ALONE.strategy), 0)
+    accepted = dict.fromkeys((NGRAM, MODEL, HYBRID, ORACLE, "auto", ALONE.strategy), 0)
     for case in rotated_cases(turn, SPOIL):
         prompts = SUBSET if case.concurrency > 1 else SUBSET[-2:]
         answers = await ask_all(bf16_clients.of(case), prompts, options, case)
@@ -52,6 +52,6 @@ async def test_no_draft_and_no_company_changes_a_token(
             assert answer.tokens == expected.tokens, case
             assert answer.text == expected.text, case
         accepted[case.strategy] += sum(answer.stats.accepted for answer in answers)
-    # That drafts were in it at all.
-    assert accepted[ORACLE] > 0
+    # That drafts were in it at all, the one trained for this target too.
+    assert all(accepted[strategy] > 0 for strategy in (MODEL, HYBRID, ORACLE, "auto")), accepted
     assert accepted[ALONE.strategy] == 0

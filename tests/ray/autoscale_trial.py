@@ -15,7 +15,7 @@ import grpc
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.registry import TARGET_POOL, ReplicaRegistry
-from services.core.routing import ReplicaLease
+from services.core.routing import TargetLease
 from tests.gateway.servers import VALKEY, running
 from tests.target.items import slice_of
 from tests.target.tiny import CONTEXT, save_tiny_model
@@ -41,7 +41,7 @@ async def deployed(model: Path, redis_url: str) -> AsyncIterator[None]:
         await process.wait()
 
 
-async def until(registry: ReplicaRegistry, replicas: int) -> list[ReplicaLease]:
+async def until(registry: ReplicaRegistry, replicas: int) -> list[TargetLease]:
     async with asyncio.timeout(SOON_S):
         while True:
             if len(leases := await registry.read(TARGET_POOL)) == replicas:
