@@ -59,7 +59,8 @@ class Proposed:
 class Verified:
     """The target's verdict: `accepted` draft tokens, then at most one token of its own.
 
-    With `more`, further verdicts of the same request follow. `sessions` shared the pass.
+    With `more`, further verdicts of the same request follow. `sessions` shared the pass; a
+    draft token more adds `row_ns` to one.
     """
 
     request_id: int
@@ -73,6 +74,7 @@ class Verified:
     timing: Timing = field(default_factory=Timing)
     more: bool = False
     sessions: int = 1
+    row_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

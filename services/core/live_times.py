@@ -12,6 +12,7 @@ _FACTORS = 11
 _FACTOR_WEIGHT = 0.05
 # How many times as long, or as short, as measured a pass is believed to take: one may have been interrupted.
 _MOST = 4.0
+_FEW_ROWS = 4
 
 
 class LivePassTimes:
@@ -33,6 +34,10 @@ class LivePassTimes:
         below, share = _place(rows)
         low, high = self._factors[below], self._factors[below + 1]
         return max(1, round(self._measured(rows) * (low + share * (high - low))))
+
+    def of_a_row(self, rows: int) -> int:
+        """Nanoseconds that a row adds to a pass over `rows` rows, in the mean of the next few."""
+        return max(0, self(rows + _FEW_ROWS) - self(rows)) // _FEW_ROWS
 
     def saw(self, rows: int, took_ns: int) -> None:
         """A pass over `rows` >= 1 rows took this long; nothing is learned of one that took no time."""

@@ -370,6 +370,7 @@ class Scheduler:
                 queue_ns=queue_ns,
                 compute_ns=compute_ns,
                 linger_ns=linger_ns,
+                row_ns=self._times.of_a_row(sessions),
             ),
         )
 

@@ -398,6 +398,7 @@ class Session:
             verified=event.verified,
             compute_ns=event.timing.compute_ns,
             sessions=event.sessions,
+            row_ns=event.row_ns,
         )
         self._give_up_draft(self._drafting.confirm(self.answer.tokens))
         standing.confirm(self.answer)

@@ -1,9 +1,10 @@
 """How many tokens a session has drafted: what they are worth, by what was measured, against what they cost.
 
 A draft token is worth the chance that it is accepted times what a token costs the target now: its share of a
-pass. It costs the draft's time, and asking costs a message. A session asks for as many as are worth it, down
-to none; then it asks for a few now and again, so that it finds out when drafts have become good (or the load
-low). How many of them are verified is the target's decision, at its load; here only what it took is seen.
+pass. It costs the target a row and the draft its time, and asking costs a message. A session asks for as many
+as are worth it, down to none; then it asks for a few now and again, so that it finds out when drafts have
+become good (or the load low). How many of them are verified is the target's decision, at its load; here only
+what it took is seen.
 
 Beside the tokens for the coming pass, others are drafted ahead of it: so that the next pass finds some when
 all of these are accepted, and so that a slow link does not leave the target without.
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from services.core.answer import SessionSpec
 
 # Weights of what was seen last: in a session, in its workload, in the load.
-_SESSION, _WORKLOAD, _LOAD = 0.06, 0.01, 0.05
+_SESSION, _WORKLOAD, _LOAD = 0.04, 0.01, 0.05
 # Verdicts until drafts that were not worth it are tried again: at first and at most; and how many tokens.
 _FIRST_PROBE, _LAST_PROBE = 4, 16
 _PROBE_TOKENS = 4
@@ -35,7 +36,7 @@ _KNOWN_TOKENS = 20
 # Asked for while nothing is known.
 _FIRST_TOKENS = 4
 # What a proposal costs besides drafting: messages, and the work of both ends.
-ASK_NS = 300_000
+ASK_NS = 500_000
 # Drafted ahead at most, whatever the link.
 _MOST_AHEAD = 64
 _WORKLOADS = 1024
@@ -85,12 +86,14 @@ def _mean(before: float, seen: float, weight: float) -> float:
 class Book:
     """What a gateway remembers beyond its sessions: the habits of each workload's drafts, and the load.
 
-    `pass_ns` is what a pass of the target takes now, and `share_ns` what each of its sessions has to bear.
+    `pass_ns` is what a pass of the target takes now, `share_ns` what each of its sessions has to bear, and
+    `row_ns` what a draft token more adds.
     """
 
     def __init__(self) -> None:
         self.pass_ns = 0.0
         self.share_ns = 0.0
+        self.row_ns = 0.0
         self._habits: LastUsed[tuple[str, str | None], Habits] = LastUsed(Habits, _WORKLOADS)
 
     def habits(self, strategy: str, workload: str) -> Habits:
@@ -105,10 +108,11 @@ class Book:
         """Of a strategy's drafts, whatever they are for."""
         return self._habits.of((strategy, None))
 
-    def saw_pass(self, compute_ns: int, sessions: int) -> None:
+    def saw_pass(self, compute_ns: int, sessions: int, row_ns: int) -> None:
         """A pass of the target, shared by so many sessions."""
         self.pass_ns = _mean(self.pass_ns, compute_ns, _LOAD)
         self.share_ns = _mean(self.share_ns, compute_ns / max(1, sessions), _LOAD)
+        self.row_ns = _mean(self.row_ns, row_ns, _LOAD)
 
 
 class Speculation:
@@ -148,9 +152,11 @@ class Speculation:
         known = min(self.habits.tokens, _KNOWN_TOKENS)
         return (self.habits.alpha * known + self._workload.alpha * _PRIOR_TOKENS) / (known + _PRIOR_TOKENS)
 
-    def saw_verdict(self, *, offered: bool, verified: int, compute_ns: int, sessions: int) -> None:
+    def saw_verdict(
+        self, *, offered: bool, verified: int, compute_ns: int, sessions: int, row_ns: int
+    ) -> None:
         """A verdict of a pass shared by `sessions`; draft tokens for it had been `offered`, or not."""
-        self._book.saw_pass(compute_ns, sessions)
+        self._book.saw_pass(compute_ns, sessions, row_ns)
         self._quiet += 1
         if not offered:
             return
@@ -193,16 +199,16 @@ class Speculation:
         habits = self.habits
         if not self._book.share_ns:
             return most  # nothing was measured yet
-        value = self._book.share_ns * habits.taken * sure
+        value, cost = self._book.share_ns * sure, self._book.row_ns + habits.share_ns
         alpha = self.alpha
         count, gain = 0, 0.0
         while count < most:
             value *= alpha
-            if value <= habits.share_ns:
+            if value <= cost:
                 break
-            gain += value - habits.share_ns
+            gain += value - cost
             count += 1
-        return count if gain * habits.voice > ASK_NS else 0
+        return count if gain * habits.voice * habits.taken > ASK_NS else 0
 
     def _proposal(self) -> int:
         """How many tokens to ask for at once: as confirm most in the time of drafting them and of a pass.

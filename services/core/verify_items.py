@@ -71,6 +71,7 @@ class Confirmed:
 
     `kv_len` is how far the cache reaches; `batch_sessions` shared the forward pass; `more` results follow.
     The times are of what led to this result alone; `linger_ns`, of `queue_ns`, went on waiting for hints.
+    `row_ns` is what a draft row more adds to a pass of so many sessions.
     """
 
     position: int
@@ -84,6 +85,7 @@ class Confirmed:
     queue_ns: int
     compute_ns: int
     linger_ns: int = 0
+    row_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

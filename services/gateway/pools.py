@@ -308,7 +308,8 @@ def _verified(request_id: int, result: pb.VerifyResult) -> ev.Verified:
         logprobs=tuple(logprobs_from(entry) for entry in result.logprobs),
         timing=_timing(result.timing),
         more=result.more,
-        sessions=result.batch_sessions,
+        sessions=max(1, result.batch_sessions),
+        row_ns=result.row_ns,
     )
 
 

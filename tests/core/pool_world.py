@@ -314,5 +314,6 @@ class Pool:
                     timing=ev.Timing(outcome.queue_ns, outcome.compute_ns, outcome.linger_ns),
                     more=outcome.more,
                     sessions=outcome.batch_sessions,
+                    row_ns=outcome.row_ns,
                 ),
             )
