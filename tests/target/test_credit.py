@@ -11,6 +11,7 @@ import pytest
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.core.content import prefix_hash
+from services.core.hints import MAX_HINT_TOKENS
 from tests.target.items import slice_of, verify
 from tests.target.stream import extension, stream_of, tokens_of
 from tests.target.tiny import VOCAB, greedy
@@ -135,7 +136,7 @@ async def test_a_hint_of_other_content_is_not_used(
 
 
 BAD = [
-    ("hint.draft_tokens", extension(PROMPT, [1] * 9)),
+    ("hint.draft_tokens", extension(PROMPT, [1] * (MAX_HINT_TOKENS + 1))),
     ("hint.draft_tokens[1]", extension(PROMPT, [1, VOCAB])),
     ("hint.prefix_hash", pb.Extension(session_id="s", request_id=7, hint=pb.Hint(position=5))),
 ]
