@@ -80,7 +80,8 @@ class Drafting:
         if before is None or self.hint.position != before.position:
             self.hint_since_ns = now
             self._judged = 0
-        self.spent = len(came.draft_tokens) < asked.k
+        most = asked.k if event.most is None else min(asked.k, event.most)
+        self.spent = len(came.draft_tokens) < most
         self.silent = not came.draft_tokens
         self.cache_len = max(0, event.cache_len)
         self.confirm(answer.tokens)

@@ -42,7 +42,7 @@ class Proposed:
     """The draft's guesses for positions [position, position + len(tokens)).
 
     `survival`, of each: the chance that it and all before it are accepted; empty if the draft does not say.
-    `sessions` shared the draft's steps.
+    `sessions` shared the draft's steps. `most` is what it was asked for, where it takes no more.
     """
 
     request_id: int
@@ -53,6 +53,7 @@ class Proposed:
     timing: Timing = field(default_factory=Timing)
     survival: tuple[float, ...] = ()
     sessions: int = 1
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

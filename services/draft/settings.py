@@ -39,7 +39,7 @@ class DraftSettings(ReplicaSettings):
     )
     oracle_spoil: float = Field(default=0.0, ge=0, le=1, description="Chance that the oracle spoils a token.")
     max_draft_tokens: int = Field(
-        default=16, ge=1, le=256, description="Most tokens that an item may ask for."
+        default=64, ge=1, le=256, description="Most tokens that an item may ask for."
     )
     max_batch: int = Field(
         default=64,

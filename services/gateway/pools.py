@@ -211,7 +211,7 @@ class DraftPool:
             self.lost()
             return _failed(request.request_id, error)
         if answer.WhichOneof("outcome") == "result":
-            return _proposed(request.request_id, answer.result)
+            return _proposed(request.request_id, answer.result, self.info.max_draft_tokens)
         return _other(request.request_id, answer)
 
     def _item(self, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None) -> pb.ProposeItem:
@@ -313,7 +313,7 @@ def _verified(request_id: int, result: pb.VerifyResult) -> ev.Verified:
     )
 
 
-def _proposed(request_id: int, result: pb.ProposeResult) -> ev.Proposed:
+def _proposed(request_id: int, result: pb.ProposeResult, most: int) -> ev.Proposed:
     return ev.Proposed(
         request_id=request_id,
         position=result.position,
@@ -322,6 +322,8 @@ def _proposed(request_id: int, result: pb.ProposeResult) -> ev.Proposed:
         cache_len=result.kv_len,
         timing=_timing(result.timing),
         survival=tuple(result.survival),
+        sessions=max(1, result.batch_sessions),
+        most=most,
     )
 
 
