@@ -43,7 +43,7 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 	@$(BIN)/galley demo
 
 .PHONY: bench-round bench-engine bench-throughput bench-speculation bench-gpu bench-peers
-.PHONY: prove-noise prove-tokens prove-engine prove-ray
+.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
 
@@ -70,6 +70,9 @@ prove-ray: setup ## replicas of three ranks: a killed rank, fewer replicas and a
 
 prove-noise: setup ## no noise is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise
+
+prove-drafting: setup ## AUTO keeps up with the best fixed k, on virtual time
+	@$(BIN)/python -m bench.prove_drafting
 
 prove-tokens: setup ## the same tokens as transformers, whatever the draft and k
 	@$(BIN)/python -m bench.prove_tokens

@@ -1,0 +1,118 @@
+"""Prove that AUTO keeps up with the best fixed k: `make prove-drafting`, the long form of a test of the suite.
+
+On virtual time (tests/core/pool_world.py: real session machines and a real scheduler, given costs and
+acceptance) AUTO is compared with each fixed k in hindsight, over kinds of drafts, costs of rows, costs of
+drafting and numbers of sessions. Writes all figures to bench/results/drafting/<commit>.json; every scenario
+below the bound is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.prove_noise import commit
+from services.core.cost import PassTimes
+from tests.core.pool_world import MS, Pool, Scenario
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RESULTS = Path(__file__).parent / "results" / "drafting"
+BOUND = 0.95
+FIXED = (0, 1, 2, 4, 8, 16)
+MAX_K = 16
+
+ROWS = {
+    "as measured": ((1, 17), (4, 18), (8, 21), (16, 29), (32, 46), (64, 80), (128, 150), (256, 290)),
+    "free": ((1, 20), (512, 20.001)),
+    "linear": ((1, 10), (2, 20)),
+    "in steps": ((1, 10), (8, 10.01), (9, 18), (16, 18.01), (17, 30), (32, 30.01), (33, 60), (256, 200)),
+}
+ALPHAS: dict[str, Callable[[int], float]] = {
+    "useless": lambda _: 0.0,
+    "poor": lambda _: 0.15,
+    "fair": lambda _: 0.5,
+    "good": lambda _: 0.8,
+    "nearly perfect": lambda _: 0.97,
+    "drifts": lambda i: 0.1 + 0.8 * (i % 500) / 500,
+    "collapses and returns": lambda i: 0.0 if 250 <= i < 500 else 0.8,
+}
+DRAFT_MS = {"a lookup": 0.05, "a small model": 1.5}
+TOKENS = {1: 800, 8: 300, 32: 80}
+
+
+def main() -> int:
+    """Exit status 0 if AUTO reached the bound in every scenario."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each scenario (default: %(default)s)")
+    arguments = parser.parse_args()
+    cells = list(itertools.product(ROWS, ALPHAS, DRAFT_MS, TOKENS))
+    results = [compare(*cell, seeds=arguments.seeds) for cell in cells]
+    missed = [result for result in results if not result["met"]]
+    report = {
+        "commit": commit(),
+        "bound": BOUND,
+        "fixed": FIXED,
+        "seeds": arguments.seeds,
+        "scenarios": len(results),
+        "met": len(results) - len(missed),
+        "worst": min(results, key=ratio_of),
+        "results": results,
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{report['commit']}.json").write_text(json.dumps(report, indent=2) + "\n")
+    for result in sorted(missed, key=ratio_of):
+        print("below the bound:", json.dumps(result))
+    print(
+        f"{report['met']} of {report['scenarios']} scenarios at >= {BOUND} of the best fixed k in hindsight"
+    )
+    return 1 if missed else 0
+
+
+def compare(rows: str, alpha: str, draft: str, sessions: int, *, seeds: int) -> dict[str, object]:
+    """AUTO and every fixed choice, tokens per second, summed over the seeds."""
+    totals = dict.fromkeys((*map(str, FIXED), "auto"), 0.0)
+    for seed in range(seeds):
+        scenario = Scenario(
+            ALPHAS[alpha],
+            PassTimes.measured([(count, round(ms * MS)) for count, ms in ROWS[rows]]),
+            partial(_draft_ns, DRAFT_MS[draft]),
+            sessions,
+            TOKENS[sessions],
+            seed=seed,
+        )
+        for k in FIXED:
+            totals[str(k)] += Pool(scenario, k, auto=False).goodput()
+        totals["auto"] += Pool(scenario, MAX_K, auto=True).goodput()
+    best = max(FIXED, key=lambda k: totals[str(k)])
+    ratio = totals["auto"] / totals[str(best)]
+    return {
+        "rows": rows,
+        "acceptance": alpha,
+        "draft": draft,
+        "sessions": sessions,
+        "tokens_per_s": {name: round(total / seeds, 1) for name, total in totals.items()},
+        "best_fixed_k": best,
+        "ratio": round(ratio, 3),
+        "met": ratio >= BOUND,
+    }
+
+
+def ratio_of(result: dict[str, object]) -> float:
+    """Of AUTO to the best fixed choice."""
+    return float(str(result["ratio"]))
+
+
+def _draft_ns(one_ms: float, sessions: int) -> int:
+    """A draft's step: a sixteenth more for each further session."""
+    return round(one_ms * MS * (15 + sessions) / 16)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
