@@ -1,4 +1,4 @@
-"""Prove that AUTO keeps up with the best fixed k: `make prove-drafting`, the long form of a test of the suite.
+"""Prove that AUTO keeps up with the best fixed k: `make prove-drafting`, the long form of a test of ours.
 
 On virtual time (tests/core/pool_world.py: real session machines and a real scheduler, given costs and
 acceptance) AUTO is compared with each fixed k in hindsight, over kinds of drafts, costs of rows, costs of
