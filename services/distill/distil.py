@@ -1,0 +1,169 @@
+"""A distillation from beginning to end, each stage taken up where an earlier run left it.
+
+Answers, labels, checkpoints and measurements lie in the folder `work`; the draft directory is written last.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from services.distill.checkpoint import load_checkpoint, save_checkpoint
+from services.distill.evaluation import Acceptance, as_table, evaluate, reference_of
+from services.distill.export import as_stored, read_draft, sharpened, write_draft
+from services.distill.labels import Labels, hard_labels, head_rows, head_tokens, score, with_scored
+from services.distill.material import gather
+from services.distill.record import write_record
+from services.distill.target import read_target
+from services.distill.training import Progress, Schedule, Training
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from services.distill.corpus import Corpus
+    from services.distill.options import Options
+    from services.distill.reports import Reports
+    from services.distill.student import Llama
+    from services.distill.target import Target
+
+# What may differ between a run and the one that it goes on from.
+_MAY_DIFFER = {"against", "evaluate_every", "threads"}
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """Acceptance by workload, of the draft and of the one it is compared with, and its course."""
+
+    found: dict[str, Acceptance]
+    against: dict[str, Acceptance] | None
+    curve: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What all stages share."""
+
+    options: Options
+    reports: Reports
+    target: Target
+    train: Corpus
+    held_out: Corpus
+    heads: NDArray[np.int64]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.options.dtype == "bfloat16" else torch.float32
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint must agree on."""
+        told = self.options.as_dict() | {"train_tokens": len(self.train.ids)}
+        return {name: value for name, value in told.items() if name not in _MAY_DIFFER}
+
+
+def distil(options: Options, reports: Reports) -> Distilled:
+    """Run all stages and write the draft directory. Raises InvalidField naming what cannot be used."""
+    options.check()
+    torch.set_num_threads(options.threads)
+    options.work.mkdir(parents=True, exist_ok=True)
+    target = read_target(options.target)
+    train, held_out = gather(options, reports)
+    for corpus in (train, held_out):
+        corpus.refuse_beyond(target.vocab)
+    heads = head_tokens(train, target.vocab, min(options.head, target.vocab), target.end_tokens)
+    job = _Job(options, reports, target, train, held_out, heads)
+    labels = _labelled(job)
+    measure = _measurer(job)
+    training = _trained(job, labels, measure)
+    draft = sharpened(training.student)
+    found = measure(as_stored(draft), heads)
+    against = None
+    if options.against is not None:
+        against = measure(*read_draft(options.against, target))
+    write_draft(options.out, draft, target, heads, options.target)
+    curve = _curve(options)
+    write_record(options, training.progress, (train, held_out), found, against)
+    return Distilled(found, against, curve)
+
+
+def _labelled(job: _Job) -> Labels:
+    """The answers' own tokens, and the target's distribution for a share of the answers that were drawn.
+
+    Of a greedy answer each token is the likeliest as it is.
+    """
+    options, train = job.options, job.train
+    labels = hard_labels(train, head_rows(job.heads, job.target.vocab))
+    drawn = np.flatnonzero(train.temperature > 0)
+    chosen = np.random.default_rng(options.seed).permutation(drawn)[: round(options.scored * len(drawn))]
+    if not len(chosen):
+        return labels
+    job.reports.stage("labels", len(chosen))
+    shards = options.work / "labels"
+    score(train, chosen, job.target.whole(job.dtype), job.heads, shards, job.reports.done)
+    return with_scored(labels, shards)[0]
+
+
+def _measurer(job: _Job) -> Callable[[Llama, NDArray[np.int64]], dict[str, Acceptance]]:
+    """Measures drafts on the held-out answers, for which the target is run once."""
+    job.reports.stage("held-out", len(job.held_out))
+    reference = reference_of(job.held_out, job.target.whole(job.dtype), job.reports.done)
+    return lambda draft, heads: evaluate(job.held_out, reference, draft, heads, job.options.seed)
+
+
+def _trained(
+    job: _Job, labels: Labels, measure: Callable[[Llama, NDArray[np.int64]], dict[str, Acceptance]]
+) -> Training:
+    options = job.options
+    student = job.target.student(options.layers, torch.from_numpy(job.heads))
+    schedule = Schedule(
+        options.tokens, options.batch, options.rate, hardness=options.hardness, seed=options.seed
+    )
+    training = Training(student, schedule, job.dtype)
+    path = options.work / "checkpoint.safetensors"
+    if path.exists():
+        load_checkpoint(training, job.about, path)
+    job.reports.stage("training", options.tokens)
+    stored_at = time.monotonic()
+
+    def report(now: Progress) -> None:
+        nonlocal stored_at
+        job.reports.done(now.seen, f"loss {now.loss:.3f}")
+        last = now.seen >= options.tokens
+        if last or _crossed(now, options.evaluate_every):
+            found = measure(training.student, job.heads)
+            job.reports.measured(now.seen, found)
+            _note(options, now, found)
+        elif time.monotonic() - stored_at < options.checkpoint_s:
+            return
+        save_checkpoint(training, job.about, path)
+        stored_at = time.monotonic()
+
+    training.run(job.train, labels, report)
+    return training
+
+
+def _crossed(now: Progress, every: int) -> bool:
+    """Did the last step go past a multiple of `every` answer tokens?"""
+    return now.seen // every > (now.seen - now.batch_rows) // every
+
+
+def _note(options: Options, now: Progress, found: dict[str, Acceptance]) -> None:
+    """A line more of the curve. A point that a killed run had measured already is written over when read."""
+    with (options.work / "curve.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"seen": now.seen, "acceptance": as_table(found)}) + "\n")
+
+
+def _curve(options: Options) -> list[dict[str, Any]]:
+    """The points measured, by rising `seen`; of those measured twice the last."""
+    path = options.work / "curve.jsonl"
+    if not path.exists():
+        return []
+    points = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [point for _, point in sorted({point["seen"]: point for point in points}.items())]

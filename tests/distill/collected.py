@@ -1,0 +1,38 @@
+"""Reports that a test looks at, and through which it kills a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.distill.evaluation import Acceptance
+
+
+class Killed(Exception):
+    """The run ends here, whatever it was about to store."""
+
+
+@dataclass
+class Collected:
+    """`kill_at`: a stage, and the share of it after which the run is killed."""
+
+    kill_at: tuple[str, float] | None = None
+    told: list[tuple[str, int]] = field(default_factory=list)
+    _stage: tuple[str, int] = ("", 0)
+
+    def stage(self, name: str, total: int) -> None:
+        self._stage = (name, total)
+
+    def done(self, units: int, note: str = "") -> None:
+        name, total = self._stage
+        self.told.append((name, units))
+        if self.kill_at is not None and name == self.kill_at[0] and units >= self.kill_at[1] * total:
+            raise Killed
+
+    def measured(self, seen: int, found: dict[str, Acceptance]) -> None:
+        pass
+
+    def first_of(self, stage: str) -> int:
+        """What the stage began with."""
+        return next(units for name, units in self.told if name == stage)
