@@ -42,7 +42,7 @@ clean: ## remove .venv and every cache
 demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), stop them
 	@$(BIN)/galley demo
 
-.PHONY: bench-round bench-engine bench-throughput bench-speculation bench-gpu bench-peers
+.PHONY: bench-round bench-engine bench-throughput bench-speculation bench-slow-links bench-gpu bench-peers
 .PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
@@ -55,6 +55,9 @@ bench-throughput: setup ## measure 1 to 64 streams through the gateway, and the 
 
 bench-speculation: setup ## measure what speculation gains and costs, 1 to 32 streams, and its acceptance
 	@$(BIN)/python -m bench.speculation
+
+bench-slow-links: setup ## measure speculation with 20 ms each way before target and draft
+	@$(BIN)/python -m bench.slow_links
 
 bench-gpu: setup ## measure a step on a CUDA device, and the tokens that company changes there
 	@$(BIN)/python -m bench.gpu

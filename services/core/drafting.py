@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 from services.core.content import agreement
 from services.core.hints import MAX_HINT_TOKENS, NOTHING, Hint, Rest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from services.core.answer import Answer
     from services.core.events import Proposed
@@ -30,6 +30,20 @@ class Asked:
     at_ns: int
 
 
+class Judge(Protocol):
+    """Learns how good proposals are, and says what is to be made of that."""
+
+    @property
+    def recovers(self) -> bool:
+        """Is what was proposed after a wrong token mostly right again?"""
+
+    def saw_token(self, right: bool) -> None:
+        """A proposed token was right, or the first that was not."""
+
+    def saw_shaken(self, right: bool) -> None:
+        """The one after a wrong one was right, or was not."""
+
+
 class Drafting:
     """One proposal is under way at most. Times in nanoseconds.
 
@@ -39,10 +53,11 @@ class Drafting:
     `spent`: it had less to say than was asked for, so that there is no more to be had after this hint.
     """
 
-    def __init__(self, cooldown_ns: int, max_cooldown_ns: int, saw: Callable[[bool], None]) -> None:
-        """`saw` is told of each proposed token whether it was right, up to the first that was not."""
-        self._saw = saw
+    def __init__(self, cooldown_ns: int, max_cooldown_ns: int, judge: Judge) -> None:
+        self._judge = judge
         self._judged = 0
+        self._after_wrong: tuple[int, int] | None = None
+        self._wrong_from: int | None = None
         self.asked: Asked | None = None
         self.hint: Hint | None = None
         self.hint_since_ns = 0
@@ -84,44 +99,69 @@ class Drafting:
         self.spent = len(came.draft_tokens) < most
         self.silent = not came.draft_tokens
         self.cache_len = max(0, event.cache_len)
+        if self._wrong_from is not None:  # it went on from a guess that has turned out wrong
+            self.cache_len = min(self.cache_len, self._wrong_from)
+            self._wrong_from = None
         self.confirm(answer.tokens)
         return len(came.draft_tokens)
 
     def confirm(self, tokens: Sequence[int]) -> Asked | None:
         """These are confirmed: a hint that they contradict or reach beyond is of no more use.
 
-        Returns what is asked if it is of no use either: it goes on from a guess that has turned out wrong, or
-        is for nothing but what is confirmed by now.
+        But where drafts recover, what is left of it after a wrong token stays, by position. Returns what is
+        asked if it is of no use either: as it goes on from such a guess, or is for confirmed tokens alone.
         """
-        hint = self.hint
+        self._judge_recovery(tokens)
         if self.asked is not None and self.asked.position + self.asked.k <= len(tokens):
             return self.give_up()
+        hint = self.hint
         if hint is None:
             return None
         reached = len(tokens) - hint.position
         agreeing = agreement(hint.draft_tokens, tokens[hint.position :])
         refused = agreeing < min(reached, len(hint.draft_tokens))
         for right in (*[True] * (agreeing - self._judged), *[False] * refused):
-            self._saw(right)
+            self._judge.saw_token(right)
         self._judged = max(self._judged, agreeing)
-        if refused:
-            self.cache_len = min(self.cache_len, hint.position + agreeing)
+        if reached >= len(hint.draft_tokens) and not refused:
             self.hint = None
-            if self.asked is not None and self.asked.position > hint.position + agreeing:
-                return self.give_up()
-        elif reached >= len(hint.draft_tokens):
-            self.hint = None
+        return self._refuse(hint, tokens, agreeing) if refused else None
+
+    def _refuse(self, hint: Hint, tokens: Sequence[int], agreeing: int) -> Asked | None:
+        """The hint's token `agreeing` was wrong."""
+        wrong, reached = hint.position + agreeing, len(tokens) - hint.position
+        self.cache_len = min(self.cache_len, wrong)
+        self.hint = None
+        goes_on = self.asked is not None and self.asked.position > wrong
+        left = hint.draft_tokens[reached:]
+        if left:
+            self._after_wrong = (len(tokens), left[0])
+        if not left or not self._judge.recovers:
+            return self.give_up() if goes_on else None
+        self.hint = replace(hint, draft_tokens=(*tokens[hint.position :], *left))
+        self._judged = reached
+        if goes_on:
+            self._wrong_from = wrong
         return None
+
+    def _judge_recovery(self, tokens: Sequence[int]) -> None:
+        """Of the last wrong token: was the next one right?"""
+        if self._after_wrong is not None and len(tokens) > self._after_wrong[0]:
+            position, guess = self._after_wrong
+            self._judge.saw_shaken(tokens[position] == guess)
+            self._after_wrong = None
 
     def give_up(self) -> Asked | None:
         """What is asked is not wanted any more; whether the draft's cache came to hold it is not known."""
         asked, self.asked = self.asked, None
         self.misses = 0
+        self._wrong_from = None
         return asked
 
     def fail(self, now: int) -> None:
         """What was asked came to nothing."""
         self.asked = None
+        self._wrong_from = None
         self.hint = None
         self.misses = 0
         self.cache_len = 0

@@ -121,7 +121,7 @@ class Session:
         self._credit = min(self._limits.credit, self._limits.window)
         self._speculation = Speculation(answer.spec, book or Book())
         self._drafting = Drafting(
-            self._limits.draft_cooldown_ns, self._limits.max_draft_cooldown_ns, self._speculation.saw_token
+            self._limits.draft_cooldown_ns, self._limits.max_draft_cooldown_ns, self._speculation
         )
         self._hint_due = False
         self._standing: Standing | None = None

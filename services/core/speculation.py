@@ -30,6 +30,9 @@ _SESSION, _WORKLOAD, _LOAD = 0.04, 0.01, 0.05
 # Verdicts until drafts that were not worth it are tried again: at first and at most; and how many tokens.
 _FIRST_PROBE, _LAST_PROBE = 4, 16
 _PROBE_TOKENS = 4
+# Of the token after a wrong one; few are seen, and drafts that copy differ from all others.
+_SHAKEN = 0.15
+_RECOVERS = 0.5
 # For how many tokens the prior counts; and at most those of a session, for they are forgotten as they age.
 _PRIOR_TOKENS = 5
 _KNOWN_TOKENS = 20
@@ -46,12 +49,14 @@ _WORKLOADS = 1024
 class Habits:
     """What drafts are like: running means over what was seen, of which `tokens` were judged.
 
-    alpha: the chance that a draft token is right if all before it were, be it verified or not; voice: that a
-    proposal has any token; taken: that of offered tokens any is verified; verified: how many then are;
-    token_ns: what drafting one takes, and share_ns: the session's share of that.
+    alpha: the chance that a draft token is right if all before it were, be it verified or not; recovery: that
+    the one after a wrong one is; voice: that a proposal has any token; taken: that of offered tokens any is
+    verified; verified: how many then are; token_ns: what drafting one takes, and share_ns: the share of the
+    session in that.
     """
 
     alpha: float = 0.6
+    recovery: float = 0.25
     voice: float = 1.0
     taken: float = 1.0
     verified: float = 4.0
@@ -63,6 +68,10 @@ class Habits:
         """A draft token was right, or the first that was not."""
         self.tokens += 1
         self.alpha += max(weight, 1.0 / (self.tokens + _PRIOR_TOKENS)) * (right - self.alpha)
+
+    def saw_shaken(self, weight: float, *, right: bool) -> None:
+        """The draft token after a wrong one was right, or was not."""
+        self.recovery += weight * (right - self.recovery)
 
     def saw_proposal(self, came: int, compute_ns: int, sessions: int, weight: float) -> None:
         """A proposal of so many tokens, which took the draft so long, for so many sessions at once."""
@@ -87,13 +96,16 @@ class Book:
     """What a gateway remembers beyond its sessions: the habits of each workload's drafts, and the load.
 
     `pass_ns` is what a pass of the target takes now, `share_ns` what each of its sessions has to bear, and
-    `row_ns` what a draft token more adds.
+    `row_ns` what a draft token more adds. `latency_ns` is from asking for a proposal to having it, and
+    `message_ns` what of that was not the draft's computing.
     """
 
     def __init__(self) -> None:
         self.pass_ns = 0.0
         self.share_ns = 0.0
         self.row_ns = 0.0
+        self.latency_ns = 0.0
+        self.message_ns = 0.0
         self._habits: LastUsed[tuple[str, str | None], Habits] = LastUsed(Habits, _WORKLOADS)
 
     def habits(self, strategy: str, workload: str) -> Habits:
@@ -114,6 +126,11 @@ class Book:
         self.share_ns = _mean(self.share_ns, compute_ns / max(1, sessions), _LOAD)
         self.row_ns = _mean(self.row_ns, row_ns, _LOAD)
 
+    def saw_proposal(self, latency_ns: int, compute_ns: int) -> None:
+        """A proposal came, so long after it was asked for."""
+        self.latency_ns = _mean(self.latency_ns, latency_ns, _LOAD)
+        self.message_ns = _mean(self.message_ns, max(0, latency_ns - compute_ns), _LOAD)
+
 
 class Speculation:
     """Of one session."""
@@ -125,8 +142,6 @@ class Speculation:
         self._shared = (self._workload, book.overall(spec.strategy))
         self._book = book
         self.habits = replace(self._workload, tokens=0)
-        self._latency_ns = 0.0
-        self.message_ns = 0.0
         self._quiet = 0
         self._probe_after = _FIRST_PROBE
 
@@ -135,8 +150,7 @@ class Speculation:
         self.habits.saw_proposal(came, compute_ns, sessions, _SESSION)
         for habits in self._shared:
             habits.saw_proposal(came, compute_ns, sessions, _WORKLOAD)
-        self._latency_ns = _mean(self._latency_ns, latency_ns, _SESSION)
-        self.message_ns = _mean(self.message_ns, max(0, latency_ns - compute_ns), _SESSION)
+        self._book.saw_proposal(latency_ns, compute_ns)
 
     def saw_token(self, right: bool) -> None:
         """A proposed token was right, or the first that was not."""
@@ -145,6 +159,22 @@ class Speculation:
             habits.saw_token(_WORKLOAD, right=right)
         if right:
             self._probe_after = 1
+
+    def saw_shaken(self, right: bool) -> None:
+        """The proposed token after a wrong one was right, or was not."""
+        self.habits.saw_shaken(_SHAKEN, right=right)
+        for habits in self._shared:
+            habits.saw_shaken(_SHAKEN, right=right)
+
+    @property
+    def recovers(self) -> bool:
+        """Is what was proposed after a wrong token mostly right again?"""
+        return self.habits.recovery >= _RECOVERS
+
+    @property
+    def message_ns(self) -> float:
+        """What a question to the draft takes besides its computing."""
+        return self._book.message_ns
 
     @property
     def alpha(self) -> float:
@@ -177,7 +207,7 @@ class Speculation:
         proposal = self._proposal()
         at_least = 0 if self._auto else min(self._k - ready, room)
         # Each costs a message: none for a token or two.
-        ahead = self._worth(min(room, proposal), sure) if 2 * room >= proposal else 0
+        ahead = self._worth(min(room, proposal), sure) if 2 * room >= self._best() else 0
         return max(at_least, ahead)
 
     def _for_this_pass(self) -> int:
@@ -240,7 +270,7 @@ class Speculation:
     def _depth(self) -> int:
         """How many tokens may be ready: a pass's, its bonus, the next pass's, and those of the way here."""
         of_a_pass = self._of_a_pass()
-        on_the_way = self._confirmed_in(2 * self._latency_ns + self.message_ns)
+        on_the_way = self._confirmed_in(2 * self._book.latency_ns + self.message_ns)
         return min(2 * of_a_pass + 1 + on_the_way, max(_MOST_AHEAD, of_a_pass))
 
     def _of_a_pass(self) -> int:

@@ -42,7 +42,8 @@ _MAX_LINGER_NS = 50 * MS
 class Scenario:
     """`alpha(i)` is the chance that output token i is drafted right; `draft_ns(n)` a step of n sessions.
 
-    A draft that `copies` is right again after a wrong token; another is not until it has been corrected.
+    A draft that `copies` is right again after a wrong token; another is not until it has been corrected. Of
+    one proposal, `most` tokens are drafted.
     """
 
     alpha: Callable[[int], float]
@@ -54,6 +55,7 @@ class Scenario:
     credit: int = 32
     seed: int = 1
     copies: bool = False
+    most: int = 64
 
 
 @dataclass(slots=True)
@@ -155,6 +157,7 @@ class _Stream:
                 cache_len=len(tokens),
                 timing=ev.Timing(0, job.compute_ns),
                 sessions=round(job.shared / len(job.tokens)),
+                most=self.pool.scenario.most,
             )
         )
 
@@ -214,7 +217,7 @@ class Pool:
             job.tokens.append(job.stream.guess(job))
             job.compute_ns += self.scenario.draft_ns(len(jobs))
             job.shared += len(jobs)
-            if len(job.tokens) >= job.asked.k:
+            if len(job.tokens) >= min(job.asked.k, self.scenario.most):
                 self.drop(job)
                 self.later(self.scenario.hop_ns, job.stream.proposed, job)
         self._draft_step()

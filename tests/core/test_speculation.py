@@ -71,17 +71,21 @@ def test_auto_comes_within_a_twentieth_of_the_best_fixed_choice_in_hindsight(nam
     assert Pool(scenario, 16, auto=True).goodput() >= 0.95 * max(fixed.values()), fixed
 
 
-def test_over_slow_links_a_draft_that_copies_keeps_four_fifths_of_its_speed() -> None:
-    """20 ms each way between all of them (the issue's "Slow links"), a draft as the oracle is."""
+@pytest.mark.parametrize(("k", "auto", "share"), [(4, False, 0.8), (16, True, 0.6)], ids=["k4", "auto"])
+def test_over_slow_links_a_draft_that_copies_keeps_four_fifths_of_its_speed(
+    k: int, auto: bool, share: float
+) -> None:
+    """20 ms each way between all of them (the issue's "Slow links"), a draft as the oracle is.
+
+    AUTO, which is quicker on short links, loses more: the first hint is as late for it.
+    """
     near, far = (
         Pool(
-            Scenario(lambda _: 0.95, MEASURED, quick, tokens=600, hop_ns=hop_ms * MS // 10, copies=True),
-            4,
-            auto=False,
+            Scenario(lambda _: 0.95, MEASURED, quick, tokens=256, hop_ns=hop_ns, copies=True), k, auto=auto
         ).goodput()
-        for hop_ms in (2, 200)
+        for hop_ns in (MS // 5, 20 * MS)
     )
-    assert far >= 0.8 * near
+    assert far >= share * near
 
 
 def test_where_drafts_are_of_no_use_the_draft_is_hardly_asked() -> None:

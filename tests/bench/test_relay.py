@@ -1,0 +1,251 @@
+"""The slow link of `make bench-slow-links`: late in both directions, else as if it were not there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.relay import Relay
+
+pytestmark = pytest.mark.timeout(20)
+
+DELAY_S = 0.05
+# A link that carried one piece at a time would need minutes for what the test sends.
+LONG_S = 0.5
+MANY_BYTES = 32 << 20
+PIECES = [bytes([at]) * (at + 1) for at in range(200)]
+
+Reader = asyncio.StreamReader
+Writer = asyncio.StreamWriter
+Serve = Callable[[Reader, Writer], Awaitable[None]]
+
+
+class Server:
+    """Does the same with each connection; `ended` gets what came of each."""
+
+    def __init__(self, serve: Serve) -> None:
+        self._serve = serve
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.ended: asyncio.Queue[Exception | None] = asyncio.Queue()
+        self.address = ""
+
+    def accept(self, reader: Reader, writer: Writer) -> None:
+        task = asyncio.ensure_future(self._run(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, reader: Reader, writer: Writer) -> None:
+        error = None
+        try:
+            await self._serve(reader, writer)
+        except ConnectionError as lost:
+            error = lost
+        await closed(writer)
+        self.ended.put_nowait(error)
+
+
+@asynccontextmanager
+async def serving(serve: Serve) -> AsyncIterator[Server]:
+    server = Server(serve)
+    listening = await asyncio.start_server(server.accept, "127.0.0.1", 0)
+    server.address = f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    yield server
+    listening.close()
+    await listening.wait_closed()
+
+
+async def echo(reader: Reader, writer: Writer) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+
+
+async def connect(address: str) -> tuple[Reader, Writer]:
+    host, _, port = address.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def closed(writer: Writer) -> None:
+    writer.close()
+    with suppress(ConnectionError):  # it was reset: closed all the same
+        await writer.wait_closed()
+
+
+def reset(writer: Writer) -> None:
+    sock: socket.socket = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("delay_s", [0.0, DELAY_S])
+async def test_what_is_sent_comes_in_order_and_late_each_way(delay_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    async with serving(echo) as server, Relay(server.address, delay_s) as relay:
+        reader, writer = await connect(relay.address)
+        for _ in range(2):
+            began = loop.time()
+            for piece in PIECES:
+                writer.write(piece)
+                await writer.drain()
+            assert await reader.readexactly(sum(map(len, PIECES))) == b"".join(PIECES)
+            assert loop.time() - began >= 2 * delay_s
+        await closed(writer)
+        assert await server.ended.get() is None
+
+
+async def test_as_much_is_on_its_way_as_is_sent() -> None:
+    sent = os.urandom(1 << 16) * (MANY_BYTES >> 16)
+    async with serving(echo) as server, Relay(server.address, LONG_S) as relay:
+        reader, writer = await connect(relay.address)
+
+        async def send() -> None:
+            writer.write(sent)
+            await writer.drain()
+            writer.write_eof()
+
+        sending = asyncio.ensure_future(send())
+        assert await reader.read() == sent
+        await sending
+        await closed(writer)
+
+
+async def test_connections_do_not_mix() -> None:
+    async with serving(echo) as server, Relay(server.address, DELAY_S) as relay:
+        ends = [await connect(relay.address) for _ in range(5)]
+        for at, (_, writer) in enumerate(ends):
+            writer.write(bytes([at]) * 1000)
+            writer.write_eof()
+        for at, (reader, writer) in enumerate(ends):
+            assert await reader.read() == bytes([at]) * 1000
+            await closed(writer)
+
+
+async def test_who_has_said_all_still_hears() -> None:
+    async def answer(reader: Reader, writer: Writer) -> None:
+        asked = await reader.read()
+        writer.write(b"heard: " + asked)
+        writer.write_eof()
+
+    async with serving(answer) as server, Relay(server.address, DELAY_S) as relay:
+        reader, writer = await connect(relay.address)
+        began = asyncio.get_running_loop().time()
+        writer.write(b"that is all")
+        writer.write_eof()
+        assert await reader.read() == b"heard: that is all"
+        assert asyncio.get_running_loop().time() - began >= 2 * DELAY_S
+        await closed(writer)
+        assert await server.ended.get() is None
+
+
+async def test_a_server_s_reset_reaches_the_client_after_what_was_said_before() -> None:
+    async def say_and_reset(reader: Reader, writer: Writer) -> None:
+        writer.write(b"last words")
+        await reader.readexactly(1)
+        reset(writer)
+
+    async with serving(say_and_reset) as server, Relay(server.address, DELAY_S) as relay:
+        reader, writer = await connect(relay.address)
+        assert await reader.readexactly(10) == b"last words"
+        writer.write(b".")
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+        await closed(writer)
+
+
+async def test_a_client_s_reset_reaches_the_server() -> None:
+    async with serving(echo) as server, Relay(server.address, DELAY_S) as relay:
+        reader, writer = await connect(relay.address)
+        writer.write(b"?")
+        assert await reader.readexactly(1) == b"?"
+        reset(writer)
+        assert isinstance(await server.ended.get(), ConnectionResetError)
+        await closed(writer)
+
+
+async def test_a_reset_that_nobody_read_ends_the_connection() -> None:
+    """After its end of direction a server is not read from: only what is sent to it finds out."""
+    loop = asyncio.get_running_loop()
+    faults: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, fault: faults.append(fault))
+
+    async def end_and_reset(reader: Reader, writer: Writer) -> None:
+        if await reader.readexactly(1) == b"!":
+            writer.write_eof()
+            reset(writer)
+        else:
+            writer.write(b".")
+
+    async with serving(end_and_reset) as server, Relay(server.address, DELAY_S) as relay:
+        reader, writer = await connect(relay.address)
+        writer.write(b"!")
+        with suppress(ConnectionResetError):
+            assert not await reader.read()
+        await server.ended.get()
+        with suppress(OSError):
+            writer.write_eof()
+        after, last = await connect(relay.address)
+        last.write(b"?")
+        assert await after.readexactly(1) == b"."
+        await closed(last)
+        await closed(writer)
+    assert not faults
+
+
+async def test_where_nobody_listens_the_client_is_reset() -> None:
+    async with serving(echo) as server:
+        nobody = server.address
+    async with Relay(nobody, DELAY_S) as relay:
+        reader, writer = await connect(relay.address)
+        with pytest.raises(ConnectionResetError):
+            await reader.readexactly(1)
+        await closed(writer)
+
+
+async def test_a_unix_socket_is_reached(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    server = Server(echo)
+    listening = await asyncio.start_unix_server(server.accept, path)
+    async with Relay(str(path), DELAY_S) as relay:
+        reader, writer = await connect(relay.address)
+        writer.write(b"across")
+        writer.write_eof()
+        assert await reader.read() == b"across"
+        await closed(writer)
+        assert await server.ended.get() is None
+    listening.close()
+    await listening.wait_closed()
+
+
+async def test_nothing_is_left_of_a_relay() -> None:
+    """With bytes on their way, and an open connection that nobody uses."""
+    async with serving(echo) as server:
+        tasks, files = len(asyncio.all_tasks()), open_files()
+        async with Relay(server.address, DELAY_S) as relay:
+            address = relay.address
+            ends = [await connect(address) for _ in range(2)]
+            for reader, writer in ends:
+                writer.write(b"?")
+                await reader.readexactly(1)
+            ends[0][1].write(b"on its way")
+        for reader, writer in ends:
+            with pytest.raises(ConnectionResetError):
+                await reader.read()
+            await closed(writer)
+            await server.ended.get()
+        with pytest.raises(ConnectionRefusedError):
+            await connect(address)
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == tasks
+        assert open_files() == files

@@ -1,0 +1,109 @@
+"""What is left of a proposal after a wrong token: nothing, unless drafts have proved to recover."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.core import events as ev
+from services.core.answer import Answer, SessionSpec
+from services.core.content import prefix_hash
+from services.core.drafting import Asked, Drafting, rest_of
+from services.core.hints import Hint
+from services.core.params import SamplingParams
+from services.core.records import TokenRecord
+
+PROMPT = (1, 2, 3)
+
+
+@dataclass
+class Judge:
+    recovers: bool
+    seen: list[bool] = field(default_factory=list)
+    shaken: list[bool] = field(default_factory=list)
+
+    def saw_token(self, right: bool) -> None:
+        self.seen.append(right)
+
+    def saw_shaken(self, right: bool) -> None:
+        self.shaken.append(right)
+
+
+def drafting(judge: Judge) -> tuple[Drafting, Answer]:
+    """Tokens 4 to 9 have been proposed, and more is asked for after them."""
+    here = Drafting(1, 1, judge)
+    answer = Answer(SessionSpec("s", PROMPT, SamplingParams(), 100, 100), lambda tokens: "x" * len(tokens))
+    here.hint = Hint(3, prefix_hash(PROMPT), (4, 5, 6, 7, 8, 9), (0.9, 0.8, 0.7, 0.6, 0.5, 0.4))
+    here.cache_len = 9
+    guessed = prefix_hash((*PROMPT, 4, 5, 6, 7, 8, 9))
+    here.asked = Asked(1, 9, guessed, 6, 4, 0)
+    return here, answer
+
+
+def confirm(here: Drafting, answer: Answer, *tokens: int) -> Asked | None:
+    for token in tokens:
+        answer.absorb(token, TokenRecord(from_draft=False))
+    return here.confirm(answer.tokens)
+
+
+def proposed(asked: Asked, *tokens: int) -> ev.Proposed:
+    return ev.Proposed(asked.request_id, asked.position, asked.prefix_hash, tokens, cache_len=13)
+
+
+def offered(here: Drafting, answer: Answer) -> tuple[int, ...]:
+    return () if here.hint is None else rest_of(here.hint, answer.tokens).draft_tokens
+
+
+def test_a_wrong_token_ends_a_hint_and_what_was_asked_after_it() -> None:
+    judge = Judge(recovers=False)
+    here, answer = drafting(judge)
+    given_up = confirm(here, answer, 4, 55)
+    assert given_up is not None
+    assert (here.hint, here.asked, here.cache_len) == (None, None, 4)
+    assert judge.seen == [True, False]
+
+
+def test_where_drafts_recover_what_is_left_of_it_stays() -> None:
+    judge = Judge(recovers=True)
+    here, answer = drafting(judge)
+    assert confirm(here, answer, 4, 55) is None
+    assert here.hint is not None
+    assert rest_of(here.hint, answer.tokens).draft_tokens == (6, 7, 8, 9)
+    assert here.asked is not None, "what goes on from there may be right as well"
+    assert here.cache_len == 4, "but the draft's cache holds the wrong token"
+    assert here.take(proposed(here.asked, 10, 11, 12, 13), answer, 0.5, 0) == 4
+    assert rest_of(here.hint, answer.tokens).draft_tokens == (6, 7, 8, 9, 10, 11, 12, 13)
+    assert here.cache_len == 4
+
+
+def test_it_is_learnt_whether_they_do_from_hints_that_were_dropped_too() -> None:
+    judge = Judge(recovers=False)
+    here, answer = drafting(judge)
+    confirm(here, answer, 4, 55)
+    confirm(here, answer, 6)
+    assert judge.shaken == [True]
+    judge = Judge(recovers=True)
+    here, answer = drafting(judge)
+    confirm(here, answer, 4, 55)
+    confirm(here, answer, 66)
+    assert judge.shaken == [False]
+    assert judge.seen == [True, False, False]
+
+
+def test_a_hint_that_is_used_up_is_forgotten_and_what_was_asked_after_it_is_not() -> None:
+    judge = Judge(recovers=False)
+    here, answer = drafting(judge)
+    asked = here.asked
+    assert asked is not None
+    assert confirm(here, answer, 4, 5, 6, 7, 8, 9, 10) is None
+    assert (here.hint, here.asked) == (None, asked)
+    here.take(proposed(asked, 10, 11, 12, 13), answer, 0.5, 0)
+    assert offered(here, answer) == (11, 12, 13)
+    assert confirm(here, answer, 11, 12, 13, 14) is None
+    assert offered(here, answer) == ()
+
+
+def test_what_is_asked_for_tokens_that_are_confirmed_by_now_is_given_up() -> None:
+    here, answer = drafting(Judge(recovers=True))
+    given_up = confirm(here, answer, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)
+    assert given_up is not None
+    assert here.asked is None

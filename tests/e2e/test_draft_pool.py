@@ -1,0 +1,138 @@
+"""The draft pool of a whole stack is killed, frozen and replaced mid-stream: nobody hears another token."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+
+from services.cli.stack import Stack, StackOptions
+from services.client.client import GalleyClient, TokenStream
+from services.client.options import Message, Speculation
+from services.common.registry import DRAFT_POOL, ReplicaRegistry
+from tests.service.waiting import PATIENCE_S, Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from services.core.routing import DraftLease
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
+
+# Longer than the test takes: it cuts them off.
+MAX_TOKENS = 1500
+LIST = ", ".join(f"item {n} costs {7 * n} euros" for n in range(1, 20))
+ASKED = (
+    (Speculation(), 0.0, f"Repeat this list, changing nothing: {LIST}."),
+    (Speculation(k=4), 0.7, "Tell a long story about a lighthouse."),
+)
+
+
+@dataclass
+class Listener:
+    """Hears one stream; `from_draft` says of each of its tokens whether a draft had proposed it."""
+
+    stream: TokenStream
+    from_draft: list[bool] = field(default_factory=list)
+    watch: Watch = field(default_factory=Watch)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.stream.token_ids
+
+    async def listen(self) -> None:
+        async for event in self.stream:
+            self.from_draft += event.chunk.from_draft
+            self.watch.changed()
+        raise AssertionError("the stream ended before it was cut off")
+
+    async def accepted_since(self, index: int) -> None:
+        """Wait for an accepted token at `index` or later."""
+        await self.watch.until(lambda: any(self.from_draft[index:]))
+
+    async def as_long_as(self, tokens: list[int]) -> None:
+        """Wait until it has as many tokens."""
+        await self.watch.until(lambda: len(self.tokens) >= len(tokens))
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    """Two drafts, which register; of the trained model, if the installation has it."""
+    async with Stack(StackOptions(drafts=2)) as stack:
+        yield stack
+
+
+@pytest.fixture
+async def registry(stack: Stack) -> AsyncIterator[ReplicaRegistry]:
+    registry = ReplicaRegistry(f"unix://{stack.address('valkey')}")
+    yield registry
+    await registry.close()
+
+
+def ask_all(client: GalleyClient, *, drafted: bool) -> list[Listener]:
+    return [
+        Listener(
+            client.generate(
+                [Message("user", prompt)],
+                max_tokens=MAX_TOKENS,
+                temperature=temperature,
+                seed=5,
+                ignore_eos=True,
+                speculation=speculation if drafted else Speculation(off=True),
+            )
+        )
+        for speculation, temperature, prompt in ASKED
+    ]
+
+
+async def test_a_pool_that_is_killed_frozen_and_replaced_costs_its_streams_nothing_but_speed(
+    stack: Stack, registry: ReplicaRegistry
+) -> None:
+    """Their plain selves run beside them, so that the tokens can be compared however many there are."""
+    async with GalleyClient(stack.address("gateway")) as client, asyncio.TaskGroup() as group:
+        drafted, plain = (ask_all(client, drafted=drafted) for drafted in (True, False))
+        listening = [group.create_task(each.listen()) for each in (*drafted, *plain)]
+        await resumed(drafted)
+        await until(registry, sessions_at(stack.address("draft"), 1))
+        await until(registry, sessions_at(stack.address("draft-2"), 1))
+
+        await stack.kill("draft")
+        await until(registry, sessions_at(stack.address("draft-2"), len(ASKED)))
+        await resumed(drafted)
+
+        stack.send("draft-2", signal.SIGSTOP)
+        try:
+            await stack.restart("draft")
+            await until(registry, sessions_at(stack.address("draft"), len(ASKED)))
+            await resumed(drafted)
+            heard = [list(each.tokens) for each in drafted]
+            for each, tokens in zip(plain, heard, strict=True):
+                await each.as_long_as(tokens)
+        finally:
+            await stack.kill("draft-2")
+        for task in listening:
+            task.cancel()
+    for each, tokens in zip(plain, heard, strict=True):
+        assert each.tokens[: len(tokens)] == tokens
+        assert not any(each.from_draft)
+
+
+async def resumed(listeners: list[Listener]) -> None:
+    """Wait until each hears of an accepted token that it has not heard yet."""
+    await asyncio.gather(*(each.accepted_since(len(each.from_draft)) for each in listeners))
+
+
+def sessions_at(address: str, count: int) -> Callable[[list[DraftLease]], bool]:
+    """Whether so many sessions ask this one, by what its lease says."""
+    return lambda leases: any(it.address == address and it.sessions >= count for it in leases)
+
+
+async def until(registry: ReplicaRegistry, holds: Callable[[list[DraftLease]], bool]) -> None:
+    """Wait until the registry reads so."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds(await registry.read(DRAFT_POOL)):  # noqa: ASYNC110  # Redis does not call back
+            await asyncio.sleep(0.02)
