@@ -1,8 +1,7 @@
 """A closed loop: so many streams at once, each asking its next prompt when its answer has ended.
 
-A block is a fixed list of prompts, answered by one arm at one number of streams and one temperature. Speed
-is counted tokens (up to an answer's first loop) over the whole block's wall time, so that what is cut
-never counts, and prefill, queueing and the block's tail are all in it.
+A block is a fixed list of prompts, answered by one arm at one number of streams and one temperature;
+services/benching/closed_loop.py says what its speed is.
 
 Every prompt of a run begins with a tag of its own, `(pair.streams.arm.temperature.number)`, which stands
 in the first block of every cache: no side is flattered by a prefix cache that has seen the 96 prompts

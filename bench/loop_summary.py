@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from services.benching.closed_loop import speed_of
 from services.benching.stats import Interval, percentile, ratio_interval
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def _row(mine: Sequence[LoopBlock], base: Sequence[LoopBlock]) -> LoopRow:
         streams=load.streams,
         temperature=load.temperature,
         arm=load.arm,
-        tokens_per_s=sum(block.tokens for block in mine) / sum(block.wall_s for block in mine),
+        tokens_per_s=speed_of(mine),
         ratio=speed_ratio(mine, base) if len(base) == len(mine) else None,
         cpu_ms_per_token=MS * sum(block.cpu_s for block in mine) / max(1, given),
         first_token_ms=_ends(first),

@@ -93,7 +93,7 @@ def plan(options: LinkOptions) -> tuple[list[Load], list[Load]]:
         # No rotation but backwards every second time: near and far stay neighbours, and take turns to lead.
         ordered = arms if pair % 2 else arms[::-1]
         cell = Cell(workload, 1, 0.0, ordered)
-        by_arm = {load.arm: load for load in pair_loads(cell, pair, sizes, 0, fresh=False)}
+        by_arm = {load.arm: load for load in pair_loads(cell, pair, sizes)}
         return [by_arm[arm] for arm in ordered]
 
     teaching = [side_by_side(pair, (OFF,), sizes)[0] for pair in range(WARM_UP, options.pairs)]

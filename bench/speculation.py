@@ -6,16 +6,15 @@ over the whole vocabulary. Gateway, draft, target and Valkey are real processes,
 cores; the peer is one process on the same cores. Closed loops of 1, 8, 16 and 32 streams, the four
 workloads, temperatures 0 and 0.7, in alternating blocks.
 
-The budget. Every fixed arm in every pair would take hours. So each is scouted by one block in each cell at
-the first temperature, and only the best go into the pairs beside off and auto: two at one stream, one at
-more (--fixed-alone 9 --fixed 9 for all; --streams, --sets, --temperatures, --strategies, --k for some).
-Answers are short where many stream (--busy-max-tokens), and there prompts are cached for all arms alike
-(--warm-from), for else such blocks would be prefill for the greater part, and show little of what decoding
-gains or loses. What was left out stands in the record. The default takes about 35 minutes on two quiet
-cores.
+The budget. Every fixed arm in every pair would take hours. So each is scouted by one block in each cell,
+and only the best go into the pairs beside off and auto: two at one stream, one at more (--fixed-alone 9
+--fixed 9 for all; --streams, --sets, --temperatures, --strategies, --k for some). Answers are short, shorter
+where many stream (--busy-max-tokens), and prompts are cached for all arms alike, for else blocks would be
+prefill for a great part, and show little of what decoding gains or loses. What was left out stands in the
+record. The plan's estimate is printed first: plain decoding's times for every block.
 
-Each arm has labels of its own in each cell, and new ones when prompts come again: the draft learns from
-recent answers of a label, and nobody may copy what another arm said (services/benching/plan.py).
+Each arm has labels of its own in each cell and pair: the draft learns from recent answers of a label, and
+nobody may copy what another arm said (services/benching/plan.py).
 
 The closed form: at temperature 1 the model draft's measured acceptance beside what its and the
 target's distributions at those very positions say (bench/closed_form.py), computed off-line by
@@ -66,7 +65,8 @@ def report(
     record: Path | None,
 ) -> list[Goal]:
     """Print tables, goals and the sentence; with `record`, leave JSON and plot there."""
-    reached = [] if options.quick else goals(outcome.blocks, outcome.agreement)
+    scouted = len({block.load.arm for block in outcome.scouted})
+    reached = [] if options.quick else goals(outcome.blocks, outcome.agreement, scouted)
     pair = f"{options.model or DEFAULT_MODEL} and its draft"
     # The peer's rounds are unknown, and the sentence is about us.
     ours = [block for block in outcome.blocks if block.load.arm not in PEERS]
@@ -114,8 +114,8 @@ def _record(
         "left_out": outcome.left_out,
         "facts": outcome.facts,
         "paired_fixed_arms": [
-            {"workload": workload, "streams": streams, "arms": arms}
-            for (workload, streams), arms in outcome.best.items()
+            {"workload": workload, "streams": streams, "temperature": temperature, "arms": arms}
+            for (workload, streams, temperature), arms in outcome.best.items()
         ],
         "closed_form": None if outcome.agreement is None else dataclasses.asdict(outcome.agreement),
         **as_dict(found),

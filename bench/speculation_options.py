@@ -31,9 +31,8 @@ class SpeculationOptions:
     fixed: int = 1
     fixed_alone: int = 2
     pairs: int = MIN_PAIRS
-    max_tokens: int = 80
-    busy_max_tokens: int = 32
-    warm_from: int = 8
+    max_tokens: int = 40
+    busy_max_tokens: int = 20
     parts: tuple[str, ...] = PARTS
     peer: bool = True
     heldout_prompts: int = 24
@@ -80,7 +79,6 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     add("--pairs", type=int, default=default.pairs, help=f"at least {MIN_PAIRS}")
     add("--max-tokens", type=int, default=default.max_tokens, help="of an answer at 1 stream")
     add("--busy-max-tokens", type=int, default=default.busy_max_tokens, help="and at more")
-    add("--warm-from", type=int, default=default.warm_from, help="streams from which prompts are cached")
     add("--parts", type=names, default=default.parts, help=f"of {', '.join(PARTS)}")
     add("--no-peer", action="store_true", help="without transformers' assisted generation")
     add("--heldout-prompts", type=int, default=default.heldout_prompts, help="of the closed form")

@@ -14,12 +14,13 @@ from bench.closed_form import Agreement, agreement
 from bench.heldout import answers_at_one, guesses, scored
 from bench.loop_run import SERVERS
 from bench.peer_draft import load_assistant
+from bench.speculation_estimate import estimate_s
 from bench.speculation_options import CLOSED_FORM, LOOPS, SpeculationOptions
 from bench.throughput import encoder
 from services.benching.closed_loop import WARM_UP, Load, LoopBlock, in_streams, run_all
 from services.benching.gateway import AUTO, OFF, Ask, GatewayLoop, GatewaySide
-from services.benching.plan import Cell, Sizes, pair_loads
-from services.benching.workloads import Workload, fixed_workload
+from services.benching.plan import Cell, Sizes, pair_loads, priming
+from services.benching.workloads import fixed_workload
 from services.cli.parts import draft_model_of
 from services.cli.stack import Stack, StackOptions
 from services.client.client import GalleyClient
@@ -33,17 +34,21 @@ if TYPE_CHECKING:
     from services.benching.closed_loop import LoopSide
 
 SCOUT = -2
+_PROMPTS = 3
 _SCOUT_PROMPTS = 2
-_SCOUT_TOKENS = 32
+_SCOUT_TOKENS = 16
 _WARM_UP_TOKENS = 8
+
+# Workload, streams and temperature.
+_Cell = tuple[str, int, float]
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run came to. `best` are the fixed arms that were paired, by (workload, streams)."""
+    """What a run came to. `best` are the fixed arms that were paired, by cell."""
 
     blocks: list[LoopBlock] = field(default_factory=list)
-    best: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
+    best: dict[_Cell, tuple[str, ...]] = field(default_factory=dict)
     scouted: list[LoopBlock] = field(default_factory=list)
     agreement: Agreement | None = None
     left_out: list[str] = field(default_factory=list)
@@ -74,79 +79,80 @@ class PeerLoop:
 
 
 class Planner:
-    """Which blocks come next; every load of the run has a number of its own."""
+    """Which blocks come next."""
 
     def __init__(self, options: SpeculationOptions, fixed: tuple[str, ...], peer: tuple[str, ...]) -> None:
         self._options = options
         self._workloads = [fixed_workload(name) for name in options.sets]
         self._fixed = fixed
         self._peer = peer
-        self._number = 0
 
     def warm_up(self) -> list[Load]:
         """A short block of every arm."""
         workload, sizes = self._workloads[0], Sizes(1, _WARM_UP_TOKENS, self._options.seed)
-        return self._side_by_side(
-            Cell(workload, 1, 0.0, (OFF, AUTO, *self._fixed, *self._peer)), WARM_UP, sizes
-        )
+        cell = Cell(workload, 1, 0.0, (OFF, AUTO, *self._fixed, *self._peer))
+        return _side_by_side(cell, WARM_UP, sizes)
 
     def scouts(self) -> list[Load]:
-        """A block of each fixed arm for each workload and number of streams, at the first temperature."""
+        """A block of each fixed arm in each cell, where not all of them are paired."""
         found = []
-        for streams in self._options.streams:
-            whole = self._sizes(streams)
-            tokens = max(min(_SCOUT_TOKENS, whole.max_tokens), whole.max_tokens // 2)
-            sizes = replace(whole, prompts=_SCOUT_PROMPTS, max_tokens=tokens)
-            for workload in self._workloads:
-                if 0 < self.paired(streams) < len(self._fixed):
-                    cell = Cell(workload, streams, self._options.temperatures[0], self._fixed)
-                    found += self._side_by_side(cell, SCOUT, sizes)
+        for cell in self._cells():
+            if 0 < self.paired(cell.streams) < len(self._fixed):
+                whole = self._sizes(cell.streams)
+                tokens = min(whole.max_tokens, max(_SCOUT_TOKENS, whole.max_tokens // 2))
+                sizes = replace(whole, prompts=_SCOUT_PROMPTS, max_tokens=tokens)
+                found += _side_by_side(cell, SCOUT, sizes)
         return found
 
     def paired(self, streams: int) -> int:
         """How many fixed arms go into a pair."""
         return self._options.fixed_alone if streams == 1 else self._options.fixed
 
-    def choose(self, scouted: Sequence[LoopBlock]) -> dict[tuple[str, int], tuple[str, ...]]:
-        """The fixed arms of each (workload, streams): all, or the fastest scouted."""
-        return {
-            (workload.name, streams): self._fastest(scouted, workload, streams)
-            for streams in self._options.streams
-            for workload in self._workloads
-        }
+    def choose(self, scouted: Sequence[LoopBlock]) -> dict[_Cell, tuple[str, ...]]:
+        """The fixed arms of each cell: all, or the fastest scouted; those first named where none was."""
+        ranked = sorted(scouted, key=lambda block: block.tokens_per_s, reverse=True)
+        best = {}
+        for cell in self._cells():
+            key, count = _cell_key(cell), self.paired(cell.streams)
+            here = [block.load.arm for block in ranked if _key(block.load) == key]
+            best[key] = tuple(dict.fromkeys((*here, *self._fixed)))[:count]
+        return best
 
-    def _fastest(self, scouted: Sequence[LoopBlock], workload: Workload, streams: int) -> tuple[str, ...]:
-        here = [b for b in scouted if (b.load.workload, b.load.streams) == (workload.name, streams)]
-        if len(self._fixed) <= self.paired(streams):
-            return self._fixed
-        ranked = sorted(here, key=lambda block: block.tokens_per_s, reverse=True)
-        return tuple(block.load.arm for block in ranked[: self.paired(streams)])
-
-    def pairs(self, best: dict[tuple[str, int], tuple[str, ...]]) -> list[Load]:
+    def pairs(self, best: dict[_Cell, tuple[str, ...]]) -> list[Load]:
         """Pair by pair every cell; the peer is asked at one stream."""
         found = []
         for pair in range(self._options.pairs):
-            for streams in self._options.streams:
-                for workload in self._workloads:
-                    arms = (OFF, AUTO, *best[workload.name, streams], *(self._peer if streams == 1 else ()))
-                    for temperature in self._options.temperatures:
-                        cell = Cell(workload, streams, temperature, arms)
-                        found += self._side_by_side(cell, pair, self._sizes(streams))
+            for cell in self._cells():
+                peer = self._peer if cell.streams == 1 else ()
+                arms = (OFF, AUTO, *best[_cell_key(cell)], *peer)
+                found += _side_by_side(replace(cell, arms=arms), pair, self._sizes(cell.streams))
         return found
+
+    def _cells(self) -> list[Cell]:
+        """Of every fixed arm."""
+        return [
+            Cell(workload, streams, temperature, self._fixed, index)
+            for streams in self._options.streams
+            for index, workload in enumerate(self._workloads)
+            for temperature in self._options.temperatures
+        ]
 
     def _sizes(self, streams: int) -> Sizes:
         options = self._options
-        return Sizes(1, options.max_tokens if streams == 1 else options.busy_max_tokens, options.seed)
+        return Sizes(_PROMPTS, options.max_tokens if streams == 1 else options.busy_max_tokens, options.seed)
 
-    def _side_by_side(self, cell: Cell, pair: int, sizes: Sizes) -> list[Load]:
-        """The blocks of a pair; where prompts are to be cached, after a block that sees to it."""
-        fresh = cell.streams < self._options.warm_from
-        loads = pair_loads(cell, pair, sizes, self._number, fresh=fresh)
-        self._number += len(loads)
-        if fresh:
-            return loads
-        first = replace(loads[0], pair=WARM_UP, arm=OFF, max_tokens=1)
-        return [first, *loads]
+
+def _cell_key(cell: Cell) -> _Cell:
+    return cell.workload.name, cell.streams, cell.temperature
+
+
+def _key(load: Load) -> _Cell:
+    return load.workload, load.streams, load.temperature
+
+
+def _side_by_side(cell: Cell, pair: int, sizes: Sizes) -> list[Load]:
+    """The blocks of a pair, after one that has the target keep their prompts."""
+    return [priming(cell, pair, sizes), *pair_loads(cell, pair, sizes)]
 
 
 # --------------------------------------------------------------------------------------------- run --
@@ -188,6 +194,10 @@ async def _loops(  # what a run has
         sides[PEER_ASSISTED] = PeerLoop(peer)
         outcome.facts["peer_threads"] = await _faster_threads(peer, options)
     planner = Planner(options, fixed, peers)
+    planned = [*planner.warm_up(), *planner.scouts(), *planner.pairs(planner.choose([]))]
+    outcome.facts["estimated_s"] = round(estimate_s(planned, options))
+    minutes = outcome.facts["estimated_s"] / 60
+    tell(f"{len(planned)} blocks, estimated {minutes:.0f} min at plain decoding's pace")
     tell("scouting the fixed arms")
     outcome.scouted = await run_all([*planner.warm_up(), *planner.scouts()], sides, tell)
     outcome.best = planner.choose(outcome.scouted)
@@ -224,7 +234,7 @@ def _fixed_arms(options: SpeculationOptions, offered: Sequence[str], outcome: Ou
         if paired < len(arms):
             outcome.left_out.append(
                 f"at {streams} streams the pairs hold the best {paired} of {len(arms)} fixed arms, by one "
-                f"block each at temperature {options.temperatures[0]:g}"
+                "block each at each temperature"
             )
     return arms
 

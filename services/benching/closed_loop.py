@@ -1,8 +1,10 @@
 """A closed loop: so many streams at once, each asking its next prompt when its answer has ended.
 
-A block is a fixed list of prompts, answered by one arm at one number of streams and one temperature. Speed
-is counted tokens (up to an answer's first loop) over the whole block's wall time, so that what is cut
-never counts, and prefill, queueing and the block's tail are all in it.
+A block is a fixed list of prompts, answered by one arm at one number of streams and one temperature. At one
+stream speed is counted tokens (up to an answer's first loop) over the seconds until they had come: neither
+a loop's tokens nor its time count. At more streams the wall time is shared, and a loop's part of it cannot be
+told: speed is all tokens over the block's wall time, with queueing and tail in it, and the share of
+tokens in loops stands beside it.
 """
 
 from __future__ import annotations
@@ -53,9 +55,21 @@ class LoopBlock:
         return sum(len(answer.tokens) for answer in self.answers)
 
     @property
+    def timed_tokens(self) -> int:
+        """The tokens that speed is taken of: at one stream those counted, else all."""
+        return self.tokens if self.load.streams == 1 else self.given
+
+    @property
+    def timed_s(self) -> float:
+        """The seconds that `timed_tokens` took."""
+        if self.load.streams == 1:
+            return sum(answer.counted_s for answer in self.answers)
+        return self.wall_s
+
+    @property
     def tokens_per_s(self) -> float:
-        """Counted tokens over the block's wall time."""
-        return self.tokens / self.wall_s
+        """The block's speed."""
+        return speed_of([self])
 
     @property
     def cpu_per_token(self) -> float:
@@ -75,6 +89,11 @@ class LoopBlock:
             for answer in self.answers
             for earlier, later in zip(answer.at_s, answer.at_s[1:], strict=False)
         ]
+
+
+def speed_of(blocks: Sequence[LoopBlock]) -> float:
+    """Tokens per second over several blocks of one number of streams."""
+    return sum(block.timed_tokens for block in blocks) / sum(block.timed_s for block in blocks)
 
 
 class LoopSide(Protocol):
@@ -99,7 +118,7 @@ async def run_all(
         of = f"{load.workload}, " if load.workload else ""
         tell(
             f"{at}/{len(loads)} {name}: {of}{load.arm}, {load.streams} streams at {load.temperature:g}: "
-            f"{block.tokens} tokens, {block.tokens_per_s:.1f}/s"
+            f"{block.timed_tokens} tokens, {block.tokens_per_s:.1f}/s"
         )
         if load.pair != WARM_UP:
             blocks.append(block)
@@ -108,7 +127,7 @@ async def run_all(
 
 
 def tagged(prompt: Prompt, tag: str) -> Prompt:
-    """With `(tag)` before it, in the first block of every cache: no prefix cache has seen it before."""
+    """With `(tag)` before it, in the first block of every cache: none has kept it under another tag."""
     return replace(prompt, text=f"({tag}) {prompt.text}")
 
 

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from services.benching.closed_loop import speed_of
 from services.benching.stats import Interval, median_interval, percentile
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _row(mine: Sequence[LoopBlock], base: Sequence[LoopBlock]) -> Row:
         streams=load.streams,
         temperature=load.temperature,
         arm=load.arm,
-        tokens_per_s=tokens / sum(block.wall_s for block in mine),
+        tokens_per_s=speed_of(mine),
         ratio=speed_ratio(mine, base),
         first_token_ms=_percentiles([s for block in mine for s in block.first_token_s]),
         inter_token_ms=_percentiles([s for block in mine for s in block.inter_token_s]),

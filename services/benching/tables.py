@@ -41,7 +41,7 @@ def speed_table(rows: Sequence[Row], baseline: str) -> Table:
             f"{row.share_cut:.0%}",
             *([f"{row.cpu_ms_per_token:.1f}"] if cpu else []),
         )
-    table.caption = "times are p50 / p90 / p99; cut: tokens in loops, which do not count"
+    table.caption = "times are p50 / p90 / p99; cut: tokens in loops, which do not count at 1 stream"
     return table
 
 

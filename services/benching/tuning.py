@@ -50,9 +50,9 @@ async def measure(tuning: Tuning, client: GalleyClient, tell: Callable[[str], No
     info = await client.model_info()
     arms = arms_of(tuning, info.strategies, info.max_draft_tokens)
     cells = [
-        Cell(workload, streams, temperature, arms)
+        Cell(workload, streams, temperature, arms, index)
         for streams in tuning.streams
-        for workload in tuning.workloads
+        for index, workload in enumerate(tuning.workloads)
         for temperature in tuning.temperatures
     ]
     side = GatewayLoop(client)

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from services.benching.stats import Interval
 
 
+# The bootstrap interval of one or two pairs says nothing.
+LEAST_PAIRS = 3
+
+
 @dataclass(frozen=True, slots=True)
 class AtLoad:
     """The arm that was fastest at so many streams, in the mean over the workloads, and by how much."""
@@ -23,9 +27,14 @@ class AtLoad:
     ratio: Interval
 
     @property
+    def tells(self) -> bool:
+        """There are pairs enough to judge by."""
+        return self.ratio.count >= LEAST_PAIRS
+
+    @property
     def pays(self) -> bool:
-        """Faster than plain decoding, the whole interval through."""
-        return self.ratio.low > 1.0
+        """Faster than plain decoding, the whole interval through; never by too few pairs."""
+        return self.tells and self.ratio.low > 1.0
 
     def __str__(self) -> str:
         streams = "1 stream" if self.streams == 1 else f"{self.streams} streams"
@@ -40,7 +49,7 @@ def best_at_loads(blocks: Sequence[LoopBlock], baseline: str) -> list[AtLoad]:
         ratios = {arm: mean_ratio(blocks, arm, baseline, streams) for arm in arms}
         known = [AtLoad(streams, arm, ratio) for arm, ratio in ratios.items() if ratio is not None]
         if known:
-            found.append(max(known, key=lambda at: at.ratio.median))
+            found.append(max(known, key=lambda at: (at.tells, at.ratio.median)))
     return found
 
 
@@ -51,6 +60,15 @@ def sentence(loads: Sequence[AtLoad], pair: str) -> str:
     """
     if not loads:
         return f"Nothing was measured that could tell whether speculation pays for {pair}."
+    judged, unclear = [at for at in loads if at.tells], [at for at in loads if not at.tells]
+    if not judged:
+        found = f"Whether speculation pays for {pair} is unknown"
+        return f"{found}: too few pairs to tell ({_range(unclear)})."
+    doubt = f" Too few pairs to tell: {', '.join(map(str, unclear))}." if unclear else ""
+    return _verdict(judged, pair) + doubt
+
+
+def _verdict(loads: Sequence[AtLoad], pair: str) -> str:
     paying, other = [at for at in loads if at.pays], [at for at in loads if not at.pays]
     if not paying:
         best = max(other, key=lambda at: at.ratio.median)

@@ -35,7 +35,8 @@ def own_workload(path: Path) -> Workload:
     A text file is one prompt a line; empty lines are skipped. ValueError if it is not so, or holds no prompt.
     """
     content = path.read_bytes()
-    lines = [line for line in content.decode("utf-8").splitlines() if line.strip()]
+    # Not splitlines: JSON may hold U+2028 and other separators as they are.
+    lines = [line.removesuffix("\r") for line in content.decode("utf-8").split("\n") if line.strip()]
     prompts = tuple(_prompt(path, number, line) for number, line in enumerate(lines, 1))
     if not prompts:
         raise ValueError(f"{path} holds no prompt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path  # noqa: TC003  # Typer reads the annotation
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _FILE_WIDTH = 150
+_NONCE_BYTES = 4
 _WHAT, _SPECULATION = "What is asked", "Speculation"
 
 
@@ -97,7 +99,8 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         k=_numbers(k, int, "--k", least=1),
         temperatures=_numbers(temperature, float, "--temperature", least=0),
         repeats=repeats,
-        sizes=Sizes(prompts_per_workload, max_tokens, seed),
+        # A gateway that is measured again must not find its earlier prompts and answers.
+        sizes=Sizes(prompts_per_workload, max_tokens, seed, secrets.token_hex(_NONCE_BYTES)),
     )
     if plot is not None:
         _check_plot(plot)
@@ -200,6 +203,7 @@ def _show(measured: Measured, tuning: Tuning, plot: Path | None, *, as_json: boo
             "prompts_per_workload": tuning.sizes.prompts,
             "max_tokens": tuning.sizes.max_tokens,
             "seed": tuning.sizes.seed,
+            "nonce": tuning.sizes.nonce,
             "prompt_sha256": {workload.name: workload.sha256 for workload in tuning.workloads},
         }
         typer.echo(json.dumps({"asked": asked, **as_dict(report)}))

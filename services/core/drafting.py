@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from services.core.content import agreement
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 class Asked:
     """A proposal under way, asked for at `at_ns`: up to `k` tokens from `position` on.
 
-    The prefix, of this hash, may end with guesses: with `ahead` tokens that were not confirmed then.
+    The prefix, of this hash, may end with guesses.
     """
 
     request_id: int
     position: int
     prefix_hash: bytes
-    ahead: int
     k: int
     at_ns: int
 
@@ -55,7 +54,6 @@ class Drafting:
 
     def __init__(self, cooldown_ns: int, max_cooldown_ns: int, judge: Judge) -> None:
         self._judge = judge
-        self._judged = 0
         self._after_wrong: tuple[int, int] | None = None
         self._wrong_from: int | None = None
         self.asked: Asked | None = None
@@ -94,7 +92,6 @@ class Drafting:
         self.hint = joined(before, came)
         if before is None or self.hint.position != before.position:
             self.hint_since_ns = now
-            self._judged = 0
         most = asked.k if event.most is None else min(asked.k, event.most)
         self.spent = len(came.draft_tokens) < most
         self.silent = not came.draft_tokens
@@ -120,12 +117,13 @@ class Drafting:
         reached = len(tokens) - hint.position
         agreeing = agreement(hint.draft_tokens, tokens[hint.position :])
         refused = agreeing < min(reached, len(hint.draft_tokens))
-        for right in (*[True] * (agreeing - self._judged), *[False] * refused):
+        for right in (*[True] * agreeing, *[False] * refused):
             self._judge.saw_token(right)
-        self._judged = max(self._judged, agreeing)
-        if reached >= len(hint.draft_tokens) and not refused:
-            self.hint = None
-        return self._refuse(hint, tokens, agreeing) if refused else None
+        if refused:
+            return self._refuse(hint, tokens, agreeing)
+        if reached > 0:
+            self.hint = _rerooted(hint, reached)
+        return None
 
     def _refuse(self, hint: Hint, tokens: Sequence[int], agreeing: int) -> Asked | None:
         """The hint's token `agreeing` was wrong."""
@@ -138,8 +136,7 @@ class Drafting:
             self._after_wrong = (len(tokens), left[0])
         if not left or not self._judge.recovers:
             return self.give_up() if goes_on else None
-        self.hint = replace(hint, draft_tokens=(*tokens[hint.position :], *left))
-        self._judged = reached
+        self.hint = _rerooted(hint, reached)
         if goes_on:
             self._wrong_from = wrong
         return None
@@ -182,6 +179,14 @@ def joined(hint: Hint | None, further: Hint) -> Hint:
     chances = hint.survival + tuple(sure * chance for chance in further.survival)
     tokens = hint.draft_tokens + further.draft_tokens
     return Hint(hint.position, hint.prefix_hash, tokens[:MAX_HINT_TOKENS], chances[:MAX_HINT_TOKENS])
+
+
+def _rerooted(hint: Hint, reached: int) -> Hint | None:
+    """What is left of it after its first tokens, from there on; the hash of what is before is not kept."""
+    if reached >= len(hint.draft_tokens):
+        return None
+    rest = hint.after(reached)
+    return Hint(hint.position + reached, b"", rest.draft_tokens, rest.survival)
 
 
 def _read_hint(event: Proposed, k: int, vocab_size: int, alpha: float) -> Hint:

@@ -83,7 +83,7 @@ class SessionLimits:
     retry_ns: int = 50 * _MS
     max_retry_ns: int = 1_000 * _MS
     draft_cooldown_ns: int = 250 * _MS
-    max_draft_cooldown_ns: int = 10_000 * _MS
+    max_draft_cooldown_ns: int = 2_000 * _MS
 
 
 class Session:
@@ -244,7 +244,7 @@ class Session:
         part = self._slice(self._drafting.cache_len)
         part = ev.Slice(part.start, part.tokens + guesses, part.prefix_hash)
         position, prefix = len(self.answer.tokens) + len(guesses), self.answer.hash_beyond(guesses)
-        asked = Asked(self._next_request(), position, prefix, len(guesses), k, now)
+        asked = Asked(self._next_request(), position, prefix, k, now)
         self._drafting.asked = asked
         self._emit_effect(ev.Propose(asked.request_id, part, k, self.spec.strategy, len(guesses)))
 
@@ -257,10 +257,13 @@ class Session:
         asked = self._drafting.asked
         if asked is None or asked.request_id != event.request_id:
             raise Broken("Proposed for what the target was asked")
-        self._round.draft_came(event.timing, now)
+        latency_ns = now - asked.at_ns
+        # A draft may say anything.
+        timing = ev.Timing(min(event.timing.queue_ns, latency_ns), min(event.timing.compute_ns, latency_ns))
+        self._round.draft_came(timing, now)
         came = self._drafting.take(event, self.answer, self._speculation.alpha, now)
         self.stats.proposed += len(event.tokens)
-        self._speculation.saw_proposal(came, now - asked.at_ns, event.timing.compute_ns, event.sessions)
+        self._speculation.saw_proposal(came, latency_ns, timing.compute_ns, event.sessions)
         self._after_draft(came, asked.position, now)
 
     def _on_draft_failed(self, now: int) -> None:
@@ -304,6 +307,8 @@ class Session:
         k = min(asked.k, self._room() - 1 - len(rest.draft_tokens)) if asked else 0
         if k > 0:
             self._ask_draft(k, rest, now)
+        elif self.phase is Phase.DRAFTING:
+            self._verify(now)
         else:
             self._draft_ahead(now)
             self._advance(now)
@@ -328,12 +333,13 @@ class Session:
         credit = max(0, min(self._credit, room - asked_for))
         due = self._credit > 0 and self._hint_due
         request_id = self._next_request()
-        self._standing = Standing(request_id, position + asked_for + credit, credit, hint_due=due)
+        part = self._slice(self._target_cache_len)
+        self._standing = Standing(
+            request_id, position + asked_for + credit, credit, hint_due=due, prefills=len(part.tokens) > 1
+        )
         if tokens:
             self._sent(Hint(position, b"", tokens, survival), len(tokens))
-        part = self._slice(self._target_cache_len)
-        verified = 0 if self.spec.auto else self.spec.k
-        self._emit_effect(ev.Verify(request_id, part, tokens, survival, credit, due, verified))
+        self._emit_effect(ev.Verify(request_id, part, tokens, survival, credit, due, self.spec.k))
         if len(tokens) < len(rest.draft_tokens):
             self._tell_target(self._present_hint(rest), len(rest.draft_tokens) - len(tokens))
 
@@ -393,13 +399,10 @@ class Session:
         offered = self._was_offered(event, now)
         confirmed = self._absorb(event)
         self._target_cache_len = min(max(0, event.cache_len), len(self.answer.tokens))
-        self._speculation.saw_verdict(
-            offered=offered,
-            verified=event.verified,
-            compute_ns=event.timing.compute_ns,
-            sessions=event.sessions,
-            row_ns=event.row_ns,
-        )
+        if not standing.prefills:
+            self._speculation.saw_pass(event.timing.compute_ns, event.sessions, event.row_ns)
+        standing.prefills = False
+        self._speculation.saw_verdict(offered=offered, verified=event.verified)
         self._give_up_draft(self._drafting.confirm(self.answer.tokens))
         standing.confirm(self.answer)
         self._count_round(event, position, confirmed, now)
@@ -527,7 +530,7 @@ class Session:
                 expected_len=self._logged,
                 tokens=tuple(unlogged),
                 records=tuple(records),
-                draft_cache_len=self._drafting.cache_len,
+                draft_cache_len=min(self._drafting.cache_len, len(self.answer.tokens)),
                 target_cache_len=self._target_cache_len,
             )
         )

@@ -39,7 +39,7 @@ _KNOWN_TOKENS = 20
 # Asked for while nothing is known.
 _FIRST_TOKENS = 4
 # What a proposal costs besides drafting: messages, and the work of both ends.
-ASK_NS = 500_000
+ASK_NS = 400_000
 # Drafted ahead at most, whatever the link.
 _MOST_AHEAD = 64
 _WORKLOADS = 1024
@@ -182,11 +182,12 @@ class Speculation:
         known = min(self.habits.tokens, _KNOWN_TOKENS)
         return (self.habits.alpha * known + self._workload.alpha * _PRIOR_TOKENS) / (known + _PRIOR_TOKENS)
 
-    def saw_verdict(
-        self, *, offered: bool, verified: int, compute_ns: int, sessions: int, row_ns: int
-    ) -> None:
-        """A verdict of a pass shared by `sessions`; draft tokens for it had been `offered`, or not."""
+    def saw_pass(self, compute_ns: int, sessions: int, row_ns: int) -> None:
+        """A pass, shared by `sessions`; a draft token more adds `row_ns` to such."""
         self._book.saw_pass(compute_ns, sessions, row_ns)
+
+    def saw_verdict(self, *, offered: bool, verified: int) -> None:
+        """A verdict came; draft tokens for it had been `offered`, or not."""
         self._quiet += 1
         if not offered:
             return
@@ -222,7 +223,7 @@ class Speculation:
             return 0
         self._quiet = 0
         self._probe_after = min(2 * self._probe_after, _LAST_PROBE)
-        return _PROBE_TOKENS
+        return min(_PROBE_TOKENS, self._k)
 
     def _worth(self, most: int, sure: float) -> int:
         """How many further tokens are worth drafting; none unless they are worth asking for."""
@@ -252,9 +253,10 @@ class Speculation:
         if not self._auto:
             return self._k
         habits = self.habits
-        took_ns, token_ns = self._book.pass_ns + self.message_ns, habits.token_ns
-        if not took_ns or not token_ns:
+        took_ns = self._book.pass_ns + self.message_ns
+        if not took_ns or not habits.token_ns:
             return min(self._k, _FIRST_TOKENS)
+        token_ns = habits.token_ns + self._book.row_ns
         alpha = self.alpha
         confirmed, chance = 1.0, 1.0
         best, best_rate = 0, confirmed / took_ns

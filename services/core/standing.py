@@ -15,14 +15,18 @@ if TYPE_CHECKING:
 class Standing:
     """No token may be confirmed at or beyond position `limit`; without credit, there is one verdict.
 
-    `hint_due` is what the target has been told last.
+    `hint_due` is what the target has been told last. Until its first verdict it may be one that `prefills`:
+    whose passes are of other sizes than those that follow.
     """
 
-    def __init__(self, request_id: int, limit: int, credit: int, *, hint_due: bool) -> None:
+    def __init__(
+        self, request_id: int, limit: int, credit: int, *, hint_due: bool, prefills: bool = False
+    ) -> None:
         self.request_id = request_id
         self.limit = limit
         self._has_credit = credit > 0
         self.hint_due = hint_due
+        self.prefills = prefills
         self._hints: list[Hint] = []
 
     def add_hint(self, hint: Hint) -> None:

@@ -13,6 +13,7 @@ from services.core.errors import GalleyError, InvalidField
 from services.core.params import SamplingParams
 from services.core.step import Draw
 from services.distill.corpus import Corpus
+from services.distill.lines import kept_lines
 from services.engine.batch import Rows
 from services.engine.sampling import draw_all
 
@@ -142,16 +143,9 @@ def _line(one: _Live) -> str:
 
 
 def _stored(store: Path, prompts: Sequence[Prompt]) -> dict[int, Answer]:
-    """Answers of an earlier run. A last line that was cut off by a kill is taken away."""
-    if not store.exists():
-        return {}
-    text = store.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        store.write_text(whole, encoding="utf-8")
+    """Answers of an earlier run."""
     found: dict[int, Answer] = {}
-    for line in whole.splitlines():
-        entry = json.loads(line)
+    for entry in kept_lines(store):
         place = entry["place"]
         if place >= len(prompts) or prompts[place].digest(0) != entry["digest"]:
             raise InvalidField("work", f"{store} holds answers to other prompts")

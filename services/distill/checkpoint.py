@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from services.core.errors import InvalidField
 from services.distill.export import save_atomically
+from services.distill.origin import refuse_other
 from services.distill.training import Progress
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ def load_checkpoint(training: Training, about: dict[str, Any], path: Path) -> No
     except (OSError, SafetensorError) as error:
         raise InvalidField("work", f"{path} cannot be read: {error}") from error
     stored = json.loads(header["about"])
-    other = [name for name in about if stored.get(name) != about[name]]
-    if other:
-        raise InvalidField("work", f"{path} is of another run: {other[0]} was {stored.get(other[0])!r}")
+    refuse_other(stored, about, path)
     training.student.load_state_dict(_under("weight", tensors))
     for part in _STATE:
         for name, value in _under(part, tensors).items():

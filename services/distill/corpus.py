@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _ARRAYS = ("ids", "offsets", "prompt_len", "workload", "workload_names", "temperature")
+# The kinds of numpy's types; of all others whole numbers.
+_KINDS = {"workload_names": "U", "temperature": "fiu"}
+# What numpy, zipfile and zlib raise for a damaged file or one of another kind.
+_UNREADABLE = (OSError, ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +73,27 @@ class Corpus:
 
 def read_corpus(path: Path) -> Corpus:
     """The corpus in an npz file. Raises InvalidField naming the file and what is wrong with it."""
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            missing = [name for name in _ARRAYS if name not in stored]
-            if missing:
-                raise InvalidField("corpus", f"{path} has no array {missing[0]!r}")
-            found = {name: stored[name] for name in _ARRAYS}
-    except (OSError, ValueError) as error:
-        raise InvalidField("corpus", f"{path} cannot be read: {error}") from error
+    found = _arrays(path)
+    for name, array in found.items():
+        if array.ndim != 1 or array.dtype.kind not in _KINDS.get(name, "iu"):
+            raise InvalidField("corpus", f"{path}: {name} is {array.dtype} {list(array.shape)}")
     names = tuple(str(name) for name in found["workload_names"])
     ids, offsets, prompt_len, workload = (found[name].astype(np.int64) for name in _ARRAYS[:4])
     corpus = Corpus(ids, offsets, prompt_len, workload, names, found["temperature"].astype(np.float32))
     _refuse_broken(corpus, path)
     return corpus
+
+
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        # Opened here: np.load() leaves a file open that is no whole zip.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            missing = [name for name in _ARRAYS if name not in stored]
+            if missing:
+                raise InvalidField("corpus", f"{path} has no array {missing[0]!r}")
+            return {name: stored[name] for name in _ARRAYS}
+    except _UNREADABLE as error:
+        raise InvalidField("corpus", f"{path} cannot be read: {error}") from error
 
 
 def _refuse_broken(corpus: Corpus, path: Path) -> None:
@@ -126,15 +140,18 @@ def _renamed(part: Corpus, names: tuple[str, ...]) -> NDArray[np.int64]:
 
 def write_corpus(corpus: Corpus, path: Path) -> None:
     """Store a corpus as npz, whole or not at all."""
-    wide = np.uint16 if corpus.ids.max() < 1 << 16 else np.uint32
     unfinished = path.with_suffix(".part.npz")
     np.savez_compressed(
         unfinished,
-        ids=corpus.ids.astype(wide),
+        ids=_narrow(corpus.ids),
         offsets=corpus.offsets,
         prompt_len=corpus.prompt_len.astype(np.uint32),
-        workload=corpus.workload.astype(np.uint8),
+        workload=_narrow(corpus.workload),
         workload_names=np.array(corpus.workload_names),
         temperature=corpus.temperature,
     )
     unfinished.replace(path)
+
+
+def _narrow(numbers: NDArray[np.int64]) -> NDArray[Any]:
+    return numbers.astype(np.uint16 if numbers.max() < 1 << 16 else np.uint32)

@@ -17,7 +17,9 @@ from services.distill.checkpoint import load_checkpoint, save_checkpoint
 from services.distill.evaluation import Acceptance, as_table, evaluate, reference_of
 from services.distill.export import as_stored, read_draft, sharpened, write_draft
 from services.distill.labels import Labels, hard_labels, head_rows, head_tokens, score, with_scored
+from services.distill.lines import kept_lines
 from services.distill.material import gather
+from services.distill.origin import claim, origin_of
 from services.distill.record import write_record
 from services.distill.target import read_target
 from services.distill.training import Progress, Schedule, Training
@@ -33,8 +35,7 @@ if TYPE_CHECKING:
     from services.distill.student import Llama
     from services.distill.target import Target
 
-# What may differ between a run and the one that it goes on from.
-_MAY_DIFFER = {"against", "evaluate_every", "threads"}
+_CURVE = "curve.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class _Job:
     train: Corpus
     held_out: Corpus
     heads: NDArray[np.int64]
+    origin: dict[str, Any]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,31 +66,32 @@ class _Job:
     @property
     def about(self) -> dict[str, Any]:
         """What a checkpoint must agree on."""
-        told = self.options.as_dict() | {"train_tokens": len(self.train.ids)}
-        return {name: value for name, value in told.items() if name not in _MAY_DIFFER}
+        return self.origin | {"train_tokens": len(self.train.ids)}
 
 
 def distil(options: Options, reports: Reports) -> Distilled:
     """Run all stages and write the draft directory. Raises InvalidField naming what cannot be used."""
     options.check()
     torch.set_num_threads(options.threads)
-    options.work.mkdir(parents=True, exist_ok=True)
     target = read_target(options.target)
+    target.refuse_layers(options.layers)
+    present = None if options.against is None else read_draft(options.against, target)
+    origin = origin_of(options, target)
+    options.work.mkdir(parents=True, exist_ok=True)
+    claim(options.work, origin)
     train, held_out = gather(options, reports)
     for corpus in (train, held_out):
         corpus.refuse_beyond(target.vocab)
     heads = head_tokens(train, target.vocab, min(options.head, target.vocab), target.end_tokens)
-    job = _Job(options, reports, target, train, held_out, heads)
+    job = _Job(options, reports, target, train, held_out, heads, origin)
     labels = _labelled(job)
     measure = _measurer(job)
     training = _trained(job, labels, measure)
     draft = sharpened(training.student)
     found = measure(as_stored(draft), heads)
-    against = None
-    if options.against is not None:
-        against = measure(*read_draft(options.against, target))
+    against = None if present is None else measure(*present)
     write_draft(options.out, draft, target, heads, options.target)
-    curve = _curve(options)
+    curve = _points(options)
     write_record(options, training.progress, (train, held_out), found, against)
     return Distilled(found, against, curve)
 
@@ -127,6 +130,7 @@ def _trained(
     )
     training = Training(student, schedule, job.dtype)
     path = options.work / "checkpoint.safetensors"
+    kept_lines(options.work / _CURVE)  # so that the next point has a line of its own
     if path.exists():
         load_checkpoint(training, job.about, path)
     job.reports.stage("training", options.tokens)
@@ -156,14 +160,11 @@ def _crossed(now: Progress, every: int) -> bool:
 
 def _note(options: Options, now: Progress, found: dict[str, Acceptance]) -> None:
     """A line more of the curve. A point that a killed run had measured already is written over when read."""
-    with (options.work / "curve.jsonl").open("a", encoding="utf-8") as file:
+    with (options.work / _CURVE).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"seen": now.seen, "acceptance": as_table(found)}) + "\n")
 
 
-def _curve(options: Options) -> list[dict[str, Any]]:
+def _points(options: Options) -> list[dict[str, Any]]:
     """The points measured, by rising `seen`; of those measured twice the last."""
-    path = options.work / "curve.jsonl"
-    if not path.exists():
-        return []
-    points = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [point for _, point in sorted({point["seen"]: point for point in points}.items())]
+    points = {point["seen"]: point for point in kept_lines(options.work / _CURVE)}
+    return [point for _, point in sorted(points.items())]

@@ -46,7 +46,8 @@ def read_prompts(files: Sequence[Path], tokenizer: Tokenizer) -> list[Prompt]:
 
 def _read_file(file: Path, tokenizer: Tokenizer) -> list[Prompt]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): JSON may hold other separators of lines as they are.
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
         raise InvalidField("prompts", f"{file} cannot be read: {error}") from error
     return [

@@ -70,13 +70,17 @@ class Target:
 
         Raises InvalidField where the target has fewer layers.
         """
-        if not 1 <= layers <= self.shape.layers:
-            raise InvalidField("layers", f"must be in [1, {self.shape.layers}], is {layers}")
+        self.refuse_layers(layers)
         model = Llama(replace(self.shape, layers=layers), self.embedding, len(head_tokens))
         state = {name: self.weights[name] for name in model.state_dict() if name != _HEAD}
         state["model.norm.weight"] = state["model.norm.weight"] * _NORM_SCALE
         model.load_state_dict(state | {_HEAD: self.head[head_tokens]})
         return model
+
+    def refuse_layers(self, layers: int) -> None:
+        """Raise InvalidField if the target has fewer layers."""
+        if not 1 <= layers <= self.shape.layers:
+            raise InvalidField("layers", f"must be in [1, {self.shape.layers}], is {layers}")
 
     def embedding_sha256(self) -> str:
         """Of the embedding as float32, little-endian, row after row."""

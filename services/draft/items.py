@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Of a draft without a model: it takes whatever the wire can carry.
 ANY_VOCABULARY = 2**32
 _ANY_LENGTH = 2**32
+MAX_WORKLOAD_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,10 @@ def read_item(item: pb.ProposeItem, info: DraftInfo) -> ProposeJob:
     read = read_slice(item.slice, vocab_size=info.vocab_size or ANY_VOCABULARY, context_window=_ANY_LENGTH)
     if item.k > info.max_draft_tokens:
         raise InvalidField("k", f"must be <= {info.max_draft_tokens}, is {item.k}")
+    if len(item.workload.encode()) > MAX_WORKLOAD_BYTES:
+        raise InvalidField(
+            "workload", f"must have at most {MAX_WORKLOAD_BYTES} bytes, has {len(item.workload.encode())}"
+        )
     strategy = item.strategy or info.default_strategy
     if strategy not in info.strategies:
         raise InvalidField("strategy", f"must be one of {', '.join(info.strategies)}, is {strategy!r}")

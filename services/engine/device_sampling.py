@@ -114,7 +114,7 @@ def _tokens(logits: Tensor, noisy: Tensor) -> Tensor:
     highest = rows.amax(dim=1)  # a NaN wherever there is one
     tokens = rows.argmax(dim=1)
     step = max(1, _MOST // rows.shape[1])
-    for some in torch.split(noisy, step):
+    for some in torch.split(noisy, step) if len(noisy) else ():  # else one of no rows, to be compiled for
         at = some[:, 0]
         words = some[:, 1:5].long() & _LOW
         own = _winners(rows.index_select(0, at), highest.index_select(0, at), words, some[:, 5])

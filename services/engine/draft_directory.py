@@ -14,6 +14,7 @@ scale for each row, `<name>.scale`.
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import nn
 
 from services.engine import attention
@@ -30,7 +30,7 @@ from services.engine.int8 import Int8Linear
 from services.engine.weights import refuse_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -113,21 +113,40 @@ def load_draft(
     `target` is the directory of the target's weights. int8 weights are widened to `dtype`; the tokens of the
     head are int64 [head_vocab], on `device`. Raises UnsupportedModel, naming what differs.
     """
-    given = _read(directory / WEIGHTS)
-    tokens = _head_tokens(given.pop(HEAD_TOKENS, None), form, config.vocab_size)
+    module = _empty(config, form)
+    wanted = {name: list(weight.shape) for name, weight in module.state_dict().items()}
+    if form.embeddings_sha256 is not None:
+        del wanted[EMBEDDING]
+    given, tokens = _read(directory, wanted, form, config.vocab_size)
     weights = {name: weight.to(dtype) for name, weight in _widened(given).items()}
     if form.embeddings_sha256 is not None:
         weights[EMBEDDING] = _target_embedding(target, form.embeddings_sha256, config).to(dtype)
-    module = _empty(config, form)
-    _refuse_other_weights(directory, module.state_dict(), weights)
     module.load_state_dict(weights, assign=True)
     _keep_int8(module, given)
     return module.to(device).eval(), tokens.to(device)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read(
+    directory: Path, wanted: Mapping[str, list[int]], form: DraftFormat, vocab: int
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The weights as stored, and the head's tokens; nothing is read that the header shows not to fit."""
+    with _opened(directory / WEIGHTS) as file:
+        names = set(file.keys())
+        stored = file.get_tensor(HEAD_TOKENS) if HEAD_TOKENS in names else None
+        tokens = _head_tokens(stored, form, vocab)
+        slices = {name: file.get_slice(name) for name in names - {HEAD_TOKENS}}
+        scales = {name + SCALE for name, one in slices.items() if one.get_dtype() == "I8"}
+        shapes = {name: one.get_shape() for name, one in slices.items() if name not in scales}
+        _refuse_other_weights(directory, wanted, shapes)
+        return {name: file.get_tensor(name) for name in slices}, tokens
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. Raises UnsupportedModel where it cannot be read."""
     try:
-        return dict(load_file(path))
+        with safe_open(path, framework="pt") as file:
+            yield file
     except (OSError, SafetensorError) as error:
         raise UnsupportedModel(f"{path}: cannot be read: {error}") from error
 
@@ -192,9 +211,12 @@ def _target_embedding(target: Path | None, expected: str, config: Any) -> Tensor
 
 
 def read_embedding(directory: Path) -> Tensor:
-    """The embedding [vocab, hidden] of the model in `directory`. Raises UnsupportedModel if there is none."""
+    """The embedding [vocab, hidden] of the model in `directory`.
+
+    Raises UnsupportedModel if there is none, or a file is damaged.
+    """
     for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             if EMBEDDING in file.keys():  # noqa: SIM118  # no dictionary
                 embedding: Tensor = file.get_tensor(EMBEDDING)
                 return embedding
@@ -220,8 +242,10 @@ def _empty(config: Any, form: DraftFormat) -> Any:
     return module
 
 
-def _refuse_other_weights(directory: Path, wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    fitting = {name for name in wanted if name in given and wanted[name].shape == given[name].shape}
+def _refuse_other_weights(
+    directory: Path, wanted: Mapping[str, list[int]], given: Mapping[str, list[int]]
+) -> None:
+    fitting = {name for name in wanted if wanted[name] == given.get(name)}
     refuse_weights(directory, sorted(wanted.keys() - fitting))
     if unknown := sorted(given.keys() - wanted.keys()):
         raise UnsupportedModel(f"{directory}: a draft has no weights called {', '.join(unknown)}")

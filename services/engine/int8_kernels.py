@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _MOST = np.float32(127.0)
 _ZERO = np.float32(0.0)
+_MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
 @helper
@@ -33,9 +34,11 @@ def _quantize(rows: Stored, bytes_: Bytes, factors: Floats, surplus: Surplus) ->
     for row in range(len(rows)):
         for group in range(factors.shape[1]):
             first = group * GROUP
-            largest = _ZERO
+            # As whole numbers magnitudes keep their order, and a NaN is above all: it is the group's factor.
+            bits = np.int32(0)
             for i in range(first, first + GROUP):
-                largest = max(largest, abs(widen(rows[row, i])))
+                bits = max(bits, np.float32(widen(rows[row, i])).view(np.int32) & _MAGNITUDE)
+            largest = np.int32(bits).view(np.float32)
             factors[row, group] = largest / _MOST
             inverse = _MOST / largest if largest > _ZERO else _ZERO
             total = np.int32(0)

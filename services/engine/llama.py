@@ -7,6 +7,7 @@ so that no weight is there twice. (Llama: arXiv 2302.13971; Qwen3's norms of que
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,13 +88,17 @@ class LlamaForward:
         self._final_norm = _floats(model.norm.weight)
         self._head = self._head_of(module, linears)
         # The fewest that the products are given.
-        self._least_rows = 1 if isinstance(self._head, Int8Product) else MIN_ROWS
+        self._least_rows = 1 if all(isinstance(one, Int8Product) for one in self._products()) else MIN_ROWS
         inner = config.intermediate_size // ranks.size
         heads = attention.group * attention.pool.shape.kv_heads
         self._residual = torch.zeros(max_rows, config.hidden_size)
         self._hidden = torch.zeros(max_rows, config.hidden_size, dtype=self._dtype)
         self._mixed = torch.zeros(max_rows, heads * attention.pool.shape.value_dim, dtype=self._dtype)
         self._inner = torch.zeros(max_rows, inner, dtype=self._dtype)
+
+    def _products(self) -> list[Linear]:
+        own = [(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self._layers]
+        return [self._head, *chain.from_iterable(own)]
 
     def _take_apart(self, layers: Any, index: int, linears: Linears, config: Any) -> _Layer:
         """One layer's weights as we use them; the module's own layer is gone after."""

@@ -149,7 +149,7 @@ class SessionDraft:
     @property
     def replica(self) -> Replica | None:
         """Who has the session's tokens, for the KV directory; None while nobody does."""
-        return None if self._at is None else self._at.pool.replica
+        return self._home
 
     async def propose(
         self, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None

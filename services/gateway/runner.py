@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _SEND_GRACE_S = 5.0
 """How long a stream that ends with an error waits for a client to read what was confirmed before."""
 
+_DRAFT_SHARE = 0.8
+"""Of the time that a proposal is waited for, what the draft is told that it has."""
+
 _T = TypeVar("_T")
 _log = get_logger(__name__)
 
@@ -139,10 +142,12 @@ class SessionRunner:
     async def _propose(self, effect: ev.Propose) -> None:
         """Ask the draft; what does not come in time has failed."""
         timeout_ns = self._timeouts.draft_ns
+        # The draft cuts its proposal in time for what is ready to travel back.
+        remaining_ns = self._within(int(_DRAFT_SHARE * timeout_ns))
         reply: ev.Event
         try:
             async with asyncio.timeout(timeout_ns / SECOND):
-                reply = await self._ports.draft.propose(self.session.spec, effect, self._within(timeout_ns))
+                reply = await self._ports.draft.propose(self.session.spec, effect, remaining_ns)
         except TimeoutError:
             reply = ev.Failed(effect.request_id, "no answer in time")
         self.tell(reply)

@@ -134,6 +134,7 @@ def _streams(
             window=settings.window,
             buffer=settings.buffer,
             credit=settings.credit,
+            item_drafts=min(settings.max_draft_tokens, targets.info.max_draft_tokens),
             target_timeout_ns=int(settings.target_timeout_s * SECOND),
         ),
         _timeouts(settings),

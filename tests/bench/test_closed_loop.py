@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -79,7 +80,9 @@ class _Side:
         self._wall_s = wall_s
 
     async def run(self, load: Load) -> LoopBlock:
-        return LoopBlock(load, tuple(map(_answer, load.prompts)), self._wall_s, 0.5)
+        answers = [_answer(prompt) for prompt in load.prompts]
+        timed = [replace(a, at_s=tuple(self._wall_s * at_s for at_s in a.at_s)) for a in answers]
+        return LoopBlock(load, tuple(timed), self._wall_s, 0.5)
 
 
 async def test_rows_goals_and_record(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,13 +37,49 @@ def test_all_arms_of_a_pair_get_the_same_work_and_take_turns_at_being_first() ->
 
 
 def test_every_arm_warms_up_in_its_largest_cell() -> None:
-    warm = [load for load in loads(CELLS, 4, SIZES) if load.pair == WARM_UP]
+    warm = [load for load in loads(CELLS, 4, SIZES) if load.pair == WARM_UP and load.max_tokens > 1]
     assert [(load.arm, load.streams) for load in warm] == [(arm, 4) for arm in ARMS]
 
 
-def test_no_prompt_is_put_twice_and_so_no_prefix_cache_helps() -> None:
-    asked = [prompt.text.split(")")[0] for load in loads(CELLS, 4, SIZES) for prompt in load.prompts]
-    assert len(set(asked)) == len(asked)
+def texts(load: Load) -> list[str]:
+    return [prompt.text for prompt in load.prompts]
+
+
+def test_all_arms_of_a_pair_answer_the_same_texts_after_a_block_that_caches_them() -> None:
+    work = list(loads(CELLS, 4, SIZES))[len(ARMS) :]
+    for at in range(0, len(work), len(ARMS) + 1):
+        first, *group = work[at : at + len(ARMS) + 1]
+        assert (first.pair, first.arm, first.max_tokens) == (WARM_UP, "off", 1)
+        assert all(texts(load) == texts(first) for load in group)
+        assert not {p.label for p in first.prompts} & {p.label for load in group for p in load.prompts}
+
+
+def test_no_text_of_a_pair_comes_in_another() -> None:
+    by_text: dict[str, set[int]] = defaultdict(set)
+    for load in paired():
+        for text in texts(load):
+            by_text[text].add(load.pair)
+    assert all(len(pairs) == 1 for pairs in by_text.values())
+
+
+def test_another_run_asks_under_other_tags_and_labels() -> None:
+    first, again = (
+        [prompt for load in loads(CELLS, 4, replace(SIZES, nonce=nonce)) for prompt in load.prompts]
+        for nonce in ("a1b2c3d4", "e5f60718")
+    )
+    assert not {prompt.text for prompt in first} & {prompt.text for prompt in again}
+    assert not {prompt.label for prompt in first} & {prompt.label for prompt in again}
+
+
+def test_labels_of_names_that_are_cut_to_the_same_differ_and_are_short() -> None:
+    kinds = [replace(WORKLOAD, name=f"customer-support-questions-{of}") for of in ("en", "de")]
+    sizes = replace(SIZES, nonce="a1b2c3d4")
+    labels = [
+        pair_loads(Cell(kind, 256, 0.333333, ("suffix-automaton-16",), index), 10, sizes)[0].prompts[0].label
+        for index, kind in enumerate(kinds)
+    ]
+    assert labels[0] != labels[1]
+    assert all(len(label) <= 64 for label in labels)
 
 
 def test_under_one_label_no_prompt_comes_twice_and_no_other_arm_answers() -> None:
@@ -57,14 +94,9 @@ def test_under_one_label_no_prompt_comes_twice_and_no_other_arm_answers() -> Non
 
 
 def test_more_streams_than_prompts_ask_some_again_under_another_label() -> None:
-    (load,) = pair_loads(Cell(WORKLOAD, 8, 0.7, ("off",)), 0, SIZES, 0)
+    (load,) = pair_loads(Cell(WORKLOAD, 8, 0.7, ("off",)), 0, SIZES)
     assert len(load.prompts) == 8
     assert len({(prompt.id, prompt.label) for prompt in load.prompts}) == 8
-
-
-def test_prompts_that_may_be_cached_are_the_same_for_every_arm() -> None:
-    found = pair_loads(CELLS[1], 0, SIZES, 7, fresh=False)
-    assert len({tuple(prompt.text for prompt in load.prompts) for load in found}) == 1
 
 
 # ---------------------------------------------------------------------------------------- workloads --
@@ -83,6 +115,15 @@ def test_a_file_of_the_user_s_is_a_workload(tmp_path: Path) -> None:
     objects.write_text('{"prompt": "One?", "id": "a"}\n{"prompt": "Two?"}\n', encoding="utf-8")
     found = own_workload(objects)
     assert (found.name, [prompt.id for prompt in found.prompts]) == ("theirs", ["a", "theirs-2"])
+
+
+def test_a_line_separator_within_a_prompt_ends_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes('{"prompt": "one\u2028two"}\r\n{"prompt": "three"}\r\n'.encode())
+    assert [prompt.text for prompt in own_workload(path).prompts] == ["one\u2028two", "three"]
+    lines = tmp_path / "lines.txt"
+    lines.write_bytes("one\u2028two\r\nthree\r\n".encode())
+    assert [prompt.text for prompt in own_workload(lines).prompts] == ["one\u2028two", "three"]
 
 
 @pytest.mark.parametrize("content", ["", "\n", "[]\n", '{"text": "x"}\n', '{"prompt": 3}\n', "{\n"])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from services.benching.answers import Answer
 from services.benching.closed_loop import LoopBlock
 from services.benching.predict import pass_times, predicted_best_k, predicted_gain
 from services.benching.report import as_dict, report_of
 from services.benching.stats import Interval
-from services.benching.summary import mean_ratio, rows_of, speculated
+from services.benching.summary import mean_ratio, rows_of, speculated, speed_ratio
 from services.benching.verdict import AtLoad, best_at_loads, sentence
 from tests.benching.blocks import block, rounds_of
 
@@ -54,6 +56,32 @@ def test_the_mean_over_workloads_is_taken_within_each_pair() -> None:
     assert shorter.median == pytest.approx(3.0)
     assert shorter.count == 2
     assert mean_ratio(a_run(), "hybrid-4", "off", 1) is None
+
+
+def looping(arm: str, loop_s: float, streams: int = 1) -> LoopBlock:
+    """40 tokens of 0.1 s each, then a loop of 40 more."""
+    tokens = (*range(40), *(100 + at % 10 for at in range(40)))
+    at_s = tuple(0.1 * (at + 1) if at < 40 else 4 + loop_s * (at - 39) for at in range(80))
+    answer = Answer("p", 3, tokens, at_s, at_s[-1], 0.0)
+    load = replace(block(arm, 0.1, streams=streams).load, max_tokens=80)
+    return LoopBlock(load, (answer,) * streams, at_s[-1], 0.0)
+
+
+def test_who_is_faster_through_a_loop_gains_nothing_by_it_at_one_stream() -> None:
+    slow, fast = looping("off", 0.1), looping("auto", 0.02)
+    counted = slow.answers[0].counted
+    assert 40 < counted < 80
+    # What comes before the loop's second time is in both; 40 tokens of it took as long.
+    ratio = speed_ratio([fast], [slow])
+    assert ratio is not None
+    assert ratio.median == pytest.approx((4 + 0.1 * (counted - 40)) / (4 + 0.02 * (counted - 40)))
+    assert rows_of([slow], "off")[0].tokens_per_s == pytest.approx(10.0)
+
+
+def test_at_more_streams_all_tokens_are_taken_over_the_wall_time() -> None:
+    row = rows_of([looping("off", 0.1, streams=2)], "off")[0]
+    assert row.tokens_per_s == pytest.approx(2 * 80 / 8)
+    assert row.share_cut > 0
 
 
 def test_rounds_are_summed_over_all_answers() -> None:
@@ -135,8 +163,17 @@ def test_the_best_arm_at_each_load_is_judged() -> None:
     loads = best_at_loads(blocks, "off")
     assert [(found.streams, found.arm, found.pays) for found in loads] == [
         (1, "auto", True),
-        (8, "ngram-4", True),
+        (8, "auto", False),
     ]
+
+
+def test_fewer_than_three_pairs_tell_nothing() -> None:
+    two = [b for b in a_run() if b.load.pair < 2]
+    loads = best_at_loads(two, "off")
+    assert not any(found.pays for found in loads)
+    assert "too few pairs to tell" in sentence(loads, "m")
+    mixed = [at(1, 1.6), replace(at(8, 1.2), ratio=Interval(1.2, 1.2, 1.2, 1))]
+    assert sentence(mixed, "m").endswith("Too few pairs to tell: auto 1.20× at 8 streams.")
 
 
 def test_a_report_is_json() -> None:

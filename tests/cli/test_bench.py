@@ -47,6 +47,20 @@ def test_all_strategies_that_the_gateway_offers_are_measured_and_one_sentence_en
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_measured_again_a_gateway_is_asked_nothing_that_it_knows() -> None:
+    gateway = FakeGateway()
+    asked = []
+    with serving(gateway) as address:
+        for _ in range(2):
+            gateway.requests.clear()
+            assert run("--address", address, *SHORT, "--strategies=auto").exit_code == 0
+            requests = asked_of(gateway)
+            asked.append(({r.workload for r in requests}, {r.messages.SerializeToString() for r in requests}))
+    (labels, prompts), (labels_again, prompts_again) = asked
+    assert not labels & labels_again
+    assert not prompts & prompts_again
+
+
 def test_json_is_one_object_and_nothing_else_on_standard_output() -> None:
     with serving(FakeGateway()) as address:
         result = run("--address", address, *SHORT, "--strategies=auto", "--temperature=0,0.7", "--json")

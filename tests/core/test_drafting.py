@@ -35,7 +35,7 @@ def drafting(judge: Judge) -> tuple[Drafting, Answer]:
     here.hint = Hint(3, prefix_hash(PROMPT), (4, 5, 6, 7, 8, 9), (0.9, 0.8, 0.7, 0.6, 0.5, 0.4))
     here.cache_len = 9
     guessed = prefix_hash((*PROMPT, 4, 5, 6, 7, 8, 9))
-    here.asked = Asked(1, 9, guessed, 6, 4, 0)
+    here.asked = Asked(1, 9, guessed, 4, 0)
     return here, answer
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.core.cost import PassTimes
@@ -17,6 +19,7 @@ FLAT = PassTimes.measured([(1, 20 * MS), (512, 20 * MS + 511)])
 LINEAR = PassTimes.measured([(1, 10 * MS), (2, 20 * MS)])
 
 FIXED = (0, 2, 4, 8, 16)
+SEEDS = (1, 2)
 
 
 def good(_: int) -> float:
@@ -49,6 +52,11 @@ def slow(sessions: int) -> int:
     return 1_500_000 + 100_000 * sessions
 
 
+def goodput(scenario: Scenario, k: int, *, auto: bool) -> float:
+    """Over a few lots of right and wrong tokens: one alone moves by a few per cent."""
+    return sum(Pool(replace(scenario, seed=seed), k, auto=auto).goodput() for seed in SEEDS)
+
+
 SCENARIOS = {
     "good, slow draft": Scenario(good, MEASURED, slow, tokens=400),
     "good, quick draft": Scenario(good, MEASURED, quick, tokens=400),
@@ -58,7 +66,7 @@ SCENARIOS = {
     "collapses and returns": Scenario(collapsing, MEASURED, slow, tokens=800),
     "every row costs": Scenario(good, LINEAR, slow, tokens=200),
     "rows are free, eight sessions": Scenario(good, FLAT, slow, sessions=8, tokens=120),
-    "eight sessions": Scenario(good, MEASURED, slow, sessions=8, tokens=160),
+    "eight sessions": Scenario(good, MEASURED, slow, sessions=8, tokens=300),
     "eight sessions, useless": Scenario(useless, MEASURED, quick, sessions=8, tokens=160),
     "32 sessions": Scenario(good, MEASURED, slow, sessions=32, tokens=60),
 }
@@ -66,9 +74,8 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_auto_comes_within_a_twentieth_of_the_best_fixed_choice_in_hindsight(name: str) -> None:
-    scenario = SCENARIOS[name]
-    fixed = {k: Pool(scenario, k, auto=False).goodput() for k in FIXED}
-    assert Pool(scenario, 16, auto=True).goodput() >= 0.95 * max(fixed.values()), fixed
+    fixed = {k: goodput(SCENARIOS[name], k, auto=False) for k in FIXED}
+    assert goodput(SCENARIOS[name], 16, auto=True) >= 0.95 * max(fixed.values()), fixed
 
 
 @pytest.mark.parametrize(("k", "auto", "share"), [(4, False, 0.8), (16, True, 0.6)], ids=["k4", "auto"])

@@ -128,8 +128,11 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(
     store = again.work / "answers.jsonl"
     with store.open("a") as file:
         file.write('{"place": 3, "dig')
+    with (again.work / "curve.jsonl").open("a") as file:
+        file.write('{"seen": 2, "acc')
     told = Collected()
-    distil(again, told)
+    found = distil(again, told)
+    assert [point["seen"] // 8_000 for point in found.curve] == [1, 2, 3, 4]
     assert told.first_of(stage) > 0
     whole, resumed = (load_file(folder.out / "model.safetensors") for folder in (options, again))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)

@@ -133,6 +133,42 @@ def test_logits_of_one_pass_outlive_the_next(make_model: Callable[[Any], Path]) 
     assert not torch.equal(first, second)
 
 
+class Unable:
+    """Records nothing, as CUDA where a pass waits for the host."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def record(self, body: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.asked += 1
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_pass_that_cannot_be_recorded_runs_as_it_is() -> None:
+    recorder = Unable()
+    graphs = Graphs(recorder, CPU, sights=2)
+    for number in range(6):
+        packed = torch.full((3,), number, dtype=torch.int32)
+        assert torch.equal(graphs.run("shape", packed, lambda buffer: buffer + 1), packed + 1)
+    assert recorder.asked == 1, "it is not tried again"
+    assert len(graphs) == 0
+
+
+def test_recordings_are_kept_by_the_bytes_of_their_results() -> None:
+    recorder = Again()
+    graphs = Graphs(recorder, CPU, most_bytes=100, sights=1)
+
+    def play(name: str, numbers: int) -> None:
+        graphs.run(name, torch.zeros(numbers, dtype=torch.int32), lambda buffer: buffer + 1)
+
+    for name, numbers, kept in (("a", 10, 1), ("b", 10, 2), ("a", 10, 2), ("c", 10, 2), ("d", 50, 1)):
+        play(name, numbers)
+        assert len(graphs) == kept, name
+    before = recorder.recorded
+    play("d", 50)
+    assert recorder.recorded == before, "one that is too large alone is kept"
+
+
 def test_where_bits_must_be_the_same_every_pass_has_one_shape(make_model: Callable[[Any], Path]) -> None:
     seen = set()
 

@@ -120,6 +120,15 @@ def test_of_plain_draws_no_logits_come_to_the_host(
     _same(device_sampling.draw_all(logits, draws), expected)
 
 
+def test_of_greedy_draws_no_noise_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(kind: str) -> None:
+        raise AssertionError(f"noise on {kind} for no rows")
+
+    monkeypatch.setattr(device_sampling, "_words_on", refuse)
+    draw = Draw(SamplingParams(temperature=0.0), (1,), 1, frozenset(), 0)
+    assert device_sampling.draw_all(torch.eye(3, 9), [draw] * 3) == [Sampled((i,)) for i in range(3)]
+
+
 def test_a_bad_row_costs_its_own_draw_alone_and_no_accepted_guess() -> None:
     logits = torch.zeros(4, 9)
     logits[1], logits[3] = math.nan, -math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,12 @@ from safetensors.torch import load_file
 from services.common.tokenizer_hash import tokenizer_hash
 from services.core.params import SamplingParams
 from services.core.step import Draw, Sampled
-from services.engine import int8
+from services.engine import draft_directory, int8
 from services.engine.draft_directory import embeddings_sha256
 from services.engine.errors import UnsupportedModel
 from services.engine.int8 import Int8Linear, int8_product
 from services.engine.model import Rows
+from services.engine.packing import MIN_ROWS, Linears
 from services.engine.sampling import draw_all
 from services.engine.serving import load_model
 from tests.engine.configs import VOCAB, load, save_random, tokens_of, whole
@@ -128,6 +130,34 @@ def test_only_tokens_of_the_head_are_drawn(directory: Path, target: Path) -> Non
     assert tokens <= set(HEAD_TOKENS)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_int8_head_over_float_layers_keeps_rows_apart(
+    target: Path, tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, make = [], Linears.make
+
+    def watched(linears: Linears, *layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        run = make(linears, *layer)
+
+        def product(rows: torch.Tensor) -> torch.Tensor:
+            given.append(len(rows))
+            return run(rows)
+
+        return product
+
+    monkeypatch.setattr(Linears, "make", watched)
+    draft = draft_of(target)
+    for name in [name for name in draft.weights if name.endswith(".scale") and ".layers." in name]:
+        weight = name.removesuffix(".scale")
+        draft.weights[weight] = draft.weights[weight].float() * draft.weights.pop(name)[:, None]
+    model = load_draft(draft.save(tmp_path / "draft"), target, dtype)
+    assert model.info.deterministic
+    tokens, cache = tokens_of(random.Random(6), 20), model.new_cache()
+    one_by_one = [model.forward([Rows(cache, [token], 1)])[0] for token in tokens]
+    assert torch.equal(torch.cat(one_by_one), whole(model, tokens))
+    assert min(given) >= MIN_ROWS, "fewer rows may take another kernel"
+
+
 def test_a_pass_without_logits_and_one_of_many_parts(directory: Path, target: Path) -> None:
     model = load_draft(directory, target)
     tokens = tokens_of(random.Random(5), 700)
@@ -203,6 +233,27 @@ def test_a_file_that_is_no_safetensors_is_refused(target: Path, tmp_path: Path) 
         load_draft(directory, target)
 
 
+def test_a_damaged_target_is_refused(directory: Path, tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    (target / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UnsupportedModel, match=r"model\.safetensors: cannot be read"):
+        load_draft(directory, target)
+
+
+def test_weights_that_no_draft_has_are_refused_before_they_are_widened(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = draft_of(target)
+    draft.weights |= {"x": torch.zeros(8, 8, dtype=torch.int8), "x.scale": torch.ones(8)}
+
+    def refuse(name: str, *_: object) -> None:
+        raise AssertionError(f"{name} was widened")
+
+    monkeypatch.setattr(draft_directory, "_scaled", refuse)
+    with pytest.raises(UnsupportedModel, match="no weights called x"):
+        load_draft(draft.save(tmp_path / "draft"), target)
+
+
 def test_a_target_without_embeddings_of_that_name_is_refused(directory: Path, tmp_path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=64, n_layer=1, n_head=4)
     with pytest.raises(UnsupportedModel, match=r"holds no model\.embed_tokens\.weight"):
@@ -235,6 +286,17 @@ def test_an_int8_product_is_that_of_its_parts_and_keeps_rows_apart(dtype: torch.
     assert bool((error <= 0.02 * expected.norm(dim=1)).all())
     for first, last in ((0, 1), (3, 5), (5, 20), (60, 70)):
         assert torch.equal(product(rows[first:last].contiguous()), together[first:last])
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
+def test_a_row_that_is_not_finite_gives_none_that_is(bad: float) -> None:
+    layer = _int8_layer(32, 192, torch.Generator().manual_seed(3))
+    product = int8_product([layer], torch.float32) or layer
+    rows = torch.ones(4, 192)
+    rows[1, 70], rows[2, 0] = bad, bad
+    out = product(rows)
+    assert not bool(out[1:3].isfinite().any())
+    assert bool(out[[0, 3]].isfinite().all())
 
 
 def _int8_layer(outputs: int, inputs: int, generator: torch.Generator) -> Int8Linear:
