@@ -40,6 +40,13 @@ class Hint:
         """The position after its last token."""
         return self.position + len(self.draft_tokens)
 
+    def chance(self, index: int) -> float | None:
+        """Of this token, given that all before it are accepted; None if that is not said."""
+        if not self.survival:
+            return None
+        before = self.survival[index - 1] if index else 1.0
+        return min(1.0, self.survival[index] / before) if before > 0.0 else 0.0
+
     def after(self, passed: int, *, shaken: bool = False) -> Rest:
         """What it offers once its first `passed` tokens have been and gone."""
         survival = self.survival
@@ -68,8 +75,8 @@ NOTHING = Rest()
 class Listener(Protocol):
     """Learns how good hints are from what was confirmed, whether it was verified or not."""
 
-    def saw(self, *, right: bool) -> None:
-        """The next token of a hint that was right so far was right, or was not."""
+    def saw(self, *, right: bool, told: float | None) -> None:
+        """The next token of a hint that was right so far was right, or was not: with the chance `told`?"""
 
     def saw_shaken(self, *, right: bool) -> None:
         """The token after a wrong one was right, or was not."""
@@ -116,7 +123,10 @@ class PendingHint:
         while self._followed < min(passed, len(guesses)):
             agrees = tokens[anchor + self._followed] == guesses[self._followed]
             self._followed += 1
-            (self._listener.saw_shaken if self._shaken else self._listener.saw)(right=agrees)
+            if self._shaken:
+                self._listener.saw_shaken(right=agrees)
+            else:
+                self._listener.saw(right=agrees, told=self.hint.chance(self._followed - 1))
             if self._shaken and not agrees:
                 return False
             self._shaken = not agrees

@@ -42,20 +42,35 @@ class Acceptance:
     """A session's chance that a draft token is right if all before it were, as measured: `alpha`.
 
     `recovery` is the chance that the token after a wrong one is right. Learnt from all that is hinted, be it
-    verified or just decoded meanwhile: so drafts that have become good again are noticed.
+    verified or just decoded meanwhile: so drafts that have become good again are noticed. `bias` is how much
+    more often tokens are right than was told: a draft that is too sure of itself costs no rows for long.
     """
 
-    __slots__ = ("_seen", "alpha", "recovery")
+    __slots__ = ("_seen", "alpha", "bias", "recovery")
 
     def __init__(self) -> None:
         self.alpha = PRIOR_ALPHA
+        self.bias = 0.0
         self.recovery = _PRIOR_RECOVERY
         self._seen = _PRIOR_TOKENS
 
-    def saw(self, *, right: bool) -> None:
+    def saw(self, *, right: bool, told: float | None = None) -> None:
         """See `hints.Listener`."""
         self._seen += 1
         self.alpha += max(_ALPHA_WEIGHT, 1.0 / self._seen) * (right - self.alpha)
+        if told is not None:
+            self.bias += _ALPHA_WEIGHT * (right - told - self.bias)
+
+    def corrected(self, survival: Sequence[float]) -> list[float]:
+        """What drafts say of their chances, by what became of such: falling, in [0, 1]."""
+        chances: list[float] = []
+        before = now = 1.0
+        for told in survival:
+            chance = told / before if before > 0.0 else 0.0
+            now *= min(1.0, max(0.0, chance + self.bias))
+            chances.append(now)
+            before = told
+        return chances
 
     def saw_shaken(self, *, right: bool) -> None:
         """See `hints.Listener`."""

@@ -113,8 +113,11 @@ class Item:
 
     def survival(self) -> list[float]:
         """Of each draft token that is offered: the chance that it is accepted, with all before it."""
-        told = self.rest.survival or self.memory.acceptance.survival(len(self.rest.draft_tokens))
-        chances = list(accumulate(told, min))
+        acceptance = self.memory.acceptance
+        if self.rest.survival:
+            chances = acceptance.corrected(list(accumulate(self.rest.survival, min)))
+        else:
+            chances = acceptance.survival(len(self.rest.draft_tokens))
         if self.rest.shaken and chances and chances[0] > 0.0:
             # The first says whether it has recovered; given that, the others are as good as ever.
             recovered = self.memory.acceptance.recovery / chances[0]

@@ -60,3 +60,13 @@ def test_the_last_used_are_kept() -> None:
     recent.of("c")
     assert len(recent) == 2
     assert recent.of("a") == ["1"]
+
+
+def test_a_new_kind_begins_with_what_is_known_of_the_others() -> None:
+    overall = Calibration(2, [0.9, 0.9], 8.0)
+    first = Calibration(2, [0.9, 0.9], 8.0, overall)
+    for _ in range(200):
+        first.saw(0, accepted=False)
+    second = Calibration(2, [0.9, 0.9], 8.0, overall)
+    assert second.chance(0) == overall.chance(0) < 0.1
+    assert second.chance(1) == 0.9

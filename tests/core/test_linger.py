@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from services.core.content import prefix_hash
 from services.core.hints import Hint
 from services.core.linger import PRIOR_ALPHA, Acceptance, Due, HintHabits, linger_until
@@ -146,3 +148,16 @@ def test_the_delay_is_learnt_with_a_margin() -> None:
     for delay in (10, 12, 8, 10, 11, 9) * 5:
         habits.came(delay, 4)
     assert 10 < habits.expected_at(0) < 16
+
+
+def test_what_drafts_say_of_their_chances_is_corrected_by_what_became_of_them() -> None:
+    boasting = Acceptance()
+    for i in range(200):
+        boasting.saw(right=i % 5 == 0, told=0.9)
+    assert [round(chance, 1) for chance in boasting.corrected([0.9, 0.81])] == [0.2, 0.0]
+    modest = Acceptance()
+    for _ in range(200):
+        modest.saw(right=True, told=0.5)
+    assert modest.corrected([0.5, 0.25]) == pytest.approx([1.0, 1.0], abs=0.01)
+    fair = Acceptance()
+    assert fair.corrected([0.5, 0.2, 0.0, 0.0]) == pytest.approx([0.5, 0.2, 0.0, 0.0])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from services.core.errors import Broken
 from services.draft.strategies.base import DraftSession, Guess
 from services.draft.strategies.hybrid import HybridStrategy
@@ -121,13 +123,14 @@ def test_nothing_is_learnt_of_drafts_after_a_wrong_guess() -> None:
     assert model.steps == 4
 
 
-def test_tenants_and_workloads_are_told_apart() -> None:
+@pytest.mark.parametrize(("salt", "workload", "steps"), [(b"other", "", 4), (b"", "chat", 0)])
+def test_tenants_are_told_apart_and_a_new_workload_begins_as_its_tenants_others(
+    salt: bytes, workload: str, steps: int
+) -> None:
     strategy, model = taught(right=False)
-    tokens = [3, 9, 8, 7, 3]
-    for salt, workload in ((b"other", ""), (b"", "chat")):
-        model.steps = 0
-        run(strategy, job_of(DraftSession(), tokens, 4, salt=salt, workload=workload))
-        assert model.steps == 4
+    model.steps = 0
+    run(strategy, job_of(DraftSession(), [3, 9, 8, 7, 3], 4, salt=salt, workload=workload))
+    assert model.steps == steps
 
 
 def test_the_models_error_is_the_outcome_of_its_own_job() -> None:

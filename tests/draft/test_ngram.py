@@ -154,8 +154,8 @@ def test_a_session_whose_tokens_changed_is_begun_anew(
     strategy, session, tokens = NgramStrategy(), DraftSession(), [0]
     for i, (kept, more, ahead) in enumerate(changes):
         tokens = [*tokens[:kept], *more]
-        # A workload of its own each time, so that the session's own tokens are all there is.
-        ask = partial(job_of, tokens=[*tokens, *ahead], k=4, ahead=len(ahead), workload=f"{i}")
+        # A tenant of its own each time, so that the session's own tokens are all there is.
+        ask = partial(job_of, tokens=[*tokens, *ahead], k=4, ahead=len(ahead), salt=bytes([i]))
         (here,) = strategy.begin([ask(session, prompt_len=len(tokens))])
         (there,) = NgramStrategy().begin([ask(DraftSession(), prompt_len=len(tokens))])
         assert (here.tokens, here.survival) == (there.tokens, there.survival)

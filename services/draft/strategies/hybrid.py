@@ -31,6 +31,7 @@ class HybridStrategy:
         self._model = model
         self._drafted: WeakKeyDictionary[DraftSession, Hindsight] = WeakKeyDictionary()
         self._chances: LastUsed[Kind, Calibration] = LastUsed(_chances, _MOST_KINDS)
+        self._overall: LastUsed[bytes, Calibration] = LastUsed(_chances, _MOST_KINDS)
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
         """See `Strategy.begin`."""
@@ -48,20 +49,22 @@ class HybridStrategy:
         """See `Strategy.advance`: what is not done is the model's."""
         self._model.advance(guesses)
 
+    def _chances_of(self, job: DraftJob) -> Calibration:
+        overall = self._overall.of(job.slice.key[0])
+        return self._chances.of(_kind(job), lambda: _chances(overall))
+
     def _stands(self, guess: Guess) -> bool:
         """Are as many of its tokens expected to be accepted as of the model's, as measured of late?
 
         A lookup that is still following a long prompt need not be waited for: the model has work to do too.
         """
-        return guess.done and sum(guess.survival) >= _expected(
-            self._chances.of(_kind(guess.job)), guess.job.k
-        )
+        return guess.done and sum(guess.survival) >= _expected(self._chances_of(guess.job), guess.job.k)
 
     def _expect(self, guess: Guess) -> None:
         session = guess.job.session
         waiting = self._drafted.setdefault(session, Hindsight())
         ahead = session.tokens[session.confirmed :]
-        saw = partial(_saw, self._chances.of(_kind(guess.job)))
+        saw = partial(_saw, self._chances_of(guess.job))
         waiting.expect(session.confirmed, ahead, guess.tokens, saw)
 
 
@@ -78,8 +81,8 @@ def _kind(job: DraftJob) -> Kind:
     return job.slice.key[0], job.workload
 
 
-def _chances() -> Calibration:
-    return Calibration(_POSITIONS, [_PRIOR] * _POSITIONS, _STRENGTH)
+def _chances(overall: Calibration | None = None) -> Calibration:
+    return Calibration(_POSITIONS, [_PRIOR] * _POSITIONS, _STRENGTH, overall)
 
 
 def _saw(chances: Calibration, position: int, accepted: bool) -> None:

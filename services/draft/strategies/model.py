@@ -95,6 +95,7 @@ class ModelStrategy:
         self._model = model
         self._kept: WeakKeyDictionary[DraftSession, _Session] = WeakKeyDictionary()
         self._calibrations: LastUsed[tuple[bytes, str], Calibration] = LastUsed(_calibration, _WORKLOADS)
+        self._overall: LastUsed[bytes, Calibration] = LastUsed(_calibration, _WORKLOADS)
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
         """See `Strategy.begin`."""
@@ -117,7 +118,8 @@ class ModelStrategy:
         kept = self._kept.get(session)
         if kept is None:
             kept = self._kept[session] = _Session(self._model.new_cache(), Drafted())
-        calibration = self._calibrations.of((job.slice.key[0], job.workload))
+        overall = self._overall.of(job.slice.key[0])
+        calibration = self._calibrations.of((job.slice.key[0], job.workload), lambda: _calibration(overall))
         for bucket, accepted in kept.drafted.compare(session, agreement(kept.cache.tokens, session.tokens)):
             calibration.saw(bucket, accepted)
         # A token is guessed from the logits of the one before it, so the window must hold only that one.
@@ -170,6 +172,6 @@ def _bucket(confidence: float, *, greedy: bool) -> int:
     return bucket if greedy else bucket + len(_CONFIDENCES)
 
 
-def _calibration() -> Calibration:
+def _calibration(overall: Calibration | None = None) -> Calibration:
     prior = _CONFIDENCES * 2
-    return Calibration(len(prior), prior, _STRENGTH)
+    return Calibration(len(prior), prior, _STRENGTH, overall)

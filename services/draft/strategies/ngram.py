@@ -54,12 +54,13 @@ class _Followed:
 class _KindOfSession:
     """What sessions of one kind share: their answers, and what matches have been worth."""
 
-    def __init__(self) -> None:
+    def __init__(self, overall: tuple[Calibration, Calibration] | None = None) -> None:
+        overall = overall or _overall()
         self.answers = RecentAnswers()
         # Kept here, so that nobody else keeps the answers of a kind that is dropped.
         self.lookups: WeakKeyDictionary[DraftSession, AnswerLookup] = WeakKeyDictionary()
-        self.own_chances = _chances(_OWN_DOUBT)
-        self.answer_chances = _chances(_ANSWERS_DOUBT)
+        self.own_chances = _chances(_OWN_DOUBT, overall[0])
+        self.answer_chances = _chances(_ANSWERS_DOUBT, overall[1])
 
     def lookup_of(self, session: DraftSession) -> AnswerLookup:
         lookup = self.lookups.get(session)
@@ -74,6 +75,7 @@ class NgramStrategy:
     def __init__(self) -> None:
         self._sessions: WeakKeyDictionary[DraftSession, _Followed] = WeakKeyDictionary()
         self._kinds: LastUsed[Kind, _KindOfSession] = LastUsed(_KindOfSession, _MOST_KINDS)
+        self._overall: LastUsed[bytes, tuple[Calibration, Calibration]] = LastUsed(_overall, _MOST_KINDS)
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
         """See `Strategy.begin`."""
@@ -88,7 +90,8 @@ class NgramStrategy:
 
     def _advance(self, guess: Guess) -> None:
         job = guess.job
-        kind = self._kinds.of((job.slice.key[0], job.workload))
+        overall = self._overall.of(job.slice.key[0])
+        kind = self._kinds.of((job.slice.key[0], job.workload), lambda: _KindOfSession(overall))
         confirmed = job.session.tokens[: job.session.confirmed]
         ahead = job.session.tokens[job.session.confirmed :]
         followed = self._follow(job, kind, confirmed)
@@ -146,8 +149,13 @@ def _saw(chances: Calibration, matched: int, i: int, accepted: bool) -> None:
     chances.saw(_class_of(matched + i), accepted)
 
 
-def _chances(doubt: int) -> Calibration:
-    return Calibration(len(_LENGTHS), [n / (n + doubt) for n in _LENGTHS], _STRENGTH)
+def _overall() -> tuple[Calibration, Calibration]:
+    """Of a tenant, whatever the workload: of matches in the session itself, and in answers."""
+    return _chances(_OWN_DOUBT), _chances(_ANSWERS_DOUBT)
+
+
+def _chances(doubt: int, overall: Calibration | None = None) -> Calibration:
+    return Calibration(len(_LENGTHS), [n / (n + doubt) for n in _LENGTHS], _STRENGTH, overall)
 
 
 def _class_of(length: int) -> int:
