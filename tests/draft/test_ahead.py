@@ -141,7 +141,7 @@ async def test_survival_follows_what_is_confirmed(
     assert little < begin < much
 
 
-async def test_tenants_learn_apart_and_a_new_workload_begins_with_what_its_tenants_others_are_like(
+async def test_tenants_learn_apart_and_new_workloads_begin_as_the_others(
     draft: tuple[Serving, Gated],
 ) -> None:
     serves, _ = draft
