@@ -194,12 +194,9 @@ class Session:
 
     def _start_round(self, now: int) -> None:
         self._round = _Round(now)
-        if self._credit:
-            self._draft_ahead(now)
-            self._verify(now)
-            return
         self._draft_ahead(now)
-        if self._drafting.asked is not None and not self._rest_of_hint().draft_tokens:
+        awaited = self._drafting.asked is not None and not self._rest_of_hint().draft_tokens
+        if awaited and not self._credit:
             self.phase = Phase.DRAFTING
         else:
             self._verify(now)
@@ -235,7 +232,7 @@ class Session:
 
     def _wanted(self, rest: Rest) -> int:
         ready = len(rest.draft_tokens)
-        sure = rest.survival[-1] if rest.survival else self._speculation.alpha**ready
+        sure = rest.survival[-1] if ready else 1.0
         return self._speculation.wanted(ready, sure, self._room() - 1 - ready)
 
     def _ask_draft(self, k: int, rest: Rest, now: int) -> None:

@@ -39,7 +39,7 @@ _KNOWN_TOKENS = 20
 # Asked for while nothing is known.
 _FIRST_TOKENS = 4
 # What a proposal costs besides drafting: messages, and the work of both ends.
-ASK_NS = 400_000
+_ASK_NS = 400_000
 # Drafted ahead at most, whatever the link.
 _MOST_AHEAD = 64
 _WORKLOADS = 1024
@@ -239,7 +239,7 @@ class Speculation:
                 break
             gain += value - cost
             count += 1
-        return count if gain * habits.voice * habits.taken > ASK_NS else 0
+        return count if gain * habits.voice * habits.taken > _ASK_NS else 0
 
     def _proposal(self) -> int:
         """How many tokens to ask for at once: as confirm most in the time of drafting them and of a pass.

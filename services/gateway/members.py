@@ -16,6 +16,7 @@ from services.common.logs import get_logger
 from services.common.registry import LeaseT
 from services.core.errors import GalleyError, TokenizerMismatch, Unavailable
 from services.gateway.patience import SECOND
+from services.gateway.pools import MEET_TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 GONE_GRACE_S = 3.0
 """How long sessions stay where a lease has ended: a registry that lost its data has it back by then."""
-_MEET_TIMEOUT_S = 1.0
 
 _log = get_logger(__name__)
 
@@ -257,7 +257,7 @@ class Members(ABC, Generic[MemberT]):
 
     async def _meet(self, member: MemberT) -> None:
         try:
-            await member.pool.meet(_MEET_TIMEOUT_S)
+            await member.pool.meet(MEET_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             self._problem = f"{member.address}: {error.details()}"
             member.pool.lost()

@@ -51,7 +51,7 @@ _HOPELESS_CALL = frozenset(
 """Of a whole stream: anything else may be the connection's fault, or that of an item beside this one."""
 
 _tracer = trace.get_tracer("galley.gateway")
-_MEET_TIMEOUT_S = 1.0
+MEET_TIMEOUT_S = 1.0
 
 
 class TargetPool:
@@ -99,7 +99,7 @@ class TargetPool:
         if self._items.broken:
             self.lost()  # though no item was open to notice
         if not self._met:
-            await self.meet(_seconds(item.slice.remaining_ns) or _MEET_TIMEOUT_S)
+            await self.meet(_seconds(item.slice.remaining_ns) or MEET_TIMEOUT_S)
             self._came_back()
         return self._items.open(item)
 
