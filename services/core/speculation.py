@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 # Weights of what was seen last: in a session, in its workload, in the load.
 _SESSION, _WORKLOAD, _LOAD = 0.04, 0.01, 0.05
-# Verdicts until drafts that were not worth it are tried again: at first and at most; and how many tokens.
-_FIRST_PROBE, _LAST_PROBE = 4, 16
+# Drafts that were not worth it are tried again: so many tokens, for this share of the session's time on the
+# target, after so many verdicts at least and at most.
 _PROBE_TOKENS = 4
+_PROBE_SHARE = 0.03
+_FIRST_PROBE, _LAST_PROBE = 4, 24
 # Of the token after a wrong one; few are seen, and drafts that copy differ from all others.
 _SHAKEN = 0.15
 _RECOVERS = 0.5
@@ -143,7 +145,7 @@ class Speculation:
         self._book = book
         self.habits = replace(self._workload, tokens=0)
         self._quiet = 0
-        self._probe_after = _FIRST_PROBE
+        self._proved = False
 
     def saw_proposal(self, came: int, latency_ns: int, compute_ns: int, sessions: int) -> None:
         """A proposal of `came` tokens came, so long after it was asked for; `sessions` shared the work."""
@@ -157,8 +159,7 @@ class Speculation:
         self.habits.saw_token(_SESSION, right=right)
         for habits in self._shared:
             habits.saw_token(_WORKLOAD, right=right)
-        if right:
-            self._probe_after = 1
+        self._proved = right
 
     def saw_shaken(self, right: bool) -> None:
         """The proposed token after a wrong one was right, or was not."""
@@ -217,13 +218,20 @@ class Speculation:
         worth = self._worth(self._proposal(), 1.0)
         if worth:
             self._quiet = 0
-            self._probe_after = _FIRST_PROBE
             return worth
-        if self._quiet < self._probe_after:
+        if self._quiet < self._probe_after():
             return 0
         self._quiet = 0
-        self._probe_after = min(2 * self._probe_after, _LAST_PROBE)
+        self._proved = False
         return min(_PROBE_TOKENS, self._k)
+
+    def _probe_after(self) -> int:
+        """Verdicts until drafts are tried again: at once if all that was tried last came true."""
+        if self._proved or not self._book.share_ns:
+            return 1
+        cost_ns = _ASK_NS + _PROBE_TOKENS * self.habits.share_ns
+        after = math.ceil(cost_ns / (_PROBE_SHARE * self._book.share_ns))
+        return min(max(after, _FIRST_PROBE), _LAST_PROBE)
 
     def _worth(self, most: int, sure: float) -> int:
         """How many further tokens are worth drafting; none unless they are worth asking for."""
