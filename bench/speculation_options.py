@@ -32,7 +32,7 @@ class SpeculationOptions:
     fixed_alone: int = 2
     pairs: int = MIN_PAIRS
     max_tokens: int = 40
-    busy_max_tokens: int = 20
+    busy_max_tokens: int = 24
     parts: tuple[str, ...] = PARTS
     peer: bool = True
     heldout_prompts: int = 24

@@ -70,9 +70,9 @@ class PeerLoop:
             return await self._side.answer(load.arm, Ask(prompt, load.temperature, seed, load.max_tokens))
 
         cpu_before, began_s = time.process_time(), time.perf_counter()
-        answers = await in_streams(load, answer)
+        came = await in_streams(load, answer)
         wall_s = time.perf_counter() - began_s
-        return LoopBlock(load, tuple(answers), wall_s, time.process_time() - cpu_before)
+        return LoopBlock(load, came.answers, wall_s, time.process_time() - cpu_before)
 
 
 # -------------------------------------------------------------------------------------------- plan --
@@ -100,7 +100,7 @@ class Planner:
             if 0 < self.paired(cell.streams) < len(self._fixed):
                 whole = self._sizes(cell.streams)
                 tokens = min(whole.max_tokens, max(_SCOUT_TOKENS, whole.max_tokens // 2))
-                sizes = replace(whole, prompts=_SCOUT_PROMPTS, max_tokens=tokens)
+                sizes = replace(whole, prompts=_SCOUT_PROMPTS, max_tokens=tokens, turns=1)
                 found += _side_by_side(cell, SCOUT, sizes)
         return found
 

@@ -3,13 +3,15 @@
 A block is a fixed list of prompts, answered by one arm at one number of streams and one temperature. At one
 stream speed is counted tokens (up to an answer's first loop) over the seconds until they had come: neither
 a loop's tokens nor its time count. At more streams the wall time is shared, and a loop's part of it cannot be
-told: speed is all tokens over the block's wall time, with queueing and tail in it, and the share of
-tokens in loops stands beside it.
+told: speed is all tokens over the wall time, with queueing in it, and the share of tokens in loops stands
+beside it. Where a stream has several prompts, it is measured until the first stream finds none waiting:
+after that there are fewer streams than the block is of.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,12 +39,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoopBlock:
-    """What came of a load; `cpu_s` is of all processes of the arm's side over the whole block."""
+    """What came of a load; `cpu_s` is of all processes of the arm's side over the whole block.
+
+    `asked_s` says when each answer was asked for, `busy_s` until when all streams had work, both in seconds
+    from the block's begin; without them the whole block is measured.
+    """
 
     load: Load
     answers: tuple[Answer, ...]
     wall_s: float
     cpu_s: float
+    asked_s: tuple[float, ...] = ()
+    busy_s: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -56,15 +64,20 @@ class LoopBlock:
 
     @property
     def timed_tokens(self) -> int:
-        """The tokens that speed is taken of: at one stream those counted, else all."""
-        return self.tokens if self.load.streams == 1 else self.given
+        """The tokens that speed is taken of: at one stream those counted, else all that came in time."""
+        if self.load.streams == 1:
+            return self.tokens
+        if self.busy_s is None:
+            return self.given
+        asked = zip(self.asked_s, self.answers, strict=True)
+        return sum(asked_s + at_s <= self.busy_s for asked_s, answer in asked for at_s in answer.at_s)
 
     @property
     def timed_s(self) -> float:
         """The seconds that `timed_tokens` took."""
         if self.load.streams == 1:
             return sum(answer.counted_s for answer in self.answers)
-        return self.wall_s
+        return self.wall_s if self.busy_s is None else self.busy_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -131,17 +144,31 @@ def tagged(prompt: Prompt, tag: str) -> Prompt:
     return replace(prompt, text=f"({tag}) {prompt.text}")
 
 
-async def in_streams(load: Load, answer: Callable[[Prompt, int], Awaitable[Answer]]) -> list[Answer]:
+@dataclass(frozen=True, slots=True)
+class Looped:
+    """The answers of a load in its order; `asked_s` and `busy_s` as in LoopBlock, if streams took turns."""
+
+    answers: tuple[Answer, ...]
+    asked_s: tuple[float, ...]
+    busy_s: float | None
+
+
+async def in_streams(load: Load, answer: Callable[[Prompt, int], Awaitable[Answer]]) -> Looped:
     """Ask `answer(prompt, seed)` for every prompt of the load, `load.streams` at a time, in order.
 
     Raises what the first to fail raised; the others are cancelled.
     """
     waiting = iter(enumerate(load.prompts))
     answers: list[Answer | None] = [None] * len(load.prompts)
+    asked_s = [0.0] * len(load.prompts)
+    idle_s: list[float] = []
+    began_s = time.perf_counter()
 
     async def stream() -> None:
         for at, prompt in waiting:
+            asked_s[at] = time.perf_counter() - began_s
             answers[at] = await answer(prompt, load.seed + at)
+        idle_s.append(time.perf_counter() - began_s)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -149,4 +176,6 @@ async def in_streams(load: Load, answer: Callable[[Prompt, int], Awaitable[Answe
                 group.create_task(stream())
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures
-    return [given for given in answers if given is not None]
+    in_turns = len(load.prompts) > load.streams
+    given = tuple(given for given in answers if given is not None)
+    return Looped(given, tuple(asked_s), idle_s[0] if in_turns else None)

@@ -137,6 +137,7 @@ class GatewayLoop:
             return await self._side.answer(arm, Ask(prompt, load.temperature, seed, load.max_tokens))
 
         cpu_before, began_s = self._cpu_s(), time.perf_counter()
-        answers = await in_streams(load, answer)
+        came = await in_streams(load, answer)
         wall_s = time.perf_counter() - began_s
-        return LoopBlock(load, tuple(answers), wall_s, self._cpu_s() - cpu_before)
+        cpu_s = self._cpu_s() - cpu_before
+        return LoopBlock(load, came.answers, wall_s, cpu_s, came.asked_s, came.busy_s)

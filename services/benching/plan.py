@@ -45,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large blocks are: a block asks `prompts` prompts, and at least one a stream.
+    """How large blocks are: a block asks `prompts` prompts, and at more than one stream `turns` a stream.
 
     `nonce` stands in every tag and label: a gateway that was measured before knows neither.
     """
@@ -54,6 +54,7 @@ class Sizes:
     max_tokens: int
     seed: int
     nonce: str = ""
+    turns: int = 2
 
 
 def pair_loads(cell: Cell, pair: int, sizes: Sizes) -> list[Load]:
@@ -85,7 +86,7 @@ def _load(cell: Cell, pair: int, arm: str, sizes: Sizes) -> Load:
 
 def _prompts(cell: Cell, pair: int, arm: str, sizes: Sizes) -> tuple[Prompt, ...]:
     given = cell.workload.prompts
-    count = max(sizes.prompts, cell.streams)
+    count = max(sizes.prompts, cell.streams * sizes.turns if cell.streams > 1 else 1)
     picked = []
     for at in range(count):
         prompt = given[((pair + 1) * count + at) % len(given)]

@@ -69,10 +69,40 @@ async def test_so_many_streams_run_at_once_and_answers_come_in_order() -> None:
         running -= 1
         return _answer(prompt)
 
-    answers = await in_streams(_load(streams=3, prompts=7), answer)
+    came = await in_streams(_load(streams=3, prompts=7), answer)
     assert most == 3
-    assert [given.prompt_id for given in answers] == [f"p{at}" for at in range(7)]
+    assert [given.prompt_id for given in came.answers] == [f"p{at}" for at in range(7)]
     assert sorted(seeds) == list(range(100, 107))
+
+
+async def test_it_is_measured_while_every_stream_has_work() -> None:
+    short, slow = asyncio.Event(), asyncio.Event()
+
+    async def answer(prompt: Prompt, seed: int) -> Answer:
+        if prompt.id == "p0":  # one stream is busy with it until the other has found nothing waiting
+            await slow.wait()
+            return Answer(prompt.id, 3, (1, 2), (0.0, 3600.0), 3600.0, 0.0)
+        if prompt.id == "p2":
+            short.set()
+        return Answer(prompt.id, 3, (1, 2, 3), (0.0, 0.0, 0.0), 0.1, 0.0)
+
+    load = _load(streams=2, prompts=3)
+    loop = asyncio.create_task(in_streams(load, answer))
+    await short.wait()
+    slow.set()
+    came = await loop
+    assert came.busy_s is not None
+    block = LoopBlock(load, came.answers, 3600.0, 0.0, came.asked_s, came.busy_s)
+    assert (block.given, block.timed_tokens) == (8, 7)
+    assert block.timed_s == came.busy_s
+    assert LoopBlock(load, came.answers, 3600.0, 0.0).timed_tokens == 8
+
+
+async def test_streams_of_one_prompt_each_are_measured_to_their_end() -> None:
+    async def answer(prompt: Prompt, seed: int) -> Answer:
+        return _answer(prompt)
+
+    assert (await in_streams(_load(streams=3, prompts=3), answer)).busy_s is None
 
 
 class _Side:

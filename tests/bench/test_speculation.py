@@ -101,7 +101,7 @@ def test_fixed_arms_are_scouted_and_the_best_are_paired_beside_off_and_auto() ->
     alone = {load.arm for load in pairs if (load.streams, load.temperature) == (1, 0.0)}
     assert alone == {"off", "auto", "ngram-4", "hybrid-4", PEER_ASSISTED}
     assert {load.arm for load in pairs if load.streams == 8} == {"off", "auto", "ngram-4", "model-4"}
-    assert all(len(load.prompts) == max(3, load.streams) for load in pairs)
+    assert {(load.streams, len(load.prompts)) for load in pairs} == {(1, 3), (8, 16)}
     assert {load.temperature for load in pairs} == {0.0, 0.7}
 
 
@@ -118,12 +118,12 @@ def test_prompts_are_cached_for_all_arms_by_a_block_that_does_not_count() -> Non
             assert len(labels) == len(group)
 
 
-def test_the_default_plan_is_about_half_an_hour_at_plain_decoding_s_pace() -> None:
+def test_the_default_plan_is_below_an_hour_at_plain_decoding_s_pace() -> None:
     options = SpeculationOptions()
     fixed = tuple(f"{name}-{k}" for name in options.strategies for k in options.k)
     planner = Planner(options, fixed, (PEER_ASSISTED,))
     loads = [*planner.warm_up(), *planner.scouts(), *planner.pairs(planner.choose([]))]
-    assert 25 * 60 < estimate_s(loads, options) < 35 * 60
+    assert 40 * 60 < estimate_s(loads, options) < 60 * 60
 
 
 # ------------------------------------------------------------------------------------------- goals --

@@ -95,8 +95,8 @@ def test_under_one_label_no_prompt_comes_twice_and_no_other_arm_answers() -> Non
 
 def test_more_streams_than_prompts_ask_some_again_under_another_label() -> None:
     (load,) = pair_loads(Cell(WORKLOAD, 8, 0.7, ("off",)), 0, SIZES)
-    assert len(load.prompts) == 8
-    assert len({(prompt.id, prompt.label) for prompt in load.prompts}) == 8
+    assert len(load.prompts) == 8 * SIZES.turns
+    assert len({(prompt.id, prompt.label) for prompt in load.prompts}) == len(load.prompts)
 
 
 # ---------------------------------------------------------------------------------------- workloads --
