@@ -54,7 +54,7 @@ class Habits:
     alpha: the chance that a draft token is right if all before it were, be it verified or not; recovery: that
     the one after a wrong one is; voice: that a proposal has any token; taken: that of offered tokens any is
     verified; verified: how many then are; token_ns: what drafting one takes, and share_ns: the share of the
-    session in that.
+    session in that; quiet: verdicts since any were asked for.
     """
 
     alpha: float = 0.6
@@ -65,6 +65,7 @@ class Habits:
     token_ns: float = 0.0
     share_ns: float = 0.0
     tokens: int = 0
+    quiet: int = 0
 
     def saw_token(self, weight: float, *, right: bool) -> None:
         """A draft token was right, or the first that was not."""
@@ -144,7 +145,6 @@ class Speculation:
         self._shared = (self._workload, book.overall(spec.strategy))
         self._book = book
         self.habits = replace(self._workload, tokens=0)
-        self._quiet = 0
         self._proved = False
 
     def saw_proposal(self, came: int, latency_ns: int, compute_ns: int, sessions: int) -> None:
@@ -189,7 +189,9 @@ class Speculation:
 
     def saw_verdict(self, *, offered: bool, verified: int) -> None:
         """A verdict came; draft tokens for it had been `offered`, or not."""
-        self._quiet += 1
+        self.habits.quiet += 1
+        # So that a workload of short answers is tried as often.
+        self._workload.quiet = self.habits.quiet
         if not offered:
             return
         self.habits.saw_verdict(verified, _SESSION)
@@ -217,11 +219,11 @@ class Speculation:
             return self._proposal()
         worth = self._worth(self._proposal(), 1.0)
         if worth:
-            self._quiet = 0
+            self.habits.quiet = 0
             return worth
-        if self._quiet < self._probe_after():
+        if self.habits.quiet < self._probe_after():
             return 0
-        self._quiet = 0
+        self.habits.quiet = 0
         self._proved = False
         return min(_PROBE_TOKENS, self._k)
 
