@@ -1,8 +1,10 @@
-"""Run a command that dies with its parent: `python guard.py PARENT_PID COMMAND ARGS...`.
+"""Run a command that dies with its parent: `python guard.py PARENT_PID NICENESS COMMAND ARGS...`.
 
 Asks Linux to SIGKILL this process when its parent ends (prctl PR_SET_PDEATHSIG, which survives execve), then
 becomes the command, under the same pid. The parent may have ended before the request took hold: then the
 process has another parent by now, and nothing is started. Elsewhere than on Linux the command runs unguarded.
+
+It is made nicer by NICENESS first: another part of the machine's work goes before it.
 
 Run by path, without site-packages (`python -I -S`), so that it costs some 10 ms: the standard library only.
 """
@@ -20,12 +22,13 @@ _NOT_FOUND = 127
 
 
 def main(argv: list[str]) -> int:
-    """Become `argv[1:]`, tied to the parent of pid `argv[0]`; returns only if that cannot be."""
-    parent, command = int(argv[0]), argv[1:]
+    """Become `argv[2:]`, tied to the parent of pid `argv[0]`; returns only if that cannot be."""
+    parent, niceness, command = int(argv[0]), int(argv[1]), argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         return _ORPHANED
+    os.nice(niceness)
     try:
         os.execvp(command[0], command)  # noqa: S606  # no shell is what is wanted
     except OSError as error:

@@ -56,13 +56,17 @@ class ReadyBy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
-    """What to run, and when: `command` is given what the parts named in `after` said."""
+    """What to run, and when: `command` is given what the parts named in `after` said.
+
+    A `niceness` above 0 lets the other parts go before it where cores are few.
+    """
 
     name: str
     command: Callable[[Facts], Sequence[str]]
     after: tuple[str, ...] = ()
     ready_by: ReadyBy = ReadyBy.PIPE
     socket: Path | None = None
+    niceness: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,8 @@ class Part:
             raise RuntimeError(
                 "parts are tied to the thread that starts them: start them from the main thread"
             )
-        guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command]
+        guard_args = [str(os.getpid()), str(self.spec.niceness)]
+        guarded = [sys.executable, "-I", "-S", guard.__file__, *guard_args, *command]
         with self.log.open("ab") as log:
             kwargs = {"stdout": log, **kwargs}
             self._process = await asyncio.create_subprocess_exec(

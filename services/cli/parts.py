@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NO_DRAFT_MODEL = "none"
+# On a machine that all parts share, a pass of the target is what everyone waits for.
+_DRAFT_NICENESS = 10
 
 
 def stack_parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
@@ -145,7 +147,8 @@ def _draft(name: str, options: StackOptions) -> PartSpec:
         return python_module("services.draft", *args, *options.extra_args.get("draft", ()))
 
     store = _store_part(options) if drafts_register(options) else ()
-    return PartSpec(name, command, after=("model", *(("draft-model",) if has_model else ()), *store))
+    after = ("model", *(("draft-model",) if has_model else ()), *store)
+    return PartSpec(name, command, after=after, niceness=_DRAFT_NICENESS)
 
 
 def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSpec:

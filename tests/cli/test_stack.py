@@ -231,10 +231,22 @@ def test_no_process_outlives_the_supervisor(supervisor: subprocess.Popen[str], s
 
 
 def test_the_guard_starts_nothing_for_a_parent_that_has_gone() -> None:
-    command = [sys.executable, "-I", "-S", guard.__file__, "1", "/bin/echo", "started"]
+    command = [sys.executable, "-I", "-S", guard.__file__, "1", "0", "/bin/echo", "started"]
     ended = subprocess.run(command, capture_output=True, check=False, timeout=10)
     assert ended.returncode == 70
     assert ended.stdout == b""
+
+
+def test_a_nicer_part_goes_behind_the_others() -> None:
+    script = "import os; print(os.nice(0))"
+    told = []
+    for niceness in (0, 3):
+        guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(niceness)]
+        ended = subprocess.run(
+            [*guarded, sys.executable, "-c", script], capture_output=True, check=True, timeout=30
+        )
+        told.append(int(ended.stdout))
+    assert told[1] == min(19, told[0] + 3)
 
 
 def test_the_real_parts_are_wired_to_one_another(tmp_path: Path) -> None:
