@@ -36,6 +36,10 @@ class Calibration:
         self._verified = [0.0] * buckets
         self._accepted = [0.0] * buckets
 
+    def narrowed(self) -> Calibration:
+        """A new one for a part of what this one is for, which learns with it."""
+        return Calibration(len(self._prior), self._prior, self._strength, self)
+
     def chance(self, bucket: int) -> float:
         """That a guess of this bucket is accepted where all before it are; in [0, 1]."""
         prior = self._prior[bucket] if self._overall is None else self._overall.chance(bucket)

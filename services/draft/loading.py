@@ -12,7 +12,7 @@ from services.core import strategies
 from services.core.blocks import BLOCK_TOKENS
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
-from services.draft.strategies.hybrid import HybridStrategy
+from services.draft.strategies.lookups import Lookups
 from services.draft.strategies.ngram import NgramStrategy
 from services.draft.strategies.none import NoneStrategy
 
@@ -34,18 +34,15 @@ class Loaded:
 
 def load_drafter(settings: DraftSettings) -> Loaded:
     """Load what the settings name; blocks. Raises CallerFault if a model or tokenizer cannot be served."""
-    lookup = NgramStrategy()
-    offered: dict[str, Strategy] = {strategies.NGRAM: lookup, strategies.NONE: NoneStrategy()}
+    lookups = Lookups()
+    offered: dict[str, Strategy] = {strategies.NGRAM: NgramStrategy(lookups), strategies.NONE: NoneStrategy()}
     if settings.oracle_answers is not None:
         from services.draft.strategies.oracle import OracleStrategy  # noqa: PLC0415  # for tests alone
 
         offered[strategies.ORACLE] = OracleStrategy(settings.oracle_answers, settings.oracle_spoil)
     model = _load_model(settings)
     if model is not None:
-        from services.draft.strategies.model import ModelStrategy  # noqa: PLC0415  # imports torch
-
-        drafting = ModelStrategy(model)
-        offered |= {strategies.MODEL: drafting, strategies.HYBRID: HybridStrategy(lookup, drafting)}
+        offered |= _of_model(model, lookups)
     info = DraftInfo(
         model=model.info.name if model else "",
         tokenizer_hash=_tokenizer_hash(settings, model),
@@ -61,6 +58,15 @@ def load_drafter(settings: DraftSettings) -> Loaded:
         max_batch=settings.max_batch,
     )
     return Loaded(drafter, info)
+
+
+def _of_model(model: CausalModel, lookups: Lookups) -> dict[str, Strategy]:
+    from services.draft.strategies.hybrid import HybridStrategy  # noqa: PLC0415  # imports torch, as do these
+    from services.draft.strategies.model import ModelStrategy  # noqa: PLC0415
+    from services.draft.strategies.steps import ModelSteps  # noqa: PLC0415
+
+    steps = ModelSteps(model)
+    return {strategies.MODEL: ModelStrategy(steps), strategies.HYBRID: HybridStrategy(lookups, steps)}
 
 
 def _load_model(settings: DraftSettings) -> CausalModel | None:

@@ -19,6 +19,7 @@ from services.draft.items import DraftInfo
 from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
 from services.draft.strategies.model import ModelStrategy
+from services.draft.strategies.steps import ModelSteps
 from tests.target.items import slice_of
 from tests.target.tiny import VOCAB, load_tiny_model
 
@@ -152,7 +153,7 @@ async def serving(
 @asynccontextmanager
 async def gating(tiny: Path, **given: Any) -> AsyncIterator[tuple[Gated, Stream, Serving]]:
     """A draft with the model in `tiny` whose steps are allowed one by one, and a stream to it."""
-    gated = Gated(ModelStrategy(load_tiny_model(tiny, kv_blocks=256)))
+    gated = Gated(ModelStrategy(ModelSteps(load_tiny_model(tiny, kv_blocks=256))))
     async with serving(gated, **given) as draft:
         try:
             yield gated, Stream(draft.stub), draft

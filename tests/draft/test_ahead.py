@@ -10,6 +10,7 @@ import pytest
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.draft.strategies.model import ModelStrategy
+from services.draft.strategies.steps import ModelSteps
 from tests.draft.steps import Gated, item, serving
 from tests.target.items import GREEDY
 from tests.target.tiny import VOCAB, load_tiny_model
@@ -28,7 +29,7 @@ either = pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sam
 @pytest.fixture
 async def draft(tiny: Path) -> AsyncIterator[tuple[Serving, Gated]]:
     """A draft that runs freely, and its steps."""
-    gated = Gated(ModelStrategy(load_tiny_model(tiny, kv_blocks=512)))
+    gated = Gated(ModelStrategy(ModelSteps(load_tiny_model(tiny, kv_blocks=512))))
     gated.open()
     async with serving(gated, max_sessions=400, max_tokens=8192) as serves:
         yield serves, gated

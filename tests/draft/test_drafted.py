@@ -24,7 +24,8 @@ def test_every_guess_is_judged_once_and_rightly(
         right = tokens == truth[: len(tokens)]
         return favoured[len(tokens)] if right else 9
 
-    session, drafted = DraftSession(), Drafted()
+    session = DraftSession()
+    drafted: Drafted[int] = Drafted()
     fed: list[int] = []
     judged: dict[int, bool] = {}
     confirmed = 1
@@ -34,10 +35,10 @@ def test_every_guess_is_judged_once_and_rightly(
         for _ in range(ahead):
             tokens = [*tokens, 8 if astray else guess(tokens)]
         session.tokens, session.confirmed = tokens, confirmed
-        for position, accepted in drafted.compare(session, agreement(fed, tokens)):
+        for position, guessed, right in drafted.compare(session, agreement(fed, tokens)):
             assert position < confirmed
             assert position not in judged
-            judged[position] = accepted
+            judged[position] = guessed == right
         ready = drafted.ready(len(tokens), asked, "rules")
         grown = list(tokens)
         for token, position in ready:
@@ -52,7 +53,8 @@ def test_every_guess_is_judged_once_and_rightly(
 
 
 def test_guesses_drawn_by_other_rules_are_judged_but_not_used() -> None:
-    session, drafted = DraftSession(), Drafted()
+    session = DraftSession()
+    drafted: Drafted[int] = Drafted()
     session.tokens, session.confirmed = [5], 1
     assert drafted.compare(session, 1) == []
     assert drafted.ready(1, 3, "rules") == []
@@ -62,4 +64,4 @@ def test_guesses_drawn_by_other_rules_are_judged_but_not_used() -> None:
     assert drafted.compare(session, 3) == []
     assert drafted.ready(2, 3, "other rules") == []
     session.tokens, session.confirmed = [5, 6, 4], 3
-    assert drafted.compare(session, 2) == [(0, True)]
+    assert drafted.compare(session, 2) == [(0, 6, 6)]

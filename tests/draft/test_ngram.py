@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.draft.strategies.base import DraftSession
+from services.draft.strategies.lookups import Lookups
 from services.draft.strategies.ngram import NgramStrategy
 from tests.draft.jobs import job_of
 
@@ -50,7 +51,7 @@ class Talk:
 
 
 def test_it_guesses_what_followed_and_says_how_likely_that_is() -> None:
-    guess = Talk(NgramStrategy(), [5, 6, 7, 8, 9, 5, 6]).guess
+    guess = Talk(NgramStrategy(Lookups()), [5, 6, 7, 8, 9, 5, 6]).guess
     assert guess.tokens == [7, 8, 9, 5]
     assert guess.done
     # A match of two: believed to go on with 2 / 4, then 3 / 5 of those, ...
@@ -58,18 +59,18 @@ def test_it_guesses_what_followed_and_says_how_likely_that_is() -> None:
 
 
 def test_nothing_is_guessed_of_what_never_was() -> None:
-    assert Talk(NgramStrategy(), [1, 2, 3, 4]).guess.tokens == []
-    assert Talk(NgramStrategy(), [5, 6, 5]).ask(k=0).tokens == []
+    assert Talk(NgramStrategy(Lookups()), [1, 2, 3, 4]).guess.tokens == []
+    assert Talk(NgramStrategy(Lookups()), [5, 6, 5]).ask(k=0).tokens == []
 
 
 def test_guesses_end_after_a_stop_token() -> None:
     session = DraftSession()
     job = job_of(session, [5, 6, 2, 8, 5], 4, stop_token_ids=frozenset([2, 3]))
-    assert NgramStrategy().begin([job])[0].tokens == [6, 2]
+    assert NgramStrategy(Lookups()).begin([job])[0].tokens == [6, 2]
 
 
 def test_what_is_ahead_is_followed_and_forgotten() -> None:
-    talk = Talk(NgramStrategy(), [5, 6, 7, 8, 9, 1, 5])
+    talk = Talk(NgramStrategy(Lookups()), [5, 6, 7, 8, 9, 1, 5])
     assert talk.guess.tokens == [6, 7, 8, 9]
     assert talk.ask(ahead=(6, 7), k=2).tokens == [8, 9]
     # It went otherwise: nothing of (6, 7) is known of the second 5.
@@ -78,7 +79,7 @@ def test_what_is_ahead_is_followed_and_forgotten() -> None:
 
 
 def test_being_right_raises_survival() -> None:
-    strategy = NgramStrategy()
+    strategy = NgramStrategy(Lookups())
     period = [1, 2, 3, 4, 5, 6, 7, 8]
     talk = Talk(strategy, period * 3)
     before = talk.guess.survival[0]
@@ -89,7 +90,7 @@ def test_being_right_raises_survival() -> None:
 
 
 def test_being_wrong_lowers_survival() -> None:
-    strategy = NgramStrategy()
+    strategy = NgramStrategy(Lookups())
     before = Talk(strategy, [5, 6, 8, 9, 5]).guess.survival[0]
     talk = Talk(strategy, [0])
     for i in range(20):
@@ -99,7 +100,7 @@ def test_being_wrong_lowers_survival() -> None:
 
 
 def test_what_hardly_survives_is_not_proposed() -> None:
-    strategy = NgramStrategy()
+    strategy = NgramStrategy(Lookups())
     talk = Talk(strategy, [0])
     for i in range(400):
         talk.ask(7)
@@ -108,7 +109,7 @@ def test_what_hardly_survives_is_not_proposed() -> None:
 
 
 def test_nothing_is_learnt_of_guesses_that_are_ahead() -> None:
-    strategy = NgramStrategy()
+    strategy = NgramStrategy(Lookups())
     talk = Talk(strategy, [5, 6, 7, 8, 9, 5])
     before = list(talk.guess.survival)
     for _ in range(50):
@@ -117,7 +118,7 @@ def test_nothing_is_learnt_of_guesses_that_are_ahead() -> None:
 
 
 def test_other_sessions_learn_from_an_answer_of_their_kind() -> None:
-    strategy = NgramStrategy()
+    strategy = NgramStrategy(Lookups())
     Talk(strategy, PROMPT, workload="code").ask(10, 11, 12, 13)
     same = Talk(strategy, [50, 51], workload="code")
     assert same.ask(10, 11).tokens == [12, 13]
@@ -134,7 +135,7 @@ def test_nothing_of_a_tenant_surfaces_in_what_another_is_proposed(
     said: list[tuple[bool, bool, list[int]]], own_salt: bytes
 ) -> None:
     """Proposals and their survival are those of a strategy that never saw the other tenant."""
-    shared, alone = NgramStrategy(), NgramStrategy()
+    shared, alone = NgramStrategy(Lookups()), NgramStrategy(Lookups())
     foreign = [Talk(shared, [0, 1], salt=b"other"), Talk(shared, [1], salt=b"other")]
     pairs = [[Talk(strategy, [2, i], salt=own_salt) for strategy in (shared, alone)] for i in range(2)]
     for is_foreign, first, tokens in said:
@@ -151,25 +152,25 @@ def test_a_session_whose_tokens_changed_is_begun_anew(
     changes: list[tuple[int, list[int], list[int]]],
 ) -> None:
     """However it was cut back and went on, it is proposed what a session is that came so at once."""
-    strategy, session, tokens = NgramStrategy(), DraftSession(), [0]
+    strategy, session, tokens = NgramStrategy(Lookups()), DraftSession(), [0]
     for i, (kept, more, ahead) in enumerate(changes):
         tokens = [*tokens[:kept], *more]
         # A tenant of its own each time, so that the session's own tokens are all there is.
         ask = partial(job_of, tokens=[*tokens, *ahead], k=4, ahead=len(ahead), salt=bytes([i]))
         (here,) = strategy.begin([ask(session, prompt_len=len(tokens))])
-        (there,) = NgramStrategy().begin([ask(DraftSession(), prompt_len=len(tokens))])
+        (there,) = NgramStrategy(Lookups()).begin([ask(DraftSession(), prompt_len=len(tokens))])
         assert (here.tokens, here.survival) == (there.tokens, there.survival)
 
 
 def test_a_session_can_go() -> None:
-    strategy = NgramStrategy()
+    strategy = NgramStrategy(Lookups())
     gone = weakref.ref(Talk(strategy, [5, 6, 7, 5]).session)
     gc.collect()
     assert gone() is None
 
 
 def test_kinds_are_bounded_the_last_used_stay() -> None:
-    strategy = NgramStrategy()
+    strategy = NgramStrategy(Lookups())
     Talk(strategy, PROMPT, workload="first").ask(10, 11, 12)
     Talk(strategy, PROMPT, workload="used").ask(10, 11, 12)
     for i in range(31):
@@ -180,7 +181,7 @@ def test_kinds_are_bounded_the_last_used_stay() -> None:
 
 
 def test_a_long_prompt_is_followed_a_piece_a_step() -> None:
-    strategy, session = NgramStrategy(), DraftSession()
+    strategy, session = NgramStrategy(Lookups()), DraftSession()
     tokens = [*range(3000), 1, 2]
     (guess,) = strategy.begin([job_of(session, tokens, 3)])
     steps = 0
@@ -197,7 +198,7 @@ def test_a_long_prompt_is_followed_a_piece_a_step() -> None:
 
 def test_a_long_session_takes_no_longer() -> None:
     """One new token of 8,000: as fast as the machine allows, and far from looking through all of them."""
-    talk = Talk(NgramStrategy(), [i * i % 1009 for i in range(8000)])
+    talk = Talk(NgramStrategy(Lookups()), [i * i % 1009 for i in range(8000)])
     while not talk.guess.done:
         talk.ask()
     times = []

@@ -11,6 +11,7 @@ from opentelemetry.trace import SpanKind
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.draft.strategies.model import ModelStrategy
+from services.draft.strategies.steps import ModelSteps
 from tests.draft.steps import item, serving
 from tests.target.tiny import load_tiny_model
 
@@ -28,7 +29,7 @@ async def test_an_item_is_a_span_and_every_step_names_its_sessions(tiny: Path) -
         item([5, 9, 2], k, name, traceparent=f"00-{TRACES[name]:032x}-{1:016x}-01")
         for name, k in (("a", 3), ("b", 1))
     ]
-    strategy = ModelStrategy(load_tiny_model(tiny, kv_blocks=64))
+    strategy = ModelStrategy(ModelSteps(load_tiny_model(tiny, kv_blocks=64)))
     async with serving(strategy, tracer=provider.get_tracer("test")) as draft:
         await draft.stub.Propose(pb.ProposeRequest(items=asked))
     spans = exported.get_finished_spans()

@@ -1,89 +1,119 @@
-"""Prompt lookup where it is expected to be accepted further than the model; the model everywhere else."""
+"""Token by token, what a lookup or a model says, whichever has been right more often of late.
+
+Where a lookup is nearly sure, the model is not asked: a copied passage costs no step. Elsewhere the model
+takes a step, and the likelier of both is guessed (`opinions.py`); a token that both say is surer than either
+alone. So a draft copies while there is something to copy, and goes on by itself at once where there is not.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from services.core.calibration import Calibration
-from services.core.hindsight import Hindsight
+from services.core.content import agreement
 from services.core.last_used import LastUsed
+from services.draft.strategies.drafted import Drafted
+from services.draft.strategies.lookups import kind_of
+from services.draft.strategies.matches import PRIOR, class_of
+from services.draft.strategies.opinions import Opined, Opinions, Said
+from services.draft.strategies.steps import SteppedGuess, rules_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.draft.strategies.base import DraftJob, DraftSession, Guess, Strategy
-    from services.draft.strategies.ngram import Kind
+    from services.draft.strategies.base import DraftJob, DraftSession, Guess
+    from services.draft.strategies.lookups import Following, Kind, Lookups
+    from services.draft.strategies.steps import ModelSteps
 
-_MOST_KINDS = 1024
-# What the model's acceptance is told apart by: the position in its proposal, the last for all beyond.
-_POSITIONS = 16
-_PRIOR = 0.5
-_STRENGTH = 10.0
+_WORKLOADS = 256
+# A token that survives more seldom is not worth a step.
+_LEAST_SURVIVAL = 0.03
+
+
+@dataclass(slots=True)
+class _Session:
+    """What is known of a session: `known` are its tokens and its guesses, at the last look."""
+
+    known: list[int] = field(default_factory=list)
+    drafted: Drafted[Opinions] = field(default_factory=Drafted)
 
 
 class HybridStrategy:
-    """`lookup` is asked for each guess, and is done at once; `model` only for those that it drafts."""
+    """`steps` are those of the model; what came of both is learnt by tenant and workload."""
 
-    def __init__(self, lookup: Strategy, model: Strategy) -> None:
-        self._lookup = lookup
-        self._model = model
-        self._drafted: WeakKeyDictionary[DraftSession, Hindsight] = WeakKeyDictionary()
-        self._chances: LastUsed[Kind, Calibration] = LastUsed(_chances, _MOST_KINDS)
-        self._overall: LastUsed[bytes, Calibration] = LastUsed(_chances, _MOST_KINDS)
+    def __init__(self, lookups: Lookups, steps: ModelSteps) -> None:
+        self._lookups = lookups
+        self._steps = steps
+        self._sessions: WeakKeyDictionary[DraftSession, _Session] = WeakKeyDictionary()
+        self._following: WeakKeyDictionary[DraftSession, Following] = WeakKeyDictionary()
+        self._opined: LastUsed[Kind, Opined] = LastUsed(Opined, _WORKLOADS)
+        self._overall: LastUsed[bytes, Opined] = LastUsed(Opined, _WORKLOADS)
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
         """See `Strategy.begin`."""
-        for job in jobs:
-            if waiting := self._drafted.get(job.session):
-                waiting.confirm(job.session.tokens[: job.session.confirmed])
-        guesses = self._lookup.begin(jobs)
-        drafted = [i for i, guess in enumerate(guesses) if not self._stands(guess)]
-        for i, guess in zip(drafted, self._model.begin([jobs[i] for i in drafted]), strict=True):
-            guesses[i] = guess
-            self._expect(guess)
-        return guesses
+        return [self._begin(job) for job in jobs]
 
     def advance(self, guesses: Sequence[Guess]) -> None:
-        """See `Strategy.advance`: what is not done is the model's."""
-        self._model.advance(guesses)
+        """See `Strategy.advance`; while a long prompt is being fed, its guess gets no token."""
+        for drawn in self._steps.advance([guess for guess in guesses if isinstance(guess, SteppedGuess)]):
+            said = Opinions(self._found(drawn.guess), Said(drawn.token, drawn.bucket))
+            self._add(drawn.guess, said)
+            self._copy(drawn.guess)
 
-    def _chances_of(self, job: DraftJob) -> Calibration:
-        overall = self._overall.of(job.slice.key[0])
-        return self._chances.of(_kind(job), lambda: _chances(overall))
+    def _begin(self, job: DraftJob) -> SteppedGuess:
+        guess, tokens = self._steps.open(job), job.session.tokens
+        session, opined = self._sessions.setdefault(job.session, _Session()), self._opined_of(job)
+        for verdict in session.drafted.compare(job.session, agreement(session.known, tokens)):
+            opined.saw(verdict.evidence, verdict.confirmed)
+        session.known = list(tokens)
+        self._follow(job)
+        guess.limit = job.k  # a lookup knows no window
+        guess.settle()
+        for token, said in session.drafted.ready(len(tokens), guess.limit, rules_of(job.slice)):
+            guess.add(token, opined.choose(said)[1])
+            session.known.append(token)
+        self._copy(guess)
+        self._steps.cut_back(guess)
+        return guess
 
-    def _stands(self, guess: Guess) -> bool:
-        """Are as many of its tokens expected to be accepted as of the model's, as measured of late?
+    def _follow(self, job: DraftJob) -> None:
+        following = self._lookups.follow(job)
+        if following is None:
+            self._following.pop(job.session, None)
+        else:
+            self._following[job.session] = following
 
-        A lookup that is still following a long prompt need not be waited for: the model has work to do too.
-        """
-        return guess.done and sum(guess.survival) >= _expected(self._chances_of(guess.job), guess.job.k)
-
-    def _expect(self, guess: Guess) -> None:
+    def _found(self, guess: SteppedGuess) -> Said | None:
+        """What the lookup says of the next token."""
         session = guess.job.session
-        waiting = self._drafted.setdefault(session, Hindsight())
-        ahead = session.tokens[session.confirmed :]
-        saw = partial(_saw, self._chances_of(guess.job))
-        waiting.expect(session.confirmed, ahead, guess.tokens, saw)
+        following = self._following.get(session)
+        if following is None:
+            return None  # it is still following a long prompt
+        match = following.find([*session.tokens[session.confirmed :], *guess.tokens], 1)
+        if not match.found.tokens:
+            return None
+        by = class_of(match) + (0 if guess.job.slice.sampling.greedy else len(PRIOR))
+        return Said(match.found.tokens[0], by)
 
+    def _copy(self, guess: SteppedGuess) -> None:
+        """Go on with what the lookup is sure of; done where the model cannot go on after it."""
+        opined = self._opined_of(guess.job)
+        while not guess.done:
+            found = self._found(guess)
+            if found is None or not opined.sure(found):
+                guess.done = len(guess.tokens) >= guess.reach
+                return
+            self._add(guess, Opinions(found, None))
 
-def _expected(chances: Calibration, k: int) -> float:
-    """How many of `k` tokens of the model are accepted in the mean."""
-    expected, surviving = 0.0, 1.0
-    for i in range(k):
-        surviving *= chances.chance(min(i, _POSITIONS - 1))
-        expected += surviving
-    return expected
+    def _add(self, guess: SteppedGuess, said: Opinions) -> None:
+        token, chance = self._opined_of(guess.job).choose(said)
+        session = self._sessions[guess.job.session]
+        session.drafted.append(token, said)
+        session.known.append(token)
+        guess.add(token, chance)
+        guess.done = guess.done or guess.survival[-1] < _LEAST_SURVIVAL
 
-
-def _kind(job: DraftJob) -> Kind:
-    return job.slice.key[0], job.workload
-
-
-def _chances(overall: Calibration | None = None) -> Calibration:
-    return Calibration(_POSITIONS, [_PRIOR] * _POSITIONS, _STRENGTH, overall)
-
-
-def _saw(chances: Calibration, position: int, accepted: bool) -> None:
-    chances.saw(min(position, _POSITIONS - 1), accepted)
+    def _opined_of(self, job: DraftJob) -> Opined:
+        overall = self._overall.of(job.slice.key[0])
+        return self._opined.of(kind_of(job), overall.narrowed)

@@ -1,0 +1,91 @@
+"""Where the last tokens stood before: in each session's own tokens, and in recent answers of its kind.
+
+Answers are looked up in by sessions of their own tenant and workload alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakKeyDictionary
+
+from services.core.last_used import LastUsed
+from services.core.lookup import AnswerLookup, RecentAnswers, SessionLookup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.core.lookup import Found
+    from services.draft.strategies.base import DraftJob, DraftSession
+
+# Of sessions: the tenant's salt and the workload.
+Kind: TypeAlias = tuple[bytes, str]
+
+# Kinds whose answers are kept: 8 MB each at most.
+MOST_KINDS = 32
+# Tokens of a session that one step follows, some milliseconds: a long prompt must not hold up the others.
+_MOST_AT_ONCE = 1024
+# Of the tokens known already, how many are compared again beside those that the slice brings.
+_TAIL = 32
+
+
+def kind_of(job: DraftJob) -> Kind:
+    """Whose answers a session may look into."""
+    return job.slice.key[0], job.workload
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Tokens that followed a match before, and whether that was in the session's `own` tokens."""
+
+    found: Found
+    own: bool
+
+
+class Following:
+    """One session's lookups, which have followed all its confirmed tokens."""
+
+    def __init__(self, own: SessionLookup, answers: AnswerLookup) -> None:
+        self._own = own
+        self._answers = answers
+
+    def find(self, ahead: Sequence[int], count: int) -> Match:
+        """At most `count` tokens that followed the longer match of the session's tokens and `ahead`."""
+        own, answer = self._own.find(ahead, count), self._answers.find(ahead, count)
+        return Match(answer, own=False) if answer.matched > own.matched else Match(own, own=True)
+
+
+class _Answers:
+    """Of one kind; the lookups are kept here, so that nobody else keeps the answers of a dropped kind."""
+
+    def __init__(self) -> None:
+        self.recent = RecentAnswers()
+        self.lookups: WeakKeyDictionary[DraftSession, AnswerLookup] = WeakKeyDictionary()
+
+
+class Lookups:
+    """Of all sessions of a draft; strategies share one."""
+
+    def __init__(self) -> None:
+        self._sessions: WeakKeyDictionary[DraftSession, SessionLookup] = WeakKeyDictionary()
+        self._kinds: LastUsed[Kind, _Answers] = LastUsed(_Answers, MOST_KINDS)
+
+    def follow(self, job: DraftJob) -> Following | None:
+        """The session's lookups, nearer to its confirmed tokens; None while they are not there yet.
+
+        They are begun anew if the tokens are not those that they had.
+        """
+        answers = self._kinds.of(kind_of(job))
+        confirmed = job.session.tokens[: job.session.confirmed]
+        lookup = self._sessions.get(job.session)
+        # What stands before the slice its hash has vouched for.
+        if lookup is None or not lookup.agrees(confirmed, max(0, min(job.slice.start, len(lookup) - _TAIL))):
+            lookup = self._sessions[job.session] = SessionLookup()
+            answers.lookups.pop(job.session, None)
+        at = len(lookup)
+        lookup.follow(confirmed[at : at + _MOST_AT_ONCE])
+        among = answers.lookups.get(job.session)
+        if among is None:
+            among = answers.lookups[job.session] = AnswerLookup(answers.recent)
+        among.follow(confirmed, job.slice.prompt_len)
+        return Following(lookup, among) if len(lookup) == len(confirmed) else None
