@@ -43,6 +43,9 @@ def distill(  # noqa: PLR0913  # one parameter a flag
         Path | None, typer.Option(help="npz to measure on; else a part of the others.")
     ] = None,
     against: Annotated[Path | None, typer.Option(help="The present draft, to compare with.")] = None,
+    start: Annotated[
+        Path | None, typer.Option(help="A draft to go on from; layers that it lacks are added.")
+    ] = None,
     layers: Annotated[int, typer.Option(help="The target's first layers that it begins with.")] = 2,
     head: Annotated[int, typer.Option(help="Tokens that it can propose: the most frequent ones.")] = 8192,
     tokens: Annotated[int, typer.Option(help="Answer tokens to see in training.")] = 4_000_000,
@@ -83,6 +86,7 @@ def distill(  # noqa: PLR0913  # one parameter a flag
             held_out=held_out,
             self_prompts=self_prompts,
             against=against,
+            start=start,
             layers=layers,
             head=head,
             tokens=tokens,

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from services.core.errors import InvalidField
 from services.distill.checkpoint import load_checkpoint, save_checkpoint
 from services.distill.evaluation import Acceptance, as_table, evaluate, reference_of
 from services.distill.export import as_stored, read_draft, sharpened, write_draft
+from services.distill.growing import begin_from
 from services.distill.labels import Labels, hard_labels, head_rows, head_tokens, score, with_scored
 from services.distill.lines import kept_lines
 from services.distill.material import gather
@@ -26,6 +28,7 @@ from services.distill.training import Progress, Schedule, Training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -58,6 +61,7 @@ class _Job:
     held_out: Corpus
     heads: NDArray[np.int64]
     origin: dict[str, Any]
+    start: Llama | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,6 +80,7 @@ def distil(options: Options, reports: Reports) -> Distilled:
     target = read_target(options.target)
     target.refuse_layers(options.layers)
     present = None if options.against is None else read_draft(options.against, target)
+    start = None if options.start is None else _read_start(options.start, target)
     origin = origin_of(options, target)
     options.work.mkdir(parents=True, exist_ok=True)
     claim(options.work, origin)
@@ -83,7 +88,9 @@ def distil(options: Options, reports: Reports) -> Distilled:
     for corpus in (train, held_out):
         corpus.refuse_beyond(target.vocab)
     heads = head_tokens(train, target.vocab, min(options.head, target.vocab), target.end_tokens)
-    job = _Job(options, reports, target, train, held_out, heads, origin)
+    if start is not None:
+        heads = start[1]
+    job = _Job(options, reports, target, train, held_out, heads, origin, start and start[0])
     labels = _labelled(job)
     measure = _measurer(job)
     training = _trained(job, labels, measure)
@@ -94,6 +101,13 @@ def distil(options: Options, reports: Reports) -> Distilled:
     curve = _points(options)
     write_record(options, training.progress, (train, held_out), found, against)
     return Distilled(found, against, curve)
+
+
+def _read_start(folder: Path, target: Target) -> tuple[Llama, NDArray[np.int64]]:
+    try:
+        return read_draft(folder, target)
+    except InvalidField as fault:
+        raise InvalidField("start", fault.problem) from fault
 
 
 def _labelled(job: _Job) -> Labels:
@@ -125,6 +139,8 @@ def _trained(
 ) -> Training:
     options = job.options
     student = job.target.student(options.layers, torch.from_numpy(job.heads))
+    if job.start is not None:
+        begin_from(student, job.start)
     schedule = Schedule(
         options.tokens, options.batch, options.rate, hardness=options.hardness, seed=options.seed
     )

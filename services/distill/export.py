@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from services.distill.target import Target
 
 SHARPENING = 1.25
-_NORM = "model.norm.weight"
+NORM = "model.norm.weight"
 _LARGEST = 127
 _READABLE = 0o644
 _COPIED = (
@@ -50,7 +50,7 @@ def sharpened(student: Llama) -> Llama:
     """
     copy = Llama(student.shape, student.embedding, len(student.lm_head.weight))
     state = student.state_dict()
-    copy.load_state_dict(state | {_NORM: state[_NORM] * SHARPENING})
+    copy.load_state_dict(state | {NORM: state[NORM] * SHARPENING})
     return copy
 
 

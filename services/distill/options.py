@@ -34,7 +34,8 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`target` and `against` are directories; `work` keeps answers, labels and checkpoints of this run.
+    """`target`, `against` and `start` (a draft to go on from, with its head) are directories; `work` keeps
+    answers, labels and checkpoints of this run.
 
     Counts are of tokens unless named otherwise; `tokens` are answers' tokens seen in training, `checkpoint_s`
     seconds between checkpoints; `named` is what the target was called, its directory's name if empty.
@@ -48,6 +49,7 @@ class Options:
     held_out: Path | None = None
     self_prompts: int = 0
     against: Path | None = None
+    start: Path | None = None
     layers: int = 2
     head: int = 8192
     tokens: int = 4_000_000

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.core.errors import InvalidField
 from services.distill.export import write_json
+from services.engine.draft_directory import WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +35,7 @@ def origin_of(options: Options, target: Target) -> dict[str, Any]:
     held_out = () if options.held_out is None else (options.held_out,)
     return told | {
         "target_sha256": target.embedding_sha256(),
+        "start_sha256": _digests("start", () if options.start is None else (options.start / WEIGHTS,)),
         "prompts_sha256": _digests("prompts", options.prompts),
         "corpus_sha256": _digests("corpus", options.corpus),
         "held_out_sha256": _digests("held_out", held_out),

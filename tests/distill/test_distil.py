@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from services.common.tokenizer_hash import tokenizer_hash
+from services.core.errors import InvalidField
 from services.distill.corpus import read_corpus
 from services.distill.distil import distil
-from services.distill.export import read_draft, write_draft
+from services.distill.export import SHARPENING, read_draft, write_draft
+from services.distill.growing import begin_from
 from services.distill.labels import head_tokens
 from services.distill.options import Options
 from services.distill.target import read_target
@@ -159,3 +161,23 @@ def test_the_head_is_the_most_frequent_tokens(options: Options) -> None:
     others = np.delete(counts, heads)
     assert 1 in heads
     assert others.max() <= counts[[token for token in heads if token != 1]].min()
+
+
+def test_training_goes_on_from_a_draft_with_a_layer_more(options: Options, distilled: Distilled) -> None:
+    folder = options.out.parent
+    grown = replace(options, start=options.out, layers=2, tokens=6_000, rate=0.001, out=folder / "grown")
+    found = distil(replace(grown, work=folder / "grown.work"), Collected()).found["all"]
+    assert found.greedy >= distilled.found["all"].greedy
+    assert json.loads((grown.out / "config.json").read_text())["num_hidden_layers"] == 2
+
+
+def test_a_layer_more_changes_nothing_at_first(options: Options, distilled: Distilled) -> None:
+    target = read_target(options.target)
+    draft, heads = read_draft(options.out, target)
+    student = target.student(2, torch.from_numpy(heads))
+    begin_from(student, draft)
+    tokens, rows = torch.arange(2, 12)[None], torch.arange(10)
+    states, same = student.states(tokens, rows), draft.states(tokens, rows)
+    torch.testing.assert_close(states * SHARPENING, same)
+    with pytest.raises(InvalidField, match="start"):
+        begin_from(target.student(1, torch.from_numpy(heads)), student)
