@@ -64,6 +64,7 @@ class Habits:
     verified: float = 4.0
     token_ns: float = 0.0
     share_ns: float = 0.0
+    others_ns: float = 0.0
     tokens: int = 0
 
     def saw_token(self, weight: float, *, right: bool) -> None:
@@ -79,8 +80,11 @@ class Habits:
         """A proposal of so many tokens, which took the draft so long, for so many sessions at once."""
         self.voice += weight * ((came > 0) - self.voice)
         if came:
-            self.token_ns = _mean(self.token_ns, compute_ns / came, weight)
-            self.share_ns = _mean(self.share_ns, compute_ns / came / max(1, sessions), weight)
+            share = 1.0 / max(1, sessions)
+            token_ns = compute_ns / came
+            self.token_ns = _mean(self.token_ns, token_ns, weight)
+            self.share_ns = _mean(self.share_ns, token_ns * share, weight)
+            self.others_ns += weight * (token_ns * share * (1.0 - share) - self.others_ns)
 
     def saw_verdict(self, verified: int, weight: float) -> None:
         """Draft tokens were offered, and so many verified."""
@@ -238,7 +242,9 @@ class Speculation:
         habits = self.habits
         if not self._book.share_ns:
             return most  # nothing was measured yet
-        value, cost = self._book.share_ns * sure, self._book.row_ns + habits.share_ns
+        value, cost = self._book.share_ns * sure, self._book.row_ns
+        if sure < 1.0:
+            cost += habits.others_ns
         alpha = self.alpha
         count, gain = 0, 0.0
         while count < most:
@@ -262,7 +268,7 @@ class Speculation:
             return self._k
         habits = self.habits
         took_ns = self._book.pass_ns + self.message_ns
-        if not took_ns or not habits.token_ns:
+        if not self._book.pass_ns or not habits.token_ns:
             return min(self._k, _FIRST_TOKENS)
         token_ns = habits.token_ns + self._book.row_ns
         alpha = self.alpha
