@@ -136,18 +136,25 @@ class Due:
 
 
 def linger_until(
-    due: Sequence[Due], *, sessions: int, now: int, latest: int, pass_ns: Callable[[int], float]
+    due: Sequence[Due],
+    *,
+    sessions: int,
+    now: int,
+    latest: int,
+    pass_ns: Callable[[int], float],
+    here: Sequence[float] = (),
 ) -> int | None:
     """Until when a pass of `sessions` rows had better wait for some of the `due`; None: not at all.
 
-    Never beyond `latest`. `pass_ns` is the time of a pass over so many rows.
+    Never beyond `latest`. `pass_ns` is the time of a pass over so many rows; `here` are the chances of the
+    draft tokens that are here already.
     """
     best: int | None = None
     best_gain = 1.0
     coming = sorted((one for one in due if now < one.at_ns <= latest), key=lambda one: one.at_ns)
     for count in _counts(len(coming)):
         at_ns = coming[count - 1].at_ns
-        gain = _gain(coming[:count], at_ns - now, sessions, pass_ns)
+        gain = _gain(coming[:count], at_ns - now, sessions, pass_ns, here)
         if gain > best_gain:
             best, best_gain = math.ceil(at_ns), gain
     return best
@@ -158,30 +165,33 @@ def _counts(most: int) -> list[int]:
     return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most] if most else []
 
 
-def _gain(due: Sequence[Due], wait_ns: float, sessions: int, pass_ns: Callable[[int], float]) -> float:
-    """How many times as many tokens per time lingering confirms as going on does."""
-    plain_ns = pass_ns(sessions)
-    late = math.ceil(wait_ns / plain_ns)
-    return _rate(due, 0, sessions, wait_ns, 0, pass_ns) / _rate(
-        due, late, sessions, late * plain_ns, late * sessions, pass_ns
-    )
-
-
-def _rate(
+def _gain(
     due: Sequence[Due],
-    late: int,
+    wait_ns: float,
     sessions: int,
-    before_ns: float,
-    before: int,
     pass_ns: Callable[[int], float],
+    here: Sequence[float],
 ) -> float:
-    """Tokens per time, by the end of a pass with such of the hints' rows as pay.
+    """How many times as many tokens per time lingering confirms as going on does."""
+    coming = [chance for one in due for chance in one.survival(0)]
+    tokens, took_ns = _pass([*here, *coming], sessions, pass_ns)
+    lingering = tokens / (wait_ns + took_ns)
+    # The first pass has what is here; after some plain ones another has what is left of the rest.
+    tokens, took_ns = _pass(here, sessions, pass_ns)
+    plain = max(0, math.ceil((wait_ns - took_ns) / pass_ns(sessions)))
+    left = [chance for one in due for chance in one.survival(1 + plain)]
+    late, late_ns = _pass(left, sessions, pass_ns)
+    tokens += plain * sessions + late
+    return lingering / (tokens / (took_ns + plain * pass_ns(sessions) + late_ns))
 
-    `before` tokens are confirmed in the time before it, and the hints are `late` passes late.
-    """
-    chances = sorted((chance for one in due for chance in one.survival(late)), reverse=True)
-    rows = rows_that_pay(chances, tokens=sessions, rows=sessions, pass_ns=pass_ns, room=len(chances))
-    return (before + sessions + sum(chances[:rows])) / (before_ns + pass_ns(sessions + rows))
+
+def _pass(
+    chances: Sequence[float], sessions: int, pass_ns: Callable[[int], float]
+) -> tuple[float, float]:
+    """The tokens of a pass with such of these draft rows as pay, and its time."""
+    best = sorted(chances, reverse=True)
+    rows = rows_that_pay(best, tokens=sessions, rows=sessions, pass_ns=pass_ns, room=len(best))
+    return sessions + sum(best[:rows]), pass_ns(sessions + rows)
 
 
 class Lingering:
@@ -201,7 +211,7 @@ class Lingering:
     def until(self, items: Sequence[Item], now: int) -> int | None:
         """Until when the pass of these items had better wait; None: begin it. Their hints were looked at."""
         self.waited_ns = 0 if self._since_ns is None else now - self._since_ns
-        if self._max_ns == 0 or any(item.missing > 1 or item.hinted for item in items):
+        if self._max_ns == 0 or any(item.missing > 1 for item in items):
             self._forget()
             return None
         if self._since_ns is not None and now >= self._until_ns:
@@ -219,9 +229,15 @@ class Lingering:
         return until
 
     def _worth_until(self, items: Sequence[Item], latest: int, now: int) -> int | None:
-        due = [(item, _due(item)) for item in items if item.hint_due and item.room > 0]
+        due = [(item, _due(item)) for item in items if item.hint_due and item.room > 0 and not item.hinted]
+        here = [chance for item in items for chance in item.survival()] if due else []
         until = linger_until(
-            [one for _, one in due], sessions=len(items), now=now, latest=latest, pass_ns=self._pass_ns
+            [one for _, one in due],
+            sessions=len(items),
+            now=now,
+            latest=latest,
+            pass_ns=self._pass_ns,
+            here=here,
         )
         self._awaited = [item for item, one in due if until is not None and now < one.at_ns <= until]
         return until

@@ -35,9 +35,10 @@ _FIRST_PROBE, _LAST_PROBE = 4, 24
 # Of the token after a wrong one; few are seen, and drafts that copy differ from all others.
 _SHAKEN = 0.15
 _RECOVERS = 0.5
-# For how many tokens the prior counts; and at most those of a session, for they are forgotten as they age.
+# For how many tokens the prior counts.
 _PRIOR_TOKENS = 5
-_KNOWN_TOKENS = 20
+# What a session is apart from its workload is believed, until more is known.
+_APART = 0.01
 # Asked for while nothing is known.
 _FIRST_TOKENS = 4
 # What a proposal costs besides drafting: messages, and the work of both ends.
@@ -66,6 +67,19 @@ class Habits:
     share_ns: float = 0.0
     others_ns: float = 0.0
     tokens: int = 0
+    apart_squared: float = _APART
+    apart_shown: float = _APART
+
+    @property
+    def own(self) -> float:
+        """The slope of a regression through the workload's mean."""
+        return min(1.0, max(0.0, self.apart_shown / self.apart_squared))
+
+    def saw_session(self, alpha: float, weight: float, *, right: bool) -> None:
+        """The next token of a session of this `alpha`; to be told before `saw_token`."""
+        apart = alpha - self.alpha
+        self.apart_squared += weight * (apart * apart - self.apart_squared)
+        self.apart_shown += weight * (apart * (right - self.alpha) - self.apart_shown)
 
     def saw_token(self, weight: float, *, right: bool) -> None:
         """A draft token was right, or the first that was not."""
@@ -160,9 +174,10 @@ class Speculation:
 
     def saw_token(self, right: bool) -> None:
         """A proposed token was right, or the first that was not."""
-        self.habits.saw_token(_SESSION, right=right)
         for habits in self._shared:
+            habits.saw_session(self.habits.alpha, _WORKLOAD, right=right)
             habits.saw_token(_WORKLOAD, right=right)
+        self.habits.saw_token(_SESSION, right=right)
         self._proved = right
 
     def saw_shaken(self, right: bool) -> None:
@@ -183,9 +198,9 @@ class Speculation:
 
     @property
     def alpha(self) -> float:
-        """The chance that a draft token is right if all before it were; of a new session, its workload's."""
-        known = min(self.habits.tokens, _KNOWN_TOKENS)
-        return (self.habits.alpha * known + self._workload.alpha * _PRIOR_TOKENS) / (known + _PRIOR_TOKENS)
+        """The chance that a draft token is right if all before it were: as far as sessions differ, its own."""
+        workload = self._workload
+        return workload.alpha + workload.own * (self.habits.alpha - workload.alpha)
 
     def saw_pass(self, compute_ns: int, sessions: int, row_ns: int) -> None:
         """A pass, shared by `sessions`; a draft token more adds `row_ns` to such."""
