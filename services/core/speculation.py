@@ -289,7 +289,9 @@ class Speculation:
         alpha = self.alpha
         confirmed, chance = 1.0, 1.0
         best, best_rate = 0, confirmed / took_ns
-        for count in range(1, self._k + 1):
+        # What is drafted longer than a pass takes comes in two: a pass has the first, meanwhile the rest is made.
+        most = min(self._k, math.ceil(self._book.pass_ns / habits.token_ns))
+        for count in range(1, most + 1):
             chance *= alpha
             confirmed += chance
             rate = confirmed / (took_ns + count * token_ns)
