@@ -13,7 +13,7 @@ _FACTOR_WEIGHT = 0.05
 # How many times as long, or as short, as measured a pass is believed to take: one may have been interrupted.
 _MOST = 4.0
 # Looked at.
-_MORE_ROWS = (4, 8, 16, 32)
+_MORE_ROWS = range(4, 36, 4)
 
 
 class LivePassTimes:

@@ -115,8 +115,8 @@ def _mean(before: float, seen: float, weight: float) -> float:
 class Book:
     """What a gateway remembers beyond its sessions: the habits of each workload's drafts, and the load.
 
-    `pass_ns` is what a pass of the target takes now, `share_ns` what each of its sessions has to bear, and
-    `row_ns` what a draft token more adds. `latency_ns` is from asking for a proposal to having it, and
+    `pass_ns` is what a pass of the target takes now, `share_ns` what each of its sessions has to bear,
+    `row_ns` what a draft token more adds, and `confirmed` how many tokens a session gets of one. `latency_ns` is from asking for a proposal to having it, and
     `message_ns` what of that was not the draft's computing.
     """
 
@@ -124,6 +124,7 @@ class Book:
         self.pass_ns = 0.0
         self.share_ns = 0.0
         self.row_ns = 0.0
+        self.confirmed = 1.0
         self.latency_ns = 0.0
         self.message_ns = 0.0
         self._habits: LastUsed[tuple[str, str | None], Habits] = LastUsed(Habits, _WORKLOADS)
@@ -140,11 +141,12 @@ class Book:
         """Of a strategy's drafts, whatever they are for."""
         return self._habits.of((strategy, None))
 
-    def saw_pass(self, compute_ns: int, sessions: int, row_ns: int) -> None:
-        """A pass of the target, shared by so many sessions."""
+    def saw_pass(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
+        """A pass of the target, shared by so many sessions, of which one got so many tokens."""
         self.pass_ns = _mean(self.pass_ns, compute_ns, _LOAD)
         self.share_ns = _mean(self.share_ns, compute_ns / max(1, sessions), _LOAD)
         self.row_ns = _mean(self.row_ns, row_ns, _LOAD)
+        self.confirmed += _LOAD * (confirmed - self.confirmed)
 
     def saw_proposal(self, latency_ns: int, compute_ns: int) -> None:
         """A proposal came, so long after it was asked for."""
@@ -202,9 +204,9 @@ class Speculation:
         workload = self._workload
         return workload.alpha + workload.own * (self.habits.alpha - workload.alpha)
 
-    def saw_pass(self, compute_ns: int, sessions: int, row_ns: int) -> None:
-        """A pass, shared by `sessions`; a draft token more adds `row_ns` to such."""
-        self._book.saw_pass(compute_ns, sessions, row_ns)
+    def saw_pass(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
+        """A pass, shared by `sessions`, `confirmed` tokens; a draft token more adds `row_ns` to such."""
+        self._book.saw_pass(compute_ns, sessions, row_ns, confirmed)
 
     def saw_verdict(self, *, offered: bool, verified: int) -> None:
         """A verdict came; draft tokens for it had been `offered`, or not."""
@@ -264,7 +266,7 @@ class Speculation:
         count, gain = 0, 0.0
         while count < most:
             value *= alpha
-            if value <= cost:
+            if value <= cost * self._book.confirmed:
                 break
             gain += value - cost
             count += 1
