@@ -259,14 +259,14 @@ class Speculation:
         habits = self.habits
         if not self._book.share_ns:
             return most  # nothing was measured yet
-        value, cost = self._book.share_ns * sure, self._book.row_ns
+        value, cost = self._book.share_ns * sure, self._book.row_ns * self._book.confirmed
         if sure < 1.0:
             cost += habits.others_ns
         alpha = self.alpha
         count, gain = 0, 0.0
         while count < most:
             value *= alpha
-            if value <= cost * self._book.confirmed:
+            if value <= cost:
                 break
             gain += value - cost
             count += 1
