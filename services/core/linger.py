@@ -173,16 +173,18 @@ def _gain(
     here: Sequence[float],
 ) -> float:
     """How many times as many tokens per time lingering confirms as going on does."""
-    coming = [chance for one in due for chance in one.survival(0)]
-    tokens, took_ns = _pass([*here, *coming], sessions, pass_ns)
+    tokens, took_ns = _pass([*here, *_left(due, 0)], sessions, pass_ns)
     lingering = tokens / (wait_ns + took_ns)
-    # The first pass has what is here; after some plain ones another has what is left of the rest.
+    # Going on, whoever has a hint has another by the next pass.
     tokens, took_ns = _pass(here, sessions, pass_ns)
-    plain = max(0, math.ceil((wait_ns - took_ns) / pass_ns(sessions)))
-    left = [chance for one in due for chance in one.survival(1 + plain)]
-    late, late_ns = _pass(left, sessions, pass_ns)
-    tokens += plain * sessions + late
-    return lingering / (tokens / (took_ns + plain * pass_ns(sessions) + late_ns))
+    late = math.ceil(wait_ns / took_ns)
+    last, last_ns = _pass([*here, *_left(due, late)], sessions, pass_ns)
+    return lingering / ((late * tokens + last) / (late * took_ns + last_ns))
+
+
+def _left(due: Sequence[Due], late: int) -> list[float]:
+    """The chances of the tokens that are left of these hints when they are so many passes late."""
+    return [chance for one in due for chance in one.survival(late)]
 
 
 def _pass(
