@@ -3,16 +3,15 @@
 Compared are two ways to the same point. *Linger*: wait until the hints that are due should be here, then one
 pass with them. *Go on*: as many plain passes as fit into that time, and the hints, late, with what is then
 left of them. The way that confirms more expected tokens per time is taken; all sessions of the pass pay for
-the wait, so with many of them it seldom pays.
+the wait, so with many of them it seldom pays. Hints that are here are used either way.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
-
-from services.core.cost import rows_that_pay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +35,8 @@ _RECOVERY = 0.5
 _MIN_TRUST = 0.01
 # Of one hint, that are looked at when the worth of waiting for it is weighed.
 _MOST_ROWS = 16
+# Of all of them, so many counts are looked at.
+_TRIED_ROWS = 32
 
 
 class Acceptance:
@@ -190,10 +191,12 @@ def _left(due: Sequence[Due], late: int) -> list[float]:
 def _pass(
     chances: Sequence[float], sessions: int, pass_ns: Callable[[int], float]
 ) -> tuple[float, float]:
-    """The tokens of a pass with such of these draft rows as pay, and its time."""
-    best = sorted(chances, reverse=True)
-    rows = rows_that_pay(best, tokens=sessions, rows=sessions, pass_ns=pass_ns, room=len(best))
-    return sessions + sum(best[:rows]), pass_ns(sessions + rows)
+    """The tokens of a pass with such of these draft rows as pay, and its time; of many rows not each is tried."""
+    tokens = list(accumulate(sorted(chances, reverse=True), initial=float(sessions)))
+    most = len(chances)
+    tried = [*range(0, most, 1 + most // _TRIED_ROWS), most]
+    rows = max(tried, key=lambda rows: tokens[rows] / pass_ns(sessions + rows))
+    return tokens[rows], pass_ns(sessions + rows)
 
 
 class Lingering:
@@ -208,45 +211,54 @@ class Lingering:
         self.waited_ns = 0
         self._since_ns: int | None = None
         self._until_ns = 0
-        self._awaited: list[Item] = []
+        self._awaited: set[int] = set()
 
     def until(self, items: Sequence[Item], now: int) -> int | None:
-        """Until when the pass of these items had better wait; None: begin it. Their hints were looked at."""
+        """Until when the pass of these items had better wait; None: begin it. Their hints were looked at.
+
+        That is made out once a pass: then it begins as soon as all that are awaited are here.
+        """
         self.waited_ns = 0 if self._since_ns is None else now - self._since_ns
         if self._max_ns == 0 or any(item.missing > 1 for item in items):
             self._forget()
             return None
-        if self._since_ns is not None and now >= self._until_ns:
-            for item in self._awaited:
-                item.memory.habits.stayed_away()
-                item.hint_due = False  # until it is said again
-            self._forget()
-            return None
-        since = now if self._since_ns is None else self._since_ns
-        until = self._worth_until(items, since + self._max_ns, now)
-        if until is None:
-            self._forget()
-        else:
-            self._since_ns, self._until_ns = since, until
-        return until
+        if self._since_ns is None:
+            until = self._worth_until(items, now)
+            if until is not None:
+                self._since_ns, self._until_ns = now, until
+            return until
+        missed = [item for item in items if item.id in self._awaited and _awaits(item)]
+        if missed and now < self._until_ns:
+            return self._until_ns
+        for item in missed:
+            item.memory.habits.stayed_away()
+            item.hint_due = False  # until it is said again
+        self._forget()
+        return None
 
-    def _worth_until(self, items: Sequence[Item], latest: int, now: int) -> int | None:
-        due = [(item, _due(item)) for item in items if item.hint_due and item.room > 0 and not item.hinted]
-        here = [chance for item in items for chance in item.survival()] if due else []
+    def _worth_until(self, items: Sequence[Item], now: int) -> int | None:
+        due = {item.id: _due(item) for item in items if _awaits(item)}
+        if not due:
+            return None
         until = linger_until(
-            [one for _, one in due],
+            list(due.values()),
             sessions=len(items),
             now=now,
-            latest=latest,
+            latest=now + self._max_ns,
             pass_ns=self._pass_ns,
-            here=here,
+            here=[chance for item in items for chance in item.survival()[:_MOST_ROWS]],
         )
-        self._awaited = [item for item, one in due if until is not None and now < one.at_ns <= until]
+        self._awaited = {key for key, one in due.items() if until is not None and now < one.at_ns <= until}
         return until
 
     def _forget(self) -> None:
         self._since_ns = None
-        self._awaited = []
+        self._awaited = set()
+
+
+def _awaits(item: Item) -> bool:
+    """Has it no hint, but one is due?"""
+    return item.hint_due and item.room > 0 and not item.hinted
 
 
 def _due(item: Item) -> Due:
