@@ -188,10 +188,8 @@ def _left(due: Sequence[Due], late: int) -> list[float]:
     return [chance for one in due for chance in one.survival(late)]
 
 
-def _pass(
-    chances: Sequence[float], sessions: int, pass_ns: Callable[[int], float]
-) -> tuple[float, float]:
-    """The tokens of a pass with such of these draft rows as pay, and its time; of many rows not each is tried."""
+def _pass(chances: Sequence[float], sessions: int, pass_ns: Callable[[int], float]) -> tuple[float, float]:
+    """The tokens of a pass with such of these draft rows as pay, and its time; not every count is tried."""
     tokens = list(accumulate(sorted(chances, reverse=True), initial=float(sessions)))
     most = len(chances)
     tried = [*range(0, most, 1 + most // _TRIED_ROWS), most]

@@ -12,7 +12,7 @@ _FACTORS = 11
 _FACTOR_WEIGHT = 0.05
 # How many times as long, or as short, as measured a pass is believed to take: one may have been interrupted.
 _MOST = 4.0
-# Looked at.
+# How many more rows a pass is looked at with.
 _MORE_ROWS = range(4, 36, 4)
 
 

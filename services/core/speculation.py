@@ -1,10 +1,11 @@
 """How many tokens a session has drafted: what they are worth, by what was measured, against what they cost.
 
 A draft token is worth the chance that it is accepted times what a token costs the target now: its share of a
-pass. It costs the target a row and the draft its time, and asking costs a message. A session asks for as many
-as are worth it, down to none; then it asks for a few now and again, so that it finds out when drafts have
-become good (or the load low). How many of them are verified is the target's decision, at its load; here only
-what it took is seen.
+pass. It costs the target a row, for which all tokens of the pass come later, and asking costs a message. The
+draft's time counts as far as the coming pass is later for it; what is drafted ahead, while the target works,
+takes time from other sessions alone. A session asks for as many as are worth it, down to none; then it asks
+for a few now and again, so that it finds out when drafts have become good (or the load low). How many of them
+are verified is the target's decision, at its load; here only what it took is seen.
 
 Beside the tokens for the coming pass, others are drafted ahead of it: so that the next pass finds some when
 all of these are accepted, and so that a slow link does not leave the target without.
@@ -37,7 +38,7 @@ _SHAKEN = 0.15
 _RECOVERS = 0.5
 # For how many tokens the prior counts.
 _PRIOR_TOKENS = 5
-# What a session is apart from its workload is believed, until more is known.
+# The square of what sets a session apart, and what of it shows: all, until more is known.
 _APART = 0.01
 # Asked for while nothing is known.
 _FIRST_TOKENS = 4
@@ -54,8 +55,11 @@ class Habits:
 
     alpha: the chance that a draft token is right if all before it were, be it verified or not; recovery: that
     the one after a wrong one is; voice: that a proposal has any token; taken: that of offered tokens any is
-    verified; verified: how many then are; token_ns: what drafting one takes, and share_ns: the share of the
-    session in that.
+    verified; verified: how many then are; token_ns: what drafting one takes, share_ns: the share of the
+    session in that, and others_ns: what of that it takes from others, who draft at the same time.
+
+    Of a workload, `own` is how much of what sets a session apart from it shows in that session's next token:
+    1 where sessions differ, 0 where they are alike, and what sets them apart is chance.
     """
 
     alpha: float = 0.6
@@ -72,7 +76,7 @@ class Habits:
 
     @property
     def own(self) -> float:
-        """The slope of a regression through the workload's mean."""
+        """The slope of a regression of tokens on what their sessions are apart from the workload."""
         return min(1.0, max(0.0, self.apart_shown / self.apart_squared))
 
     def saw_session(self, alpha: float, weight: float, *, right: bool) -> None:
@@ -116,8 +120,8 @@ class Book:
     """What a gateway remembers beyond its sessions: the habits of each workload's drafts, and the load.
 
     `pass_ns` is what a pass of the target takes now, `share_ns` what each of its sessions has to bear,
-    `row_ns` what a draft token more adds, and `confirmed` how many tokens a session gets of one. `latency_ns` is from asking for a proposal to having it, and
-    `message_ns` what of that was not the draft's computing.
+    `row_ns` what a draft token more adds, and `confirmed` how many tokens a session gets of one. `latency_ns`
+    is from asking for a proposal to having it, and `message_ns` what of that was not the draft's computing.
     """
 
     def __init__(self) -> None:
@@ -200,7 +204,7 @@ class Speculation:
 
     @property
     def alpha(self) -> float:
-        """The chance that a draft token is right if all before it were: as far as sessions differ, its own."""
+        """The chance that a draft token is right if those before were: its own, as far as sessions differ."""
         workload = self._workload
         return workload.alpha + workload.own * (self.habits.alpha - workload.alpha)
 
@@ -259,6 +263,7 @@ class Speculation:
         habits = self.habits
         if not self._book.share_ns:
             return most  # nothing was measured yet
+        # All tokens that a pass confirms come later for a row.
         value, cost = self._book.share_ns * sure, self._book.row_ns * self._book.confirmed
         if sure < 1.0:
             cost += habits.others_ns
@@ -275,7 +280,8 @@ class Speculation:
     def _proposal(self) -> int:
         """How many tokens to ask for at once: as confirm most in the time of drafting them and of a pass.
 
-        Longer proposals come later, and the pass waits for them, or goes without.
+        Longer proposals come later, and the pass waits for them, or goes without. And what takes longer to
+        draft than a pass had better come in two: the pass has the first while the rest is drafted.
         """
         # On a slow link, so many more are used up before it comes.
         return self._best() + self._confirmed_in(2 * self.message_ns)
@@ -291,7 +297,6 @@ class Speculation:
         alpha = self.alpha
         confirmed, chance = 1.0, 1.0
         best, best_rate = 0, confirmed / took_ns
-        # What is drafted longer than a pass takes comes in two: a pass has the first, meanwhile the rest is made.
         most = min(self._k, math.ceil(self._book.pass_ns / habits.token_ns))
         for count in range(1, most + 1):
             chance *= alpha
