@@ -3,16 +3,15 @@
 Compared are two ways to the same point. *Linger*: wait until the hints that are due should be here, then one
 pass with them. *Go on*: as many plain passes as fit into that time, and the hints, late, with what is then
 left of them. The way that confirms more expected tokens per time is taken; all sessions of the pass pay for
-the wait, so with many of them it seldom pays.
+the wait, so with many of them it seldom pays. Hints that are here are used either way.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
-
-from services.core.cost import rows_that_pay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +35,8 @@ _RECOVERY = 0.5
 _MIN_TRUST = 0.01
 # Of one hint, that are looked at when the worth of waiting for it is weighed.
 _MOST_ROWS = 16
+# Of all of them, so many counts are looked at.
+_TRIED_ROWS = 32
 
 
 class Acceptance:
@@ -136,18 +137,25 @@ class Due:
 
 
 def linger_until(
-    due: Sequence[Due], *, sessions: int, now: int, latest: int, pass_ns: Callable[[int], float]
+    due: Sequence[Due],
+    *,
+    sessions: int,
+    now: int,
+    latest: int,
+    pass_ns: Callable[[int], float],
+    here: Sequence[float] = (),
 ) -> int | None:
     """Until when a pass of `sessions` rows had better wait for some of the `due`; None: not at all.
 
-    Never beyond `latest`. `pass_ns` is the time of a pass over so many rows.
+    Never beyond `latest`. `pass_ns` is the time of a pass over so many rows; `here` are the chances of the
+    draft tokens that are here already.
     """
     best: int | None = None
     best_gain = 1.0
     coming = sorted((one for one in due if now < one.at_ns <= latest), key=lambda one: one.at_ns)
     for count in _counts(len(coming)):
         at_ns = coming[count - 1].at_ns
-        gain = _gain(coming[:count], at_ns - now, sessions, pass_ns)
+        gain = _gain(coming[:count], at_ns - now, sessions, pass_ns, here)
         if gain > best_gain:
             best, best_gain = math.ceil(at_ns), gain
     return best
@@ -158,30 +166,35 @@ def _counts(most: int) -> list[int]:
     return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most] if most else []
 
 
-def _gain(due: Sequence[Due], wait_ns: float, sessions: int, pass_ns: Callable[[int], float]) -> float:
-    """How many times as many tokens per time lingering confirms as going on does."""
-    plain_ns = pass_ns(sessions)
-    late = math.ceil(wait_ns / plain_ns)
-    return _rate(due, 0, sessions, wait_ns, 0, pass_ns) / _rate(
-        due, late, sessions, late * plain_ns, late * sessions, pass_ns
-    )
-
-
-def _rate(
+def _gain(
     due: Sequence[Due],
-    late: int,
+    wait_ns: float,
     sessions: int,
-    before_ns: float,
-    before: int,
     pass_ns: Callable[[int], float],
+    here: Sequence[float],
 ) -> float:
-    """Tokens per time, by the end of a pass with such of the hints' rows as pay.
+    """How many times as many tokens per time lingering confirms as going on does."""
+    tokens, took_ns = _pass([*here, *_left(due, 0)], sessions, pass_ns)
+    lingering = tokens / (wait_ns + took_ns)
+    # Going on, whoever has a hint has another by the next pass.
+    tokens, took_ns = _pass(here, sessions, pass_ns)
+    late = math.ceil(wait_ns / took_ns)
+    last, last_ns = _pass([*here, *_left(due, late)], sessions, pass_ns)
+    return lingering / ((late * tokens + last) / (late * took_ns + last_ns))
 
-    `before` tokens are confirmed in the time before it, and the hints are `late` passes late.
-    """
-    chances = sorted((chance for one in due for chance in one.survival(late)), reverse=True)
-    rows = rows_that_pay(chances, tokens=sessions, rows=sessions, pass_ns=pass_ns, room=len(chances))
-    return (before + sessions + sum(chances[:rows])) / (before_ns + pass_ns(sessions + rows))
+
+def _left(due: Sequence[Due], late: int) -> list[float]:
+    """The chances of the tokens that are left of these hints when they are so many passes late."""
+    return [chance for one in due for chance in one.survival(late)]
+
+
+def _pass(chances: Sequence[float], sessions: int, pass_ns: Callable[[int], float]) -> tuple[float, float]:
+    """The tokens of a pass with such of these draft rows as pay, and its time; not every count is tried."""
+    tokens = list(accumulate(sorted(chances, reverse=True), initial=float(sessions)))
+    most = len(chances)
+    tried = [*range(0, most, 1 + most // _TRIED_ROWS), most]
+    rows = max(tried, key=lambda rows: tokens[rows] / pass_ns(sessions + rows))
+    return tokens[rows], pass_ns(sessions + rows)
 
 
 class Lingering:
@@ -196,39 +209,54 @@ class Lingering:
         self.waited_ns = 0
         self._since_ns: int | None = None
         self._until_ns = 0
-        self._awaited: list[Item] = []
+        self._awaited: set[int] = set()
 
     def until(self, items: Sequence[Item], now: int) -> int | None:
-        """Until when the pass of these items had better wait; None: begin it. Their hints were looked at."""
-        self.waited_ns = 0 if self._since_ns is None else now - self._since_ns
-        if self._max_ns == 0 or any(item.missing > 1 or item.hinted for item in items):
-            self._forget()
-            return None
-        if self._since_ns is not None and now >= self._until_ns:
-            for item in self._awaited:
-                item.memory.habits.stayed_away()
-                item.hint_due = False  # until it is said again
-            self._forget()
-            return None
-        since = now if self._since_ns is None else self._since_ns
-        until = self._worth_until(items, since + self._max_ns, now)
-        if until is None:
-            self._forget()
-        else:
-            self._since_ns, self._until_ns = since, until
-        return until
+        """Until when the pass of these items had better wait; None: begin it. Their hints were looked at.
 
-    def _worth_until(self, items: Sequence[Item], latest: int, now: int) -> int | None:
-        due = [(item, _due(item)) for item in items if item.hint_due and item.room > 0]
+        That is made out once a pass: then it begins as soon as all that are awaited are here.
+        """
+        self.waited_ns = 0 if self._since_ns is None else now - self._since_ns
+        if self._max_ns == 0 or any(item.missing > 1 for item in items):
+            self._forget()
+            return None
+        if self._since_ns is None:
+            until = self._worth_until(items, now)
+            if until is not None:
+                self._since_ns, self._until_ns = now, until
+            return until
+        missed = [item for item in items if item.id in self._awaited and _awaits(item)]
+        if missed and now < self._until_ns:
+            return self._until_ns
+        for item in missed:
+            item.memory.habits.stayed_away()
+            item.hint_due = False  # until it is said again
+        self._forget()
+        return None
+
+    def _worth_until(self, items: Sequence[Item], now: int) -> int | None:
+        due = {item.id: _due(item) for item in items if _awaits(item)}
+        if not due:
+            return None
         until = linger_until(
-            [one for _, one in due], sessions=len(items), now=now, latest=latest, pass_ns=self._pass_ns
+            list(due.values()),
+            sessions=len(items),
+            now=now,
+            latest=now + self._max_ns,
+            pass_ns=self._pass_ns,
+            here=[chance for item in items for chance in item.survival()[:_MOST_ROWS]],
         )
-        self._awaited = [item for item, one in due if until is not None and now < one.at_ns <= until]
+        self._awaited = {key for key, one in due.items() if until is not None and now < one.at_ns <= until}
         return until
 
     def _forget(self) -> None:
         self._since_ns = None
-        self._awaited = []
+        self._awaited = set()
+
+
+def _awaits(item: Item) -> bool:
+    """Has it no hint, but one is due?"""
+    return item.hint_due and item.room > 0 and not item.hinted
 
 
 def _due(item: Item) -> Due:

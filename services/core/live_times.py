@@ -12,7 +12,8 @@ _FACTORS = 11
 _FACTOR_WEIGHT = 0.05
 # How many times as long, or as short, as measured a pass is believed to take: one may have been interrupted.
 _MOST = 4.0
-_FEW_ROWS = 4
+# How many more rows a pass is looked at with.
+_MORE_ROWS = range(4, 36, 4)
 
 
 class LivePassTimes:
@@ -36,8 +37,12 @@ class LivePassTimes:
         return max(1, round(self._measured(rows) * (low + share * (high - low))))
 
     def of_a_row(self, rows: int) -> int:
-        """Nanoseconds that a row adds to a pass over `rows` rows, in the mean of the next few."""
-        return max(0, self(rows + _FEW_ROWS) - self(rows)) // _FEW_ROWS
+        """Nanoseconds that a row adds to a pass over `rows` rows, if as many are added as makes it cheapest.
+
+        Of steps, that is what filling them comes to: a pass takes as many draft rows as pay.
+        """
+        took_ns = self(rows)
+        return max(0, min((self(rows + more) - took_ns) // more for more in _MORE_ROWS))
 
     def saw(self, rows: int, took_ns: int) -> None:
         """A pass over `rows` >= 1 rows took this long; nothing is learned of one that took no time."""

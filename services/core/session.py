@@ -397,7 +397,7 @@ class Session:
         confirmed = self._absorb(event)
         self._target_cache_len = min(max(0, event.cache_len), len(self.answer.tokens))
         if not standing.prefills:
-            self._speculation.saw_pass(event.timing.compute_ns, event.sessions, event.row_ns)
+            self._speculation.saw_pass(event.timing.compute_ns, event.sessions, event.row_ns, confirmed)
         standing.prefills = False
         self._speculation.saw_verdict(offered=offered, verified=event.verified)
         self._give_up_draft(self._drafting.confirm(self.answer.tokens))

@@ -1,10 +1,11 @@
 """How many tokens a session has drafted: what they are worth, by what was measured, against what they cost.
 
 A draft token is worth the chance that it is accepted times what a token costs the target now: its share of a
-pass. It costs the target a row and the draft its time, and asking costs a message. A session asks for as many
-as are worth it, down to none; then it asks for a few now and again, so that it finds out when drafts have
-become good (or the load low). How many of them are verified is the target's decision, at its load; here only
-what it took is seen.
+pass. It costs the target a row, for which all tokens of the pass come later, and asking costs a message. The
+draft's time counts as far as the coming pass is later for it; what is drafted ahead, while the target works,
+takes time from other sessions alone. A session asks for as many as are worth it, down to none; then it asks
+for a few now and again, so that it finds out when drafts have become good (or the load low). How many of them
+are verified is the target's decision, at its load; here only what it took is seen.
 
 Beside the tokens for the coming pass, others are drafted ahead of it: so that the next pass finds some when
 all of these are accepted, and so that a slow link does not leave the target without.
@@ -35,9 +36,10 @@ _FIRST_PROBE, _LAST_PROBE = 4, 24
 # Of the token after a wrong one; few are seen, and drafts that copy differ from all others.
 _SHAKEN = 0.15
 _RECOVERS = 0.5
-# For how many tokens the prior counts; and at most those of a session, for they are forgotten as they age.
+# For how many tokens the prior counts.
 _PRIOR_TOKENS = 5
-_KNOWN_TOKENS = 20
+# The square of what sets a session apart, and what of it shows: all, until more is known.
+_APART = 0.01
 # Asked for while nothing is known.
 _FIRST_TOKENS = 4
 # What a proposal costs besides drafting: messages, and the work of both ends.
@@ -53,8 +55,12 @@ class Habits:
 
     alpha: the chance that a draft token is right if all before it were, be it verified or not; recovery: that
     the one after a wrong one is; voice: that a proposal has any token; taken: that of offered tokens any is
-    verified; verified: how many then are; token_ns: what drafting one takes, and share_ns: the share of the
-    session in that; quiet: verdicts since any were asked for.
+    verified; verified: how many then are; token_ns: what drafting one takes, share_ns: the share of the
+    session in that, and others_ns: what of that it takes from others, who draft at the same time; quiet:
+    verdicts since any were asked for.
+
+    Of a workload, `own` is how much of what sets a session apart from it shows in that session's next token:
+    1 where sessions differ, 0 where they are alike, and what sets them apart is chance.
     """
 
     alpha: float = 0.6
@@ -64,8 +70,22 @@ class Habits:
     verified: float = 4.0
     token_ns: float = 0.0
     share_ns: float = 0.0
+    others_ns: float = 0.0
     tokens: int = 0
     quiet: int = 0
+    apart_squared: float = _APART
+    apart_shown: float = _APART
+
+    @property
+    def own(self) -> float:
+        """The slope of a regression of tokens on what their sessions are apart from the workload."""
+        return min(1.0, max(0.0, self.apart_shown / self.apart_squared))
+
+    def saw_session(self, alpha: float, weight: float, *, right: bool) -> None:
+        """The next token of a session of this `alpha`; to be told before `saw_token`."""
+        apart = alpha - self.alpha
+        self.apart_squared += weight * (apart * apart - self.apart_squared)
+        self.apart_shown += weight * (apart * (right - self.alpha) - self.apart_shown)
 
     def saw_token(self, weight: float, *, right: bool) -> None:
         """A draft token was right, or the first that was not."""
@@ -80,8 +100,11 @@ class Habits:
         """A proposal of so many tokens, which took the draft so long, for so many sessions at once."""
         self.voice += weight * ((came > 0) - self.voice)
         if came:
-            self.token_ns = _mean(self.token_ns, compute_ns / came, weight)
-            self.share_ns = _mean(self.share_ns, compute_ns / came / max(1, sessions), weight)
+            share = 1.0 / max(1, sessions)
+            token_ns = compute_ns / came
+            self.token_ns = _mean(self.token_ns, token_ns, weight)
+            self.share_ns = _mean(self.share_ns, token_ns * share, weight)
+            self.others_ns += weight * (token_ns * share * (1.0 - share) - self.others_ns)
 
     def saw_verdict(self, verified: int, weight: float) -> None:
         """Draft tokens were offered, and so many verified."""
@@ -98,15 +121,16 @@ def _mean(before: float, seen: float, weight: float) -> float:
 class Book:
     """What a gateway remembers beyond its sessions: the habits of each workload's drafts, and the load.
 
-    `pass_ns` is what a pass of the target takes now, `share_ns` what each of its sessions has to bear, and
-    `row_ns` what a draft token more adds. `latency_ns` is from asking for a proposal to having it, and
-    `message_ns` what of that was not the draft's computing.
+    `pass_ns` is what a pass of the target takes now, `share_ns` what each of its sessions has to bear,
+    `row_ns` what a draft token more adds, and `confirmed` how many tokens a session gets of one. `latency_ns`
+    is from asking for a proposal to having it, and `message_ns` what of that was not the draft's computing.
     """
 
     def __init__(self) -> None:
         self.pass_ns = 0.0
         self.share_ns = 0.0
         self.row_ns = 0.0
+        self.confirmed = 1.0
         self.latency_ns = 0.0
         self.message_ns = 0.0
         self._habits: LastUsed[tuple[str, str | None], Habits] = LastUsed(Habits, _WORKLOADS)
@@ -123,11 +147,12 @@ class Book:
         """Of a strategy's drafts, whatever they are for."""
         return self._habits.of((strategy, None))
 
-    def saw_pass(self, compute_ns: int, sessions: int, row_ns: int) -> None:
-        """A pass of the target, shared by so many sessions."""
+    def saw_pass(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
+        """A pass of the target, shared by so many sessions, of which one got so many tokens."""
         self.pass_ns = _mean(self.pass_ns, compute_ns, _LOAD)
         self.share_ns = _mean(self.share_ns, compute_ns / max(1, sessions), _LOAD)
         self.row_ns = _mean(self.row_ns, row_ns, _LOAD)
+        self.confirmed += _LOAD * (confirmed - self.confirmed)
 
     def saw_proposal(self, latency_ns: int, compute_ns: int) -> None:
         """A proposal came, so long after it was asked for."""
@@ -156,9 +181,10 @@ class Speculation:
 
     def saw_token(self, right: bool) -> None:
         """A proposed token was right, or the first that was not."""
-        self.habits.saw_token(_SESSION, right=right)
         for habits in self._shared:
+            habits.saw_session(self.habits.alpha, _WORKLOAD, right=right)
             habits.saw_token(_WORKLOAD, right=right)
+        self.habits.saw_token(_SESSION, right=right)
         self._proved = right
 
     def saw_shaken(self, right: bool) -> None:
@@ -179,13 +205,13 @@ class Speculation:
 
     @property
     def alpha(self) -> float:
-        """The chance that a draft token is right if all before it were; of a new session, its workload's."""
-        known = min(self.habits.tokens, _KNOWN_TOKENS)
-        return (self.habits.alpha * known + self._workload.alpha * _PRIOR_TOKENS) / (known + _PRIOR_TOKENS)
+        """The chance that a draft token is right if those before were: its own, as far as sessions differ."""
+        workload = self._workload
+        return workload.alpha + workload.own * (self.habits.alpha - workload.alpha)
 
-    def saw_pass(self, compute_ns: int, sessions: int, row_ns: int) -> None:
-        """A pass, shared by `sessions`; a draft token more adds `row_ns` to such."""
-        self._book.saw_pass(compute_ns, sessions, row_ns)
+    def saw_pass(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
+        """A pass, shared by `sessions`, `confirmed` tokens; a draft token more adds `row_ns` to such."""
+        self._book.saw_pass(compute_ns, sessions, row_ns, confirmed)
 
     def saw_verdict(self, *, offered: bool, verified: int) -> None:
         """A verdict came; draft tokens for it had been `offered`, or not."""
@@ -240,7 +266,10 @@ class Speculation:
         habits = self.habits
         if not self._book.share_ns:
             return most  # nothing was measured yet
-        value, cost = self._book.share_ns * sure, self._book.row_ns + habits.share_ns
+        # All tokens that a pass confirms come later for a row.
+        value, cost = self._book.share_ns * sure, self._book.row_ns * self._book.confirmed
+        if sure < 1.0:
+            cost += habits.others_ns
         alpha = self.alpha
         count, gain = 0, 0.0
         while count < most:
@@ -254,7 +283,8 @@ class Speculation:
     def _proposal(self) -> int:
         """How many tokens to ask for at once: as confirm most in the time of drafting them and of a pass.
 
-        Longer proposals come later, and the pass waits for them, or goes without.
+        Longer proposals come later, and the pass waits for them, or goes without. And what takes longer to
+        draft than a pass had better come in two: the pass has the first while the rest is drafted.
         """
         # On a slow link, so many more are used up before it comes.
         return self._best() + self._confirmed_in(2 * self.message_ns)
@@ -264,13 +294,14 @@ class Speculation:
             return self._k
         habits = self.habits
         took_ns = self._book.pass_ns + self.message_ns
-        if not took_ns or not habits.token_ns:
+        if not self._book.pass_ns or not habits.token_ns:
             return min(self._k, _FIRST_TOKENS)
         token_ns = habits.token_ns + self._book.row_ns
         alpha = self.alpha
         confirmed, chance = 1.0, 1.0
         best, best_rate = 0, confirmed / took_ns
-        for count in range(1, self._k + 1):
+        most = min(self._k, math.ceil(self._book.pass_ns / habits.token_ns))
+        for count in range(1, most + 1):
             chance *= alpha
             confirmed += chance
             rate = confirmed / (took_ns + count * token_ns)

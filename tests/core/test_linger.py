@@ -128,6 +128,30 @@ def test_the_wait_must_pay_for_all_sessions_of_the_pass() -> None:
     assert linger_until(many, sessions=16, now=0, latest=50 * MS, pass_ns=FLAT) == 4 * MS
 
 
+def test_it_waits_for_the_rest_where_some_hints_are_here() -> None:
+    def until(coming: int, at_ns: int) -> int | None:
+        due = [Due(at_ns=at_ns, length=4, alpha=0.8, trust=1.0)] * coming
+        here = [0.8, 0.64, 0.5, 0.4] * (16 - coming)
+        return linger_until(due, sessions=16, now=0, latest=50 * MS, pass_ns=FLAT, here=here)
+
+    assert until(8, 1 * MS) == 1 * MS
+    assert until(1, 1 * MS) is None, "all others pay for it"
+    assert until(8, 9 * MS) is None
+
+
+def test_the_pass_begins_once_all_that_are_awaited_are_here() -> None:
+    bench, first = bench_of()
+    count = teach(bench, first, 2 * MS)
+    plan = bench.scheduler.plan(bench.now)
+    assert isinstance(plan, Linger)
+    bench.now += MS
+    again = bench.scheduler.plan(bench.now)
+    assert isinstance(again, Linger)
+    assert again.until_ns == plan.until_ns, "made out once"
+    tell(bench, first, count)
+    assert isinstance(bench.scheduler.plan(bench.now), StepPlan)
+
+
 def test_acceptance_follows_what_is_seen() -> None:
     acceptance = Acceptance()
     assert acceptance.alpha == PRIOR_ALPHA

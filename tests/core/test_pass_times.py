@@ -104,3 +104,9 @@ def test_one_pass_that_was_interrupted_changes_little() -> None:
     live = LivePassTimes(CURVE)
     live.saw(1, 10_000_000_000)
     assert live(1) < 1.2 * CURVE(1)
+
+
+def test_a_row_costs_what_it_does_where_a_step_is_filled() -> None:
+    steps = LivePassTimes(PassTimes.measured([(1, 10_000), (8, 10_007), (9, 18_000), (40, 18_031)]))
+    assert steps.of_a_row(1) <= 1, "the others of the first step are free"
+    assert steps.of_a_row(8) == (18_031 - 10_007) // 32

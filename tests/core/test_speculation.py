@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
+from services.core.answer import SessionSpec
 from services.core.cost import PassTimes
+from services.core.params import SamplingParams
+from services.core.speculation import Book, Speculation
 from tests.core.pool_world import MS, Pool, Scenario
 
 MEASURED = PassTimes.measured(
@@ -16,14 +20,23 @@ MEASURED = PassTimes.measured(
     ]
 )
 FLAT = PassTimes.measured([(1, 20 * MS), (512, 20 * MS + 511)])
+SHORT = PassTimes.measured([(1, 10 * MS), (16, 10 * MS + 15)])
 LINEAR = PassTimes.measured([(1, 10 * MS), (2, 20 * MS)])
 
 FIXED = (0, 2, 4, 8, 16)
 SEEDS = (1, 2)
 
 
+def fair(_: int) -> float:
+    return 0.5
+
+
 def good(_: int) -> float:
     return 0.8
+
+
+def nearly_perfect(_: int) -> float:
+    return 0.97
 
 
 def poor(_: int) -> float:
@@ -69,6 +82,8 @@ SCENARIOS = {
     "eight sessions": Scenario(good, MEASURED, slow, sessions=8, tokens=300),
     "eight sessions, useless": Scenario(useless, MEASURED, quick, sessions=8, tokens=160),
     "32 sessions": Scenario(good, MEASURED, slow, sessions=32, tokens=60),
+    "rows are free, fair, 32 sessions": Scenario(fair, FLAT, quick, sessions=32, tokens=60),
+    "a pass is soon over": Scenario(nearly_perfect, SHORT, slow, tokens=300),
 }
 
 
@@ -101,3 +116,72 @@ def test_where_drafts_are_of_no_use_the_draft_is_hardly_asked() -> None:
     stats = pool.streams[0].session.stats
     assert stats.proposed <= 0.5 * stats.rounds, "a few now and again"
     assert stats.verified <= 0.1 * stats.rounds
+
+
+def session_of(book: Book, name: str = "s") -> Speculation:
+    spec = SessionSpec(name, (1, 2, 3), SamplingParams(), 400, 1 << 16, k=16, auto=True)
+    return Speculation(spec, book)
+
+
+def taught(book: Book, alpha: float, *, pass_ms: float, token_ms: float, sharing: int = 1) -> Speculation:
+    """A session of many such passes and drafts."""
+    chance = random.Random(1)
+    session = session_of(book)
+    for _ in range(400):
+        session.saw_token(chance.random() < alpha)
+        session.saw_pass(round(pass_ms * MS), 1, 0, 1)
+        session.saw_proposal(4, round((4 * token_ms + 0.4) * MS), round(4 * token_ms * MS), sharing)
+    return session
+
+
+def test_where_sessions_are_alike_what_sets_one_apart_is_not_believed() -> None:
+    chance = random.Random(1)
+    book = Book()
+    alike = [session_of(book, f"s{i}") for i in range(16)]
+    for _ in range(60):
+        for session in alike:
+            session.saw_token(chance.random() < 0.5)
+    told = [session.alpha for session in alike]
+    seen = [session.habits.alpha for session in alike]
+    assert max(told) - min(told) < (max(seen) - min(seen)) / 2
+
+
+def test_where_sessions_differ_each_is_taken_for_what_it_is() -> None:
+    chance = random.Random(1)
+    book = Book()
+    sessions = [session_of(book, f"s{i}") for i in range(16)]
+    for _ in range(60):
+        for i, session in enumerate(sessions):
+            session.saw_token(chance.random() < (0.95 if i % 2 else 0.1))
+    assert min(session.alpha for session in sessions[1::2]) > 0.75
+    assert max(session.alpha for session in sessions[::2]) < 0.3
+
+
+def test_a_session_whose_drafts_are_of_no_use_is_soon_known_among_good_ones() -> None:
+    chance = random.Random(1)
+    book = Book()
+    for i in range(16):
+        session = session_of(book, f"s{i}")
+        for _ in range(60):
+            session.saw_token(chance.random() < 0.8)
+    other = session_of(book, "other")
+    assert other.alpha > 0.7
+    for _ in range(16):
+        other.saw_token(False)
+    assert other.alpha < 0.35
+
+
+def test_no_more_is_asked_for_at_once_than_is_drafted_in_a_pass() -> None:
+    long = taught(Book(), 0.98, pass_ms=40, token_ms=1.5).wanted(0, 1.0, 60)
+    short = taught(Book(), 0.98, pass_ms=9, token_ms=1.5).wanted(0, 1.0, 60)
+    assert long >= 16
+    assert 6 <= short <= 8, "and what is confirmed while messages are on their way"
+
+
+def test_ahead_of_a_doubtful_guess_a_draft_works_if_nobody_else_wants_it() -> None:
+    def ahead(sharing: int) -> int:
+        session = taught(Book(), 0.5, pass_ms=10, token_ms=4, sharing=sharing)
+        return session.wanted(1, 0.2, 60)
+
+    assert ahead(1) > 0
+    assert ahead(2) == 0
