@@ -31,6 +31,8 @@ _DELAY_WEIGHT = 0.25
 _DELAY_MARGIN = 2.0
 # And at least this share of the mean (as section 2.4 there): or one that is always as late misses by a hair.
 _LEAST_MARGIN = 0.15
+# Of what one delay is beyond the mean, at most so many margins count.
+_MOST_ERROR = 2.0
 _RECOVERY = 0.5
 _MIN_TRUST = 0.01
 # Of one hint, that are looked at when the worth of waiting for it is weighed.
@@ -88,27 +90,44 @@ class Acceptance:
 
 
 class HintHabits:
-    """How long after a result a session's hints come, how long they are, and whether they come at all."""
+    """How long after a result a session's hints come, how long they are, and whether they come at all.
 
-    __slots__ = ("_delay_ns", "_deviation_ns", "length", "trust")
+    `delay_ns` is the mean, `deviation_ns` the mean distance from it. A session begins with what `overall`, those of all sessions, are like. Its first hint says nothing of
+    delays: the draft has read the prompt for it.
+    """
 
-    def __init__(self) -> None:
-        self._delay_ns: float | None = None
-        self._deviation_ns = 0.0
-        self.length = 0.0
+    __slots__ = ("_first", "_overall", "delay_ns", "deviation_ns", "length", "trust")
+
+    def __init__(self, overall: HintHabits | None = None) -> None:
+        self._overall = overall
+        self._first = overall is not None
+        self.delay_ns: float | None = None if overall is None else overall.delay_ns
+        self.deviation_ns = 0.0 if overall is None else overall.deviation_ns
+        self.length = 0.0 if overall is None else overall.length
         self.trust = 1.0
 
     def came(self, delay_ns: int, length: int) -> None:
         """A hint of `length` tokens came this long after the result that it is anchored at."""
-        if self._delay_ns is None:
-            self._delay_ns, self._deviation_ns = float(delay_ns), delay_ns / 2
-            self.length = float(length)
-        else:
-            error = delay_ns - self._delay_ns
-            self._deviation_ns += _DELAY_WEIGHT * (abs(error) - self._deviation_ns)
-            self._delay_ns += _DELAY_WEIGHT * error
-            self.length += _DELAY_WEIGHT * (length - self.length)
         self.trust += _RECOVERY * (1.0 - self.trust)
+        self.length += _DELAY_WEIGHT * (length - self.length) if self.length else length
+        if self._first:
+            self._first = False
+            return
+        self._learn(delay_ns)
+        if self._overall is not None:
+            self._overall.came(delay_ns, length)
+
+    def _learn(self, delay_ns: int) -> None:
+        if self.delay_ns is None:
+            self.delay_ns, self.deviation_ns = float(delay_ns), delay_ns / 2
+            return
+        # One that is very late, for the draft was interrupted, says little of the next.
+        error = min(delay_ns - self.delay_ns, _MOST_ERROR * self._margin_ns(self.delay_ns))
+        self.deviation_ns += _DELAY_WEIGHT * (abs(error) - self.deviation_ns)
+        self.delay_ns += _DELAY_WEIGHT * error
+
+    def _margin_ns(self, delay_ns: float) -> float:
+        return max(_DELAY_MARGIN * self.deviation_ns, _LEAST_MARGIN * delay_ns)
 
     def stayed_away(self) -> None:
         """It was waited for in vain."""
@@ -116,10 +135,9 @@ class HintHabits:
 
     def expected_at(self, result_ns: int) -> float:
         """When the hint after a result at `result_ns` should be here; infinity while nothing is known."""
-        if self._delay_ns is None:
+        if self.delay_ns is None:
             return math.inf
-        margin_ns = max(_DELAY_MARGIN * self._deviation_ns, _LEAST_MARGIN * self._delay_ns)
-        return result_ns + self._delay_ns + margin_ns
+        return result_ns + self.delay_ns + self._margin_ns(self.delay_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ class SessionMemory:
 
     __slots__ = ("acceptance", "habits")
 
-    def __init__(self) -> None:
+    def __init__(self, overall: HintHabits) -> None:
         self.acceptance = Acceptance()
-        self.habits = HintHabits()
+        self.habits = HintHabits(overall)
 
 
 class Item:
