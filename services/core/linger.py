@@ -49,16 +49,20 @@ class Acceptance:
     more often tokens are right than was told: a draft that is too sure of itself costs no rows for long.
     """
 
-    __slots__ = ("_seen", "alpha", "bias", "recovery")
+    __slots__ = ("_overall", "_seen", "alpha", "bias", "recovery")
 
-    def __init__(self) -> None:
-        self.alpha = PRIOR_ALPHA
+    def __init__(self, overall: Acceptance | None = None) -> None:
+        """A session begins with what `overall`, those of all sessions, are like."""
+        self._overall = overall
+        self.alpha: float = overall.alpha if overall else PRIOR_ALPHA
         self.bias = 0.0
-        self.recovery = _PRIOR_RECOVERY
+        self.recovery: float = overall.recovery if overall else _PRIOR_RECOVERY
         self._seen = _PRIOR_TOKENS
 
     def saw(self, *, right: bool, told: float | None = None) -> None:
         """See `hints.Listener`."""
+        if self._overall is not None:
+            self._overall.saw(right=right)
         self._seen += 1
         self.alpha += max(_ALPHA_WEIGHT, 1.0 / self._seen) * (right - self.alpha)
         if told is not None:
@@ -77,6 +81,8 @@ class Acceptance:
 
     def saw_shaken(self, *, right: bool) -> None:
         """See `hints.Listener`."""
+        if self._overall is not None:
+            self._overall.saw_shaken(right=right)
         self.recovery += _RECOVERY_WEIGHT * (right - self.recovery)
 
     @property
@@ -92,8 +98,8 @@ class Acceptance:
 class HintHabits:
     """How long after a result a session's hints come, how long they are, and whether they come at all.
 
-    `delay_ns` is the mean, `deviation_ns` the mean distance from it. A session begins with what `overall`, those of all sessions, are like. Its first hint says nothing of
-    delays: the draft has read the prompt for it.
+    `delay_ns` is the mean, `deviation_ns` the mean distance from it. A session begins with what `overall`,
+    those of all sessions, are like. Its first hint tells no delay: the draft has read the prompt first.
     """
 
     __slots__ = ("_first", "_overall", "delay_ns", "deviation_ns", "length", "trust")
@@ -101,9 +107,9 @@ class HintHabits:
     def __init__(self, overall: HintHabits | None = None) -> None:
         self._overall = overall
         self._first = overall is not None
-        self.delay_ns: float | None = None if overall is None else overall.delay_ns
-        self.deviation_ns = 0.0 if overall is None else overall.deviation_ns
-        self.length = 0.0 if overall is None else overall.length
+        self.delay_ns: float | None = overall.delay_ns if overall else None
+        self.deviation_ns: float = overall.deviation_ns if overall else 0.0
+        self.length: float = overall.length if overall else 0.0
         self.trust = 1.0
 
     def came(self, delay_ns: int, length: int) -> None:
@@ -133,21 +139,30 @@ class HintHabits:
         """It was waited for in vain."""
         self.trust = max(_MIN_TRUST, self.trust / 2)
 
-    def expected_at(self, result_ns: int) -> float:
-        """When the hint after a result at `result_ns` should be here; infinity while nothing is known."""
+    def expected_at(self, result_ns: int) -> tuple[float, float]:
+        """When the hint after a result at `result_ns` comes in the mean, and when it should be here.
+
+        Infinity while nothing is known.
+        """
         if self.delay_ns is None:
-            return math.inf
-        return result_ns + self.delay_ns + self._margin_ns(self.delay_ns)
+            return math.inf, math.inf
+        mean_ns = result_ns + self.delay_ns
+        return mean_ns, mean_ns + self._margin_ns(self.delay_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A session whose hint should be here at `at_ns`: `length` tokens, if it comes, with chance `trust`."""
+    """A session whose hint should be here at `at_ns`: `length` tokens, if it comes, with chance `trust`.
+
+    In the mean it comes at `mean_ns`. It takes the place of draft tokens of these chances (`instead`).
+    """
 
     at_ns: float
+    mean_ns: float
     length: int
     alpha: float
     trust: float
+    instead: tuple[float, ...] = ()
 
     def survival(self, passes_late: int) -> list[float]:
         """Of each of its tokens that is left, when it comes so many plain passes too late."""
@@ -166,16 +181,18 @@ def linger_until(
     """Until when a pass of `sessions` rows had better wait for some of the `due`; None: not at all.
 
     Never beyond `latest`. `pass_ns` is the time of a pass over so many rows; `here` are the chances of the
-    draft tokens that are here already.
+    other sessions' draft tokens, which are here already.
     """
     best: int | None = None
     best_gain = 1.0
     coming = sorted((one for one in due if now < one.at_ns <= latest), key=lambda one: one.at_ns)
     for count in _counts(len(coming)):
-        at_ns = coming[count - 1].at_ns
-        gain = _gain(coming[:count], at_ns - now, sessions, pass_ns, here)
+        awaited = coming[:count]
+        wait_ns = max(0.0, max(one.mean_ns for one in awaited) - now)
+        others = [chance for one in coming[count:] for chance in one.instead]
+        gain = _gain(awaited, wait_ns, sessions, pass_ns, [*here, *others])
         if gain > best_gain:
-            best, best_gain = math.ceil(at_ns), gain
+            best, best_gain = math.ceil(awaited[-1].at_ns), gain
     return best
 
 
@@ -195,7 +212,7 @@ def _gain(
     tokens, took_ns = _pass([*here, *_left(due, 0)], sessions, pass_ns)
     lingering = tokens / (wait_ns + took_ns)
     # Going on, whoever has a hint has another by the next pass.
-    tokens, took_ns = _pass(here, sessions, pass_ns)
+    tokens, took_ns = _pass([*here, *(chance for one in due for chance in one.instead)], sessions, pass_ns)
     late = math.ceil(wait_ns / took_ns)
     last, last_ns = _pass([*here, *_left(due, late)], sessions, pass_ns)
     return lingering / ((late * tokens + last) / (late * took_ns + last_ns))
@@ -262,7 +279,7 @@ class Lingering:
             now=now,
             latest=now + self._max_ns,
             pass_ns=self._pass_ns,
-            here=[chance for item in items for chance in item.survival()[:_MOST_ROWS]],
+            here=[chance for item in items if item.id not in due for chance in item.survival()[:_MOST_ROWS]],
         )
         self._awaited = {key for key, one in due.items() if until is not None and now < one.at_ns <= until}
         return until
@@ -280,4 +297,6 @@ def _awaits(item: Item) -> bool:
 def _due(item: Item) -> Due:
     habits, acceptance = item.memory.habits, item.memory.acceptance
     length = min(round(habits.length), item.room)
-    return Due(habits.expected_at(item.result_ns), length, acceptance.alpha, habits.trust)
+    mean_ns, at_ns = habits.expected_at(item.result_ns)
+    instead = tuple(item.survival()[:_MOST_ROWS])
+    return Due(at_ns, mean_ns, length, acceptance.alpha, habits.trust, instead)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from services.core.acceptance import confirm
 from services.core.content import Miss
 from services.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
-from services.core.linger import HintHabits, Lingering
+from services.core.linger import Lingering
 from services.core.live_times import LivePassTimes
 from services.core.rows import Grant, share_rows
 from services.core.step import Chunk, Draw, Sampled, StepPlan
@@ -85,7 +85,7 @@ class Scheduler:
         self._standing: dict[SessionKey, Item] = {}
         self._arriving: dict[SessionKey, list[Item]] = {}
         self._memories: OrderedDict[SessionKey, SessionMemory] = OrderedDict()
-        self._hint_habits = HintHabits()
+        self._overall = SessionMemory()
         self._under_way: _Pass | None = None
         self._answers: list[Answer] = []
         self._last_id = 0
@@ -191,7 +191,7 @@ class Scheduler:
         self._standing[item.key] = item
 
     def _memory(self, key: SessionKey) -> SessionMemory:
-        memory = self._memories.pop(key, None) or SessionMemory(self._hint_habits)
+        memory = self._memories.pop(key, None) or SessionMemory(self._overall)
         self._memories[key] = memory
         if len(self._memories) > _MEMORIES:
             self._memories.popitem(last=False)

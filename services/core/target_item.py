@@ -23,9 +23,10 @@ class SessionMemory:
 
     __slots__ = ("acceptance", "habits")
 
-    def __init__(self, overall: HintHabits) -> None:
-        self.acceptance = Acceptance()
-        self.habits = HintHabits(overall)
+    def __init__(self, overall: SessionMemory | None = None) -> None:
+        """A session begins with what `overall`, those of all sessions, are like."""
+        self.acceptance: Acceptance = Acceptance(overall.acceptance if overall else None)
+        self.habits: HintHabits = HintHabits(overall.habits if overall else None)
 
 
 class Item:

@@ -117,7 +117,7 @@ def test_it_waits_no_longer_than_it_may() -> None:
 
 
 def test_the_wait_must_pay_for_all_sessions_of_the_pass() -> None:
-    due = Due(at_ns=4 * MS, length=4, alpha=0.8, trust=1.0)
+    due = Due(at_ns=4 * MS, mean_ns=4 * MS, length=4, alpha=0.8, trust=1.0)
 
     def until(sessions: int) -> int | None:
         return linger_until([due], sessions=sessions, now=0, latest=50 * MS, pass_ns=FLAT)
@@ -130,7 +130,7 @@ def test_the_wait_must_pay_for_all_sessions_of_the_pass() -> None:
 
 def test_it_waits_for_the_rest_where_some_hints_are_here() -> None:
     def until(coming: int, at_ns: int) -> int | None:
-        due = [Due(at_ns=at_ns, length=4, alpha=0.8, trust=1.0)] * coming
+        due = [Due(at_ns=at_ns, mean_ns=at_ns, length=4, alpha=0.8, trust=1.0)] * coming
         here = [0.8, 0.64, 0.5, 0.4] * (16 - coming)
         return linger_until(due, sessions=16, now=0, latest=50 * MS, pass_ns=FLAT, here=here)
 
@@ -168,10 +168,11 @@ def test_acceptance_follows_what_is_seen() -> None:
 
 def test_the_delay_is_learnt_with_a_margin() -> None:
     habits = HintHabits()
-    assert habits.expected_at(0) == float("inf")
+    assert habits.expected_at(0) == (float("inf"), float("inf"))
     for delay in (10, 12, 8, 10, 11, 9) * 5:
         habits.came(delay, 4)
-    assert 10 < habits.expected_at(0) < 16
+    mean_ns, at_ns = habits.expected_at(0)
+    assert 9 < mean_ns < at_ns < 16
 
 
 def test_what_drafts_say_of_their_chances_is_corrected_by_what_became_of_them() -> None:
