@@ -7,7 +7,7 @@ The rules, in this order; a call that is refused has cost nothing, and is told w
   Prompts count when their session is made.
 - While there are free places and nobody else waits, a principal may have all of them. One that was refused
   for want of a place *waits* until some time after it was told to come back. While others wait, who has its
-  share or more (the places divided by those who hold or want some) gets no more: so places pass on as they
+  share or more (the places over those who hold or want some, rounded up) gets no more: so places pass on as they
   come free, and no stream that is open is ever ended for another.
 """
 
@@ -41,6 +41,11 @@ class _Account:
     def waits(self, now: int) -> bool:
         """It was refused for want of a place, and may still come back for it."""
         return self.waits_until_ns > now
+
+    def await_place(self, wait_ns: int, now: int) -> int:
+        """Told to come back after `wait_ns`."""
+        self.waits_until_ns = now + wait_ns + _LATENESS_NS
+        return wait_ns
 
     def is_idle(self, now: int) -> bool:
         """Nothing is lost if it is forgotten."""
@@ -101,12 +106,11 @@ class Admission:
 
     def _check_places(self, principal: Principal, account: _Account, now: int) -> None:
         if self.held >= self._places:
-            wait_ns = self._turnover.promise(self._places, now)
-            account.waits_until_ns = now + wait_ns + _LATENESS_NS
+            wait_ns = account.await_place(self._turnover.promise(self._places, now), now)
             raise _overloaded(f"all {self._places} streams of this gateway are in use", wait_ns)
         share = self._share(account, now)
         if account.held >= share:
-            wait_ns = account.turnover.promise(share, now)
+            wait_ns = account.await_place(account.turnover.promise(share, now), now)
             what = f"{principal.name} has its share of {share} streams, and others wait"
             raise _overloaded(what, wait_ns)
 
@@ -116,7 +120,7 @@ class Admission:
         if not any(other.waits(now) for other in others):
             return self._places + 1
         sharing = 1 + sum(other.held > 0 or other.waits(now) for other in others)
-        return max(1, self._places // sharing)
+        return -(-self._places // sharing)
 
     def _account(self, principal: Principal, now: int) -> _Account:
         """Begun anew where its limits have changed; the streams that it has still count."""
