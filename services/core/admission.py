@@ -7,8 +7,8 @@ The rules, in this order; a call that is refused has cost nothing, and is told w
   Prompts count when their session is made.
 - While there are free places and nobody else waits, a principal may have all of them. One that was refused
   for want of a place *waits* until some time after it was told to come back. While others wait, who has its
-  share or more (the places over those who hold or want some, rounded up) gets no more: so places pass on as they
-  come free, and no stream that is open is ever ended for another.
+  share or more (the places over those who hold or want some, rounded up) gets no more: so places pass on as
+  they come free, and no stream that is open is ever ended for another.
 """
 
 from __future__ import annotations
