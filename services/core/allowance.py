@@ -5,7 +5,7 @@ from __future__ import annotations
 _SECOND = 1_000_000_000
 _LEAST_WAIT_NS = 50_000_000
 _MOST_WAIT_NS = 60 * _SECOND
-_FIRST_GUESS_NS = 1 * _SECOND
+_FIRST_LENGTH_NS = 1 * _SECOND
 # Of what is known of a stream's length, how much the latest counts.
 _NEWEST = 0.2
 
@@ -74,6 +74,6 @@ class Turnover:
 
     def promise(self, places: int, now: int) -> int:
         """Nanoseconds after which another of this caller's kind should find a place."""
-        gap = self._length_ns / places if self._length_ns else _FIRST_GUESS_NS
+        gap = (self._length_ns or _FIRST_LENGTH_NS) / places
         self._promised_ns = min(max(self._promised_ns, now) + int(gap), now + _MOST_WAIT_NS)
         return max(self._promised_ns - now, _LEAST_WAIT_NS)

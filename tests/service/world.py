@@ -118,6 +118,11 @@ class Gateway:
         asked = {"max_tokens": MAX_TOKENS, "seed": SEED, "ignore_eos": True, **options}
         return self.client.generate(prompt, **asked)
 
+    async def has_places(self) -> None:
+        """Wait until none of its places is taken."""
+        async with asyncio.timeout(PATIENCE_S):
+            await cast("Any", self.running.service)._streams.wait_idle()
+
     async def idle(self) -> None:
         """Wait until no stream is open here and none of its tasks is left; fails if some stay."""
         streams = cast("Any", self.running.service)._streams
