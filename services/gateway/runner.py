@@ -236,7 +236,8 @@ class SessionRunner:
         return self._ports.clock.now_ns()
 
     def _remaining(self) -> int | None:
-        return None if self._deadline_ns is None else max(0, self._deadline_ns - self._now())
+        """At least a nanosecond: 0 on the wire is no deadline."""
+        return None if self._deadline_ns is None else max(1, self._deadline_ns - self._now())
 
     def _within(self, timeout_ns: int) -> int:
         remaining = self._remaining()

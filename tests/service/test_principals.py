@@ -11,14 +11,30 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from services.client.client import GalleyClient
 from services.core.principal import Principal
 from tests.service.callers import ALICE, BOB, KeyFile, calling
-from tests.service.world import Gateway, Heard, World, field_of, hear, must_be_true, refused
+from tests.service.collector import Collector
+from tests.service.process import gateway_process
+from tests.service.truth import SEED
+from tests.service.world import (
+    MAX_TOKENS,
+    PROMPT,
+    Gateway,
+    Heard,
+    World,
+    field_of,
+    hear,
+    must_be_true,
+    refused,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 UNKNOWN = "0" * 32
+NOBODY = "nobody-77ab01"
 
 
 @pytest.fixture
@@ -191,3 +207,28 @@ async def test_places_pass_to_the_caller_who_waits(world: World, alice: Gateway,
         theirs = bob.ask()
         world.target.gate.open()
         must_be_true(await waiting.listen(theirs))
+
+
+async def test_keys_stand_in_no_log_and_no_trace(world: World, tmp_path: Path) -> None:
+    """Neither those that are known nor those that are not, at the most talkative."""
+    log = tmp_path / "log"
+    flags = {"api-keys-file": KeyFile().write(world), "log-level": "debug"}
+    async with Collector(world.directory) as collector:
+        environment = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
+            "OTEL_EXPORTER_OTLP_INSECURE": "true",
+            "OTEL_BSP_SCHEDULE_DELAY": "50",
+        }
+        async with (
+            gateway_process(world, log, environment, flags) as address,
+            GalleyClient(address, api_key=ALICE) as alice,
+            GalleyClient(address, api_key=NOBODY) as nobody,
+        ):
+            asked = alice.generate(PROMPT, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True)
+            must_be_true(await hear(asked))
+            assert (await refused(nobody.model_info())).code is grpc.StatusCode.UNAUTHENTICATED
+            await collector.has("generate", "/galley.v1.Generation/GetModelInfo")
+        exported = collector.exported
+    assert asked.session_id.encode() in exported
+    for key in (ALICE, NOBODY):
+        assert key.encode() not in exported + log.read_bytes()
