@@ -54,19 +54,20 @@ class _Account:
 
 @dataclass(slots=True)
 class Place:
-    """One call's place. `reserved` output tokens were taken for it; `used` is what came."""
+    """One call's place. `reserved` output tokens were taken for it; `used` came, None if no session did."""
 
     principal: Principal
     since_ns: int
     reserved: int
-    used: int = 0
+    used: int | None = None
 
 
 class Admission:
     """The places of one gateway, and who holds them."""
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, places: int, what: str = "streams") -> None:
         self._places = places
+        self._what = what
         self._turnover = Turnover()
         self._accounts: dict[str, _Account] = {}
         self.held = 0
@@ -92,11 +93,12 @@ class Admission:
     def leave(self, place: Place, now: int) -> None:
         """The call is over."""
         account = self._accounts[place.principal.name]
-        _spend(account, place.used - place.reserved, now)
+        _spend(account, (place.used or 0) - place.reserved, now)
         account.held -= 1
         self.held -= 1
-        for turnover in (account.turnover, self._turnover):
-            turnover.left(now - place.since_ns)
+        if place.used is not None:  # what failed before tells nothing of how long streams are
+            for turnover in (account.turnover, self._turnover):
+                turnover.left(now - place.since_ns)
 
     def _check_own(self, principal: Principal, account: _Account, now: int) -> None:
         most = principal.limits.max_sessions
@@ -107,7 +109,7 @@ class Admission:
     def _check_places(self, principal: Principal, account: _Account, now: int) -> None:
         if self.held >= self._places:
             wait_ns = account.await_place(self._turnover.promise(self._places, now), now)
-            raise _overloaded(f"all {self._places} streams of this gateway are in use", wait_ns)
+            raise _overloaded(f"all {self._places} {self._what} of this gateway are in use", wait_ns)
         share = self._share(account, now)
         if account.held >= share:
             wait_ns = account.await_place(account.turnover.promise(share, now), now)

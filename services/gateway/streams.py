@@ -12,6 +12,7 @@ from services.core.admission import Admission
 from services.core.answer import Answer, Ending, Reason
 from services.core.errors import Fenced, InvalidField, LogLost, Unavailable
 from services.core.finish import decode_ending, encode_ending
+from services.core.principal import ANONYMOUS
 from services.core.records import decode_records
 from services.core.session import Session, SessionLimits
 from services.core.spec_codec import decode_spec, encode_spec
@@ -56,6 +57,7 @@ class Streams:
         self._limits = limits
         self._timeouts = timeouts
         self._admission = Admission(max_sessions)
+        self._aborts = Admission(max_sessions, "calls to Abort")
         self._draining = False
         self._book = Book()
         self._running: set[SessionRunner] = set()
@@ -109,9 +111,13 @@ class Streams:
         return self._runner(session, stored, deadline_ns)
 
     async def abort(self, session_id: str, principal: str, deadline_ns: int | None) -> None:
-        """End a session for good, here and in the store. Raises UnknownSession, StoreUnavailable."""
+        """End a session for good, here and in the store.
+
+        Raises UnknownSession, StoreUnavailable, or Overloaded where too many calls are at it.
+        """
         record = encode_ending(Ending(Reason.ABORTED))
-        await self._store_call(lambda: self._store.abort(session_id, principal, record), deadline_ns)
+        with self._aborting():
+            await self._store_call(lambda: self._store.abort(session_id, principal, record), deadline_ns)
         for runner in self._of(session_id):
             runner.tell(ev.Aborted())
 
@@ -150,6 +156,15 @@ class Streams:
         """End every stream at once, wherever it stands; resumable, for nothing of it is here alone."""
         for runner in self._running:
             runner.tell(ev.Interrupted(Unavailable("this gateway is shutting down; resume at another")))
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """Not a stream's place: ending sessions must be possible where there is none."""
+        place = self._aborts.enter(ANONYMOUS, 0, self._clock.now_ns())
+        try:
+            yield
+        finally:
+            self._aborts.leave(place, self._clock.now_ns())
 
     def _of(self, session_id: str) -> list[SessionRunner]:
         return [runner for runner in self._running if runner.session.spec.session_id == session_id]

@@ -62,6 +62,16 @@ def test_places_pass_to_those_who_wait_until_each_has_its_share() -> None:
     entered(admission, greedy, 1, now=SECOND)
 
 
+def test_calls_that_came_to_no_session_do_not_shorten_the_time_to_come_back() -> None:
+    admission = Admission(1)
+    for used in (1, None, None):
+        place = admission.enter(ANONYMOUS, 1, 0)
+        place.used = used
+        admission.leave(place, 0 if used is None else 30 * SECOND)
+    entered(admission, ANONYMOUS, 1, now=40 * SECOND)
+    assert refused(admission, ANONYMOUS, now=40 * SECOND).retry_after_s == pytest.approx(30)
+
+
 def test_who_does_not_come_back_is_not_waited_for() -> None:
     admission, greedy = Admission(2), named("greedy")
     places = entered(admission, greedy, 2)
@@ -155,7 +165,9 @@ def test_callers_who_are_sent_away_come_back_when_there_is_room() -> None:
     while events:
         now, caller, what = heapq.heappop(events)
         if what == "leaves":
-            admission.leave(places.pop(caller), now)
+            place = places.pop(caller)
+            place.used = 1
+            admission.leave(place, now)
             served += 1
             continue
         attempts += 1

@@ -22,7 +22,6 @@ from tests.fakes.store import MemoryStore
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.core.ports import DraftPort
     from services.core.store import Ownership
 
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
@@ -89,14 +88,12 @@ class Store(MemoryStore):
         return await super().commit(owner, expected_len, tokens, meta, directory)
 
 
-async def runner_of(
-    targets: Targets, store: Store, deadline_ns: int | None = None, draft: DraftPort | None = None
-) -> SessionRunner:
+async def runner_of(targets: Targets, store: Store, deadline_ns: int | None = None) -> SessionRunner:
     stored = await store.create(NewSession("s", "me", b"body", {}, SPEC.prompt))
     session = Session(
         Answer(SPEC, lambda tokens: "x" * len(tokens)), replace(SessionLimits(), credit=0, window=8)
     )
-    ports = Ports(store, draft or NoDraft(), targets, MonotonicClock())
+    ports = Ports(store, NoDraft(), targets, MonotonicClock())
     return SessionRunner(session, stored.ownership, ports, Timeouts(), deadline_ns)
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING
 
 import grpc
 
 from services.client.client import GalleyRpcError, TokenStream
-from tests.service.world import Heard, World, any_credit, hear, must_be_true
+from tests.service.world import Heard, World, any_credit, hear, must_be_true, refused
+
+if TYPE_CHECKING:
+    from tests.gateway.servers import Server
 
 PLACES = 4
 CALLS = 20 * PLACES
@@ -42,3 +47,19 @@ async def test_an_overload_is_refused_at_once_and_who_was_admitted_does_not_noti
         assert heard.finished is not None
     await gateway.idle()
     must_be_true(await hear(gateway.ask()))
+
+
+async def test_calls_to_abort_are_bounded_too_and_need_no_streams_place(
+    frail_world: World, own_store: Server
+) -> None:
+    gateway = await frail_world.gateway(max_sessions=1, store_timeout_s=0.2)
+    frail_world.target.gate.close()
+    stream = gateway.ask()
+    await anext(stream)
+    own_store.pause()
+    calls = [refused(gateway.client.abort(stream.session_id)) for _ in range(CALLS)]
+    codes = Counter([error.code for error in await asyncio.gather(*calls)])
+    own_store.go_on()
+    assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED: CALLS - 1, grpc.StatusCode.UNAVAILABLE: 1}
+    await gateway.client.abort(stream.session_id)
+    assert (await Heard().listen(stream)).finished is not None
