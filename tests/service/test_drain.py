@@ -10,7 +10,7 @@ from services.client.client import GalleyRpcError, TokenStream
 from tests.service.world import Gateway, Heard, World, any_credit, must_be_true
 
 STREAMS = 16
-SHORT, LONG = 20, 1500
+SHORT, LONG = 20, 400
 
 
 async def to_its_end(stream: TokenStream, heard: Heard, staying: Gateway) -> bool:
