@@ -43,7 +43,7 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 	@$(BIN)/galley demo
 
 .PHONY: bench-round bench-engine bench-throughput bench-speculation bench-slow-links bench-gpu bench-peers
-.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray
+.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
 
@@ -70,6 +70,9 @@ prove-engine: setup ## the same tokens and bits whatever happens to the engine, 
 
 prove-ray: setup ## replicas of three ranks: a killed rank, fewer replicas and a dead head go unnoticed
 	@$(BIN)/python -m bench.prove_ray
+
+prove-ownership: setup ## two gateways told to own one session at once, 1,000 times: one log, one owner at a time
+	@$(BIN)/python -m bench.prove_ownership
 
 prove-noise: setup ## no noise is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 import grpc
 import grpc.aio
 
+from services.client.credentials import key_interceptors
 from services.client.errors import GalleyRpcError, rpc_error
 from services.client.options import GenerateOptions, Message, Prompt, Speculation
 from services.client.request import generate_request
@@ -96,17 +97,22 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
 class GalleyClient:
     """One gateway, by address ("host:port"); open it with `async with`.
 
+    `api_key` says who calls, where the gateway asks for it; None is that of GALLEY_API_KEY, if it is set.
     `telemetry` (services.common.telemetry.start_telemetry) makes its calls spans; without it there are none.
     """
 
-    def __init__(self, address: str, telemetry: Telemetry | None = None) -> None:
+    def __init__(
+        self, address: str, telemetry: Telemetry | None = None, *, api_key: str | None = None
+    ) -> None:
         self.address = address
+        self._key_interceptors = key_interceptors(api_key)
         self._telemetry = telemetry or Telemetry()
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:
         self._channel = grpc.aio.insecure_channel(
-            self.address, interceptors=self._telemetry.client_interceptors()
+            self.address,
+            interceptors=[*self._telemetry.client_interceptors(), *self._key_interceptors],
         )
         return self
 

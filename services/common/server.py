@@ -99,13 +99,18 @@ async def start_server(
     settings: ServiceSettings,
     build: Callable[[grpc.aio.Server, Parts], Awaitable[Service]],
     parts: Parts | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> RunningServer:
-    """Start serving in the running event loop, without touching the process; raises CannotBind."""
+    """Start serving in the running event loop, without touching the process; raises CannotBind.
+
+    What `interceptors`, the service's own, raise becomes a status as what it raises itself.
+    """
     parts = parts or Parts()
     server = grpc.aio.server(
         interceptors=[
             *parts.telemetry.server_interceptors(),
             StatusInterceptor(),
+            *interceptors,
             DeserializeInterceptor(settings.max_message_bytes),
         ],
         options=[
@@ -136,13 +141,14 @@ async def run_service(
     settings: ServiceSettings,
     name: str,
     build: Callable[[grpc.aio.Server, Parts], Awaitable[Service]],
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> None:
     """Serve until SIGTERM or SIGINT, then stop gracefully."""
     stopped = _stop_signal()
     parts = Parts(Readiness(settings.ready_fd), start_telemetry(f"galley-{name}"))
     parts.readiness.stage("starting")
     try:
-        running = await unless(stopped, start_server(settings, build, parts))
+        running = await unless(stopped, start_server(settings, build, parts, interceptors))
         if running is None:
             return
         # What a start leaves behind (modules, a model) lives as long as the process; do not walk it again.
@@ -168,6 +174,7 @@ def main_of(
     description: str,
     build: Callable[[S], Callable[[grpc.aio.Server, Parts], Awaitable[Service]]],
     argv: Sequence[str] | None = None,
+    interceptors: Callable[[S], Sequence[grpc.aio.ServerInterceptor]] = lambda _: (),
 ) -> None:
     """The whole of a service's `__main__`: returns when it has stopped, exits 1 if it cannot start."""
     arguments = sys.argv[1:] if argv is None else argv
@@ -177,7 +184,7 @@ def main_of(
     start_logging(f"galley-{name}", settings.log_level, settings.log_format)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(run_service(settings, name, build(settings)))
+            runner.run(run_service(settings, name, build(settings), interceptors(settings)))
     except (CannotBind, GalleyError, OSError, ValueError) as error:
         _LOG.error("cannot start", problem=str(error))  # the message says it all
         raise SystemExit(1) from None

@@ -27,6 +27,7 @@ _LOG = get_logger(__name__)
 _CODES: dict[type[BaseException], grpc.StatusCode] = {
     errors.InvalidField: grpc.StatusCode.INVALID_ARGUMENT,
     errors.Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.UnknownSession: grpc.StatusCode.NOT_FOUND,
     errors.KeyReused: grpc.StatusCode.ALREADY_EXISTS,
     errors.Fenced: grpc.StatusCode.FAILED_PRECONDITION,
@@ -34,6 +35,7 @@ _CODES: dict[type[BaseException], grpc.StatusCode] = {
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
+    errors.Unread: grpc.StatusCode.UNAVAILABLE,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.LogLost: grpc.StatusCode.DATA_LOSS,
 }

@@ -39,6 +39,10 @@ class UnknownSession(CallerFault):
         self.session_id = session_id
 
 
+class Unauthenticated(CallerFault):
+    """The call does not say who asks, or not credibly: UNAUTHENTICATED. Never holds what was presented."""
+
+
 class KeyReused(CallerFault):
     """An idempotency key came back with another body: ALREADY_EXISTS."""
 
@@ -68,6 +72,10 @@ class DeadlinePassed(CallerFault):
 
 class Cancelled(CallerFault):
     """The caller went away: CANCELLED."""
+
+
+class Unread(CallerFault):
+    """The client has left its stream unread for too long; the session stays resumable: UNAVAILABLE."""
 
 
 class OurFault(GalleyError):

@@ -33,12 +33,14 @@ class KvSession:
         "key",
         "live",
         "prefix",
+        "priority",
         "tokens",
     )
 
     def __init__(self, key: SessionKey, pool: BlockPool, block_tokens: int) -> None:
         self.key = key
         self.arrival = 0
+        self.priority = 0
         self.live = False
         self.tokens: list[int] = []
         self.blocks: list[int] = []
@@ -50,9 +52,9 @@ class KvSession:
         self._view: tuple[int, ...] | None = None
 
     @property
-    def age(self) -> tuple[int, SessionKey]:
+    def age(self) -> tuple[int, int, SessionKey]:
         """Smaller is older; no two sessions have the same."""
-        return self.arrival, self.key
+        return -self.priority, self.arrival, self.key
 
     @property
     def view(self) -> tuple[int, ...]:

@@ -132,15 +132,16 @@ class KvTable:
 
     # What an item does.
 
-    def open(self, key: SessionKey, arrival: int, tokens: Sequence[int]) -> int:
+    def open(self, key: SessionKey, arrival: int, tokens: Sequence[int], priority: int = 0) -> int:
         """Makes the session live for these confirmed tokens; returns at how many of them it stands.
 
         It keeps its own KV as far as that agrees, or attaches whole cached blocks where these go further; at
         most len(tokens) - 1, for the last confirmed token is always fed. Takes no block. `arrival` (ns) is
-        when the session first came, the same in every retry. Raises Overloaded if `max_sessions` are live.
+        when the session first came, the same in every retry; the higher `priority` counts as older. Raises
+        Overloaded if `max_sessions` are live.
         """
         session = self._wake(key)
-        session.arrival = arrival
+        session.arrival, session.priority = arrival, priority
         session.keep_or_attach(tokens)
         return len(session.tokens)
 

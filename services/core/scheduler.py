@@ -8,8 +8,9 @@ Pure: it knows tokens, blocks and costs; time is an argument, in nanoseconds of 
   that takes part is done when the pass is over; others are served at once, and join the next pass.
 - In a pass every standing session whose KV reaches its position gets one row, and draft rows as far as they
   pay (`services/core/rows.py`); prompts fill the rest of the row budget, the oldest session first.
-- Blocks are reserved oldest first, so that the oldest session always gets them: the youngest loses its own,
-  and is told by a cache miss what is left. Arrival is the caller's and survives retries.
+- The higher priority counts as older, whenever it came. Blocks are reserved oldest first, so that the oldest
+  session always gets them: the youngest loses its own, and is told by a cache miss what is left. Where too
+  many wait, the youngest of them is refused. Arrival is the caller's and survives retries.
 - An item with credit goes on after its first result, pass after pass, until its limit, a stop token or the
   end.
 
@@ -116,8 +117,6 @@ class Scheduler:
 
         Raises Overloaded if too many wait, InvalidField if the whole pool could not hold its tokens.
         """
-        if sum(not item.begun for item in self._items.values()) >= self._max_waiting:
-            raise Overloaded(f"{self._max_waiting} items are waiting", _RETRY_AFTER_S)
         capacity = self._table.total * self._table.block_tokens
         if request.position > capacity:
             raise InvalidField(
@@ -126,12 +125,24 @@ class Scheduler:
             )
         self._last_id += 1
         item = Item(self._last_id, request, self._memory(request.key), now)
+        self._make_room(item)
         self._items[item.id] = item
         if self._is_busy(item.key):
             self._arriving.setdefault(item.key, []).append(item)
         else:
             self._admit(item)
         return item.id
+
+    def _make_room(self, item: Item) -> None:
+        """Refuse the youngest that waits where too many do; raises Overloaded if that is this item."""
+        waiting = [other for other in self._items.values() if not other.begun]
+        if len(waiting) < self._max_waiting:
+            return
+        refused = Overloaded(f"{self._max_waiting} items are waiting", _RETRY_AFTER_S)
+        youngest = max(waiting, key=_age)
+        if youngest.age <= item.age:
+            raise refused
+        self._answer(youngest, refused)
 
     def extend(self, item_id: int, told: Extend, now: int) -> None:
         """More credit or a hint for an item; ignored if it does not stand any more."""
@@ -231,7 +242,9 @@ class Scheduler:
     def _open(self, item: Item) -> None:
         """Where there is no place left for a session, the youngest makes it, if it is younger than this."""
         try:
-            item.kv_len = self._table.open(item.key, item.request.arrival_ns, item.tokens)
+            item.kv_len = self._table.open(
+                item.key, item.request.arrival_ns, item.tokens, item.request.priority
+            )
         except Overloaded as error:
             opened = (other for other in self._standing.values() if other.kv_len is not None)
             youngest = max(opened, key=_age, default=item)
@@ -239,7 +252,13 @@ class Scheduler:
                 self._answer(item, error)
                 return
             self._answer(youngest, self._table.held(youngest.key))
-            item.kv_len = self._table.open(item.key, item.request.arrival_ns, item.tokens)
+            item.kv_len = self._table.open(
+                item.key, item.request.arrival_ns, item.tokens, item.request.priority
+            )
+
+    def _wake(self, item: Item) -> int:
+        request = item.request
+        return self._table.open(item.key, request.arrival_ns, item.tokens, request.priority)
 
     def _reserve(self, wanted: Sequence[Grant]) -> tuple[dict[SessionKey, Grant], list[tuple[int, int]]]:
         """Make blocks for what is granted, oldest first; who gets none is answered and left out."""

@@ -66,8 +66,8 @@ class Item:
 
     @property
     def age(self) -> tuple[int, int, int]:
-        """Orders items: the oldest session first."""
-        return (self.request.arrival_ns, -self.request.priority, self.id)
+        """Orders items: the higher priority first, and of equal ones the oldest session."""
+        return (-self.request.priority, self.request.arrival_ns, self.id)
 
     @property
     def position(self) -> int:

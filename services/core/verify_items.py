@@ -21,8 +21,8 @@ class VerifyRequest:
 
     `credit` is how many tokens may be confirmed unasked after the first result; `hint_due` says that a hint
     is being drafted; at most `max_verified` draft tokens are verified in a pass, 0 being as many as pay.
-    `arrival_ns` (of the Unix epoch) and `priority` order sessions: older goes first, then the higher
-    priority. `deadline_ns` is of the scheduler's own clock. `logprobs` asks for so many of the likeliest.
+    `arrival_ns` (of the Unix epoch) and `priority` order sessions: the higher priority goes first, then
+    the older. `deadline_ns` is of the scheduler's own clock. `logprobs` asks for so many of the likeliest.
     """
 
     key: SessionKey

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from services.common.server import main_of
-from services.gateway.service import build
+from services.gateway.service import build, interceptors
 from services.gateway.settings import GatewaySettings
 
 if __name__ == "__main__":
     main_of(
-        GatewaySettings, "gateway", "Runs rounds of draft and target, and streams confirmed tokens.", build
+        GatewaySettings,
+        "gateway",
+        "Runs rounds of draft and target, and streams confirmed tokens.",
+        build,
+        interceptors=interceptors,
     )

@@ -46,7 +46,7 @@ class ServedModel:
         """The drafts', once one has told them; until then every name may turn out to be one."""
         return self.drafts.strategies or STRATEGIES
 
-    def spec(self, asked: GenerateSpec, session_id: str, arrival_ns: int) -> SessionSpec:
+    def spec(self, asked: GenerateSpec, session_id: str, arrival_ns: int, tenant_salt: bytes) -> SessionSpec:
         """The session that a request asks for."""
         k, auto, strategy = self._speculation(asked)
         own_ends = () if asked.ignore_eos else self.info.eos_token_ids
@@ -66,6 +66,7 @@ class ServedModel:
             workload=asked.workload,
             arrival_ns=arrival_ns,
             priority=asked.priority,
+            tenant_salt=tenant_salt,
         )
 
     def _speculation(self, asked: GenerateSpec) -> tuple[int, bool, str]:

@@ -22,12 +22,16 @@ _LAST_CALL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Of one stream; `renew_ns` is how often its session is kept from expiring."""
+    """Of one stream; `renew_ns` is how often its session is kept from expiring.
+
+    `client_ns` is how long the client may leave what was sent unread.
+    """
 
     store_ns: int = 10 * SECOND
     verify_ns: int = 120 * SECOND
     draft_ns: int = SECOND // 2
     renew_ns: int = 600 * SECOND
+    client_ns: int = 60 * SECOND
 
     def store_deadline_ns(self, now_ns: int, deadline_ns: int | None) -> int:
         """When to give up on the store: a second before the client's deadline, so that it hears why."""

@@ -1,4 +1,4 @@
-"""Who asks, and which session an idempotency key of theirs names."""
+"""Which session an idempotency key of a principal names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import secrets
 from hashlib import sha256
 
 SESSION_ID_HEX = 32
-# Until requests are authenticated, everyone is the same caller.
-ANONYMOUS = "anonymous"
 
 
 def session_id_for(principal: str, key: str, secret: bytes) -> str:

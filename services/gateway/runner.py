@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from services.common.logs import get_logger
 from services.core import events as ev
 from services.core.answer import Chunk, NumericsChanged
-from services.core.errors import Broken, Cancelled, DeadlinePassed, GalleyError
+from services.core.errors import Broken, Cancelled, DeadlinePassed, GalleyError, Unread
 from services.core.finish import encode_ending
 from services.core.records import encode_records
 from services.core.store import Directory, Held
@@ -41,6 +41,7 @@ _log = get_logger(__name__)
 
 Item: TypeAlias = Chunk | NumericsChanged
 Send: TypeAlias = Callable[[Item], Awaitable[None]]
+"""Returns when the client's transport took the item; raises Unread if it never will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class SessionRunner:
     ) -> None:
         """`deadline_ns` is a time of the clock port, None for none."""
         self.session = session
-        self._owner = owner
+        self.owner = owner
         self._ports = ports
         self._timeouts = timeouts
         self._deadline_ns = deadline_ns
@@ -89,6 +90,7 @@ class SessionRunner:
     async def run(self, send: Send) -> ev.End:
         """Drive the session; returns how the stream ends once the client has all that belongs before."""
         sender = asyncio.create_task(self._send_all(send))
+        sender.add_done_callback(self._on_unsent)
         try:
             self._watch_deadline()
             self._renewal = self._spawn(self._keep_alive())
@@ -96,8 +98,7 @@ class SessionRunner:
             while self._end is None:
                 event = await self._inbox.get()
                 self._carry_out(self.session.step(event, self._now()))
-            await self._finish_sending(sender, self._end)
-            return self._end
+            return await self._finish_sending(sender, self._end)
         finally:
             await self._stop(sender)
 
@@ -183,7 +184,7 @@ class SessionRunner:
 
         async def commit() -> int:
             return await self._ports.store.commit(
-                self._owner, effect.expected_len, effect.tokens, meta, directory
+                self.owner, effect.expected_len, effect.tokens, meta, directory
             )
 
         await self._store_op(commit, ev.Committed)
@@ -192,7 +193,7 @@ class SessionRunner:
         record = encode_ending(effect.ending)
 
         async def finish() -> None:
-            await self._ports.store.finish(self._owner, effect.log_len, record)
+            await self._ports.store.finish(self.owner, effect.log_len, record)
 
         await self._store_op(finish, lambda _: ev.FinishStored())
 
@@ -217,7 +218,7 @@ class SessionRunner:
             await asyncio.sleep(self._timeouts.renew_ns / SECOND)
 
             async def renew() -> None:
-                await self._ports.store.renew(self._owner)
+                await self._ports.store.renew(self.owner)
 
             try:
                 await patiently(renew, self._store_deadline_ns(), self._ports.clock)
@@ -235,7 +236,8 @@ class SessionRunner:
         return self._ports.clock.now_ns()
 
     def _remaining(self) -> int | None:
-        return None if self._deadline_ns is None else max(0, self._deadline_ns - self._now())
+        """At least a nanosecond: 0 on the wire is no deadline."""
+        return None if self._deadline_ns is None else max(1, self._deadline_ns - self._now())
 
     def _within(self, timeout_ns: int) -> int:
         remaining = self._remaining()
@@ -263,11 +265,20 @@ class SessionRunner:
                 if isinstance(item, Chunk):
                     self.tell(ev.Taken(item.index + len(item.tokens)))
 
-    async def _finish_sending(self, sender: asyncio.Task[None], end: ev.End) -> None:
+    def _on_unsent(self, sender: asyncio.Task[None]) -> None:
+        """No more reaches the client: the session is worked on no further."""
+        if not sender.cancelled() and (error := sender.exception()) is not None:
+            self.tell(ev.Interrupted(_fault_of(error, "sending")))
+
+    async def _finish_sending(self, sender: asyncio.Task[None], end: ev.End) -> ev.End:
+        """How the stream ends for the client, who may not have read what belongs before a good end."""
         if end.error is None:
-            await sender
-        elif not isinstance(end.error, DeadlinePassed | Cancelled):
+            await asyncio.wait({sender})
+            error = sender.exception()
+            return end if error is None else ev.End(error=_fault_of(error, "sending"))
+        if not isinstance(end.error, DeadlinePassed | Cancelled | Unread):
             await asyncio.wait({sender}, timeout=_SEND_GRACE_S)
+        return end
 
     # --------------------------------------------------------------------------------- tasks --
 
@@ -288,7 +299,7 @@ class SessionRunner:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a port raised", exc_info=error)
-            self.tell(ev.Interrupted(Broken(f"a port raised {type(error).__name__}")))
+            self.tell(ev.Interrupted(_fault_of(error, "a port")))
 
     async def _stop(self, sender: asyncio.Task[None]) -> None:
         for timer in self._timers:
@@ -302,6 +313,10 @@ class SessionRunner:
                 await self._verification.aclose()  # its task may have been cancelled before it began
         finally:
             self._spans.abandon()
+
+
+def _fault_of(error: BaseException, what: str) -> GalleyError:
+    return error if isinstance(error, Unread) else Broken(f"{what} raised {type(error).__name__}")
 
 
 def _held(replica: Replica | None, length: int) -> Held | None:

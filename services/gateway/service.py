@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -15,6 +16,8 @@ from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S
 from services.common.registry import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
 from services.common.server import KEEPALIVE
 from services.core.session import SessionLimits
+from services.gateway.api_keys import ApiKeys
+from services.gateway.authentication import Everyone, PrincipalInterceptor
 from services.gateway.clock import MonotonicClock
 from services.gateway.drafts import Drafts, SessionDraft
 from services.gateway.members import Registered, Told
@@ -88,6 +91,12 @@ def build(settings: GatewaySettings) -> Callable[[grpc.aio.Server, Parts], Await
     return build_gateway
 
 
+def interceptors(settings: GatewaySettings) -> Sequence[grpc.aio.ServerInterceptor]:
+    """Its own. Raises ValueError or OSError if the file of keys cannot be read."""
+    known = ApiKeys(Path(settings.api_keys_file)) if settings.api_keys_file else Everyone()
+    return (PrincipalInterceptor(known),)
+
+
 async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Parts) -> GatewayService:
     parts.readiness.stage("loading the tokenizer")
     tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
@@ -108,7 +117,10 @@ async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Part
         streams = _streams(settings, store, drafts, targets, clock, tokenizer)
         model = _served_model(settings, tokenizer, targets, drafts)
         rpc.add_GenerationServicer_to_server(
-            GenerationServicer(streams, model, clock, _id_secret(settings)), server
+            GenerationServicer(
+                streams, model, clock, _id_secret(settings), int(settings.client_timeout_s * SECOND)
+            ),
+            server,
         )
         return GatewayService(streams, opened.pop_all(), settings.drain_timeout_s)
 
@@ -219,6 +231,7 @@ def _timeouts(settings: GatewaySettings) -> Timeouts:
         verify_ns=int(settings.verify_timeout_s * SECOND),
         draft_ns=int(settings.draft_timeout_s * SECOND),
         renew_ns=int(settings.session_ttl_s * SECOND / 3),
+        client_ns=int(settings.client_timeout_s * SECOND),
     )
 
 

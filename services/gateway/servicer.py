@@ -5,28 +5,37 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import grpc
 from opentelemetry import trace
 from structlog.contextvars import bound_contextvars
 
+from services.common import status
 from services.common.logs import get_logger
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.core import events as ev
-from services.core.errors import Broken, GalleyError
+from services.core.errors import Broken, GalleyError, Unread
 from services.gateway import events_pb
+from services.gateway.authentication import caller
 from services.gateway.patience import SECOND
-from services.gateway.principals import ANONYMOUS, session_id_for
-from services.gateway.validation import check_model, parse_generate, parse_resume, parse_session_id
+from services.gateway.principals import session_id_for
+from services.gateway.validation import (
+    check_model,
+    check_priority,
+    parse_generate,
+    parse_resume,
+    parse_session_id,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    import grpc
-
+    from services.core.admission import Place
     from services.core.answer import Chunk, Ending, NumericsChanged
     from services.core.ports import Clock
     from services.gateway.model import ServedModel
@@ -39,18 +48,21 @@ _tracer = trace.get_tracer("galley.gateway")
 
 @dataclass(frozen=True, slots=True)
 class GenerationServicer(rpc.GenerationServicer):
-    """`services.gateway.streams` does the work."""
+    """`services.gateway.streams` does the work. A stream that is left unread for `client_ns` ends."""
 
     streams: Streams
     model: ServedModel
     clock: Clock
     id_secret: bytes
+    client_ns: int
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Start a session, or join the one of the same idempotency key."""
-        with self.streams.admit():
+        principal = caller()
+        check_priority(request.priority, principal.limits.max_priority)
+        with self.streams.admit(principal, self._asked_tokens(request)) as place:
             # In a thread: a long prompt takes the tokenizer longer than other streams should wait.
             asked = await asyncio.to_thread(
                 parse_generate,
@@ -60,23 +72,30 @@ class GenerationServicer(rpc.GenerationServicer):
                 self.model.request_model(),
                 _draw_seed,
             )
-            session_id = session_id_for(ANONYMOUS, asked.idempotency_key, self.id_secret)
-            spec = self.model.spec(asked, session_id, time.time_ns())
+            session_id = session_id_for(principal.name, asked.idempotency_key, self.id_secret)
+            spec = self.model.spec(asked, session_id, time.time_ns(), principal.tenant_salt)
             deadline_ns = self._deadline_ns(context)
-            runner = await self.streams.create(spec, ANONYMOUS, asked.body_hash, deadline_ns)
-            async for event in self._stream(runner, context, "generate"):
+            runner = await self.streams.create(spec, principal.name, asked.body_hash, deadline_ns)
+            self.streams.charge_prompt(place, runner)
+            async for event in self._stream(runner, place, context, "generate"):
                 yield pb.GenerateResponse(event=event)
 
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ResumeResponse]:
         """Take over a session and go on from the client's index."""
-        with self.streams.admit():
+        principal = caller()
+        # What is left of the answer only the store knows: it is counted as it comes.
+        with self.streams.admit(principal, 0) as place:
             asked = parse_resume(request)
             runner = await self.streams.claim(
-                asked.session_id, ANONYMOUS, asked.next_index, asked.seen_hash, self._deadline_ns(context)
+                asked.session_id,
+                principal.name,
+                asked.next_index,
+                asked.seen_hash,
+                self._deadline_ns(context),
             )
-            async for event in self._stream(runner, context, "resume"):
+            async for event in self._stream(runner, place, context, "resume"):
                 yield pb.ResumeResponse(event=event)
 
     async def Abort(
@@ -84,7 +103,7 @@ class GenerationServicer(rpc.GenerationServicer):
     ) -> pb.AbortResponse:
         """End a session for good."""
         session_id = parse_session_id(request.session_id)
-        await self.streams.abort(session_id, ANONYMOUS, self._deadline_ns(context))
+        await self.streams.abort(session_id, caller().name, self._deadline_ns(context))
         return pb.AbortResponse()
 
     async def GetModelInfo(
@@ -94,23 +113,27 @@ class GenerationServicer(rpc.GenerationServicer):
         check_model(request.model, self.model.request_model())
         return self.model.describe()
 
+    def _asked_tokens(self, request: pb.GenerateRequest) -> int:
+        """The output that it may come to; no answer is longer than the context window."""
+        most = request.max_tokens if request.HasField("max_tokens") else self.model.limits.default_max_tokens
+        return min(most, self.model.info.context_window)
+
     def _deadline_ns(self, context: grpc.aio.ServicerContext[Any, Any]) -> int | None:
         remaining_s = cast("float | None", context.time_remaining())  # None where the call has no deadline
         return None if remaining_s is None else self.clock.now_ns() + int(remaining_s * SECOND)
 
     async def _stream(
-        self, runner: SessionRunner, context: grpc.aio.ServicerContext[Any, Any], name: str
+        self, runner: SessionRunner, place: Place, context: grpc.aio.ServicerContext[Any, Any], name: str
     ) -> AsyncIterator[pb.StreamEvent]:
         """The events of a session; its work ends with the call, whichever way the call ends."""
         session_id = runner.session.spec.session_id
+        before = runner.session.answer.output_len
         span = _tracer.start_span(name, attributes={"galley.session_id": session_id})
         # Current only where nothing is yielded: a generator may be closed in another context than its own.
         current = partial(trace.use_span, span)
         with bound_contextvars(session_id=session_id), self.streams.running(runner):
             with current():
-                pump = _Pump(runner)
-            # The generator may be left without a word when the client goes; the call's end is always told.
-            context.add_done_callback(pump.stop_with)  # type: ignore[arg-type]  # the stubs want a class
+                pump = _Pump(runner, context, self.client_ns / SECOND)
             try:
                 yield events_pb.started(runner.session, self.model.name)
                 while not isinstance(item := await pump.next(), ev.End):
@@ -119,6 +142,7 @@ class GenerationServicer(rpc.GenerationServicer):
                     ending = _ending(item)
                 yield events_pb.finished(runner.session, ending)
             finally:
+                place.used = runner.session.answer.output_len - before
                 pump.stop()
                 span.end()
 
@@ -136,11 +160,24 @@ def _draw_seed() -> int:
 
 
 class _Pump:
-    """Runs a session in a task of its own and hands over what it sends, one item at a time."""
+    """Runs a session in a task of its own and hands over what it sends, one item at a time.
 
-    def __init__(self, runner: SessionRunner) -> None:
+    gRPC takes no item while what it has is unread. Where that lasts for `client_s`, the session is worked on
+    no further and the call is ended: its handler, and with it its place; its status waits in gRPC for the
+    client to read on.
+    """
+
+    def __init__(
+        self, runner: SessionRunner, context: grpc.aio.ServicerContext[Any, Any], client_s: float
+    ) -> None:
         self._items: asyncio.Queue[Chunk | NumericsChanged | ev.End] = asyncio.Queue(maxsize=1)
+        self._client_s = client_s
+        self._context = context
+        self._handler = asyncio.current_task()
         self._task = asyncio.create_task(self._run(runner))
+        self._last_word: asyncio.Task[None] | None = None
+        # The generator may be left without a word when the client goes; the call's end is always told.
+        context.add_done_callback(self._call_ended)  # type: ignore[arg-type]  # the stubs want a class
 
     async def next(self) -> Chunk | NumericsChanged | ev.End:
         return await self._items.get()
@@ -148,14 +185,36 @@ class _Pump:
     def stop(self) -> None:
         self._task.cancel()
 
-    def stop_with(self, ctx: object, /) -> None:  # noqa: ARG002  # the shape that grpc calls
+    def _call_ended(self, ctx: object, /) -> None:  # noqa: ARG002  # the shape that grpc calls
         self.stop()
+        if self._last_word is not None:
+            self._last_word.cancel()
 
     async def _run(self, runner: SessionRunner) -> None:
         try:
-            end = await runner.run(self._items.put)
+            end = await runner.run(self._send)
         except Exception as error:  # noqa: BLE001  # whatever it is, a client must not wait for ever
             _log.error("session failed", exc_info=error)
             fault = f"a session's shell raised {type(error).__name__}"
             end = ev.End(error=error if isinstance(error, GalleyError) else Broken(fault))
+        self._last_word = asyncio.create_task(self._end_unless_read(isinstance(end.error, Unread)))
         await self._items.put(end)
+
+    async def _send(self, item: Chunk | NumericsChanged) -> None:
+        try:
+            async with asyncio.timeout(self._client_s):
+                await self._items.put(item)
+        except TimeoutError:
+            raise self._unread() from None
+
+    def _unread(self) -> Unread:
+        return Unread(f"the stream was left unread for {self._client_s:g} s; resume to go on")
+
+    async def _end_unless_read(self, waited: bool) -> None:
+        """The session needs nobody any more, and its call must not wait for ever to say so."""
+        if not waited:
+            await asyncio.sleep(self._client_s)
+        if self._handler is not None:
+            self._handler.cancel()
+        with suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
+            await status.abort(self._context, self._unread())

@@ -39,6 +39,9 @@ class GatewaySettings(ServiceSettings):
     max_sessions: int = Field(
         64, ge=1, description="Open streams; more are refused. No more than the target keeps sessions."
     )
+    api_keys_file: str = Field(
+        "", description="File of API keys (docs/principals.md); empty: everyone is the same caller."
+    )
     default_max_tokens: int = Field(512, ge=1, description="Length of an answer that names none.")
     window: int = Field(64, ge=1, description="Tokens a session may be ahead of its log.")
     credit: int = Field(
@@ -53,6 +56,9 @@ class GatewaySettings(ServiceSettings):
         120.0, gt=0, description="How long one verification may take, a long prompt's prefill included."
     )
     draft_timeout_s: float = Field(0.5, gt=0, description="How long a round waits for the draft.")
+    client_timeout_s: float = Field(
+        60.0, gt=0, description="How long a client may leave its stream unread before it ends, resumable."
+    )
     startup_timeout_s: float = Field(120.0, gt=0, description="How long to wait for a target at start.")
     session_ttl_s: float = Field(3600.0, gt=0, description="How long an idle session is kept.")
     finished_ttl_s: float = Field(900.0, gt=0, description="How long a finished session is kept.")

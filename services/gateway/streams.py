@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from services.core import events as ev
+from services.core.admission import Admission
 from services.core.answer import Answer, Ending, Reason
-from services.core.errors import InvalidField, LogLost, Overloaded, Unavailable
+from services.core.errors import Fenced, InvalidField, LogLost, Unavailable
 from services.core.finish import decode_ending, encode_ending
+from services.core.principal import ANONYMOUS
 from services.core.records import decode_records
 from services.core.session import Session, SessionLimits
 from services.core.spec_codec import decode_spec, encode_spec
@@ -23,15 +25,16 @@ from services.gateway.store import NONCE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+    from services.core.admission import Place
     from services.core.answer import SessionSpec
     from services.core.ports import Clock
+    from services.core.principal import Principal
     from services.core.store import SessionStore, StoredSession
     from services.gateway.runner import Ports
 
 _T = TypeVar("_T")
 
 SPEC_FIELD = "spec"
-_RETRY_AFTER_S = 1.0
 
 
 class Streams:
@@ -53,29 +56,35 @@ class Streams:
         self._decode = decode
         self._limits = limits
         self._timeouts = timeouts
-        self._max_sessions = max_sessions
-        self._admitted = 0
+        self._admission = Admission(max_sessions)
+        self._aborts = Admission(max_sessions, "calls to Abort")
         self._draining = False
         self._book = Book()
-        self._running: dict[str, SessionRunner] = {}
+        self._running: set[SessionRunner] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     @contextmanager
-    def admit(self) -> Iterator[None]:
-        """Hold a place for one stream. Raises Overloaded or Unavailable, before any work is done."""
+    def admit(self, principal: Principal, tokens: int) -> Iterator[Place]:
+        """Hold a place for one stream of at most so many output tokens.
+
+        Raises Overloaded or Unavailable, before any work is done.
+        """
         if self._draining:
             raise Unavailable("this gateway is shutting down; ask another")
-        if self._admitted >= self._max_sessions:
-            raise Overloaded(f"all {self._max_sessions} streams of this gateway are in use", _RETRY_AFTER_S)
-        self._admitted += 1
+        place = self._admission.enter(principal, tokens, self._clock.now_ns())
         self._idle.clear()
         try:
-            yield
+            yield place
         finally:
-            self._admitted -= 1
-            if not self._admitted:
+            self._admission.leave(place, self._clock.now_ns())
+            if not self._admission.held:
                 self._idle.set()
+
+    def charge_prompt(self, place: Place, runner: SessionRunner) -> None:
+        """Count its prompt, unless the session is one that was joined."""
+        if runner.session.answer.output_len == 0:
+            self._admission.charge(place, len(runner.session.spec.prompt), self._clock.now_ns())
 
     async def create(
         self, spec: SessionSpec, principal: str, body_hash: bytes, deadline_ns: int | None
@@ -102,25 +111,33 @@ class Streams:
         return self._runner(session, stored, deadline_ns)
 
     async def abort(self, session_id: str, principal: str, deadline_ns: int | None) -> None:
-        """End a session for good, here and in the store. Raises UnknownSession, StoreUnavailable."""
+        """End a session for good, here and in the store.
+
+        Raises UnknownSession, StoreUnavailable, or Overloaded where too many calls are at it.
+        """
         record = encode_ending(Ending(Reason.ABORTED))
-        await self._store_call(lambda: self._store.abort(session_id, principal, record), deadline_ns)
-        runner = self._running.get(session_id)
-        if runner is not None:
+        with self._aborting():
+            await self._store_call(lambda: self._store.abort(session_id, principal, record), deadline_ns)
+        for runner in self._of(session_id):
             runner.tell(ev.Aborted())
 
     @contextmanager
     def running(self, runner: SessionRunner) -> Iterator[None]:
-        """Within, Abort and drain reach the runner."""
+        """Within, Abort and drain reach the runner.
+
+        One that had the session here before need not wait for the store to say that it is fenced.
+        """
         session_id = runner.session.spec.session_id
-        self._running[session_id] = runner
+        for before in self._of(session_id):
+            if before.owner.epoch < runner.owner.epoch:
+                before.tell(ev.Interrupted(Fenced(session_id)))
+        self._running.add(runner)
         if self._draining:
             runner.tell(ev.Draining())
         try:
             yield
         finally:
-            if self._running.get(session_id) is runner:
-                del self._running[session_id]
+            self._running.discard(runner)
 
     def refuse_new(self) -> None:
         """From now on no stream is admitted."""
@@ -132,13 +149,25 @@ class Streams:
 
     def hand_over(self) -> None:
         """Have every stream end at its next round boundary, resumable."""
-        for runner in self._running.values():
+        for runner in self._running:
             runner.tell(ev.Draining())
 
     def cut_off(self) -> None:
         """End every stream at once, wherever it stands; resumable, for nothing of it is here alone."""
-        for runner in self._running.values():
+        for runner in self._running:
             runner.tell(ev.Interrupted(Unavailable("this gateway is shutting down; resume at another")))
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """Not a stream's place: ending sessions must be possible where there is none."""
+        place = self._aborts.enter(ANONYMOUS, 0, self._clock.now_ns())
+        try:
+            yield
+        finally:
+            self._aborts.leave(place, self._clock.now_ns())
+
+    def _of(self, session_id: str) -> list[SessionRunner]:
+        return [runner for runner in self._running if runner.session.spec.session_id == session_id]
 
     def _session(self, stored: StoredSession, stream_from: int = 0, seen_hash: bytes = b"") -> Session:
         answer = self._answer(stored)

@@ -177,6 +177,12 @@ def parse_session_id(session_id: str) -> str:
     return session_id
 
 
+def check_priority(priority: int, most: int | None) -> None:
+    """Raises InvalidField if it is above what the caller's requests may have; None: they may have any."""
+    if most is not None and priority > most:
+        raise InvalidField("priority", f"must be <= {most} for this caller, is {priority}")
+
+
 def check_model(name: str, model: Model) -> None:
     """Raises InvalidField unless `name` is empty or that of `model`."""
     if name not in {"", model.name}:

@@ -396,6 +396,55 @@ def test_the_youngest_makes_place_for_an_older_session() -> None:
     assert isinstance(answers[young], Overloaded)
 
 
+def test_a_higher_priority_takes_the_blocks_of_an_older_session() -> None:
+    bench = Bench(blocks=8, max_rows=64)
+    old = bench.submit(request(prompt(16, 1), session="old", arrival_ns=1, credit=99))
+    bench.step()
+    urgent = bench.submit(request(prompt(24, 2), session="urgent", arrival_ns=9, priority=1))
+    answers = {answer.item: answer.outcome for answer in bench.step()}
+    assert isinstance(answers[urgent], Confirmed)
+    assert isinstance(answers[old], Miss)
+
+
+def test_a_higher_priority_takes_the_place_of_an_older_session() -> None:
+    bench = Bench(max_sessions=1)
+    old = bench.submit(request(prompt(9), session="old", arrival_ns=1, credit=50))
+    bench.step()
+    urgent = bench.submit(request(PROMPT, session="urgent", arrival_ns=9, priority=1))
+    answers = {answer.item: answer.outcome for answer in bench.step()}
+    assert isinstance(answers[urgent], Confirmed)
+    assert isinstance(answers[old], Miss)
+
+
+def test_prompts_are_fed_by_priority_and_then_by_arrival() -> None:
+    bench = Bench(max_rows=8)
+    arrivals = {"late": (9, 0), "early": (1, 0), "urgent": (99, 5), "idle": (0, -5)}
+    for index, (name, (arrival_ns, priority)) in enumerate(arrivals.items()):
+        asked = request(prompt(8, index), session=name, arrival_ns=arrival_ns, priority=priority)
+        bench.submit(asked)
+    fed = []
+    for _ in arrivals:
+        plan = bench.begin()
+        fed += [request.key[1] for request in bench.scheduler.under_way]
+        bench.finish(plan)
+    assert fed == ["urgent", "early", "late", "idle"]
+
+
+def test_where_too_many_wait_the_youngest_of_the_least_priority_is_refused() -> None:
+    bench = Bench(max_waiting=2)
+    low = [
+        bench.submit(request(prompt(9, i), session=f"s{i}", arrival_ns=i, priority=-1, credit=1))
+        for i in (1, 2)
+    ]
+    with pytest.raises(Overloaded):
+        bench.submit(request(PROMPT, session="younger", arrival_ns=3, priority=-1))
+    urgent = bench.submit(request(PROMPT, session="urgent", arrival_ns=3))
+    [refused] = bench.scheduler.take_answers()
+    assert (refused.item, type(refused.outcome)) == (low[1], Overloaded)
+    assert {answer.item for answer in bench.step()} == {low[0], urgent}
+    bench.table.check()
+
+
 def test_what_can_never_be_held_is_refused_at_once() -> None:
     with pytest.raises(InvalidField, match="32 tokens"):
         Bench(blocks=8).submit(request(prompt(33)))

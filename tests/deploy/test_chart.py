@@ -138,6 +138,15 @@ def test_a_writable_place_only_where_one_is_mounted(manifests: list[Manifest]) -
         assert all("emptyDir" in volume for volume in pod(spec)["volumes"])
 
 
+def test_the_file_of_api_keys_is_where_the_gateway_is_told() -> None:
+    gateway = workloads(render({"gateway": {"apiKeys": {"name": "callers", "key": "k.toml"}}}))["gateway"]
+    [mount] = [m for m in container(gateway)["volumeMounts"] if m["name"] == "api-keys"]
+    assert env(gateway)["GALLEY_GATEWAY_API_KEYS_FILE"] == f"{mount['mountPath']}/k.toml"
+    # As a folder: a file that is mounted alone would never change.
+    assert "subPath" not in mount
+    assert {"name": "api-keys", "secret": {"secretName": "callers"}} in pod(gateway)["volumes"]
+
+
 def test_pools_are_reached_at_their_pods(manifests: list[Manifest]) -> None:
     headless = {
         role for role, service in services(manifests).items() if service["spec"].get("clusterIP") == "None"

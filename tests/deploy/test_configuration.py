@@ -13,7 +13,7 @@ from tests.deploy.settings_of import parse_env, settings_of, variables_of
 
 # What the chart decides by itself (a pod is one rank) or keeps for tests; what means nothing in a cluster.
 CHART_DECIDES = {
-    "gateway": {"draft", "id_secret", "model", "redis_url", "startup_timeout_s", "target"},
+    "gateway": {"api_keys_file", "draft", "id_secret", "model", "redis_url", "startup_timeout_s", "target"},
     "draft": {"advertise", "oracle_answers", "oracle_spoil", "redis_url", "tokenizer"},
     "target": {"advertise", "model", "redis_url", "tensor_parallel"},
 }
@@ -24,7 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "own store": {
         "redis": {"embedded": {"enabled": False}, "existingSecret": {"name": "store"}},
-        "gateway": {"idSecret": {"name": "ids"}},
+        "gateway": {"idSecret": {"name": "ids"}, "apiKeys": {"name": "callers"}},
     },
     "a directory": {"model": "/models/other", "logLevel": "debug"},
     "hub models": {"model": "example/big", "draft": {"settings": {"model": "example/small"}}},

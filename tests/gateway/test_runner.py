@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from services.core import events as ev
 from services.core.answer import Answer, SessionSpec
-from services.core.errors import Cancelled
+from services.core.errors import Cancelled, Unread
 from services.core.params import SamplingParams
 from services.core.ports import Replica
 from services.core.session import Session, SessionLimits
 from services.core.store import UNCHANGED, Directory, NewSession
 from services.gateway.clock import MonotonicClock
-from services.gateway.patience import Timeouts
+from services.gateway.patience import SECOND, Timeouts
 from services.gateway.runner import Ports, SessionRunner
 from tests.fakes.store import MemoryStore
 
@@ -52,8 +52,10 @@ class Targets:
 
     def __init__(self) -> None:
         self.items: list[Item] = []
+        self.remaining_ns: list[int | None] = []
 
-    def verify(self, _spec: SessionSpec, request: ev.Verify, _remaining_ns: int | None) -> Item:
+    def verify(self, _spec: SessionSpec, request: ev.Verify, remaining_ns: int | None) -> Item:
+        self.remaining_ns.append(remaining_ns)
         self.items.append(Item(request, Replica(f"host:{len(self.items)}", "life")))
         return self.items[-1]
 
@@ -86,13 +88,13 @@ class Store(MemoryStore):
         return await super().commit(owner, expected_len, tokens, meta, directory)
 
 
-async def runner_of(targets: Targets, store: Store) -> SessionRunner:
+async def runner_of(targets: Targets, store: Store, deadline_ns: int | None = None) -> SessionRunner:
     stored = await store.create(NewSession("s", "me", b"body", {}, SPEC.prompt))
     session = Session(
         Answer(SPEC, lambda tokens: "x" * len(tokens)), replace(SessionLimits(), credit=0, window=8)
     )
     ports = Ports(store, NoDraft(), targets, MonotonicClock())
-    return SessionRunner(session, stored.ownership, ports, Timeouts(), None)
+    return SessionRunner(session, stored.ownership, ports, Timeouts(), deadline_ns)
 
 
 async def nothing(_: object) -> None:
@@ -116,3 +118,21 @@ async def test_the_directory_names_the_replica_whose_answer_it_was() -> None:
     told = [(said.target.replica, said.target.kv_len) for said in store.said if said.target is not None]
     assert told[0] == ("host:0", 3)
     assert len(targets.items) == 3
+
+
+async def test_what_is_left_of_the_deadline_goes_with_each_verification() -> None:
+    """Also where nothing is left: 0 would be none."""
+    for left_ns in (5 * SECOND, 0, -SECOND):
+        targets = Targets()
+        runner = await runner_of(targets, Store(), MonotonicClock().now_ns() + left_ns)
+        await runner.run(nothing)
+        assert targets.remaining_ns
+        assert all(told is not None and 0 < told <= max(1, left_ns) for told in targets.remaining_ns)
+
+
+async def test_a_client_that_does_not_read_ends_the_session_and_not_its_log() -> None:
+    async def unread(_: object) -> None:
+        raise Unread("left unread")
+
+    end = await (await runner_of(Targets(), Store())).run(unread)
+    assert isinstance(end.error, Unread)

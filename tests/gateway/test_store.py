@@ -33,7 +33,7 @@ from services.core.store import (
     SessionStore,
     StoredSession,
 )
-from services.gateway.principals import ANONYMOUS, session_id_for
+from services.gateway.principals import session_id_for
 from services.gateway.store import LONGEST_PAUSE_S, RedisStore, retrying
 from tests.fakes.store import MemoryStore
 
@@ -717,14 +717,14 @@ async def test_the_memory_store_forgets_by_its_clock() -> None:
 
 
 def test_session_ids() -> None:
-    named = session_id_for(ANONYMOUS, "key", b"secret")
-    assert named == session_id_for(ANONYMOUS, "key", b"secret")
+    named = session_id_for("me", "key", b"secret")
+    assert named == session_id_for("me", "key", b"secret")
     others = {
-        session_id_for(ANONYMOUS, "other", b"secret"),
+        session_id_for("me", "other", b"secret"),
         session_id_for(ALICE, "key", b"secret"),
-        session_id_for(ANONYMOUS, "key", b"other"),
-        session_id_for(ANONYMOUS, "", b"secret"),
-        session_id_for(ANONYMOUS, "", b"secret"),
+        session_id_for("me", "key", b"other"),
+        session_id_for("me", "", b"secret"),
+        session_id_for("me", "", b"secret"),
     }
     assert len(others - {named}) == 5
     assert {len(each) for each in others} == {32}

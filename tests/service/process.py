@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
 from tests.service.waiting import PATIENCE_S
@@ -20,8 +21,13 @@ if TYPE_CHECKING:
 
 
 @asynccontextmanager
-async def gateway_process(world: World, log: Path, environment: Mapping[str, str]) -> AsyncIterator[str]:
-    """Its address; it writes its log to `log`, and is stopped by SIGTERM, which must end it in order."""
+async def gateway_process(
+    world: World, log: Path, environment: Mapping[str, str], more: Mapping[str, str] = MappingProxyType({})
+) -> AsyncIterator[str]:
+    """Its address; it writes its log to `log`, and is stopped by SIGTERM, which must end it in order.
+
+    `more` flags go before those of the world.
+    """
     settings = world.settings()
     flags = {
         "target": settings.target,
@@ -29,6 +35,7 @@ async def gateway_process(world: World, log: Path, environment: Mapping[str, str
         "redis-url": settings.redis_url.get_secret_value(),
         "model": settings.model,
         "credit": str(settings.credit),
+        **more,
     }
     read_fd, write_fd = os.pipe()
     with log.open("wb") as out:

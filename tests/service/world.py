@@ -14,7 +14,7 @@ from services.client.client import GalleyClient, GalleyRpcError
 from services.common.server import RunningServer, start_server
 from services.common.tokenizer_hash import tokenizer_hash
 from services.core.records import PositionLogprobs
-from services.gateway.service import build
+from services.gateway.service import build, interceptors
 from services.gateway.settings import GatewaySettings
 from tests.service.fakes import FakeDraft, FakeTarget
 from tests.service.truth import SEED, text_of, true_output
@@ -118,6 +118,11 @@ class Gateway:
         asked = {"max_tokens": MAX_TOKENS, "seed": SEED, "ignore_eos": True, **options}
         return self.client.generate(prompt, **asked)
 
+    async def has_places(self) -> None:
+        """Wait until none of its places is taken."""
+        async with asyncio.timeout(PATIENCE_S):
+            await cast("Any", self.running.service)._streams.wait_idle()
+
     async def idle(self) -> None:
         """Wait until no stream is open here and none of its tasks is left; fails if some stay."""
         streams = cast("Any", self.running.service)._streams
@@ -184,7 +189,7 @@ class World:
     async def gateway(self, **given: object) -> Gateway:
         """A gateway with these settings."""
         settings = self.settings(**given)
-        running = await start_server(settings, build(settings))
+        running = await start_server(settings, build(settings), interceptors=interceptors(settings))
         client = await GalleyClient(running.address).__aenter__()
         self._gateways.append(Gateway(running, client))
         return self._gateways[-1]

@@ -9,7 +9,9 @@ import grpc
 import pytest
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.core.blocks import BLOCK_TOKENS
 from services.core.content import prefix_hash
+from services.core.principal import Principal
 from services.target.servicer import Limits
 from tests.target.conftest import KV_BLOCKS
 from tests.target.items import generate, slice_of, verify
@@ -143,6 +145,20 @@ async def test_tenants_do_not_share_a_cache(target: rpc.TargetAsyncStub) -> None
     await verify(target, pb.VerifyItem(slice=slice_of(PROMPT, tenant_salt=b"a")))
     (other,) = await verify(target, pb.VerifyItem(slice=slice_of(PROMPT, start=4, tenant_salt=b"b")))
     assert other.cache_miss.have == 0
+
+
+async def test_a_prefix_is_shared_within_a_principal_and_with_no_other(
+    target: rpc.TargetAsyncStub, engine: Recording
+) -> None:
+    shared_blocks = 2
+    prompt = [3 + i % 40 for i in range(shared_blocks * BLOCK_TOKENS + 6)]
+    rows = []
+    for number, name in enumerate(("alice", "alice", "bob", "anonymous", "alice")):
+        engine.passes.clear()
+        part = slice_of(prompt, session_id=str(number), tenant_salt=Principal(name).tenant_salt)
+        await verify(target, pb.VerifyItem(slice=part))
+        rows.append(sum(plan.rows for plan in engine.passes))
+    assert rows == [len(prompt), 6, len(prompt), len(prompt), 6]
 
 
 async def test_sessions_share_a_step_and_each_gets_its_own_tokens(

@@ -135,6 +135,11 @@ tolerations:
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
     - {name: cache, mountPath: /var/cache/galley}
+    {{- with $role.apiKeys }}
+    {{- if .name }}
+    - {name: api-keys, mountPath: /etc/galley/api-keys, readOnly: true}
+    {{- end }}
+    {{- end }}
 {{- end -}}
 
 {{- define "galley.volumes" -}}

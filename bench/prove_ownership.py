@@ -1,0 +1,80 @@
+"""Prove that two gateways told to own one session at once never both extend its log: `make prove-ownership`.
+
+The long form of tests/service/test_ownership.py, with the gateways in processes of their own, over a real
+Valkey: each has a target that says its own letter, so that the log shows who wrote which token. Half of the
+rounds are two `Generate` of one idempotency key, half two `Resume` of a session that a third stream has under
+way; with credit and without. Writes bench/results/ownership/<commit>.json; exits 1 if anything shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.harness import BENCH, commit, machine, result_path, write_record
+from tests.gateway.servers import VALKEY, running
+from tests.service import tokenizer_files
+from tests.service.ownership import LENGTH, Tally, arena
+from tests.service.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CREDITS = (0, 32)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 if every log is one owner's after another's."""
+    parser = argparse.ArgumentParser(prog="python -m bench.prove_ownership", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--results", type=Path, default=BENCH / "results")
+    given = parser.parse_args(argv)
+    began = time.monotonic()
+    tally = asyncio.run(contests(given.rounds))
+    held = not tally.faults and tally.rounds >= given.rounds
+    record = {
+        "name": "ownership",
+        "commit": commit(),
+        "machine": machine(),
+        "asked": given.rounds,
+        "rounds": tally.rounds,
+        "tokens_an_answer": LENGTH,
+        "logs_of_two_owners": tally.handed_over,
+        "streams": dict(tally.outcomes),
+        "faults": tally.faults[:20],
+        "seconds": round(time.monotonic() - began, 1),
+        "held": held,
+    }
+    path = result_path("ownership", commit(), given.results)
+    write_record(path, record)
+    print({name: value for name, value in record.items() if name != "machine"})
+    print(f"record: {path}")
+    return 0 if held else 1
+
+
+async def contests(rounds: int) -> Tally:
+    """A quarter of the rounds for each credit and kind of contest, rounded up."""
+    tally = Tally()
+    for credit in CREDITS:
+        with (
+            running(VALKEY) as store,
+            tempfile.TemporaryDirectory(prefix="galley-") as folder,
+            tempfile.TemporaryDirectory() as tokenizer,
+        ):
+            tokenizer_files.write(Path(tokenizer))
+            async with (
+                World(Path(folder), Path(tokenizer), store.url, credit) as world,
+                arena(world, processes=True) as contestants,
+            ):
+                for number in range(-(-rounds // len(CREDITS))):
+                    await contestants.contest(tally, under_way=number % 2 == 1)
+    return tally
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Who gets a gateway's places, and that a time to come back is one at which it pays."""
+
+from __future__ import annotations
+
+import heapq
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.core.admission import Admission, Place
+from services.core.allowance import TokenBucket
+from services.core.errors import Overloaded
+from services.core.principal import ANONYMOUS, Principal, PrincipalLimits
+
+SECOND = 1_000_000_000
+
+
+def named(name: str, **limits: float) -> Principal:
+    return Principal(name, PrincipalLimits(**limits))  # type: ignore[arg-type]  # the test's own
+
+
+def refused(admission: Admission, principal: Principal, tokens: int = 1, now: int = 0) -> Overloaded:
+    with pytest.raises(Overloaded) as caught:
+        admission.enter(principal, tokens, now)
+    assert 0 < caught.value.retry_after_s <= 60
+    return caught.value
+
+
+def entered(admission: Admission, principal: Principal, count: int, now: int = 0) -> list[Place]:
+    return [admission.enter(principal, 1, now) for _ in range(count)]
+
+
+def test_a_principal_has_no_more_streams_than_its_own_limit() -> None:
+    admission, mine = Admission(10), named("me", max_sessions=2)
+    first, _ = entered(admission, mine, 2)
+    assert "2 streams of me" in str(refused(admission, mine))
+    entered(admission, named("you"), 3)
+    admission.leave(first, 1)
+    entered(admission, mine, 1, now=2)
+    refused(admission, mine, now=2)
+
+
+def test_all_places_may_be_one_principals_while_nobody_waits() -> None:
+    admission = Admission(4)
+    entered(admission, named("me"), 4)
+    assert "4 streams of this gateway" in str(refused(admission, named("me")))
+
+
+def test_places_pass_to_those_who_wait_until_each_has_its_share() -> None:
+    admission, greedy, late = Admission(4), named("greedy"), named("late")
+    places = entered(admission, greedy, 4)
+    refused(admission, late)
+    for _ in range(2):
+        admission.leave(places.pop(), SECOND)
+        assert "share of 2" in str(refused(admission, greedy, now=SECOND))
+        entered(admission, late, 1, now=SECOND)
+        refused(admission, late, now=SECOND)  # it waits for more
+    admission.leave(places.pop(), SECOND)
+    assert "share of 2" in str(refused(admission, late, now=SECOND))
+    entered(admission, greedy, 1, now=SECOND)
+
+
+def test_calls_that_came_to_no_session_do_not_shorten_the_time_to_come_back() -> None:
+    admission = Admission(1)
+    for used in (1, None, None):
+        place = admission.enter(ANONYMOUS, 1, 0)
+        place.used = used
+        admission.leave(place, 0 if used is None else 30 * SECOND)
+    entered(admission, ANONYMOUS, 1, now=40 * SECOND)
+    assert refused(admission, ANONYMOUS, now=40 * SECOND).retry_after_s == pytest.approx(30)
+
+
+def test_who_does_not_come_back_is_not_waited_for() -> None:
+    admission, greedy = Admission(2), named("greedy")
+    places = entered(admission, greedy, 2)
+    back_s = refused(admission, named("gone")).retry_after_s
+    admission.leave(places.pop(), 1)
+    refused(admission, greedy, now=1)
+    entered(admission, greedy, 1, now=int((back_s + 6) * SECOND))
+
+
+def test_callers_that_are_not_told_apart_share_nothing_out() -> None:
+    admission = Admission(2)
+    places = entered(admission, ANONYMOUS, 2)
+    refused(admission, ANONYMOUS)
+    admission.leave(places[0], 1)
+    entered(admission, ANONYMOUS, 1, now=1)
+
+
+def test_what_was_not_used_is_given_back_at_the_end() -> None:
+    admission, mine = Admission(10), named("me", tokens_per_s=1, burst_tokens=100)
+    place = admission.enter(mine, 100, 0)
+    assert refused(admission, mine, 50).retry_after_s == pytest.approx(50)
+    place.used = 30
+    admission.leave(place, 0)
+    admission.leave(admission.enter(mine, 70, 0), 0)
+    refused(admission, mine, 71)
+
+
+def test_a_prompt_counts_and_may_leave_debt() -> None:
+    admission, mine = Admission(10), named("me", tokens_per_s=10, burst_tokens=100)
+    place = admission.enter(mine, 100, 0)
+    admission.charge(place, 50, 0)
+    assert refused(admission, mine).retry_after_s == pytest.approx(5.1)
+
+
+def test_what_asks_for_more_than_the_burst_is_served_from_a_full_bucket() -> None:
+    admission, mine = Admission(10), named("me", tokens_per_s=10, burst_tokens=100)
+    place = admission.enter(mine, 1000, 0)
+    place.used = 1000
+    admission.leave(place, 0)
+    # Later calls pay: 900 tokens of debt, and a full bucket.
+    assert TokenBucket(10, 100, 0).try_take(1000, 0) == 0
+    assert refused(admission, mine, 1, now=31 * SECOND).retry_after_s == pytest.approx(59.1)
+
+
+def test_a_burst_that_is_not_said_is_a_minutes_worth() -> None:
+    assert PrincipalLimits(tokens_per_s=2).burst == 120
+    assert PrincipalLimits(tokens_per_s=0.001).burst == 1
+
+
+def test_new_limits_of_a_principal_hold_from_its_next_call_and_its_streams_still_count() -> None:
+    admission = Admission(10)
+    before = admission.enter(named("me", max_sessions=5), 1, 0)
+    less = named("me", max_sessions=1)
+    refused(admission, less)
+    admission.leave(before, 1)
+    admission.enter(less, 1, 1)
+    refused(admission, less, now=1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 3 * SECOND), st.floats(0, 1)), max_size=40),
+    st.sampled_from([1.0, 7.0, 300.0]),
+    st.sampled_from([1, 50, 1000]),
+)
+@settings(max_examples=60)
+def test_a_wait_that_was_told_is_true_and_the_rate_is_kept(
+    calls: list[tuple[int, int, float]], per_s: float, burst: int
+) -> None:
+    bucket, now, used = TokenBucket(per_s, burst, 0), 0, 0
+    for tokens, pause_ns, share in calls:
+        now += pause_ns
+        wait_ns = bucket.try_take(tokens, now)
+        if wait_ns:
+            now += wait_ns
+            assert bucket.try_take(tokens, now) == 0, "it was told to come back now"
+        came = int(tokens * share)
+        bucket.spend(came - tokens, now)
+        used += came
+        # What asks for more than the burst may have it, once.
+        assert used <= burst + per_s * now / SECOND + max(0, tokens - burst) + 1
+
+
+def test_callers_who_are_sent_away_come_back_when_there_is_room() -> None:
+    """Twenty times as many callers as places, each of whom comes back when it was told to."""
+    rng = random.Random(5)
+    admission, length_ns = Admission(10), 2 * SECOND
+    events = [(rng.randrange(SECOND), caller, "asks") for caller in range(200)]
+    heapq.heapify(events)
+    attempts = served = 0
+    places: dict[int, Place] = {}
+    while events:
+        now, caller, what = heapq.heappop(events)
+        if what == "leaves":
+            place = places.pop(caller)
+            place.used = 1
+            admission.leave(place, now)
+            served += 1
+            continue
+        attempts += 1
+        try:
+            places[caller] = admission.enter(ANONYMOUS, 1, now)
+        except Overloaded as error:
+            heapq.heappush(events, (now + int(error.retry_after_s * SECOND), caller, "asks"))
+        else:
+            heapq.heappush(events, (now + length_ns + rng.randrange(SECOND // 10), caller, "leaves"))
+    assert served == 200
+    assert admission.held == 0
+    assert attempts < 4 * 200, "most were told a time at which there was room"

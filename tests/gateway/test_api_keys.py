@@ -1,0 +1,133 @@
+"""The file of API keys: what it may say, whom it lets in, and that it is read anew."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from services.core.errors import Unauthenticated
+from services.core.principal import Principal, PrincipalLimits
+from services.gateway.api_keys import ApiKeys
+from services.gateway.authentication import Presented
+
+NOW = datetime(2026, 5, 1, tzinfo=UTC)
+KEY = "a-key-of-team-a"
+
+
+def entry(key: str, principal: str, more: str = "") -> str:
+    return f'[[keys]]\nprincipal = "{principal}"\nsha256 = "{sha256(key.encode()).hexdigest()}"\n{more}\n'
+
+
+class Watched:
+    """A file of keys, and clocks that the test sets."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self.path = path / "keys.toml"
+        self.path.write_text(text)
+        self.now_s = 0.0
+        self.today = NOW
+        self.keys = ApiKeys(self.path, clock=lambda: self.now_s, today=lambda: self.today)
+
+    async def who(self, **metadata: str) -> Principal:
+        named = {name.replace("_", "-"): value for name, value in metadata.items()}
+        return await self.keys.authenticate(Presented(named))
+
+    async def refusal(self, **metadata: str) -> str:
+        with pytest.raises(Unauthenticated) as caught:
+            await self.who(**metadata)
+        return str(caught.value)
+
+
+async def test_a_key_names_its_principal_either_way(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, entry(KEY, "team-a") + entry("other", "team-b"))
+    for metadata in (
+        {"authorization": f"Bearer {KEY}"},
+        {"authorization": f"bearer {KEY}"},
+        {"x_api_key": KEY},
+    ):
+        assert (await watched.who(**metadata)).name == "team-a"
+    assert (await watched.who(authorization="Basic xyz", x_api_key="other")).name == "team-b"
+
+
+async def test_a_refusal_says_why_and_never_what_was_presented(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, entry(KEY, "team-a", "expires = 2026-05-01T00:00:01Z"))
+    assert "needed" in await watched.refusal()
+    assert "needed" in await watched.refusal(authorization=f"Basic {KEY}")
+    for presented in (KEY + "x", KEY[:-1], KEY.upper(), "é", "x" * 100_000):
+        message = await watched.refusal(x_api_key=presented)
+        assert "not known" in message
+        assert presented not in message
+    await watched.who(x_api_key=KEY)
+    watched.today = NOW + timedelta(seconds=1)
+    message = await watched.refusal(x_api_key=KEY)
+    assert "expired" in message
+    assert KEY not in message
+
+
+async def test_limits_are_the_principals_and_else_the_defaults(tmp_path: Path) -> None:
+    limits = (
+        "[defaults]\nmax_sessions = 4\n"
+        "[principals.team-a]\ntokens_per_s = 2.5\nburst_tokens = 7\nmax_priority = 3\n"
+    )
+    watched = Watched(tmp_path, entry(KEY, "team-a") + entry("new", "team-a") + entry("b", "team-b") + limits)
+    expected = Principal("team-a", PrincipalLimits(4, 2.5, 7, 3))
+    assert await watched.who(x_api_key=KEY) == await watched.who(x_api_key="new") == expected
+    assert (await watched.who(x_api_key="b")).limits == PrincipalLimits(4, None, None, 0)
+
+
+async def test_the_file_is_read_anew_where_it_has_changed(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, entry(KEY, "team-a"))
+    watched.path.write_text(entry("new", "team-a"))
+    await watched.who(x_api_key=KEY)  # no sooner than after a second
+    watched.now_s = 1.0
+    assert "not known" in await watched.refusal(x_api_key=KEY)
+    await watched.who(x_api_key="new")
+
+
+@pytest.mark.parametrize("spoilt", ["no toml", "", None], ids=["malformed", "empty", "gone"])
+async def test_a_file_that_cannot_be_read_anew_leaves_what_was_read(
+    tmp_path: Path, spoilt: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = Watched(tmp_path, entry(KEY, "team-a"))
+    if spoilt is None:
+        watched.path.unlink()
+    else:
+        watched.path.write_text(spoilt)
+    watched.now_s = 1.0
+    with caplog.at_level(logging.ERROR):
+        await watched.who(x_api_key=KEY)
+    watched.path.write_text(entry("new", "team-a"))
+    watched.now_s = 2.0
+    await watched.who(x_api_key="new")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "keys: Field required"),
+        ("[[keys]]\nprincipal = 'a'", r"keys\[0\].sha256: Field required"),
+        (entry(KEY, "a") + entry("b", "a b"), r"keys\[1\].principal"),
+        ("[[keys]]\nprincipal = 'a'\nsha256 = 'abc'", r"keys\[0\].sha256"),
+        (entry(KEY, "anonymous"), r"keys\[0\].principal: 'anonymous'"),
+        (entry(KEY, "a") + entry(KEY, "b"), r"keys\[1\].sha256: is that of keys\[0\]"),
+        (entry(KEY, "a", "expires = 2027-01-01T00:00:00"), r"keys\[0\].expires: needs a time zone"),
+        (entry(KEY, "a", "key = 'plain'"), r"keys\[0\].key: Extra inputs"),
+        (entry(KEY, "a") + "[principals.b]\nmax_sessions = 1", "principals.b: has no key"),
+        (entry(KEY, "a") + "[principals.a]\nmax_sessions = 0", "principals.a.max_sessions"),
+        (entry(KEY, "a") + "[principals.a]\ntokens_per_s = nan", "principals.a.tokens_per_s"),
+        ("[[keys]]\nprincipal = a", "line 2"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told) as caught:
+        Watched(tmp_path, text)
+    assert "keys.toml" in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ApiKeys(tmp_path / "none.toml")

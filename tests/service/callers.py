@@ -1,0 +1,44 @@
+"""Gateways that tell callers apart by keys, and clients that bring one."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from services.client.client import GalleyClient
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.service.world import Gateway, World
+
+ALICE, BOB = "alice-4f1d6a", "bob-90c2e7"
+
+
+@dataclass(frozen=True)
+class KeyFile:
+    """Keys of two principals, with the limits that a test wants, as the lines of a TOML table."""
+
+    alice: str = ""
+    bob: str = ""
+
+    def write(self, world: World) -> str:
+        """Its path."""
+        path = world.directory / "keys.toml"
+        text = "".join(_entry(name, key) for name, key in (("alice", ALICE), ("bob", BOB)))
+        limits = f"[principals.alice]\n{self.alice}\n[principals.bob]\n{self.bob}\n"
+        path.write_text(text + limits)
+        return str(path)
+
+
+def _entry(name: str, key: str) -> str:
+    return f'[[keys]]\nprincipal = "{name}"\nsha256 = "{sha256(key.encode()).hexdigest()}"\n'
+
+
+@asynccontextmanager
+async def calling(gateway: Gateway, key: str) -> AsyncIterator[Gateway]:
+    """The gateway as the caller with this key reaches it, over a channel of its own."""
+    async with GalleyClient(gateway.address, api_key=key) as client:
+        yield replace(gateway, client=client)
