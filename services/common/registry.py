@@ -77,7 +77,7 @@ return facts
 
 
 class ReplicaRegistry:
-    """The registry at `url`. Every call is one attempt; it raises StoreUnavailable if Redis is away."""
+    """The registry at `url` (`services.common.redis_url`). Every call is one attempt; it raises StoreUnavailable if Redis is away."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class ReplicaRegistry:
 
     async def read(self, pool: LeasePool[LeaseT]) -> list[LeaseT]:
         """The replicas whose lease has not ended, by address."""
-        members = cast("set[bytes]", await self._calls.command("SMEMBERS", _set(pool)))
+        members = cast("set[bytes]", await self._calls.command("SMEMBERS", _set(pool), key=_set(pool)))
         if not members:
             return []
         keys = [_hash(pool, member.decode()) for member in sorted(members)]

@@ -11,7 +11,7 @@ import grpc
 
 from services.common.logs import get_logger
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S
+from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from services.common.registry import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
 from services.common.server import KEEPALIVE
 from services.core.session import SessionLimits
@@ -32,6 +32,8 @@ from services.gateway.validation import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+
+    from redis.asyncio import Redis
 
     from services.common.server import Parts
     from services.core.session import Session
@@ -199,18 +201,33 @@ def _open(address: str, parts: Parts) -> grpc.aio.Channel:
 
 
 def _open_store(settings: GatewaySettings, parts: Parts) -> RedisStore:
-    store = RedisStore(
+    return RedisStore(
         settings.redis_url.get_secret_value(),
         settings.session_ttl_s,
         settings.finished_ttl_s,
         call_timeout_s=min(DEFAULT_CALL_TIMEOUT_S, settings.store_timeout_s),
+        copies=_copies(settings),
+        on_open=_traced(parts),
     )
-    if parts.telemetry.on:
-        from opentelemetry.instrumentation.redis import RedisInstrumentor  # noqa: PLC0415  # off costs nothing
 
+
+def _copies(settings: GatewaySettings) -> Copies | None:
+    if not settings.redis_wait_replicas:
+        return None
+    return Copies(settings.redis_wait_replicas, settings.redis_wait_timeout_s)
+
+
+def _traced(parts: Parts) -> Callable[[Redis], None] | None:
+    """Makes a client's commands spans."""
+    if not parts.telemetry.on:
+        return None
+    from opentelemetry.instrumentation.redis import RedisInstrumentor  # noqa: PLC0415  # off costs nothing
+
+    def trace(client: Redis) -> None:
         # Its spans name commands, never their arguments: tokens do not leave by this way.
-        RedisInstrumentor.instrument_client(store.client, tracer_provider=parts.telemetry.provider)
-    return store
+        RedisInstrumentor.instrument_client(client, tracer_provider=parts.telemetry.provider)
+
+    return trace
 
 
 def _timeouts(settings: GatewaySettings) -> Timeouts:
