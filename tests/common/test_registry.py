@@ -19,6 +19,7 @@ from services.common.registry import (
     DRAFT_POOL,
     MAX_CACHED_PREFIXES,
     TARGET_POOL,
+    Replaced,
     ReplicaRegistry,
     draft_lease,
     target_lease,
@@ -288,8 +289,12 @@ async def test_scripts_are_sent_again_when_the_server_forgot_them(
 
 
 async def test_the_old_life_of_a_replica_does_not_speak_for_the_new(registry: ReplicaRegistry) -> None:
-    """It was stopped for longer than its lease, and goes on once the new one has been registered."""
+    """It was stopped, and goes on once the new one has been registered."""
     await registry.publish(POOL, replace(lease(incarnation="life-1"), queue_depth=1))
     await registry.publish(POOL, lease(incarnation="life-2", prefixes=0))
-    [found] = await registry.read(POOL)
-    assert (found.incarnation, found.cached_prefixes) == ("life-2", frozenset())
+    for _ in range(2):
+        with pytest.raises(Replaced):
+            await registry.publish(POOL, lease(incarnation="life-1"))
+    assert await registry.read(POOL) == [lease(incarnation="life-2", prefixes=0)]
+    await registry.withdraw(POOL, "host:1", "life-1")
+    assert await registry.read(POOL) == [lease(incarnation="life-2", prefixes=0)]
