@@ -109,6 +109,7 @@ class Nodes(ABC):
     def lost(self, node: Node) -> None:
         """A call there failed: look anew before the next."""
 
+    @abstractmethod
     def moved(self, slot: int, node: Node) -> None:
         """A node says that the slot is at this one."""
 
@@ -138,7 +139,14 @@ async def _close(node: Node) -> None:
     await node.client.aclose(close_connection_pool=True)
 
 
-class OneServer(Nodes):
+class _Whole(Nodes):
+    """All keys are at one place."""
+
+    def moved(self, slot: int, node: Node) -> None:
+        """See `Nodes`; a node of a cluster says so to who takes it for a server."""
+
+
+class OneServer(_Whole):
     """There is no other to go to."""
 
     async def of(self, key: str | None) -> Node:  # noqa: ARG002  # all are there
@@ -150,7 +158,7 @@ class OneServer(Nodes):
         """See `Nodes`."""
 
 
-class SentinelMaster(Nodes):
+class SentinelMaster(_Whole):
     """The master that the first of the sentinels to answer names."""
 
     def __init__(self, connector: Connector) -> None:

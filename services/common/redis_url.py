@@ -73,7 +73,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """What a URL says. `hosts` are the servers, the sentinels or some of the cluster; or there is a `path`."""
+    """What a URL says. `hosts` are the server, the sentinels or some of the cluster; or there is a `path`."""
 
     kind: Kind
     hosts: tuple[tuple[str, int], ...] = ()

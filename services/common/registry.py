@@ -91,7 +91,10 @@ class Replaced(OurFault):
 
 
 class ReplicaRegistry:
-    """The registry at `url` (`services.common.redis_url`). Every call is one attempt; it raises StoreUnavailable if Redis is away."""
+    """The registry at `url` (`services.common.redis_url`).
+
+    Every call is one attempt; it raises StoreUnavailable if Redis is away.
+    """
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 
 from services.common.config import ServiceSettings
-from services.common.redis_url import RedisUrlSetting
+from services.common.redis_url import RedisUrlSetting  # noqa: TC001  # pydantic reads it
 
 
 class ReplicaSettings(ServiceSettings):

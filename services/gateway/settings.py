@@ -6,7 +6,7 @@ from pydantic import Field, SecretStr
 
 from services.common.config import ServiceSettings, settings_config
 from services.common.defaults import DEFAULT_MODEL
-from services.common.redis_url import RedisUrlSetting
+from services.common.redis_url import RedisUrlSetting  # noqa: TC001  # pydantic reads it
 
 NO_DRAFT = "none"
 """In place of a draft's address: there is none."""

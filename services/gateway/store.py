@@ -68,7 +68,7 @@ class RedisStore(SessionStore):
     its repeat finds out, and waits anew.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # all but the URL have defaults
         self,
         url: str,
         ttl_s: float = DEFAULT_TTL_S,

@@ -15,7 +15,7 @@ from redis import asyncio as redis_asyncio
 from tests.gateway.servers import BINARIES, REDIS, VALKEY, Server, running
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 CLUSTER = "cluster"
 KINDS = (*BINARIES, CLUSTER)
@@ -30,6 +30,11 @@ _TRIES = 5
 
 
 ServerT = TypeVar("ServerT", bound=Server)
+
+
+def either() -> str:
+    """Debian's Redis where it is installed, for what need not be tried on both."""
+    return REDIS if shutil.which("redis-server") else VALKEY
 
 
 def free_port() -> int:
@@ -47,12 +52,13 @@ async def until(holds: Callable[[], Awaitable[object]]) -> None:
 
 
 class TcpServer(Server):
-    """A server on a port too."""
+    """A server on a port too; its port speaks TLS if there are options of it."""
 
-    def __init__(self, kind: str, directory: Path, port: int, *options: str) -> None:
+    def __init__(self, kind: str, directory: Path, port: int, *options: str, tls: Sequence[str] = ()) -> None:
         # Replicas are served at once, not after waiting for more of them.
         at_once = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
-        super().__init__(kind, directory, "--port", str(port), "--bind", _HOST, *at_once, *options)
+        listen = ("--tls-port" if tls else "--port", str(port), "--bind", _HOST)
+        super().__init__(kind, directory, *listen, *at_once, *options, *tls)
         self.port = port
 
     @property
@@ -63,7 +69,7 @@ class TcpServer(Server):
 class ClusterNode(TcpServer):
     """One of a cluster; a node whose master has not been heard of for so long is promoted."""
 
-    def __init__(self, kind: str, directory: Path, timeout_ms: int) -> None:
+    def __init__(self, kind: str, directory: Path, timeout_ms: int, tls: Sequence[str]) -> None:
         self.bus_port = free_port()
         super().__init__(
             kind,
@@ -71,6 +77,7 @@ class ClusterNode(TcpServer):
             free_port(),
             *("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port)),
             *("--cluster-node-timeout", str(timeout_ms), "--cluster-replica-validity-factor", "0"),
+            tls=(*tls, "--tls-cluster", "yes", "--tls-replication", "yes") if tls else (),
         )
 
 
@@ -111,7 +118,11 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        return "redis+cluster://" + ",".join(node.address for node in self.nodes)
+        return f"redis+cluster://{self.addresses}"
+
+    @property
+    def addresses(self) -> str:
+        return ",".join(node.address for node in self.nodes)
 
     def raw(self) -> redis_asyncio.Redis:
         """redis-py's own client of a cluster: what it finds, it finds its own way."""
@@ -122,7 +133,7 @@ class Cluster:
     async def command(self, *command: str) -> Any:
         """What the cluster answers to a foreign hand."""
         async with self.raw() as client:
-            return await client.execute_command(*command)
+            return await client.execute_command(*command)  # type: ignore[no-untyped-call]  # is untyped
 
     async def form(self) -> None:
         """Make one of them; returns once each node says that all is well."""
@@ -165,12 +176,14 @@ async def follows(replica: Server) -> bool:
 
 
 @contextmanager
-def cluster_servers(kind: str, replicas: int = 0, timeout_ms: int = NEVER_MS) -> Iterator[Cluster]:
+def cluster_servers(
+    kind: str, replicas: int = 0, timeout_ms: int = NEVER_MS, tls: Sequence[str] = ()
+) -> Iterator[Cluster]:
     """Three masters and so many replicas, not yet a cluster (`form`); gone at the end."""
 
     with ExitStack() as held:
         nodes = [
-            _started(lambda directory: ClusterNode(kind, directory, timeout_ms), held)
+            _started(lambda directory: ClusterNode(kind, directory, timeout_ms, tls), held)
             for _ in range(3 + replicas)
         ]
         yield Cluster(nodes[:3], nodes[3:])
@@ -183,7 +196,7 @@ def backend(kind: str) -> Iterator[Server | Cluster]:
         with running(kind) as server:
             yield server
         return
-    with cluster_servers(REDIS if shutil.which("redis-server") else VALKEY) as cluster:
+    with cluster_servers(either()) as cluster:
         asyncio.run(cluster.form())
         yield cluster
 

@@ -62,7 +62,7 @@ class Server:
     async def command(self, *command: str) -> Any:
         """What the server answers to a foreign hand."""
         async with self.raw() as client:
-            return await client.execute_command(*command)
+            return await client.execute_command(*command)  # type: ignore[no-untyped-call]  # is untyped
 
     @property
     def pid(self) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import secrets
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -59,8 +59,15 @@ def a_session(session_id: str | None = None, **changes: Any) -> NewSession:
     return NewSession(**values | changes)
 
 
+class Backend(Protocol):
+    """Whatever is a store."""
+
+    @property
+    def url(self) -> str: ...
+
+
 @asynccontextmanager
-async def store_at(server: Server | Cluster, **options: Any) -> AsyncIterator[RedisStore]:
+async def store_at(server: Backend, **options: Any) -> AsyncIterator[RedisStore]:
     store = RedisStore(server.url, **options)
     try:
         yield store
