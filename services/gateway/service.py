@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import grpc
 
@@ -15,6 +16,7 @@ from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from services.common.registry import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
 from services.common.server import KEEPALIVE
 from services.core.session import SessionLimits
+from services.core.store import SessionStore
 from services.gateway.clock import MonotonicClock
 from services.gateway.drafts import Drafts, SessionDraft
 from services.gateway.members import Registered, Told
@@ -31,7 +33,7 @@ from services.gateway.tokenizer import Tokenizer
 from services.gateway.validation import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Sequence
 
     from redis.asyncio import Redis
 
@@ -81,16 +83,42 @@ class GatewayService:
         await self._parts.aclose()
 
 
-def build(settings: GatewaySettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
-    """How `services.common.server` makes a gateway of its settings."""
+class OpenedStore(SessionStore, Protocol):
+    """A session store that a gateway waits for at its start."""
+
+    async def ping(self) -> None:
+        """Raise StoreUnavailable unless the store answers."""
+
+
+def open_redis(settings: GatewaySettings, parts: Parts) -> OpenedStore:
+    """The session store that the settings name."""
+    return RedisStore(
+        settings.redis_url.get_secret_value(),
+        settings.session_ttl_s,
+        settings.finished_ttl_s,
+        call_timeout_s=min(DEFAULT_CALL_TIMEOUT_S, settings.store_timeout_s),
+        copies=_copies(settings),
+        on_open=_traced(parts),
+    )
+
+
+StoreOpener: TypeAlias = Callable[[GatewaySettings, "Parts"], OpenedStore]
+
+
+def build(
+    settings: GatewaySettings, open_store: StoreOpener = open_redis
+) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
+    """How `services.common.server` makes a gateway of its settings; measurements pass another store."""
 
     async def build_gateway(server: grpc.aio.Server, parts: Parts) -> GatewayService:
-        return await _build(settings, server, parts)
+        return await _build(settings, open_store, server, parts)
 
     return build_gateway
 
 
-async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Parts) -> GatewayService:
+async def _build(
+    settings: GatewaySettings, open_store: StoreOpener, server: grpc.aio.Server, parts: Parts
+) -> GatewayService:
     parts.readiness.stage("loading the tokenizer")
     tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
     clock = MonotonicClock()
@@ -104,7 +132,7 @@ async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Part
         opened.push_async_callback(drafts.close)
         await _meet_drafts(settings, drafts)
         parts.readiness.stage("connecting to the session store")
-        store = _open_store(settings, parts)
+        store = open_store(settings, parts)
         opened.push_async_callback(store.close)
         await patiently(store.ping, clock.now_ns() + int(settings.startup_timeout_s * SECOND), clock)
         streams = _streams(settings, store, drafts, targets, clock, tokenizer)
@@ -117,7 +145,7 @@ async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Part
 
 def _streams(
     settings: GatewaySettings,
-    store: RedisStore,
+    store: SessionStore,
     drafts: Drafts,
     targets: Targets,
     clock: MonotonicClock,
@@ -197,17 +225,6 @@ def _open(address: str, parts: Parts) -> grpc.aio.Channel:
             ("grpc.max_reconnect_backoff_ms", 1000),
             *KEEPALIVE,
         ],
-    )
-
-
-def _open_store(settings: GatewaySettings, parts: Parts) -> RedisStore:
-    return RedisStore(
-        settings.redis_url.get_secret_value(),
-        settings.session_ttl_s,
-        settings.finished_ttl_s,
-        call_timeout_s=min(DEFAULT_CALL_TIMEOUT_S, settings.store_timeout_s),
-        copies=_copies(settings),
-        on_open=_traced(parts),
     )
 
 
