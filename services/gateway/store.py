@@ -32,7 +32,7 @@ from services.core.store import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from redis.asyncio import Redis
 
@@ -45,6 +45,10 @@ DEFAULT_MAX_CONNECTIONS = 32
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
 
+# hash-max-listpack-value, as servers have it by default. A hash of none but shorter values is kept in one
+# block, a quarter as large; one longer value, and every field of it is an allocation of its own.
+_COMPACT_BYTES = 64
+_PIECE = "#"
 _SCRIPTS = Path(__file__).parent / "scripts"
 _POOLS = ("draft", "target")
 _OWN_FIELDS = frozenset(
@@ -105,9 +109,7 @@ class RedisStore(SessionStore):
         """See `SessionStore`. Raises ValueError if a field has a name that the store uses itself."""
         if not new.prompt or not new.body_hash:
             raise ValueError("a session needs a prompt and a body hash")
-        if taken := _OWN_FIELDS & new.fields.keys():
-            raise ValueError(f"names of fields that the store uses itself: {sorted(taken)}")
-        fields = [part for pair in new.fields.items() for part in pair]
+        fields = [part for pair in _pieces(new.fields) for part in pair]
         prompt = token_bytes(new.prompt)
         return await self._own(
             new.session_id, new.principal, nonce, new.body_hash, len(new.prompt), prompt, *fields
@@ -203,6 +205,27 @@ async def retrying(
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
+def _pieces(fields: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+    """The fields as they are kept: what is long in several, named `spec`, `spec#1`, `spec#2` ..."""
+    if taken := [name for name in fields if name in _OWN_FIELDS or _PIECE in name]:
+        raise ValueError(f"names of fields that the store uses itself: {sorted(taken)}")
+    for name, value in fields.items():
+        yield name, value[:_COMPACT_BYTES]
+        for number, at in enumerate(range(_COMPACT_BYTES, len(value), _COMPACT_BYTES), 1):
+            yield f"{name}{_PIECE}{number}", value[at : at + _COMPACT_BYTES]
+
+
+def _joined(values: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The inverse of `_pieces`, of all the fields of a session."""
+    fields = {name: value for name, value in values.items() if name not in _OWN_FIELDS and _PIECE not in name}
+    for name in fields:
+        number = 1
+        while (piece := values.get(f"{name}{_PIECE}{number}")) is not None:
+            fields[name] += piece
+            number += 1
+    return fields
+
+
 def _refuse(session_id: str, outcome: str, rest: list[Any], epoch: int) -> NoReturn:
     match outcome:
         case "unknown":
@@ -226,7 +249,7 @@ def _stored(session_id: str, flat: list[bytes], log: bytes, meta: bytes) -> Stor
     return StoredSession(
         ownership=Ownership(session_id, int(values["epoch"]), values["nonce"]),
         principal=values["principal"].decode(),
-        fields={name: value for name, value in values.items() if name not in _OWN_FIELDS},
+        fields=_joined(values),
         prompt_len=int(values["prompt_len"]),
         tokens=tokens_of(log),
         meta=meta,

@@ -135,6 +135,33 @@ async def test_keys_and_layout_are_those_of_the_design(store: RedisStore, raw: r
     assert all(299_000 < life <= 300_000 for life in lives)
 
 
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 128, 1000])
+async def test_long_fields_come_back_whole_and_are_kept_compact(
+    store: RedisStore, raw: redis_asyncio.Redis, size: int
+) -> None:
+    value = bytes(at % 251 for at in range(size))
+    new = a_session(fields={"request": value, "other": b"x" * 64})
+    made = await store.create(new)
+    assert made.fields == new.fields
+    assert (await store.claim(new.session_id, ALICE)).fields == new.fields
+    assert await raw.object("ENCODING", key_of(new.session_id)) == b"listpack"
+
+
+async def test_a_finished_session_keeps_no_room_to_grow(store: RedisStore, raw: redis_asyncio.Redis) -> None:
+    owner = (await store.create(a_session())).ownership
+    key = key_of(owner.session_id)
+    for length in range(3, 600):
+        await store.commit(owner, length, [length], b".")
+    grown = await raw.memory_usage(f"{key}:log", samples=0)
+    await store.finish(owner, 600, b"end")
+    kept = await raw.memory_usage(f"{key}:log", samples=0)
+    assert grown is not None
+    assert kept is not None
+    assert 4 * 600 < kept < 1.25 * 4 * 600 < grown
+    seen = await store.claim(owner.session_id, ALICE)
+    assert (seen.tokens, seen.meta) == ([*PROMPT, *range(3, 600)], b"." * 597)
+
+
 async def test_a_finished_session_can_be_read_but_not_extended(store: RedisStore) -> None:
     owner = (await store.create(a_session())).ownership
     await store.finish(owner, 3, b"the end")
@@ -235,6 +262,8 @@ async def test_create_claims_the_same_body_and_refuses_another(store: RedisStore
 async def test_create_refuses_field_names_of_its_own(store: RedisStore) -> None:
     with pytest.raises(ValueError, match="epoch"):
         await store.create(a_session(fields={"epoch": b"1"}))
+    with pytest.raises(ValueError, match="spec#1"):
+        await store.create(a_session(fields={"spec#1": b"1"}))
 
 
 async def test_two_owners_never_both_extend_the_log(shared_server: Server | Cluster) -> None:

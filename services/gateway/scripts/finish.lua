@@ -20,5 +20,6 @@ if have < want then return {'behind', have / TOKEN_BYTES} end
 if have > want then return {'lost'} end
 
 redis.call('HSET', SESSION, 'state', 'finished', 'finish', finish)
+trim()
 touch(finished_ttl_ms)
 return {'ok'}

@@ -8,6 +8,11 @@ local function touch(ttl_ms)
   for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ttl_ms) end
 end
 
+-- Nothing will be appended any more: give back the room that strings keep for it.
+local function trim()
+  for _, key in ipairs({LOG, META}) do redis.call('SET', key, redis.call('GET', key)) end
+end
+
 -- Is the session whole? All keys change together, so only eviction or a foreign hand makes it not so.
 local function whole()
   local prompt_len = tonumber(redis.call('HGET', SESSION, 'prompt_len'))
