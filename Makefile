@@ -43,6 +43,7 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 	@$(BIN)/galley demo
 
 .PHONY: bench-round bench-engine bench-throughput bench-speculation bench-slow-links bench-gpu bench-peers
+.PHONY: bench-sessions
 .PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
@@ -58,6 +59,9 @@ bench-speculation: setup ## measure what speculation gains and costs, 1 to 32 st
 
 bench-slow-links: setup ## measure speculation with 20 ms each way before target and draft
 	@$(BIN)/python -m bench.slow_links
+
+bench-sessions: setup ## measure what the session store costs: throughput, latency, memory
+	@$(BIN)/python -m bench.sessions
 
 bench-gpu: setup ## measure a step on a CUDA device, and the tokens that company changes there
 	@$(BIN)/python -m bench.gpu

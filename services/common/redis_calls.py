@@ -11,19 +11,26 @@ from dataclasses import dataclass
 from hashlib import sha1
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from redis import asyncio as redis_asyncio
 from redis import exceptions as redis_errors
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
+from services.common.redis_nodes import Connector, nodes_of
+from services.common.redis_url import parse_redis_url
 from services.core.errors import Broken, StoreUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from redis.asyncio import Redis
+
+    from services.common.redis_nodes import Node
 
 T = TypeVar("T")
+Command = tuple[bytes | str | int, ...]
 
 DEFAULT_CALL_TIMEOUT_S = 2.0
+
+# In a cluster: a slot that has moved, and one that is moving.
+_MAX_REDIRECTIONS = 5
 
 # Error replies that pass: the server is loading, is no master, is short of memory or disk, is busy, ...
 _PASSING_REPLIES = frozenset(
@@ -55,55 +62,110 @@ def script_of(text: str) -> Script:
     return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-class RedisCalls:
-    """A server at `url` (redis://, rediss:// for TLS, unix://; user, password and database as in redis-py).
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """How many replicas must have a change, and how long is waited until they do."""
 
-    Every call is one attempt, bounded by about twice `call_timeout_s` (connecting, then the reply).
+    replicas: int
+    timeout_s: float = 1.0
+
+
+class RedisCalls:
+    """Redis at `url` (`services.common.redis_url`).
+
+    Every call is one attempt, bounded by about twice `call_timeout_s` (connecting, then the reply) for each
+    server that has to be asked: one, but for sentinels and clusters after a failure. `max_connections` is
+    for each server; more callers queue.
     """
 
-    def __init__(self, url: str, *, call_timeout_s: float, max_connections: int) -> None:
-        pool = redis_asyncio.BlockingConnectionPool.from_url(
-            url,
-            max_connections=max_connections,
-            timeout=call_timeout_s,
-            socket_timeout=call_timeout_s,
-            socket_connect_timeout=call_timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            driver_info=None,  # CLIENT SETINFO is not in 7.0
+    def __init__(
+        self,
+        url: str,
+        *,
+        call_timeout_s: float,
+        max_connections: int,
+        copies: Copies | None = None,
+        on_open: Callable[[Redis], None] | None = None,
+    ) -> None:
+        """`copies` is what `run_copied` waits for; `on_open` is told each client, for telemetry alone."""
+        self._copies = copies
+        self._nodes = nodes_of(
+            Connector(
+                parse_redis_url(url),
+                call_timeout_s=call_timeout_s,
+                reply_timeout_s=call_timeout_s + (copies.timeout_s if copies else 0.0),
+                max_connections=max_connections,
+                on_open=on_open,
+            )
         )
-        self.client = redis_asyncio.Redis.from_pool(pool)
         self._running: set[asyncio.Task[Any]] = set()
 
-    async def command(self, *command: bytes | str | int) -> object:
-        """The reply. Raises StoreUnavailable if it may come another time, else Broken."""
-        return await self._shielded(self._attempt(*command))
+    async def command(self, *command: bytes | str | int, key: str | None = None) -> object:
+        """The reply; `key` is the one that it is about, where it is about one.
+
+        Raises StoreUnavailable if it may come another time, else Broken.
+        """
+        [reply] = await self._shielded(self._attempt(key, [command]))
+        return reply
 
     async def run(self, script: Script, keys: Sequence[str], *args: bytes | str | int) -> object:
         """What the script answers; raises as `command` does."""
-        return await self._shielded(self._evaluate(script, len(keys), *keys, *args))
+        [reply] = await self._shielded(self._evaluate(script, keys, args))
+        return reply
+
+    async def run_copied(
+        self, script: Script, keys: Sequence[str], *args: bytes | str | int
+    ) -> tuple[object, bool]:
+        """The same, and whether as many replicas as are asked for have what it wrote, and all before it."""
+        if self._copies is None:
+            return await self.run(script, keys, *args), True
+        wait = ("WAIT", self._copies.replicas, max(1, int(self._copies.timeout_s * 1000)))
+        reply, have = await self._shielded(self._evaluate(script, keys, args, wait))
+        return reply, cast("int", have) >= self._copies.replicas
 
     async def close(self) -> None:
         """Let go of connections, after the calls under way."""
         while self._running:
             await asyncio.wait(self._running)
-        await self.client.aclose(close_connection_pool=True)
+        await self._nodes.close()
 
-    async def _evaluate(self, script: Script, *args: bytes | str | int) -> object:
+    async def _evaluate(
+        self, script: Script, keys: Sequence[str], args: Sequence[bytes | str | int], *then: Command
+    ) -> list[object]:
+        rest = (len(keys), *keys, *args)
         try:
-            return await self._attempt("EVALSHA", script.sha, *args)
+            return await self._attempt(keys[0], [("EVALSHA", script.sha, *rest), *then])
         except redis_errors.NoScriptError:
-            return await self._attempt("EVAL", script.text, *args)
+            return await self._attempt(keys[0], [("EVAL", script.text, *rest), *then])
 
-    async def _attempt(self, *command: bytes | str | int) -> object:
+    async def _attempt(self, key: str | None, commands: Sequence[Command]) -> list[object]:
+        """Send the commands on one connection, to where `key` is; their replies."""
+        node: Node | None = None
         try:
-            return await self.client.execute_command(*command)  # type: ignore[no-untyped-call]  # is untyped
+            node = await self._nodes.of(key)
+            return await self._redirected(node, commands)
         except redis_errors.NoScriptError:
             raise
         except (redis_errors.RedisError, OSError) as error:
-            if _passes(error):
-                raise StoreUnavailable(f"the session store does not answer: {error}") from error
-            raise Broken(f"the session store refused a command: {error}") from error
+            if not _passes(error):
+                raise Broken(f"the session store refused a command: {error}") from error
+            if node is not None:
+                self._nodes.lost(node)
+            raise StoreUnavailable(f"the session store does not answer: {error}") from error
+
+    async def _redirected(self, node: Node, commands: Sequence[Command]) -> list[object]:
+        """Go where a node of a cluster says that the key is."""
+        asking = False
+        for _ in range(_MAX_REDIRECTIONS):
+            try:
+                return await _send(node, commands, asking=asking)
+            except redis_errors.AskError as error:
+                asking = not isinstance(error, redis_errors.MovedError)
+                # An empty host means: where you asked.
+                node = self._nodes.at(error.host or node.address[0], error.port)
+                if not asking:
+                    self._nodes.moved(error.slot_id, node)
+        raise redis_errors.ClusterError("the nodes of the cluster send one another's callers round")
 
     async def _shielded(self, attempt: Awaitable[T]) -> T:
         task = asyncio.ensure_future(attempt)
@@ -115,6 +177,21 @@ class RedisCalls:
         self._running.discard(cast("asyncio.Task[Any]", task))
         if not task.cancelled():
             task.exception()  # seen: its caller may have gone away
+
+
+async def _send(node: Node, commands: Sequence[Command], *, asking: bool) -> list[object]:
+    with node.in_use() as client:
+        if len(commands) == 1 and not asking:
+            return [await client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]  # is untyped
+        # Without MULTI: a pipeline is what goes over one connection, in order.
+        pipeline = client.pipeline(transaction=False)
+        for command in [("ASKING",), *commands] if asking else commands:
+            pipeline.execute_command(*command)
+        replies = await pipeline.execute(raise_on_error=False)
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies[1:] if asking else replies
 
 
 def _passes(error: Exception) -> bool:

@@ -83,7 +83,7 @@ class Registration(Generic[LeaseT]):
     def _log_once(self, error: GalleyError) -> None:
         if not self._away:
             self._away = True
-            _log.warning("not registered: the registry does not answer", problem=str(error))
+            _log.warning("not registered", problem=str(error))
 
 
 class Registered:

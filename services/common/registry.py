@@ -3,7 +3,8 @@
 Keys (those of one pool share a hash tag, so that a cluster keeps them together):
 
     galley:replicas:{pool}            set of the addresses that are or were registered
-    galley:replicas:{pool}:<address>  hash, one field a fact; expires with the lease
+    galley:replicas:{pool}:<address>  hash, one field a fact (`before`: the life that this one replaced);
+                                      expires with the lease
 
 Nothing in it is secret.
 """
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from services.common.logs import get_logger
 from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S, RedisCalls, script_of
 from services.core.content import HASH_BYTES
+from services.core.errors import OurFault
 from services.core.routing import DraftLease, ReplicaLease, TargetLease
 
 if TYPE_CHECKING:
@@ -43,10 +45,15 @@ MAX_CACHED_PREFIXES = 512
 _log = get_logger(__name__)
 
 # KEYS: set, hash. ARGV: lease_ms, incarnation, then name, value of each fact.
-# Answers whether this life of the replica was registered already.
+# Answers 1 if this life of the replica was registered already, 0 if not, -1 if another has come after it.
 _PUBLISH = script_of("""
-local known = redis.call('HGET', KEYS[2], 'incarnation') == ARGV[2]
-if not known then redis.call('DEL', KEYS[2]) end
+local held = redis.call('HMGET', KEYS[2], 'incarnation', 'before')
+local known = held[1] == ARGV[2]
+if not known then
+  if held[2] == ARGV[2] then return -1 end
+  redis.call('DEL', KEYS[2])
+  redis.call('HSET', KEYS[2], 'before', held[1] or '')
+end
 redis.call('SADD', KEYS[1], string.sub(KEYS[2], #KEYS[1] + 2))
 redis.call('HSET', KEYS[2], 'incarnation', ARGV[2], unpack(ARGV, 3))
 redis.call('PEXPIRE', KEYS[2], ARGV[1])
@@ -76,8 +83,18 @@ return facts
 """)
 
 
+class Replaced(OurFault):
+    """A later life of the replica has registered at the same address; this one may not speak for it."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"another process has registered at {address} since")
+
+
 class ReplicaRegistry:
-    """The registry at `url`. Every call is one attempt; it raises StoreUnavailable if Redis is away."""
+    """The registry at `url` (`services.common.redis_url`).
+
+    Every call is one attempt; it raises StoreUnavailable if Redis is away.
+    """
 
     def __init__(
         self,
@@ -91,7 +108,10 @@ class ReplicaRegistry:
         self._published: dict[tuple[str, str], dict[str, bytes]] = {}
 
     async def publish(self, pool: LeasePool[LeaseT], lease: LeaseT) -> None:
-        """Register the replica, or renew its lease with what it says now."""
+        """Register the replica, or renew its lease with what it says now.
+
+        Raises Replaced if it is no longer the one that serves at its address.
+        """
         key = (pool.name, lease.address)
         facts, hashes = _encode(lease)
         # Forgotten until all went well: what is there after a call that failed is not known.
@@ -106,7 +126,10 @@ class ReplicaRegistry:
     ) -> bool:
         flat = [part for pair in facts.items() for part in pair]
         keys = _keys(pool, lease.address)
-        return bool(await self._calls.run(_PUBLISH, keys, self._lease_ms, lease.incarnation, *flat))
+        known = await self._calls.run(_PUBLISH, keys, self._lease_ms, lease.incarnation, *flat)
+        if known == -1:
+            raise Replaced(lease.address)
+        return bool(known)
 
     async def withdraw(self, pool: LeasePool[Any], address: str, incarnation: str) -> None:
         """End the lease now, if it is of this life of the replica."""
@@ -115,7 +138,7 @@ class ReplicaRegistry:
 
     async def read(self, pool: LeasePool[LeaseT]) -> list[LeaseT]:
         """The replicas whose lease has not ended, by address."""
-        members = cast("set[bytes]", await self._calls.command("SMEMBERS", _set(pool)))
+        members = cast("set[bytes]", await self._calls.command("SMEMBERS", _set(pool), key=_set(pool)))
         if not members:
             return []
         keys = [_hash(pool, member.decode()) for member in sorted(members)]

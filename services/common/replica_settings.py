@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 
 from services.common.config import ServiceSettings
+from services.common.redis_url import RedisUrlSetting  # noqa: TC001  # pydantic reads it
 
 
 class ReplicaSettings(ServiceSettings):
@@ -26,9 +27,9 @@ class ReplicaSettings(ServiceSettings):
     max_waiting: int = Field(
         default=1024, ge=1, description="Most items that wait for a step; more are refused."
     )
-    redis_url: SecretStr = Field(
+    redis_url: RedisUrlSetting = Field(
         default=SecretStr(""),
-        description="Where the replica registers: redis://, rediss:// or unix://; empty: it does not.",
+        description="Where the replica registers, in a form of docs/redis.md; empty: it does not.",
     )
     advertise: str = Field(
         default="", description="Address that gateways are told, host:port; empty: where it listens."

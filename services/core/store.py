@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from services.core.errors import Fenced, LogLost
+from services.core.errors import Fenced, LogLost, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,6 +25,16 @@ State = Literal["live", "finished"]
 
 class SessionEnded(Fenced):
     """The caller owns the session, and it was ended for good: nothing can be added to it."""
+
+
+class ClaimLost(Unavailable):
+    """The store knows an earlier owner only: it came back from a crash without this one's claim.
+
+    Nobody need have claimed the session since, so this is no fencing. Whoever wants it claims it again.
+    """
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"the session store has lost who owns session {session_id!r}; resume it")
 
 
 class LogBehind(LogLost):
@@ -128,7 +138,8 @@ class SessionStore(Protocol):
     ) -> int:
         """Append `tokens` and `meta` to a log of `expected_len` tokens; returns its length thereafter.
 
-        Raises Fenced, SessionEnded, UnknownSession (expired), LogBehind (can be repaired) or LogLost.
+        Raises Fenced, ClaimLost, SessionEnded, UnknownSession (expired), LogBehind (can be repaired) or
+        LogLost.
         """
         ...
 
@@ -137,7 +148,7 @@ class SessionStore(Protocol):
         ...
 
     async def renew(self, owner: Ownership) -> None:
-        """Put off the expiry. Raises Fenced, SessionEnded or UnknownSession."""
+        """Put off the expiry. Raises Fenced, ClaimLost, SessionEnded or UnknownSession."""
         ...
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import grpc
 
 from services.common.logs import get_logger
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S
+from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from services.common.registry import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
 from services.common.server import KEEPALIVE
 from services.core.session import SessionLimits
 from services.gateway.api_keys import ApiKeys
 from services.gateway.authentication import Everyone, PrincipalInterceptor
+from services.core.store import SessionStore
 from services.gateway.clock import MonotonicClock
 from services.gateway.drafts import Drafts, SessionDraft
 from services.gateway.members import Registered, Told
@@ -34,7 +36,9 @@ from services.gateway.tokenizer import Tokenizer
 from services.gateway.validation import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Sequence
+
+    from redis.asyncio import Redis
 
     from services.common.server import Parts
     from services.core.session import Session
@@ -82,11 +86,35 @@ class GatewayService:
         await self._parts.aclose()
 
 
-def build(settings: GatewaySettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
-    """How `services.common.server` makes a gateway of its settings."""
+class OpenedStore(SessionStore, Protocol):
+    """A session store that a gateway waits for at its start."""
+
+    async def ping(self) -> None:
+        """Raise StoreUnavailable unless the store answers."""
+
+
+def open_redis(settings: GatewaySettings, parts: Parts) -> OpenedStore:
+    """The session store that the settings name."""
+    return RedisStore(
+        settings.redis_url.get_secret_value(),
+        settings.session_ttl_s,
+        settings.finished_ttl_s,
+        call_timeout_s=min(DEFAULT_CALL_TIMEOUT_S, settings.store_timeout_s),
+        copies=_copies(settings),
+        on_open=_traced(parts),
+    )
+
+
+StoreOpener: TypeAlias = Callable[[GatewaySettings, "Parts"], OpenedStore]
+
+
+def build(
+    settings: GatewaySettings, open_store: StoreOpener = open_redis
+) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
+    """How `services.common.server` makes a gateway of its settings; measurements pass another store."""
 
     async def build_gateway(server: grpc.aio.Server, parts: Parts) -> GatewayService:
-        return await _build(settings, server, parts)
+        return await _build(settings, open_store, server, parts)
 
     return build_gateway
 
@@ -97,7 +125,9 @@ def interceptors(settings: GatewaySettings) -> Sequence[grpc.aio.ServerIntercept
     return (PrincipalInterceptor(known),)
 
 
-async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Parts) -> GatewayService:
+async def _build(
+    settings: GatewaySettings, open_store: StoreOpener, server: grpc.aio.Server, parts: Parts
+) -> GatewayService:
     parts.readiness.stage("loading the tokenizer")
     tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
     clock = MonotonicClock()
@@ -111,7 +141,7 @@ async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Part
         opened.push_async_callback(drafts.close)
         await _meet_drafts(settings, drafts)
         parts.readiness.stage("connecting to the session store")
-        store = _open_store(settings, parts)
+        store = open_store(settings, parts)
         opened.push_async_callback(store.close)
         await patiently(store.ping, clock.now_ns() + int(settings.startup_timeout_s * SECOND), clock)
         streams = _streams(settings, store, drafts, targets, clock, tokenizer)
@@ -127,7 +157,7 @@ async def _build(settings: GatewaySettings, server: grpc.aio.Server, parts: Part
 
 def _streams(
     settings: GatewaySettings,
-    store: RedisStore,
+    store: SessionStore,
     drafts: Drafts,
     targets: Targets,
     clock: MonotonicClock,
@@ -210,19 +240,23 @@ def _open(address: str, parts: Parts) -> grpc.aio.Channel:
     )
 
 
-def _open_store(settings: GatewaySettings, parts: Parts) -> RedisStore:
-    store = RedisStore(
-        settings.redis_url.get_secret_value(),
-        settings.session_ttl_s,
-        settings.finished_ttl_s,
-        call_timeout_s=min(DEFAULT_CALL_TIMEOUT_S, settings.store_timeout_s),
-    )
-    if parts.telemetry.on:
-        from opentelemetry.instrumentation.redis import RedisInstrumentor  # noqa: PLC0415  # off costs nothing
+def _copies(settings: GatewaySettings) -> Copies | None:
+    if not settings.redis_wait_replicas:
+        return None
+    return Copies(settings.redis_wait_replicas, settings.redis_wait_timeout_s)
 
+
+def _traced(parts: Parts) -> Callable[[Redis], None] | None:
+    """Makes a client's commands spans."""
+    if not parts.telemetry.on:
+        return None
+    from opentelemetry.instrumentation.redis import RedisInstrumentor  # noqa: PLC0415  # off costs nothing
+
+    def trace(client: Redis) -> None:
         # Its spans name commands, never their arguments: tokens do not leave by this way.
-        RedisInstrumentor.instrument_client(store.client, tracer_provider=parts.telemetry.provider)
-    return store
+        RedisInstrumentor.instrument_client(client, tracer_provider=parts.telemetry.provider)
+
+    return trace
 
 
 def _timeouts(settings: GatewaySettings) -> Timeouts:

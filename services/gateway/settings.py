@@ -6,6 +6,7 @@ from pydantic import Field, SecretStr
 
 from services.common.config import ServiceSettings, settings_config
 from services.common.defaults import DEFAULT_MODEL
+from services.common.redis_url import RedisUrlSetting  # noqa: TC001  # pydantic reads it
 
 NO_DRAFT = "none"
 """In place of a draft's address: there is none."""
@@ -25,9 +26,16 @@ class GatewaySettings(ServiceSettings):
         description="Addresses of drafts, host:port, with commas; empty: those that register at the store; "
         "`none` decodes plainly.",
     )
-    redis_url: SecretStr = Field(
+    redis_url: RedisUrlSetting = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
-        description="Session store: redis://, rediss:// or unix://; with a password, better by environment.",
+        description="Session store: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// "
+        "(docs/redis.md); with a password, better by environment.",
+    )
+    redis_wait_replicas: int = Field(
+        0, ge=0, description="Replicas of the store that must have a commit before its tokens leave."
+    )
+    redis_wait_timeout_s: float = Field(
+        1.0, gt=0, description="How long one commit waits for them; it is repeated for --store-timeout-s."
     )
     model: str = Field(DEFAULT_MODEL, description="Where the target's tokenizer is: a directory or a hub id.")
     model_name: str = Field(

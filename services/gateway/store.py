@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S, RedisCalls, Script, script_of
+from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S, Copies, RedisCalls, Script, script_of
 from services.core.content import token_bytes, tokens_of
 from services.core.errors import (
     Broken,
@@ -19,6 +19,7 @@ from services.core.errors import (
 )
 from services.core.store import (
     UNCHANGED,
+    ClaimLost,
     Directory,
     Held,
     LogBehind,
@@ -31,7 +32,7 @@ from services.core.store import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from redis.asyncio import Redis
 
@@ -44,6 +45,10 @@ DEFAULT_MAX_CONNECTIONS = 32
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
 
+# hash-max-listpack-value, as servers have it by default. A hash of none but shorter values is kept in one
+# block, a quarter as large; one longer value, and every field of it is an allocation of its own.
+_COMPACT_BYTES = 64
+_PIECE = "#"
 _SCRIPTS = Path(__file__).parent / "scripts"
 _POOLS = ("draft", "target")
 _OWN_FIELDS = frozenset(
@@ -57,14 +62,17 @@ def _load(name: str) -> Script:
 
 
 class RedisStore(SessionStore):
-    """Sessions at `url` (redis://, rediss:// for TLS, unix://; user, password and database as in redis-py).
+    """Sessions at `url` (`services.common.redis_url`).
 
     `ttl_s` is how long a live session outlasts its last change or renewal, `finished_ttl_s` how long a
-    finished one can be resumed. Every call is one attempt, bounded by about twice `call_timeout_s`
-    (connecting, then the reply); see `retrying`.
+    finished one can be resumed. Every call is one attempt, bounded as in `RedisCalls`; see `retrying`.
+
+    With `copies`, no change counts until so many replicas have it: one that they do not have in time raises
+    StoreUnavailable, and is as good as unanswered. It stands in the log, or will, or was lost in a fail-over;
+    its repeat finds out, and waits anew.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # all but the URL have defaults
         self,
         url: str,
         ttl_s: float = DEFAULT_TTL_S,
@@ -72,9 +80,18 @@ class RedisStore(SessionStore):
         *,
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
         max_connections: int = DEFAULT_MAX_CONNECTIONS,
+        copies: Copies | None = None,
+        on_open: Callable[[Redis], None] | None = None,
         new_nonce: Callable[[], bytes] = lambda: secrets.token_bytes(NONCE_BYTES),
     ) -> None:
-        self._calls = RedisCalls(url, call_timeout_s=call_timeout_s, max_connections=max_connections)
+        """`on_open` is told each client of a server, for telemetry alone."""
+        self._calls = RedisCalls(
+            url,
+            call_timeout_s=call_timeout_s,
+            max_connections=max_connections,
+            copies=copies,
+            on_open=on_open,
+        )
         self._ttl_ms = _milliseconds(ttl_s)
         self._finished_ttl_ms = _milliseconds(finished_ttl_s)
         self._new_nonce = new_nonce
@@ -84,11 +101,6 @@ class RedisStore(SessionStore):
         self._abort = _load("abort")
         self._renew = _load("renew")
 
-    @property
-    def client(self) -> Redis:
-        """For telemetry alone."""
-        return self._calls.client
-
     async def ping(self) -> None:
         """Raise StoreUnavailable unless the server answers."""
         await self._calls.command("PING")
@@ -97,9 +109,7 @@ class RedisStore(SessionStore):
         """See `SessionStore`. Raises ValueError if a field has a name that the store uses itself."""
         if not new.prompt or not new.body_hash:
             raise ValueError("a session needs a prompt and a body hash")
-        if taken := _OWN_FIELDS & new.fields.keys():
-            raise ValueError(f"names of fields that the store uses itself: {sorted(taken)}")
-        fields = [part for pair in new.fields.items() for part in pair]
+        fields = [part for pair in _pieces(new.fields) for part in pair]
         prompt = token_bytes(new.prompt)
         return await self._own(
             new.session_id, new.principal, nonce, new.body_hash, len(new.prompt), prompt, *fields
@@ -127,11 +137,9 @@ class RedisStore(SessionStore):
         directory: Directory = UNCHANGED,
     ) -> int:
         """See `SessionStore`."""
-        reply = await self._run(
+        reply = await self._run_owned(
             self._commit,
-            owner.session_id,
-            owner.epoch,
-            owner.nonce,
+            owner,
             expected_len,
             token_bytes(tokens),
             meta,
@@ -142,19 +150,11 @@ class RedisStore(SessionStore):
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
         """See `SessionStore`."""
-        await self._run(
-            self._finish,
-            owner.session_id,
-            owner.epoch,
-            owner.nonce,
-            expected_len,
-            finish,
-            self._finished_ttl_ms,
-        )
+        await self._run_owned(self._finish, owner, expected_len, finish, self._finished_ttl_ms)
 
     async def renew(self, owner: Ownership) -> None:
         """See `SessionStore`."""
-        await self._run(self._renew, owner.session_id, owner.epoch, owner.nonce, self._ttl_ms)
+        await self._run_owned(self._renew, owner, self._ttl_ms)
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
         """See `SessionStore`."""
@@ -164,13 +164,21 @@ class RedisStore(SessionStore):
         """See `SessionStore`."""
         await self._calls.close()
 
-    async def _run(self, script: Script, session_id: str, *args: bytes | str | int) -> list[Any]:
-        """What the script answers after its "ok"; raises as its refusal says."""
+    async def _run_owned(self, script: Script, owner: Ownership, *args: bytes | str | int) -> list[Any]:
+        all_args = (owner.epoch, owner.nonce, *args)
+        return await self._run(script, owner.session_id, *all_args, epoch=owner.epoch)
+
+    async def _run(
+        self, script: Script, session_id: str, *args: bytes | str | int, epoch: int = 0
+    ) -> list[Any]:
+        """What the script answers after its "ok"; raises as its refusal says to an owner of `epoch`."""
         key = f"galley:{{{session_id}}}"
-        reply = await self._calls.run(script, (key, f"{key}:log", f"{key}:meta"), *args)
+        reply, copied = await self._calls.run_copied(script, (key, f"{key}:log", f"{key}:meta"), *args)
         outcome, *rest = cast("list[Any]", reply)
-        if outcome != b"ok":
-            _refuse(session_id, outcome.decode(), rest)
+        if outcome != b"ok":  # so nothing was written
+            _refuse(session_id, outcome.decode(), rest, epoch)
+        if not copied:
+            raise StoreUnavailable("the session store's replicas do not have it yet")
         return rest
 
 
@@ -197,14 +205,35 @@ async def retrying(
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _refuse(session_id: str, outcome: str, rest: list[Any]) -> NoReturn:
+def _pieces(fields: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+    """The fields as they are kept: what is long in several, named `spec`, `spec#1`, `spec#2` ..."""
+    if taken := [name for name in fields if name in _OWN_FIELDS or _PIECE in name]:
+        raise ValueError(f"names of fields that the store uses itself: {sorted(taken)}")
+    for name, value in fields.items():
+        yield name, value[:_COMPACT_BYTES]
+        for number, at in enumerate(range(_COMPACT_BYTES, len(value), _COMPACT_BYTES), 1):
+            yield f"{name}{_PIECE}{number}", value[at : at + _COMPACT_BYTES]
+
+
+def _joined(values: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The inverse of `_pieces`, of all the fields of a session."""
+    fields = {name: value for name, value in values.items() if name not in _OWN_FIELDS and _PIECE not in name}
+    for name in fields:
+        number = 1
+        while (piece := values.get(f"{name}{_PIECE}{number}")) is not None:
+            fields[name] += piece
+            number += 1
+    return fields
+
+
+def _refuse(session_id: str, outcome: str, rest: list[Any], epoch: int) -> NoReturn:
     match outcome:
         case "unknown":
             raise UnknownSession(session_id)
         case "reused":
             raise KeyReused
-        case "fenced":
-            raise Fenced(session_id)
+        case "fenced":  # epochs only grow, but where a store has lost its last moments
+            raise ClaimLost(session_id) if int(rest[0]) < epoch else Fenced(session_id)
         case "ended":
             raise SessionEnded(session_id)
         case "behind":
@@ -220,7 +249,7 @@ def _stored(session_id: str, flat: list[bytes], log: bytes, meta: bytes) -> Stor
     return StoredSession(
         ownership=Ownership(session_id, int(values["epoch"]), values["nonce"]),
         principal=values["principal"].decode(),
-        fields={name: value for name, value in values.items() if name not in _OWN_FIELDS},
+        fields=_joined(values),
         prompt_len=int(values["prompt_len"]),
         tokens=tokens_of(log),
         meta=meta,

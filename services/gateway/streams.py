@@ -186,7 +186,8 @@ class Streams:
         prompt = tuple(stored.tokens[: stored.prompt_len])
         output = stored.tokens[stored.prompt_len :]
         try:
-            answer = Answer(decode_spec(stored.fields[SPEC_FIELD], prompt), self._decode)
+            spec = decode_spec(stored.fields[SPEC_FIELD], stored.ownership.session_id, prompt)
+            answer = Answer(spec, self._decode)
             for token, record in zip(output, decode_records(stored.meta), strict=True):
                 answer.absorb(token, record)
         except (ValueError, KeyError, TypeError) as error:

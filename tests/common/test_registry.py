@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.crc import key_slot
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.redis_calls import RedisCalls
@@ -18,26 +19,42 @@ from services.common.registry import (
     DRAFT_POOL,
     MAX_CACHED_PREFIXES,
     TARGET_POOL,
+    Replaced,
     ReplicaRegistry,
     draft_lease,
     target_lease,
 )
 from services.core.errors import StoreUnavailable
 from services.core.routing import TargetLease
-from tests.gateway.servers import VALKEY, Server, running
+from tests.gateway.clusters import KINDS, Cluster, backend
+from tests.gateway.servers import BINARIES, Server, running
 
 POOL = TARGET_POOL
 WAIT_S = 10.0
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with running(VALKEY) as server:
+@pytest.fixture(scope="module", params=KINDS)
+def shared_server(request: pytest.FixtureRequest) -> Iterator[Server | Cluster]:
+    with backend(request.param) as server:
         yield server
 
 
 @pytest.fixture
-async def registry(server: Server) -> AsyncIterator[ReplicaRegistry]:
+async def server(shared_server: Server | Cluster) -> Server | Cluster:
+    """Empty, and not to be hurt."""
+    await shared_server.command("FLUSHALL")
+    return shared_server
+
+
+@pytest.fixture(params=BINARIES)
+def own_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server that the test may kill and start again."""
+    with running(request.param) as server:
+        yield server
+
+
+@pytest.fixture
+async def registry(server: Server | Cluster) -> AsyncIterator[ReplicaRegistry]:
     registry = ReplicaRegistry(server.url, call_timeout_s=0.5)
     yield registry
     await registry.close()
@@ -123,20 +140,22 @@ async def test_a_lease_is_renewed_with_what_has_changed(registry: ReplicaRegistr
     assert await registry.read(POOL) == [warm]
 
 
-async def test_prefixes_outlast_a_lease_that_ended(server: Server, registry: ReplicaRegistry) -> None:
+async def test_prefixes_outlast_a_lease_that_ended(
+    server: Server | Cluster, registry: ReplicaRegistry
+) -> None:
     """They are sent when they change; a store that lost them is told again."""
     await registry.publish(POOL, lease())
-    await _command(server, "FLUSHALL")
+    await server.command("FLUSHALL")
     await registry.publish(POOL, lease())
     assert await registry.read(POOL) == [lease()]
 
 
 async def test_prefixes_outlast_a_call_that_failed(
-    server: Server, registry: ReplicaRegistry, monkeypatch: pytest.MonkeyPatch
+    server: Server | Cluster, registry: ReplicaRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lease had ended, and the store goes away between the two calls that tell all of it anew."""
     await registry.publish(POOL, lease())
-    await _command(server, "FLUSHALL")
+    await server.command("FLUSHALL")
     run, calls = RedisCalls.run, iter([True, False])
 
     async def once(*args: Any) -> object:
@@ -151,12 +170,12 @@ async def test_prefixes_outlast_a_call_that_failed(
     assert await registry.read(POOL) == [lease()]
 
 
-async def test_a_lease_ends_and_is_swept(server: Server, registry: ReplicaRegistry) -> None:
+async def test_a_lease_ends_and_is_swept(server: Server | Cluster, registry: ReplicaRegistry) -> None:
     short = ReplicaRegistry(server.url, lease_s=0.05)
     await short.publish(POOL, lease("gone:1"))
     await registry.publish(POOL, lease("here:1"))
     await until(registry, [("here:1", "life-1", False)])
-    assert await _command(server, "SMEMBERS", "galley:replicas:{target}") == {b"here:1"}
+    assert await server.command("SMEMBERS", "galley:replicas:{target}") == {b"here:1"}
     await short.close()
 
 
@@ -169,20 +188,23 @@ async def test_a_new_life_replaces_the_old_and_is_not_withdrawn_by_it(registry: 
     assert await registry.read(POOL) == []
 
 
-async def test_keys_of_a_pool_share_a_slot_and_expire(server: Server, registry: ReplicaRegistry) -> None:
+async def test_keys_of_a_pool_share_a_slot_and_expire(
+    server: Server | Cluster, registry: ReplicaRegistry
+) -> None:
     await registry.publish(POOL, lease())
-    keys = await _command(server, "KEYS", "*")
-    assert isinstance(keys, list)
-    assert sorted(keys) == [b"galley:replicas:{target}", b"galley:replicas:{target}:host:1"]
-    ttl = await _command(server, "PTTL", "galley:replicas:{target}:host:1")
-    assert isinstance(ttl, int)
-    assert 0 < ttl <= 3000
+    async with server.raw() as raw:
+        keys = sorted([key async for key in raw.scan_iter()])
+    assert keys == [b"galley:replicas:{target}", b"galley:replicas:{target}:host:1"]
+    assert len({key_slot(key) for key in keys}) == 1
+    assert 0 < await server.command("PTTL", "galley:replicas:{target}:host:1") <= 3000
 
 
-async def test_what_another_release_wrote_is_passed_over(server: Server, registry: ReplicaRegistry) -> None:
+async def test_what_another_release_wrote_is_passed_over(
+    server: Server | Cluster, registry: ReplicaRegistry
+) -> None:
     await registry.publish(POOL, lease("good:1"))
     await registry.publish(POOL, lease("odd:1"))
-    await _command(server, "HSET", "galley:replicas:{target}:odd:1", "ranks", "three")
+    await server.command("HSET", "galley:replicas:{target}:odd:1", "ranks", "three")
     assert [it.address for it in await registry.read(POOL)] == ["good:1"]
 
 
@@ -202,7 +224,7 @@ async def test_a_server_that_is_away_is_unavailable() -> None:
 
 
 async def test_a_replica_is_registered_drains_and_withdraws(
-    server: Server, registry: ReplicaRegistry
+    server: Server | Cluster, registry: ReplicaRegistry
 ) -> None:
     registration = start_registration(server.url, POOL, lease)
     await until(registry, [("host:1", "life-1", False)])
@@ -213,7 +235,7 @@ async def test_a_replica_is_registered_drains_and_withdraws(
 
 
 async def test_a_replica_keeps_its_lease_and_tells_how_it_is(
-    server: Server, registry: ReplicaRegistry
+    server: Server | Cluster, registry: ReplicaRegistry
 ) -> None:
     depth = iter(range(1000))
     registration = start_registration(
@@ -230,27 +252,49 @@ async def test_a_replica_keeps_its_lease_and_tells_how_it_is(
     await registration.close()
 
 
-async def test_a_replica_outlasts_a_store_that_was_killed(server: Server, registry: ReplicaRegistry) -> None:
-    registration = start_registration(server.url, POOL, lease, lease_s=0.3)
+async def test_a_replica_outlasts_a_store_that_was_killed(own_server: Server) -> None:
+    registry = ReplicaRegistry(own_server.url, call_timeout_s=0.5)
+    registration = start_registration(own_server.url, POOL, lease, lease_s=0.3)
     await until(registry, [("host:1", "life-1", False)])
-    server.kill()
+    own_server.kill()
     await until(registry, None)
-    server.start()
+    own_server.start()
     await until(registry, [("host:1", "life-1", False)])
     await registration.close()
+    await registry.close()
 
 
-async def test_a_replica_can_close_while_the_store_is_away(server: Server, registry: ReplicaRegistry) -> None:
-    registration = start_registration(server.url, POOL, lease)
+async def test_a_replica_can_close_while_the_store_is_away(own_server: Server) -> None:
+    registry = ReplicaRegistry(own_server.url, call_timeout_s=0.5)
+    registration = start_registration(own_server.url, POOL, lease)
     await until(registry, [("host:1", "life-1", False)])
-    server.kill()
+    own_server.kill()
     await registration.drain()
     await registration.close()
+    await registry.close()
 
 
-async def _command(server: Server, *command: str) -> object:
-    calls = RedisCalls(server.url, call_timeout_s=1, max_connections=1)
-    try:
-        return await calls.command(*command)
-    finally:
-        await calls.close()
+async def test_scripts_are_sent_again_when_the_server_forgot_them(
+    server: Server | Cluster, registry: ReplicaRegistry
+) -> None:
+    for depth in range(3):
+        busy = replace(lease(), queue_depth=depth)
+        await server.command("SCRIPT FLUSH")
+        await registry.publish(POOL, busy)
+        await server.command("SCRIPT FLUSH")
+        assert await registry.read(POOL) == [busy]
+    await server.command("SCRIPT FLUSH")
+    await registry.withdraw(POOL, "host:1", "life-1")
+    assert await registry.read(POOL) == []
+
+
+async def test_the_old_life_of_a_replica_does_not_speak_for_the_new(registry: ReplicaRegistry) -> None:
+    """It was stopped, and goes on once the new one has been registered."""
+    await registry.publish(POOL, replace(lease(incarnation="life-1"), queue_depth=1))
+    await registry.publish(POOL, lease(incarnation="life-2", prefixes=0))
+    for _ in range(2):
+        with pytest.raises(Replaced):
+            await registry.publish(POOL, lease(incarnation="life-1"))
+    assert await registry.read(POOL) == [lease(incarnation="life-2", prefixes=0)]
+    await registry.withdraw(POOL, "host:1", "life-1")
+    assert await registry.read(POOL) == [lease(incarnation="life-2", prefixes=0)]

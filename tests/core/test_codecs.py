@@ -75,7 +75,14 @@ def test_specs() -> None:
         strategy="ngram",
         tenant_salt=b"\x00\xff",
     )
-    assert decode_spec(encode_spec(spec), (5, 6)) == spec
+    assert decode_spec(encode_spec(spec), spec.session_id, (5, 6)) == spec
+
+
+def test_a_spec_that_asks_for_nothing_is_small() -> None:
+    spec = SessionSpec("s" * 32, (1,), SamplingParams(), max_position=9, vocab_size=1000)
+    data = encode_spec(spec)
+    assert decode_spec(data, spec.session_id, spec.prompt) == spec
+    assert len(data) < 64
 
 
 @given(tokens, tokens, st.integers(0, 12))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from services.core.errors import Fenced, KeyReused, LogLost, UnknownSession
 from services.core.store import (
     UNCHANGED,
+    ClaimLost,
     Directory,
     LogBehind,
     NewSession,
@@ -121,6 +122,7 @@ class MemoryStore(SessionStore):
         record = self._find(owner.session_id)
         repeated = (owner.epoch, owner.nonce, "finished", finish)
         if record is not None and (record.epoch, record.nonce, record.state, record.finish) == repeated:
+            self._touch(record)
             return
         record = self._owned(owner)
         if len(record.tokens) < expected_len:
@@ -134,8 +136,7 @@ class MemoryStore(SessionStore):
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
         record = self._of(session_id, principal)
-        if record.state == "live":
-            self._end(record, finish)
+        self._end(record, finish if record.state == "live" else record.finish)
 
     async def close(self) -> None:
         pass
@@ -171,7 +172,7 @@ class MemoryStore(SessionStore):
         if record is None:
             raise UnknownSession(owner.session_id)
         if (record.epoch, record.nonce) != (owner.epoch, owner.nonce):
-            raise Fenced(owner.session_id)
+            raise (ClaimLost if record.epoch < owner.epoch else Fenced)(owner.session_id)
         if record.state == "finished":
             raise SessionEnded(owner.session_id)
         return record

@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.gateway.clusters import KINDS, Cluster, backend
 from tests.gateway.servers import BINARIES, VALKEY, Server, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture(scope="session", params=BINARIES)
-def shared_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """One server of each kind for all tests that do not hurt it."""
-    with running(request.param) as server:
+@pytest.fixture(scope="session", params=KINDS)
+def shared_server(request: pytest.FixtureRequest) -> Iterator[Server | Cluster]:
+    """One server of each kind, and a cluster of three, for all tests that do not hurt it."""
+    with backend(request.param) as server:
         yield server
 
 

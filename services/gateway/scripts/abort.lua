@@ -6,8 +6,7 @@ local principal, finish, finished_ttl_ms = ARGV[1], ARGV[2], ARGV[3]
 
 local held = redis.call('HMGET', SESSION, 'principal', 'state')
 if not held[1] or held[1] ~= principal then return {'unknown'} end
-if held[2] == 'finished' then return {'ok'} end
-
-redis.call('HSET', SESSION, 'state', 'finished', 'finish', finish)
+-- A repeat writes too, so that WAIT waits for the first's writes.
+if held[2] ~= 'finished' then redis.call('HSET', SESSION, 'state', 'finished', 'finish', finish) end
 touch(finished_ttl_ms)
 return {'ok'}

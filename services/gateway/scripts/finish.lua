@@ -5,8 +5,11 @@ local epoch, nonce, finish, finished_ttl_ms = ARGV[1], ARGV[2], ARGV[4], ARGV[5]
 
 local held = redis.call('HMGET', SESSION, 'epoch', 'nonce', 'state', 'finish')
 local mine = held[1] == epoch and held[2] == nonce
--- A repeat of a finish whose answer was lost.
-if mine and held[3] == 'finished' and held[4] == finish then return {'ok'} end
+-- A repeat of a finish whose answer was lost. It writes, so that WAIT waits for the first's writes too.
+if mine and held[3] == 'finished' and held[4] == finish then
+  touch(finished_ttl_ms)
+  return {'ok'}
+end
 
 local refused = refusal(epoch, nonce)
 if refused then return refused end
@@ -17,5 +20,6 @@ if have < want then return {'behind', have / TOKEN_BYTES} end
 if have > want then return {'lost'} end
 
 redis.call('HSET', SESSION, 'state', 'finished', 'finish', finish)
+trim()
 touch(finished_ttl_ms)
 return {'ok'}

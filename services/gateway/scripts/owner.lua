@@ -8,18 +8,23 @@ local function touch(ttl_ms)
   for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ttl_ms) end
 end
 
+-- Nothing will be appended any more: give back the room that strings keep for it.
+local function trim()
+  for _, key in ipairs({LOG, META}) do redis.call('SET', key, redis.call('GET', key)) end
+end
+
 -- Is the session whole? All keys change together, so only eviction or a foreign hand makes it not so.
 local function whole()
   local prompt_len = tonumber(redis.call('HGET', SESSION, 'prompt_len'))
   return redis.call('STRLEN', LOG) >= prompt_len * TOKEN_BYTES and redis.call('EXISTS', META) == 1
 end
 
--- nil if (epoch, nonce) is the session's owner and may change it, else the refusal.
+-- nil if (epoch, nonce) is the session's owner and may change it, else the refusal; 'fenced' with its epoch.
 local function refusal(epoch, nonce)
   local held = redis.call('HMGET', SESSION, 'epoch', 'nonce', 'state')
   if not held[1] then return {'unknown'} end
   -- First of all: how a session ended is for its last owner alone to conclude from 'ended'.
-  if held[1] ~= epoch or held[2] ~= nonce then return {'fenced'} end
+  if held[1] ~= epoch or held[2] ~= nonce then return {'fenced', held[1]} end
   if held[3] == 'finished' then return {'ended'} end
   if not whole() then return {'lost'} end
   return nil

@@ -1,0 +1,153 @@
+"""Session stores for measurements: one that answers at once, and one that times another."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from services.core.errors import UnknownSession
+from services.core.store import UNCHANGED, Directory, Ownership, SessionStore, StoredSession
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from services.core.store import NewSession
+    from services.gateway.service import OpenedStore
+
+_DURATION = struct.Struct("<q")
+_NONCE = bytes(16)
+
+
+@dataclass(slots=True)
+class _Log:
+    new: NewSession
+    tokens: list[int] = field(default_factory=list)
+    meta: bytearray = field(default_factory=bytearray)
+
+
+class InstantStore(SessionStore):
+    """What a store that costs nothing would be: sessions in this process, one owner each, none resumed twice.
+
+    It keeps what it is told, as any store must, but nobody waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._logs: dict[str, _Log] = {}
+
+    async def ping(self) -> None:
+        """It is there."""
+
+    async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
+        """A new session, always."""
+        self._logs[new.session_id] = _Log(new, list(new.prompt))
+        return StoredSession(
+            Ownership(new.session_id, 1, nonce or _NONCE),
+            new.principal,
+            new.fields,
+            len(new.prompt),
+            list(new.prompt),
+        )
+
+    async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
+        """The session as it stands."""
+        log = self._logs.get(session_id)
+        if log is None or log.new.principal != principal:
+            raise UnknownSession(session_id)
+        made = await self.create(log.new, nonce)
+        return replace(made, tokens=list(log.tokens), meta=bytes(log.meta))
+
+    async def commit(
+        self,
+        owner: Ownership,
+        expected_len: int,  # noqa: ARG002  # nobody else writes
+        tokens: Sequence[int],
+        meta: bytes,
+        directory: Directory = UNCHANGED,  # noqa: ARG002  # nobody resumes
+    ) -> int:
+        """Append."""
+        log = self._logs[owner.session_id]
+        log.tokens += tokens
+        log.meta += meta
+        return len(log.tokens)
+
+    async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:  # noqa: ARG002
+        """Forget it."""
+        self._logs.pop(owner.session_id, None)
+
+    async def renew(self, owner: Ownership) -> None:
+        """It does not expire."""
+
+    async def abort(self, session_id: str, principal: str, finish: bytes) -> None:  # noqa: ARG002
+        """Forget it."""
+        self._logs.pop(session_id, None)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class TimedStore(SessionStore):
+    """Another store, and how long each commit took from the call to its answer, a line of `read_ms` each.
+
+    That is what the log adds to a token's way: the token is confirmed when its commit is called, and may
+    leave when it is answered.
+    """
+
+    def __init__(self, store: OpenedStore, out: Path) -> None:
+        self._store = store
+        self._out = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    async def ping(self) -> None:
+        """The other's."""
+        await self._store.ping()
+
+    async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
+        """The other's."""
+        return await self._store.create(new, nonce)
+
+    async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
+        """The other's."""
+        return await self._store.claim(session_id, principal, nonce)
+
+    async def commit(
+        self,
+        owner: Ownership,
+        expected_len: int,
+        tokens: Sequence[int],
+        meta: bytes,
+        directory: Directory = UNCHANGED,
+    ) -> int:
+        """The other's, timed."""
+        began_ns = time.perf_counter_ns()
+        length = await self._store.commit(owner, expected_len, tokens, meta, directory)
+        os.write(self._out, _DURATION.pack(time.perf_counter_ns() - began_ns))
+        return length
+
+    async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
+        """The other's."""
+        await self._store.finish(owner, expected_len, finish)
+
+    async def renew(self, owner: Ownership) -> None:
+        """The other's."""
+        await self._store.renew(owner)
+
+    async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
+        """The other's."""
+        await self._store.abort(session_id, principal, finish)
+
+    async def close(self) -> None:
+        """The other's, and the file."""
+        await self._store.close()
+        os.close(self._out)
+
+
+def read_ms(path: Path, start: int) -> tuple[list[float], int]:
+    """Milliseconds of the commits whose times lie in the file from byte `start` on, and where it ends."""
+    with path.open("rb") as file:
+        file.seek(start)
+        data = file.read()
+    whole = len(data) - len(data) % _DURATION.size
+    return [ns / 1e6 for (ns,) in _DURATION.iter_unpack(data[:whole])], start + whole

@@ -1,0 +1,214 @@
+"""Where Redis is, and how it is spoken to: one URL says all of it.
+
+    redis://user:password@host:6379/0                     one server
+    unix:///run/redis.sock?db=0                           one server
+    redis+sentinel://user:password@s1:26379,s2:26379/0?service=galley
+                                                          whoever is the master of a replica set now
+    redis+cluster://user:password@n1:6379,n2:6379         a cluster; any of its nodes, better several
+
+With `rediss` in place of `redis` all of it is spoken over TLS, the sentinels' part too. User and password are
+percent-encoded. After the question mark, each at most once:
+
+    ca=/path           PEM of the authorities that the server's certificate may be of; else the system's
+    cert=/path         PEM of our own certificate, where the server asks for one
+    key=/path          PEM of its key; else it stands in `cert`
+    service=name       what the sentinels call the replica set
+    sentinel_user=, sentinel_password=    of the sentinels, where they ask for any
+    db=0               of a unix socket
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import parse_qsl, unquote
+
+from pydantic import AfterValidator, SecretStr
+from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Kind = Literal["server", "sentinel", "cluster"]
+
+DEFAULT_PORT = 6379
+SENTINEL_PORT = 26379
+FORMS = "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// (rediss+... with TLS)"
+
+_KINDS: Mapping[str, Kind] = {"": "server", "sentinel": "sentinel", "cluster": "cluster"}
+_TLS_OPTIONS = frozenset({"ca", "cert", "key"})
+_SENTINEL_OPTIONS = frozenset({"service", "sentinel_user", "sentinel_password"})
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """An ACL user and password; an empty user is the server's default one."""
+
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+    def arguments(self) -> dict[str, Any]:
+        """For a connection."""
+        return {"username": self.user or None, "password": self.password or None}
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Paths of PEM files, empty where there is none."""
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+    def arguments(self) -> dict[str, Any]:
+        """For a connection; certificates and host names are always checked."""
+        return {
+            "ssl_ca_certs": self.ca or None,
+            "ssl_certfile": self.cert or None,
+            "ssl_keyfile": self.key or None,
+            "ssl_cert_reqs": "required",
+            "ssl_check_hostname": True,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RedisUrl:
+    """What a URL says. `hosts` are the server, the sentinels or some of the cluster; or there is a `path`."""
+
+    kind: Kind
+    hosts: tuple[tuple[str, int], ...] = ()
+    path: str = ""
+    database: int = 0
+    credentials: Credentials = Credentials()
+    tls: Tls | None = None
+    service: str = ""
+    sentinel_credentials: Credentials = Credentials()
+
+    def connection(self, host: str, port: int) -> tuple[type[Connection], dict[str, Any]]:
+        """The class and the arguments of a connection to the server there (ignored for a unix socket)."""
+        arguments = {**self.credentials.arguments(), "db": self.database}
+        if self.path:
+            # It is no Connection by type only.
+            unix: Any = UnixDomainSocketConnection
+            return unix, {**arguments, "path": self.path}
+        return self._tcp({**arguments, "host": host, "port": port})
+
+    def sentinel_connection(self) -> dict[str, Any]:
+        """What every connection to a sentinel has, besides its address."""
+        arguments = self.sentinel_credentials.arguments()
+        return arguments if self.tls is None else {**arguments, "ssl": True, **self.tls.arguments()}
+
+    def _tcp(self, arguments: dict[str, Any]) -> tuple[type[Connection], dict[str, Any]]:
+        if self.tls is None:
+            return Connection, arguments
+        return SSLConnection, {**arguments, **self.tls.arguments()}
+
+
+def parse_redis_url(url: str) -> RedisUrl:
+    """Read `url`; raises ValueError with what is wrong, never with a secret in it."""
+    scheme, found, rest = url.partition("://")
+    if not found:
+        raise ValueError(f"is no URL: {FORMS}")
+    rest, _, query = rest.partition("?")
+    name, _, how = scheme.partition("+")
+    if scheme == "unix":
+        return _unix(rest, _options(query, frozenset({"db"})))
+    if name not in {"redis", "rediss"} or how not in _KINDS or scheme.endswith("+"):
+        raise ValueError(f"{scheme}:// is not known: {FORMS}")
+    return _tcp(_KINDS[how], rest, query, tls=name == "rediss")
+
+
+def _unix(rest: str, options: Mapping[str, str]) -> RedisUrl:
+    secrets, slash, path = rest.partition("/")
+    if not path or (secrets and not secrets.endswith("@")):
+        raise ValueError("unix:// needs the path of a socket: unix:///run/redis.sock")
+    return RedisUrl(
+        "server",
+        path=unquote(slash + path),
+        database=_number("db", options.get("db", "0")),
+        credentials=_credentials(secrets.removesuffix("@")),
+    )
+
+
+def _tcp(kind: Kind, rest: str, query: str, *, tls: bool) -> RedisUrl:
+    secrets, _, address = rest.rpartition("@")
+    hosts, _, database = address.partition("/")
+    known = (_TLS_OPTIONS if tls else frozenset()) | (
+        _SENTINEL_OPTIONS if kind == "sentinel" else frozenset()
+    )
+    options = _options(query, known)
+    found = RedisUrl(
+        kind,
+        _hosts(hosts, SENTINEL_PORT if kind == "sentinel" else DEFAULT_PORT),
+        database=_number("the database", database or "0"),
+        credentials=_credentials(secrets),
+        tls=Tls(*(options.get(name, "") for name in ("ca", "cert", "key"))) if tls else None,
+        service=options.get("service", ""),
+        sentinel_credentials=Credentials(
+            options.get("sentinel_user", ""), options.get("sentinel_password", "")
+        ),
+    )
+    _check(found)
+    return found
+
+
+def _check(url: RedisUrl) -> None:
+    if url.kind == "server" and len(url.hosts) > 1:
+        raise ValueError("names several hosts: say redis+sentinel:// or redis+cluster://")
+    if url.kind == "cluster" and url.database:
+        raise ValueError("a cluster has database 0 only")
+    if url.kind == "sentinel" and not url.service:
+        raise ValueError("?service= is missing: the name of the replica set at its sentinels")
+    if url.tls is not None and url.tls.key and not url.tls.cert:
+        raise ValueError("?key= without ?cert=")
+
+
+def _options(query: str, known: frozenset[str]) -> dict[str, str]:
+    pairs = parse_qsl(query, keep_blank_values=True)
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise ValueError("says an option twice after the question mark")
+    if unknown := sorted(options.keys() - known):
+        may = f"may be {', '.join(sorted(known))}" if known else "may be none"
+        raise ValueError(
+            f"has options that this form of URL does not know: {', '.join(unknown)}; there {may}"
+        )
+    return options
+
+
+def _credentials(secrets: str) -> Credentials:
+    user, _, password = secrets.partition(":")
+    return Credentials(unquote(user), unquote(password))
+
+
+def _hosts(text: str, default_port: int) -> tuple[tuple[str, int], ...]:
+    return tuple(_host(part, default_port) for part in text.split(","))
+
+
+def _host(text: str, default_port: int) -> tuple[str, int]:
+    """host, host:port or [address of IPv6]:port."""
+    host, port = text, ""
+    if text.startswith("["):
+        host, _, port = text[1:].partition("]")
+        port = port.removeprefix(":")
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+    if not host:
+        raise ValueError("names no host")
+    return unquote(host), _number("the port", port) if port else default_port
+
+
+def _number(what: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{what} is no number")
+    return int(text)
+
+
+def _readable(url: SecretStr) -> SecretStr:
+    if text := url.get_secret_value():
+        parse_redis_url(text)
+    return url
+
+
+RedisUrlSetting = Annotated[SecretStr, AfterValidator(_readable)]
+"""A setting that is such a URL, or empty."""

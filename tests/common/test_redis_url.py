@@ -1,0 +1,81 @@
+"""URLs of Redis: what they say, and what they must not."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from services.common.redis_url import Credentials, RedisUrl, Tls, parse_redis_url
+from services.gateway.settings import GatewaySettings
+
+
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("redis://store", RedisUrl("server", (("store", 6379),))),
+        ("redis://store:7000/3", RedisUrl("server", (("store", 7000),), database=3)),
+        (
+            "redis://:p%40ss/w@[::1]:7000",
+            RedisUrl("server", (("::1", 7000),), credentials=Credentials("", "p@ss/w")),
+        ),
+        (
+            "rediss://me:it@store?ca=/c%20a&cert=/c&key=/k",
+            RedisUrl(
+                "server", (("store", 6379),), credentials=Credentials("me", "it"), tls=Tls("/c a", "/c", "/k")
+            ),
+        ),
+        ("unix:///run/s?db=2", RedisUrl("server", path="/run/s", database=2)),
+        ("unix://me:it@/run/s", RedisUrl("server", path="/run/s", credentials=Credentials("me", "it"))),
+        ("redis+cluster://a:1,b", RedisUrl("cluster", (("a", 1), ("b", 6379)))),
+        ("rediss+cluster://a", RedisUrl("cluster", (("a", 6379),), tls=Tls())),
+        (
+            "redis+sentinel://me:it@a,b:1/4?service=x&sentinel_user=u&sentinel_password=p",
+            RedisUrl(
+                "sentinel",
+                (("a", 26379), ("b", 1)),
+                database=4,
+                credentials=Credentials("me", "it"),
+                service="x",
+                sentinel_credentials=Credentials("u", "p"),
+            ),
+        ),
+    ],
+)
+def test_what_a_url_means(url: str, meant: RedisUrl) -> None:
+    assert parse_redis_url(url) == meant
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("store:6379", "no URL"),
+        ("http://store", "http:// is not known"),
+        ("redis+://store", "is not known"),
+        ("redis+ring://store", "is not known"),
+        ("redis://", "names no host"),
+        ("redis://a,b", "several hosts"),
+        ("redis://a:secret", "the port is no number"),
+        ("redis://a/secret", "the database is no number"),
+        ("redis+cluster://a/1", "database 0 only"),
+        ("redis+sentinel://a", "service="),
+        ("redis://a?ca=/x", "options"),
+        ("rediss://a?key=/x", "without"),
+        ("rediss://a?ca=/x&ca=/y", "twice"),
+        ("unix://secret/run", "path of a socket"),
+        ("redis://:secret@a?timeout=3", "timeout"),
+    ],
+)
+def test_what_no_url_is_told_without_secrets(url: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem) as refused:
+        parse_redis_url(url)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_gateway_refuses_such_a_url_at_its_start() -> None:
+    with pytest.raises(ValidationError, match="several hosts") as refused:
+        GatewaySettings.model_validate({"redis_url": "redis://:secret@a,b"})
+    assert "secret" not in str(refused.value)
+
+
+def test_a_password_is_in_no_representation() -> None:
+    assert "secret" not in repr(parse_redis_url("redis://:secret@a"))

@@ -1,0 +1,157 @@
+"""A store that comes back without its last moments: killed, and started with an older append-only file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+
+from services.core.content import prefix_hash
+from tests.service.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
+
+if TYPE_CHECKING:
+    from services.client.client import TokenStream
+    from tests.gateway.servers import Server
+
+KEPT, HEARD = 4, 15
+"""Tokens that the store still has when it comes back, and that the client has seen."""
+
+
+async def stream_beyond(world: World, store: Server, gateway: Gateway) -> tuple[TokenStream, Heard]:
+    """A stream of which the client has HEARD tokens, all logged; the store keeps KEPT of them in hand."""
+    world.target.gate.close()
+    stream = gateway.ask()
+    heard = Heard()
+    for until in (KEPT, HEARD):
+        world.target.gate.permit(until - len(heard.tokens))
+        await heard.listen(stream, until)
+        if until == KEPT:
+            store.keep()
+    return stream, heard
+
+
+async def log_must_be_true(gateway: Gateway, stream: TokenStream) -> None:
+    """What the store holds in the end is what was streamed."""
+    must_be_true(await hear(gateway.client.resume(stream.session_id, 0)))
+
+
+@any_credit
+async def test_an_owner_writes_again_what_the_store_lost(frail_world: World, own_store: Server) -> None:
+    gateway = await frail_world.gateway(draft="none")
+    stream, heard = await stream_beyond(frail_world, own_store, gateway)
+    own_store.roll_back()
+    answered = frail_world.target.answered
+    frail_world.target.gate.open()
+    must_be_true(await heard.listen(stream))
+    assert frail_world.target.answered - answered == MAX_TOKENS - HEARD, "from memory, not computed again"
+    await log_must_be_true(gateway, stream)
+    assert frail_world.target.answered - answered == MAX_TOKENS - HEARD, "all of it is in the log"
+
+
+async def test_an_owner_writes_it_again_before_it_stores_the_end(
+    frail_world: World, own_store: Server
+) -> None:
+    """All has been logged, and the store loses it before it hears that the answer has ended."""
+    gateway = await frail_world.gateway(draft="none")
+    frail_world.target.gate.close()
+    stream = gateway.ask()
+    heard = Heard()
+    frail_world.target.gate.permit(KEPT)
+    await heard.listen(stream, KEPT)
+    own_store.keep()
+    frail_world.target.gate.permit(MAX_TOKENS - KEPT - 1)
+    await heard.listen(stream, MAX_TOKENS - 1)
+    own_store.roll_back()
+    frail_world.target.gate.open()
+    must_be_true(await heard.listen(stream))
+    await log_must_be_true(gateway, stream)
+
+
+@any_credit
+async def test_what_the_store_lost_is_computed_again_where_the_session_is_resumed(
+    frail_world: World, own_store: Server
+) -> None:
+    first, second = await frail_world.gateway(draft="none"), await frail_world.gateway(draft="none")
+    stream, heard = await stream_beyond(frail_world, own_store, first)
+    stream.cancel()
+    await first.idle()
+    own_store.roll_back()
+    answered = frail_world.target.answered
+    resumed = second.client.resume_stream(stream)
+    frail_world.target.gate.open()
+    must_be_true(await heard.listen(resumed))
+    # An item that was given up may still have passed the gate.
+    assert frail_world.target.answered - answered >= MAX_TOKENS - KEPT
+    await log_must_be_true(first, resumed)
+
+
+@any_credit
+async def test_the_client_has_all_and_the_store_does_not(frail_world: World, own_store: Server) -> None:
+    """It has the last token, and was cut off before it heard of the end."""
+    first, second = await frail_world.gateway(draft="none"), await frail_world.gateway(draft="none")
+    stream, heard = await stream_beyond(frail_world, own_store, first)
+    frail_world.target.gate.open()
+    await heard.listen(stream, MAX_TOKENS)
+    stream.cancel()
+    await first.idle()
+    own_store.roll_back()
+    must_be_true(await heard.listen(second.client.resume_stream(stream)))
+    await log_must_be_true(first, stream)
+
+
+@any_credit
+async def test_what_is_computed_again_must_be_what_the_client_has_seen(
+    frail_world: World, own_store: Server
+) -> None:
+    first, second = await frail_world.gateway(draft="none"), await frail_world.gateway(draft="none")
+    stream, heard = await stream_beyond(frail_world, own_store, first)
+    stream.cancel()
+    await first.idle()
+    own_store.roll_back()
+    frail_world.target.gate.open()
+    other = [*heard.tokens[: HEARD - 1], heard.tokens[HEARD - 1] + 1]
+    told = Heard(first_index=HEARD)
+    error = await refused(told.listen(second.client.resume(stream.session_id, HEARD, prefix_hash(other))))
+    assert error.code is grpc.StatusCode.DATA_LOSS
+    assert not told.tokens
+    must_be_true(await heard.listen(second.client.resume_stream(stream)))
+
+
+@any_credit
+async def test_an_owner_whose_claim_was_lost_is_not_told_that_another_has_the_session(
+    frail_world: World, own_store: Server
+) -> None:
+    """Nobody has it: the client is to resume, and does."""
+    first, second = await frail_world.gateway(draft="none"), await frail_world.gateway(draft="none")
+    stream, heard = await stream_beyond(frail_world, own_store, first)
+    stream.cancel()
+    await first.idle()
+    frail_world.target.gate.permit(1)
+    resumed = second.client.resume_stream(stream)
+    await heard.listen(resumed, HEARD + 1)
+    own_store.roll_back()  # to the first gateway's time
+    frail_world.target.gate.open()
+    error = await refused(heard.listen(resumed))
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    assert "resume" in error.message
+    must_be_true(await heard.listen(second.client.resume_stream(resumed)))
+    await log_must_be_true(first, stream)
+
+
+@any_credit
+async def test_a_session_that_began_in_the_lost_moments_is_gone(
+    frail_world: World, own_store: Server
+) -> None:
+    gateway = await frail_world.gateway(draft="none")
+    must_be_true(await hear(gateway.ask()))
+    own_store.keep()
+    frail_world.target.gate.close()
+    frail_world.target.gate.permit(1)
+    stream = gateway.ask()
+    heard = await hear(stream, until=1)
+    own_store.roll_back()
+    frail_world.target.gate.open()
+    assert (await refused(heard.listen(stream))).code is grpc.StatusCode.NOT_FOUND
+    gone = await refused(hear(gateway.client.resume_stream(stream)))
+    assert gone.code is grpc.StatusCode.NOT_FOUND
+    must_be_true(await hear(gateway.ask()))
