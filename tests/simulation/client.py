@@ -117,7 +117,6 @@ class SimClient:
         self.seen: list[int] = []
         self.text = ""
         self.done = False
-        self.lost = False
         self.stalled_until = 0.0
         self.within_s = within_s
         self._world = world
@@ -182,10 +181,7 @@ class SimClient:
         self._at = len(self.seen) if self._started else 0
         call = self._call = self._open()
         call.begin(self._asked())
-        while True:
-            item = await call.next()
-            if isinstance(item, End | GalleyError):
-                break
+        while not isinstance(item := await call.next(), End | GalleyError):
             await self._wait_if_stalled()
             self._take(item)
         self._call = None
@@ -193,7 +189,7 @@ class SimClient:
         if error is not None:
             self._world.ledger.note(f"{self.process.name} was told {type(error).__name__}: {error}")
             self._note_error(error)
-        elif isinstance(item, End):
+        elif isinstance(item, End) and not self.done:
             self._conclude(item)
 
     async def _wait_if_stalled(self) -> None:
@@ -213,17 +209,24 @@ class SimClient:
             if self._at == len(self.seen):
                 self.seen.append(token)
             elif self.seen[self._at] != token:
-                ledger.violate(f"{name}: token {self._at} was {self.seen[self._at]}, is {token}")
+                self._contradicted(f"token {self._at} was {self.seen[self._at]}, is {token}")
+                return
             self._at += 1
         if item.text != text_of(self.spec, item.index, item.tokens):
             ledger.violate(f"{name}: text {item.text!r} of {item.tokens}")
+
+    def _contradicted(self, what: str) -> None:
+        """What is made anew after all was lost may be another answer; the client sees it, and asks no more."""
+        self._world.data_lost(self, what)
+        self.go_elsewhere()
+        self.done = True
 
     def _note_error(self, error: GalleyError) -> None:
         if isinstance(error, UnknownSession):
             self._started = False  # the request itself is all that is left; it makes the same answer
         elif isinstance(error, LogLost):
-            self._world.data_lost(self, error)
-            self.lost = self.done = True
+            self._world.data_lost(self, str(error))
+            self.done = True
 
     def _conclude(self, end: End) -> None:
         assert end.ending is not None

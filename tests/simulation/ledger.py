@@ -64,7 +64,7 @@ class Ledger:
         self.events = 0
         self.drafted_at: dict[str, float] = {}
         self.roll_backs = 0
-        self.lost_data = False
+        self.lost: set[str] = set()
         self.violation: str | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._books: dict[str, _Book] = {}
@@ -203,6 +203,10 @@ class Ledger:
     def aborting(self, session_id: str) -> None:
         """Its client ends it: it may be cut anywhere."""
         self._books[session_id].aborted = True
+
+    def was_aborted(self, session_id: str) -> bool:
+        """Whether its client ended it."""
+        return self._books[session_id].aborted
 
     def has_ended(self, session_id: str, seen: Sequence[int], *, aborted: bool) -> None:
         """A client was told that the answer has ended."""

@@ -36,7 +36,7 @@ BLOCK_TOKENS = 8
 BLOCKS = 24
 WINDOW = BLOCKS * BLOCK_TOKENS
 _MS = 1_000_000
-PASS_TIMES = PassTimes.measured([(1, 20 * _MS), (512, 30 * _MS)])
+PASS_TIMES = PassTimes.measured([(1, 50 * _MS), (512, 60 * _MS)])
 _TRACER = trace.NoOpTracer()
 _RIGHT = 0.8
 
@@ -134,7 +134,7 @@ class SimTarget:
     def start(self) -> None:
         """A new process, with empty caches."""
         self.process = Process(self.address)
-        self.process.compute_s = 0.02
+        self.process.compute_s = 0.05
         self.process.call(self._start)
 
     def _start(self) -> None:
@@ -170,7 +170,7 @@ class SimDraft:
     def start(self) -> None:
         """A new process, with empty caches."""
         self.process = Process(self.address)
-        self.process.compute_s = 0.004
+        self.process.compute_s = 0.01
         self.process.call(self._start)
 
     def _start(self) -> None:

@@ -177,7 +177,8 @@ class Call(Connection):
                 self._respond(await getattr(servicer, self._method)(await self._requests.get(), None))
             end: BaseException = StopAsyncIteration()
         except asyncio.CancelledError:
-            self.close()
+            if self.server is not None and self.server.alive:  # given up by the near end; else nobody is told
+                self.close()
             raise
         except Exception as error:  # noqa: BLE001  # the outermost guard of a call
             end = _error(code_of(error), message_of(error))

@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from services.core.errors import LogLost
 from tests.simulation.client import SimClient
 from tests.simulation.faults import Faults
 from tests.simulation.gateway import SimGateway
@@ -90,6 +89,7 @@ class World:
             )
             self.clients[client.process.name] = client
             loop.call_later(wanted.at_s, client.start)
+        await asyncio.sleep(max((fault.at_s + fault.for_s for fault in self.schedule.faults), default=0.0))
         await self._until(self._all_answered, _HEALED_S, "an answer never came")
         await self._audit()
         await asyncio.sleep(_SETTLE_S)
@@ -103,12 +103,16 @@ class World:
             client.start()
         return client
 
-    def data_lost(self, client: SimClient, error: LogLost) -> None:
-        """Only a store that lost its last moments, and another build since, may cost an answer."""
+    def data_lost(self, client: SimClient, what: str) -> None:
+        """May cost an answer: a store that lost its last moments, where another build says something else.
+
+        Or where the client itself has ended it since.
+        """
         mixed = len(set(self.schedule.builds)) > 1
-        self.ledger.lost_data = True
-        if not (self.ledger.roll_backs and mixed):
-            self.ledger.violate(f"{client.process.name}: {error}")
+        self.ledger.lost.add(client.spec.session_id)
+        aborted = self.ledger.was_aborted(client.spec.session_id)
+        if not (self.ledger.roll_backs and (mixed or aborted)):
+            self.ledger.violate(f"{client.process.name}: {what}")
 
     def _all_answered(self) -> bool:
         return all(client.done for client in self.clients.values()) and all(
@@ -126,8 +130,6 @@ class World:
 
     async def _audit(self) -> None:
         """All is healed: whoever asks now has the whole answer, be it finished or left in the middle."""
-        if self.ledger.lost_data:
-            return
         auditors = [
             self.add_client(f"auditor-{number}", wanted.spec)
             for number, wanted in enumerate(self.schedule.sessions)
