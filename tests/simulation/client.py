@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.core.answer import Chunk, NumericsChanged, Reason
 from services.core.content import prefix_hash
-from services.core.errors import GalleyError, LogLost, Unavailable, UnknownSession
+from services.core.errors import Fenced, GalleyError, LogLost, Unavailable, UnknownSession
 from services.core.events import End
 from tests.simulation.loop import Process
 from tests.simulation.network import Connection
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from services.gateway.runner import Item
     from tests.simulation.gateway import SimGateway
     from tests.simulation.network import Network
+    from tests.simulation.schedule import Wanted
     from tests.simulation.world import World
 
 _ROOM = 3
@@ -103,28 +104,20 @@ class ClientCall(Connection):
 class SimClient:
     """Wants the answer to `spec`; the schedule tells it to stall, to leave, to abort, to go elsewhere."""
 
-    def __init__(
-        self,
-        world: World,
-        name: str,
-        spec: SessionSpec,
-        *,
-        checks_seen: bool = True,
-        within_s: float | None = None,
-    ) -> None:
+    def __init__(self, world: World, name: str, wanted: Wanted, *, yields: bool = False) -> None:
         self.process = Process(name)
-        self.spec = spec
+        self.spec = wanted.spec
         self.seen: list[int] = []
-        self.text = ""
         self.done = False
         self.stalled_until = 0.0
-        self.within_s = within_s
+        self.began_s = 0.0
+        self._wanted = wanted
+        self._yields = yields
         self._world = world
-        self._checks_seen = checks_seen
         self._call: ClientCall | None = None
         self._started = False
-        self._aborting = False
         self._turn = 0
+        self._at = 0
 
     def start(self) -> None:
         """Ask, and go on asking until the answer has ended."""
@@ -144,7 +137,6 @@ class SimClient:
 
     def abort(self) -> None:
         """End the session for good."""
-        self._aborting = True
         self._world.ledger.aborting(self.spec.session_id)
         self.process.spawn(self._abort())
 
@@ -173,12 +165,13 @@ class SimClient:
 
     def _asked(self) -> Asked:
         resume_at = len(self.seen) if self._started else None
-        seen_hash = prefix_hash(self.seen) if self._started and self._checks_seen else b""
-        return Asked(self.spec, b"body", resume_at, seen_hash, self.within_s)
+        seen_hash = prefix_hash(self.seen) if self._started and self._wanted.checks_seen else b""
+        return Asked(self.spec, b"body", resume_at, seen_hash, self._wanted.within_s)
 
     async def _attempt(self) -> None:
         """One call, to its end."""
         self._at = len(self.seen) if self._started else 0
+        self.began_s = asyncio.get_running_loop().time()
         call = self._call = self._open()
         call.begin(self._asked())
         while not isinstance(item := await call.next(), End | GalleyError):
@@ -226,6 +219,8 @@ class SimClient:
             self._started = False  # the request itself is all that is left; it makes the same answer
         elif isinstance(error, LogLost):
             self._world.data_lost(self, str(error))
+            self.done = True
+        elif isinstance(error, Fenced) and self._yields:
             self.done = True
 
     def _conclude(self, end: End) -> None:

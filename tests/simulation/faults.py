@@ -138,7 +138,7 @@ class Faults:
     def _rival(self, fault: Fault) -> None:
         """Another client of the same session, at the same time."""
         if client := self._world.clients.get(fault.where[0]):
-            self._world.add_client(f"{fault.where[0]}-rival", client.spec)
+            self._world.add_client(f"{fault.where[0]}-rival", client.spec, yields=True)
 
     def _leave(self, fault: Fault) -> None:
         """Its client goes and does not come back: an orphan, which must be resumable."""

@@ -63,6 +63,7 @@ class Ledger:
         self.lines: list[str] = []
         self.events = 0
         self.drafted_at: dict[str, float] = {}
+        self.grew_at: dict[str, float] = {}
         self.roll_backs = 0
         self.lost: set[str] = set()
         self.violation: str | None = None
@@ -162,6 +163,7 @@ class Ledger:
             book.cut(max(same, len(book.spec.prompt)))
             book.meta_bytes = 0
         if len(log) > len(book.log):
+            self.grew_at[session_id] = asyncio.get_running_loop().time()
             self._extend(book, log, meta)
         book.meta_bytes = len(meta)
 

@@ -134,7 +134,7 @@ class SimTarget:
     def start(self) -> None:
         """A new process, with empty caches."""
         self.process = Process(self.address)
-        self.process.compute_s = 0.05
+        self.process.compute_s = self._world.schedule.pass_s
         self.process.call(self._start)
 
     def _start(self) -> None:

@@ -35,12 +35,26 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One session: its request, when it is asked for, and how its client is."""
+    """One session: its request, when it is asked for, and how its client is.
+
+    `within_s` is the deadline of each of its calls. One that is `long` outlasts the faults and wants drafts.
+    """
 
     spec: SessionSpec
     at_s: float
     checks_seen: bool = True
     within_s: float | None = None
+    long: bool = False
+
+    @property
+    def client(self) -> str:
+        """The name of who asks."""
+        return self.spec.session_id.replace("session", "client")
+
+    def __str__(self) -> str:
+        spec = self.spec
+        length = spec.max_position - len(spec.prompt)
+        return f"at {self.at_s:.3f} s: {spec.session_id} of {len(spec.prompt)} + {length} tokens, k {spec.k}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +67,22 @@ class Schedule:
     drafts: int
     credit: int
     window: int
+    pass_s: float
     sessions: tuple[Wanted, ...]
     faults: tuple[Fault, ...]
 
     def __str__(self) -> str:
         lines = [
             f"seed {self.seed}: {self.gateways} gateways, targets {', '.join(self.builds)}, "
-            f"{self.drafts} drafts, credit {self.credit}, window {self.window}"
+            f"{self.drafts} drafts, credit {self.credit}, window {self.window}, passes of {self.pass_s} s"
         ]
-        lines += [
-            f"  at {it.at_s:.3f} s: {it.spec.session_id} of {len(it.spec.prompt)} + "
-            f"{it.spec.max_position - len(it.spec.prompt)} tokens, k {it.spec.k}"
-            for it in self.sessions
-        ]
-        lines += [f"  {fault}" for fault in self.faults]
+        lines += [f"  {what}" for what in (*self.sessions, *self.faults)]
         return "\n".join(lines)
+
+    @property
+    def healed_s(self) -> float:
+        """When the last fault is over."""
+        return max((fault.at_s + fault.for_s for fault in self.faults), default=0.0)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Schedule:
         """The same with other faults."""
@@ -78,20 +93,25 @@ class Schedule:
         return replace(self, sessions=sessions)
 
 
-def schedule_of(seed: int) -> Schedule:
-    """The schedule of a seed."""
+def schedule_of(seed: int, *, mixed: bool = False) -> Schedule:
+    """The schedule of a seed; `mixed`: where there are several targets, their builds differ."""
     rng = random.Random(seed)
     gateways = rng.choice([1, 2, 2, 2, 3])
     targets = rng.choice([1, 2, 2, 3])
     drafts = rng.choice([0, 1, 1, 2])
-    mixed = targets > 1 and rng.random() < 0.25
+    wanted = [_wanted(rng, i) for i in range(rng.choice([1, 1, 2, 2, 3, 4]))]
+    long = drafts > 0 and rng.random() < 0.15
+    if long:
+        wanted[0] = _long(wanted[0])
+    mixed = mixed or (targets > 1 and not long and rng.random() < 0.25)
     builds = tuple(f"build-{1 + mixed * (i % 2)}" for i in range(targets))
-    sessions = tuple(_wanted(rng, i) for i in range(rng.choice([1, 1, 2, 2, 3, 4])))
+    sessions = tuple(wanted)
     drawer = _Drawer(rng, gateways, targets, drafts, len(sessions))
     faults = sorted((drawer.fault() for _ in range(rng.choice([1, 2, 3, 4, 6, 8]))), key=_time_of)
     credit = rng.choice([0, 4, 8, 16])
-    window = rng.choice([2, 8, 8, 32])
-    return Schedule(seed, gateways, builds, drafts, credit, window, sessions, tuple(faults))
+    window = rng.choice([3, 8, 8, 32])
+    pass_s = 0.25 if long else 0.05
+    return Schedule(seed, gateways, builds, drafts, credit, window, pass_s, sessions, tuple(faults))
 
 
 def _time_of(fault: Fault) -> float:
@@ -116,6 +136,14 @@ def _wanted(rng: random.Random, number: int) -> Wanted:
     )
     within_s = rng.uniform(1.2, 4.0) if rng.random() < 0.15 else None
     return Wanted(spec, rng.uniform(0.0, 1.0), rng.random() < 0.8, within_s)
+
+
+def _long(wanted: Wanted) -> Wanted:
+    """A session that outlasts all faults, and wants drafts whatever they cost."""
+    spec = wanted.spec
+    length = len(spec.prompt) + 100
+    spec = replace(spec, max_position=length, stop_token_ids=frozenset(), k=4, auto=False)
+    return replace(wanted, spec=spec, within_s=None, long=True)
 
 
 class _Drawer:

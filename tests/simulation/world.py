@@ -14,6 +14,7 @@ from tests.simulation.loop import Deadlock, Livelock, SimLoop, virtual_time
 from tests.simulation.network import Network
 from tests.simulation.redis import Sessions, SimRedis
 from tests.simulation.replicas import SimDraft, SimEngine, SimTarget
+from tests.simulation.schedule import Wanted
 
 if TYPE_CHECKING:
     from services.core.answer import SessionSpec
@@ -26,7 +27,10 @@ FINISHED_TTL_S = 120.0
 _READY_S = 5.0
 _HEALED_S = 30.0
 """How long the faults may take to end by themselves, and then everything to come right."""
-_SETTLE_S = 3.0
+_SETTLE_S = 1.0
+_MENDED_S = 1.5
+"""After the last fault, drafts are to be found, met and believed again within this time."""
+_LONG_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class World:
             **{gateway.address: gateway for gateway in self.gateways},
         }
         self.clients: dict[str, SimClient] = {}
+        self.healed_s = 0.0
 
     async def run(self) -> None:
         """Raises Violation, here or through the ledger."""
@@ -82,22 +87,22 @@ class World:
         faults = Faults(self)
         for fault in self.schedule.faults:
             faults.plan(fault)
-        for number, wanted in enumerate(self.schedule.sessions):
+        for wanted in self.schedule.sessions:
             self.ledger.opened(wanted.spec)
-            client = SimClient(
-                self, f"client-{number}", wanted.spec, checks_seen=wanted.checks_seen, within_s=wanted.within_s
-            )
-            self.clients[client.process.name] = client
+            client = SimClient(self, wanted.client, wanted)
+            self.clients[wanted.client] = client
             loop.call_later(wanted.at_s, client.start)
-        await asyncio.sleep(max((fault.at_s + fault.for_s for fault in self.schedule.faults), default=0.0))
+        self.healed_s = loop.time() + self.schedule.healed_s
+        await asyncio.sleep(self.schedule.healed_s)
         await self._until(self._all_answered, _HEALED_S, "an answer never came")
+        self._check_drafts()
         await self._audit()
         await asyncio.sleep(_SETTLE_S)
         await self._check_leaks()
 
-    def add_client(self, name: str, spec: SessionSpec) -> SimClient:
-        """One more, which asks at once."""
-        client = SimClient(self, name, spec)
+    def add_client(self, name: str, spec: SessionSpec, *, yields: bool = False) -> SimClient:
+        """One more, which asks at once; one that `yields` leaves the session to whoever takes it from it."""
+        client = SimClient(self, name, Wanted(spec, at_s=0.0), yields=yields)
         if name not in self.clients:
             self.clients[name] = client
             client.start()
@@ -126,13 +131,23 @@ class World:
             if loop.time() > end_s:
                 waiting = [client.process.name for client in self.clients.values() if not client.done]
                 self.ledger.violate(f"{what}: {waiting}")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
+
+    def _check_drafts(self) -> None:
+        """A stream that goes on for long after the last fault uses drafts again, if it wants any."""
+        for wanted in self.schedule.sessions if self.drafts else ():
+            client, session_id = self.clients[wanted.client], wanted.spec.session_id
+            since_s = max(self.healed_s, client.began_s) + _MENDED_S
+            grew_s = self.ledger.grew_at.get(session_id, 0.0)
+            if wanted.long and grew_s > since_s + _LONG_S:
+                if self.ledger.drafted_at.get(session_id, 0.0) < since_s:
+                    self.ledger.violate(f"{session_id} was not drafted for again since {since_s:.3f} s")
 
     async def _audit(self) -> None:
         """All is healed: whoever asks now has the whole answer, be it finished or left in the middle."""
         auditors = [
-            self.add_client(f"auditor-{number}", wanted.spec)
-            for number, wanted in enumerate(self.schedule.sessions)
+            self.add_client(f"auditor of {wanted.spec.session_id}", wanted.spec)
+            for wanted in self.schedule.sessions
         ]
         await self._until(lambda: all(it.done for it in auditors), _HEALED_S, "cannot be resumed")
 
@@ -209,4 +224,4 @@ async def _end_all() -> None:
         for task in asyncio.all_tasks():
             if task is not mine:
                 task.cancel()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.001)
