@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from services.core.answer import Chunk, NumericsChanged, Reason
+from services.core.answer import NumericsChanged, Reason
 from services.core.content import prefix_hash
 from services.core.errors import Fenced, GalleyError, LogLost, Unavailable, UnknownSession
 from services.core.events import End
@@ -180,6 +180,7 @@ class SimClient:
         self._call = None
         error = item.error if isinstance(item, End) else item
         if error is not None:
+            self._world.ledger.met[f"client: {type(error).__name__}"] += 1
             self._world.ledger.note(f"{self.process.name} was told {type(error).__name__}: {error}")
             self._note_error(error)
         elif isinstance(item, End) and not self.done:
@@ -227,5 +228,6 @@ class SimClient:
         assert end.ending is not None
         aborted = end.ending.reason is Reason.ABORTED
         self._world.ledger.has_ended(self.spec.session_id, self.seen, aborted=aborted)
-        self._world.ledger.note(f"{self.process.name} has all {len(self.seen)}: {end.ending.reason.value}")
+        reason = end.ending.reason
+        self._world.ledger.note(f"{self.process.name} has all {len(self.seen)}: {reason.value}")
         self.done = True

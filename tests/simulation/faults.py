@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.gateway import DRAIN_S
 from tests.simulation.network import KEEPALIVE_S
-from tests.simulation.redis import REDIS
 
 if TYPE_CHECKING:
     from tests.simulation.schedule import Fault
     from tests.simulation.world import World
+
 
 class Faults:
     """Does them; where a schedule was shrunk, what they are done to may be gone, and they do nothing."""
@@ -33,6 +33,7 @@ class Faults:
 
     def _do(self, fault: Fault) -> None:
         self._world.ledger.note(str(fault))
+        self._world.ledger.met[fault.kind] += 1
         getattr(self, "_" + fault.kind.replace("-", "_"))(fault)
 
     def _later(self, delay_s: float, function: object, *args: object) -> None:

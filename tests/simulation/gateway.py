@@ -115,8 +115,6 @@ class SimGateway:
         """What the servicer does with a Generate or a Resume."""
         end: GalleyError | ev.End
         try:
-            if not self.ready:
-                raise Unavailable("not ready")
             with self.streams.admit():
                 runner = await self._runner(asked)
                 with self.streams.running(runner):
@@ -136,6 +134,8 @@ class SimGateway:
 
     async def _runner(self, asked: Asked) -> SessionRunner:
         deadline_ns = None if asked.within_s is None else self.clock.now_ns() + int(asked.within_s * SECOND)
+        if not self.ready:
+            raise Unavailable("this gateway is not ready")
         if asked.resume_at is None:
             return await self.streams.create(asked.spec, PRINCIPAL, asked.body_hash, deadline_ns)
         return await self.streams.claim(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -62,6 +63,7 @@ class Ledger:
     def __init__(self, *, keep: bool = False) -> None:
         self.lines: list[str] = []
         self.events = 0
+        self.met: Counter[str] = Counter()
         self.drafted_at: dict[str, float] = {}
         self.grew_at: dict[str, float] = {}
         self.roll_backs = 0
@@ -115,6 +117,7 @@ class Ledger:
     def rolled_back(self) -> None:
         """The store has lost its last moments: epochs may come again."""
         self.roll_backs += 1
+        self.met["roll-back"] += 1
         self.note("redis rolled back")
         for book in self._books.values():
             book.epochs.clear()
@@ -162,7 +165,9 @@ class Ledger:
                 self.violate(f"{session_id}: the log has lost or changed what it held")
             book.cut(max(same, len(book.spec.prompt)))
             book.meta_bytes = 0
-        if len(log) > len(book.log):
+        if len(log) == len(book.log):
+            self.met["commit or claim of what is there"] += 1
+        else:
             self.grew_at[session_id] = asyncio.get_running_loop().time()
             self._extend(book, log, meta)
         book.meta_bytes = len(meta)
@@ -177,6 +182,7 @@ class Ledger:
             if position > prompt_len and is_over(spec, book.log):
                 self.violate(f"{spec.session_id}: the log goes on after its end at {position}")
             if record.fingerprint is not None:
+                self.met["another build"] += bool(book.builds)
                 book.changes.add(len(book.builds))
             build = record.fingerprint or (book.builds[-1] if book.builds else "none")
             token = true_token(build, spec.sampling.seed, position, book.log)

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from services.core.content import Hit, Miss
 from services.core.drafting import Drafting
 from services.core.errors import LogLost, UnknownSession
-from services.core.kv_table import KvTable
 from services.core.session import Session
 from services.core.store import UNCHANGED, Directory, SessionEnded
 from services.gateway.drafts import Draft
@@ -26,8 +24,11 @@ from tests.simulation.world import Kinds
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from services.core.content import SessionKey
+    from services.core.kv_session import KvSession
     from services.core.store import Ownership
+
+
+_REFUSED = "the commit is refused, as it is there already"
 
 
 class StreamsBeforeCommit(Session):
@@ -84,7 +85,7 @@ class RefusesRepeats(Sessions):
         directory: Directory = UNCHANGED,
     ) -> int:
         if len(self._owned(owner).tokens) > expected_len:
-            raise LogLost(owner.session_id)
+            raise LogLost(_REFUSED)
         return await super().commit(owner, expected_len, tokens, meta, directory)
 
 
@@ -95,12 +96,9 @@ class NoiseByRound(SimEngine):
         return true_token(self.info.fingerprint, seed, self.passes, history)
 
 
-class TrustsLength(KvTable):
-    """As many tokens as the prefix has are the prefix."""
-
-    def look_up(self, key: SessionKey, start: int, tokens: Sequence[int], prefix_hash: bytes) -> Hit | Miss:
-        ours = self.tokens_of(key)
-        return Hit(start) if len(ours) >= start else super().look_up(key, start, tokens, prefix_hash)
+def _trusting_length(session: KvSession, tokens: Sequence[int]) -> None:
+    """As many tokens as are cached of a session are its first."""
+    session.cut(min(len(session.tokens), max(0, len(tokens) - 1)))
 
 
 class NeverAgain(Drafting):
@@ -117,12 +115,16 @@ def _met_once(draft: Draft) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`patches` replaces by name; `mixed` looks for it where targets are of two builds."""
+    """`breaks` is the rule by which it is found, in its words.
+
+    `patches` replaces by name; `wandering` says which schedules find it.
+    """
 
     name: str
-    kinds: Kinds = Kinds()
+    breaks: str
+    kinds: Kinds = field(default_factory=Kinds)
     patches: Mapping[str, object] = field(default_factory=dict)
-    mixed: bool = False
+    wandering: bool = False
 
     @contextmanager
     def put_in(self) -> Iterator[None]:
@@ -134,12 +136,29 @@ class Mutant:
 
 
 MUTANTS = (
-    Mutant("streams before the commit", patches={"services.gateway.streams.Session": StreamsBeforeCommit}),
-    Mutant("does not fence", Kinds(sessions=NoFencing)),
-    Mutant("appends a repeated commit", Kinds(sessions=AppendsTwice)),
-    Mutant("refuses a repeated commit", Kinds(sessions=RefusesRepeats)),
-    Mutant("draws noise by round", Kinds(engine=NoiseByRound)),
-    Mutant("trusts a cache by length", patches={"services.target.servicer.KvTable": TrustsLength}, mixed=True),
-    Mutant("never closes a session's breaker", patches={"services.core.session.Drafting": NeverAgain}),
-    Mutant("never meets a draft again", patches={"services.gateway.drafts.Draft.must_meet": _met_once}),
+    Mutant(
+        "streams before the commit",
+        "which the log never held",
+        patches={"services.gateway.streams.Session": StreamsBeforeCommit},
+    ),
+    Mutant("does not fence", "wrote after a later claim", Kinds(sessions=NoFencing)),
+    Mutant("appends a repeated commit", "the truth is", Kinds(sessions=AppendsTwice)),
+    Mutant("refuses a repeated commit", _REFUSED, Kinds(sessions=RefusesRepeats)),
+    Mutant("draws noise by round", "the truth is", Kinds(engine=NoiseByRound)),
+    Mutant(
+        "trusts a cache by length",
+        "the truth is",
+        patches={"services.core.kv_session.KvSession.keep_or_attach": _trusting_length},
+        wandering=True,
+    ),
+    Mutant(
+        "never closes a session's breaker",
+        "was not drafted for again",
+        patches={"services.core.session.Drafting": NeverAgain},
+    ),
+    Mutant(
+        "never meets a draft again",
+        "was not drafted for again",
+        patches={"services.gateway.drafts.Draft.must_meet": _met_once},
+    ),
 )

@@ -123,6 +123,7 @@ class SimRedis:
                 raise StoreUnavailable("the session store does not answer: connection refused")
             result = work()
         except GalleyError as error:
+            self._ledger.met[f"store: {type(error).__name__}"] += 1
             result = error
         if not self._is_lost(REDIS, caller.name):
             loop = asyncio.get_running_loop()
@@ -171,9 +172,7 @@ class SimStore(SessionStore):
         directory: Directory = UNCHANGED,
     ) -> int:
         def work() -> int:
-            length = at_once(
-                self._redis.sessions.commit(owner, expected_len, tokens, meta, directory)
-            )
+            length = at_once(self._redis.sessions.commit(owner, expected_len, tokens, meta, directory))
             self._ledger.committed(owner, *self._redis.sessions.held(owner.session_id))
             return length
 

@@ -144,9 +144,7 @@ class SimTarget:
             self.engine, PASS_TIMES, _TRACER, Limits(max_draft_tokens=MOST_DRAFT_TOKENS, max_linger_ms=5.0)
         )
         registry: Any = SimRegistry(world.redis, process)
-        self.registration = Registration(
-            registry, TARGET_POOL, self._lease, LEASE_S / 3
-        )
+        self.registration = Registration(registry, TARGET_POOL, self._lease, LEASE_S / 3)
         world.servers[self.address] = Server(process, self.service)
 
     async def drain(self) -> None:

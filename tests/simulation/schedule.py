@@ -72,12 +72,11 @@ class Schedule:
     faults: tuple[Fault, ...]
 
     def __str__(self) -> str:
-        lines = [
+        head = (
             f"seed {self.seed}: {self.gateways} gateways, targets {', '.join(self.builds)}, "
             f"{self.drafts} drafts, credit {self.credit}, window {self.window}, passes of {self.pass_s} s"
-        ]
-        lines += [f"  {what}" for what in (*self.sessions, *self.faults)]
-        return "\n".join(lines)
+        )
+        return "\n".join([head, *(f"  {what}" for what in (*self.sessions, *self.faults))])
 
     @property
     def healed_s(self) -> float:
@@ -93,21 +92,22 @@ class Schedule:
         return replace(self, sessions=sessions)
 
 
-def schedule_of(seed: int, *, mixed: bool = False) -> Schedule:
-    """The schedule of a seed; `mixed`: where there are several targets, their builds differ."""
+def schedule_of(seed: int, *, wandering: bool = False) -> Schedule:
+    """The schedule of a seed; `wandering`: one in which sessions move between targets of two builds."""
     rng = random.Random(seed)
     gateways = rng.choice([1, 2, 2, 2, 3])
-    targets = rng.choice([1, 2, 2, 3])
+    targets = 2 if wandering else rng.choice([1, 2, 2, 3])
     drafts = rng.choice([0, 1, 1, 2])
     wanted = [_wanted(rng, i) for i in range(rng.choice([1, 1, 2, 2, 3, 4]))]
-    long = drafts > 0 and rng.random() < 0.15
+    long = not wandering and drafts > 0 and rng.random() < 0.15
     if long:
         wanted[0] = _long(wanted[0])
-    mixed = mixed or (targets > 1 and not long and rng.random() < 0.25)
+    mixed = wandering or (targets > 1 and not long and rng.random() < 0.25)
     builds = tuple(f"build-{1 + mixed * (i % 2)}" for i in range(targets))
     sessions = tuple(wanted)
     drawer = _Drawer(rng, gateways, targets, drafts, len(sessions))
-    faults = sorted((drawer.fault() for _ in range(rng.choice([1, 2, 3, 4, 6, 8]))), key=_time_of)
+    count = 12 if wandering else rng.choice([1, 2, 3, 4, 6, 8])
+    faults = sorted((drawer.parting() if wandering else drawer.fault() for _ in range(count)), key=_time_of)
     credit = rng.choice([0, 4, 8, 16])
     window = rng.choice([3, 8, 8, 32])
     pass_s = 0.25 if long else 0.05
@@ -180,6 +180,18 @@ class _Drawer:
         weights = [weight for weight, _ in self._kinds]
         [(_, draw)] = self._rng.choices(self._kinds, weights)
         return draw(self._rng.uniform(0.0, FAULTS_END_S))
+
+    def parting(self) -> Fault:
+        """One that makes a session leave its target, whose cache outlives it."""
+        at_s = self._rng.uniform(0.0, FAULTS_END_S)
+        near, far = self._rng.choice(self._gateways), self._rng.choice(self._targets)
+        match self._rng.choice(["reset", "cut", "freeze"]):
+            case "reset":
+                return Fault(at_s, "reset", (near, far))
+            case "cut":
+                return Fault(at_s, "cut", (near, far), self._span(3.0))
+            case _:
+                return Fault(at_s, "freeze", (far,), self._span(3.0))
 
     def _span(self, longest_s: float) -> float:
         return self._rng.choice([0.03, 0.3, 1.0]) * longest_s * self._rng.uniform(0.5, 1.0)

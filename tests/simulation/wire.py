@@ -51,7 +51,10 @@ class SimChannel:
         """A multi-callable of a method with one response."""
 
         async def call(
-            request: object, timeout: float | None = None, *, wait_for_ready: bool = False
+            request: object,
+            timeout: float | None = None,  # noqa: ASYNC109  # the shape that grpc has
+            *,
+            wait_for_ready: bool = False,
         ) -> object:
             made = self._call(method)
             made.begin()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import structlog
 
 from tests.simulation.client import SimClient
 from tests.simulation.faults import Faults
@@ -17,6 +22,8 @@ from tests.simulation.replicas import SimDraft, SimEngine, SimTarget
 from tests.simulation.schedule import Wanted
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
     from services.core.answer import SessionSpec
     from tests.simulation.loop import SimTask
     from tests.simulation.schedule import Fault, Schedule
@@ -43,13 +50,17 @@ class Kinds:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one schedule; `trace` is the hash of all that happened, `lines` the trace itself where kept."""
+    """Of one schedule; `trace` is the hash of all that happened, `lines` the trace itself where kept.
+
+    `met` counts what the product had to cope with.
+    """
 
     seed: int
     violation: str | None
     trace: str
     events: int
     virtual_s: float
+    met: Mapping[str, int]
     lines: tuple[str, ...] = ()
 
 
@@ -124,7 +135,7 @@ class World:
             node.process.alive for node in self.nodes.values()
         )
 
-    async def _until(self, true: Any, within_s: float, what: str) -> None:
+    async def _until(self, true: Callable[[], bool], within_s: float, what: str) -> None:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + within_s
         while not true():
@@ -140,6 +151,7 @@ class World:
             since_s = max(self.healed_s, client.began_s) + _MENDED_S
             grew_s = self.ledger.grew_at.get(session_id, 0.0)
             if wanted.long and grew_s > since_s + _LONG_S:
+                self.ledger.met["drafts again"] += 1
                 if self.ledger.drafted_at.get(session_id, 0.0) < since_s:
                     self.ledger.violate(f"{session_id} was not drafted for again since {since_s:.3f} s")
 
@@ -168,7 +180,9 @@ class World:
 
     async def _check_gateway(self, gateway: SimGateway) -> None:
         if gateway.streams._admitted or gateway.streams._running:
-            self.ledger.violate(f"{gateway.address} has {gateway.streams._admitted} streams that nobody reads")
+            self.ledger.violate(
+                f"{gateway.address} has {gateway.streams._admitted} streams that nobody reads"
+            )
         gateway.process.spawn(gateway.close())
         await asyncio.sleep(0.5)
         left = [_name(task) for task in gateway.process.tasks.values()]
@@ -183,11 +197,24 @@ def _name(task: SimTask) -> str:
 def run_schedule(schedule: Schedule, kinds: Kinds | None = None, *, keep: bool = False) -> Outcome:
     """Run it on a loop of its own, from which nothing is left."""
     loop = SimLoop()
+    gc.disable()  # what it would end, and when, is no part of a schedule
     try:
         with virtual_time():
             return _run_on(loop, schedule, kinds or Kinds(), keep=keep)
     finally:
         loop.close()
+        gc.enable()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within, the shells log nothing."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def _run_on(loop: SimLoop, schedule: Schedule, kinds: Kinds, *, keep: bool) -> Outcome:
@@ -197,7 +224,13 @@ def _run_on(loop: SimLoop, schedule: Schedule, kinds: Kinds, *, keep: bool) -> O
     except (Violation, Deadlock, Livelock) as error:
         ledger.violation = ledger.violation or str(error) or type(error).__name__
     outcome = Outcome(
-        schedule.seed, ledger.violation, ledger.trace, ledger.events, loop.time(), tuple(ledger.lines)
+        schedule.seed,
+        ledger.violation,
+        ledger.trace,
+        ledger.events,
+        loop.time(),
+        dict(ledger.met),
+        tuple(ledger.lines),
     )
     loop.set_exception_handler(lambda *_: None)
     loop.run_until_complete(_end_all())
