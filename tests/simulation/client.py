@@ -210,7 +210,7 @@ class SimClient:
             ledger.violate(f"{name}: text {item.text!r} of {item.tokens}")
 
     def _contradicted(self, what: str) -> None:
-        """What is made anew after all was lost may be another answer; the client sees it, and asks no more."""
+        """What is made anew after all was lost may be another answer; the client sees it, and gives up."""
         self._world.data_lost(self, what)
         self.go_elsewhere()
         self.done = True

@@ -95,6 +95,7 @@ class Schedule:
 def schedule_of(seed: int, *, wandering: bool = False) -> Schedule:
     """The schedule of a seed; `wandering`: one in which sessions move between targets of two builds."""
     rng = random.Random(seed)
+    wandering = rng.random() < 0.03 or wandering
     gateways = rng.choice([1, 2, 2, 2, 3])
     targets = 2 if wandering else rng.choice([1, 2, 2, 3])
     drafts = rng.choice([0, 1, 1, 2])
@@ -104,13 +105,14 @@ def schedule_of(seed: int, *, wandering: bool = False) -> Schedule:
         wanted[0] = _long(wanted[0])
     mixed = wandering or (targets > 1 and not long and rng.random() < 0.25)
     builds = tuple(f"build-{1 + mixed * (i % 2)}" for i in range(targets))
-    sessions = tuple(wanted)
-    drawer = _Drawer(rng, gateways, targets, drafts, len(sessions))
-    count = 12 if wandering else rng.choice([1, 2, 3, 4, 6, 8])
-    faults = sorted((drawer.parting() if wandering else drawer.fault() for _ in range(count)), key=_time_of)
-    credit = rng.choice([0, 4, 8, 16])
+    drawer = _Drawer(rng, gateways, targets, drafts, len(wanted))
+    faults = [drawer.fault() for _ in range(rng.choice([1, 2, 3, 4, 6, 8]))]
+    if wandering:
+        wanted, faults = [_long(wanted[0])], drawer.partings()
+    credit = rng.choice([4, 8, 16] if wandering else [0, 4, 8, 16])
     window = rng.choice([3, 8, 8, 32])
-    pass_s = 0.25 if long else 0.05
+    pass_s = 0.25 if long or wandering else 0.05
+    sessions, faults = tuple(wanted), sorted(faults, key=_time_of)
     return Schedule(seed, gateways, builds, drafts, credit, window, pass_s, sessions, tuple(faults))
 
 
@@ -181,17 +183,17 @@ class _Drawer:
         [(_, draw)] = self._rng.choices(self._kinds, weights)
         return draw(self._rng.uniform(0.0, FAULTS_END_S))
 
-    def parting(self) -> Fault:
-        """One that makes a session leave its target, whose cache outlives it."""
-        at_s = self._rng.uniform(0.0, FAULTS_END_S)
-        near, far = self._rng.choice(self._gateways), self._rng.choice(self._targets)
-        match self._rng.choice(["reset", "cut", "freeze"]):
-            case "reset":
-                return Fault(at_s, "reset", (near, far))
-            case "cut":
-                return Fault(at_s, "cut", (near, far), self._span(3.0))
-            case _:
-                return Fault(at_s, "freeze", (far,), self._span(3.0))
+    def partings(self) -> list[Fault]:
+        """Sessions have to leave first the one target, then the other, whose caches outlive it."""
+        return [
+            Fault(
+                1.0 + 4.0 * turn + self._rng.uniform(0.0, 0.4),
+                "freeze",
+                (self._targets[turn % 2],),
+                self._rng.uniform(2.9, 3.5),
+            )
+            for turn in range(4)
+        ]
 
     def _span(self, longest_s: float) -> float:
         return self._rng.choice([0.03, 0.3, 1.0]) * longest_s * self._rng.uniform(0.5, 1.0)
