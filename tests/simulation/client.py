@@ -111,7 +111,7 @@ class SimClient:
         self.done = False
         self.stalled_until = 0.0
         self.began_s = 0.0
-        self._wanted = wanted
+        self.wanted = wanted
         self._yields = yields
         self._world = world
         self._call: ClientCall | None = None
@@ -165,8 +165,8 @@ class SimClient:
 
     def _asked(self) -> Asked:
         resume_at = len(self.seen) if self._started else None
-        seen_hash = prefix_hash(self.seen) if self._started and self._wanted.checks_seen else b""
-        return Asked(self.spec, b"body", resume_at, seen_hash, self._wanted.within_s)
+        seen_hash = prefix_hash(self.seen) if self._started and self.wanted.checks_seen else b""
+        return Asked(self.spec, b"body", resume_at, seen_hash, self.wanted.within_s)
 
     async def _attempt(self) -> None:
         """One call, to its end."""
@@ -217,6 +217,7 @@ class SimClient:
 
     def _note_error(self, error: GalleyError) -> None:
         if isinstance(error, UnknownSession):
+            self._world.forgotten(self)
             self._started = False  # the request itself is all that is left; it makes the same answer
         elif isinstance(error, LogLost):
             self._world.data_lost(self, str(error))

@@ -85,7 +85,8 @@ class Faults:
     # ---------------------------------------------------------------------------- the network --
 
     def _cut(self, fault: Fault) -> None:
-        self._world.network.cut(*fault.where, fault.for_s)
+        one, other = fault.where
+        self._world.network.cut(one, other, fault.for_s)
 
     def _freeze(self, fault: Fault) -> None:
         [name] = fault.where
@@ -104,7 +105,8 @@ class Faults:
             self._later(fault.for_s, setattr, process, "slow", 1.0)
 
     def _reset(self, fault: Fault) -> None:
-        self._world.network.break_between(*fault.where, "connection reset by peer")
+        one, other = fault.where
+        self._world.network.break_between(one, other, "connection reset by peer")
 
     # ------------------------------------------------------------------------------- the store --
 

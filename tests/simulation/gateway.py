@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PRINCIPAL = "me"
 _MS = 1_000_000
 TIMEOUTS = Timeouts(store_ns=2 * SECOND, verify_ns=2 * SECOND, draft_ns=100 * _MS, renew_ns=2 * SECOND)
-MAX_STREAMS = 8
+MAX_STREAMS = 3
 DRAIN_S = 0.5
 """How long what drains has before it is killed."""
 

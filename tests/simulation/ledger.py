@@ -67,7 +67,7 @@ class Ledger:
         self.drafted_at: dict[str, float] = {}
         self.grew_at: dict[str, float] = {}
         self.roll_backs = 0
-        self.lost: set[str] = set()
+        self.forgotten: set[str] = set()
         self.violation: str | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._books: dict[str, _Book] = {}
@@ -120,6 +120,17 @@ class Ledger:
         self.met["roll-back"] += 1
         self.note("redis rolled back")
         for book in self._books.values():
+            book.epochs.clear()
+            book.latest = 0
+
+    def made(self, session_id: str) -> None:
+        """The store has made a session that it does not hold: epochs begin anew."""
+        book = self._books[session_id]
+        if book.epochs or len(book.log) > len(book.spec.prompt):
+            self.met["made again"] += 1
+            self.forgotten.add(session_id)
+            book.cut(len(book.spec.prompt))
+            book.meta_bytes = 0
             book.epochs.clear()
             book.latest = 0
 

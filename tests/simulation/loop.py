@@ -133,7 +133,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._task_numbers = 0
         self._clock_resolution = 1e-9
         self._selector = _NoSelector(self)
-        self.set_task_factory(self._make_task)  # type: ignore[arg-type]  # typeshed knows no context
+        self.set_task_factory(self._make_task)
 
     def time(self) -> float:
         """Seconds since the schedule began."""

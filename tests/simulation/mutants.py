@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from services.core.kv_session import KvSession
     from services.core.store import Ownership
+    from services.gateway.runner import SessionRunner
 
 
 _REFUSED = "the commit is refused, as it is there already"
@@ -113,6 +114,10 @@ def _met_once(draft: Draft) -> bool:
     return not draft.fits
 
 
+async def _no_renewal(_runner: SessionRunner) -> None:
+    """A live session expires like any other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """`breaks` is the rule by which it is found, in its words.
@@ -160,5 +165,10 @@ MUTANTS = (
         "never meets a draft again",
         "was not drafted for again",
         patches={"services.gateway.drafts.Draft.must_meet": _met_once},
+    ),
+    Mutant(
+        "does not renew a session",
+        "its session has expired",
+        patches={"services.gateway.runner.SessionRunner._keep_alive": _no_renewal},
     ),
 )

@@ -34,6 +34,10 @@ LEASE_S = 2.0
 class Sessions(MemoryStore):
     """The scripts' rules; with `state` and `restore`, a server that comes back as it was before."""
 
+    def holds(self, session_id: str) -> bool:
+        """Whether there is such a session."""
+        return self._find(session_id) is not None
+
     def held(self, session_id: str) -> tuple[list[int], bytes]:
         """Log and meta as they stand."""
         record = self._records[session_id]
@@ -149,6 +153,8 @@ class SimStore(SessionStore):
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
         def work() -> StoredSession:
+            if not self._redis.sessions.holds(new.session_id):
+                self._ledger.made(new.session_id)
             stored = at_once(self._redis.sessions.create(new, nonce))
             self._ledger.owned(stored, self._caller.name)
             return stored

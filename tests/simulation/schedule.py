@@ -170,7 +170,7 @@ class _Drawer:
             (2, self._repeat),
             (1, self._engine_fails),
             (2, self._drain),
-            (2, self._stall),
+            (4, self._stall),
             (3, self._elsewhere),
             (1, self._abort),
             (2, self._rival),
@@ -239,7 +239,7 @@ class _Drawer:
         return Fault(at_s, "drain", (self._rng.choice(self._gateways + self._replicas),))
 
     def _stall(self, at_s: float) -> Fault:
-        return Fault(at_s, "stall", (self._rng.choice(self._clients),), self._span(8.0))
+        return Fault(at_s, "stall", (self._rng.choice(self._clients),), self._span(14.0))
 
     def _elsewhere(self, at_s: float) -> Fault:
         return Fault(at_s, "elsewhere", (self._rng.choice(self._clients),))

@@ -125,7 +125,7 @@ class Real:
     def __init__(self, store: RedisStore, client: redis_asyncio.Redis) -> None:
         self._store = store
         self.client = client
-        self._remembered: dict[int, dict[bytes, bytes]] = {}
+        self._remembered: dict[int, dict[Any, Any]] = {}
 
     async def ask(self, asked: Asked) -> object:
         """Its answer to the same."""
@@ -171,11 +171,14 @@ async def test_what_schedules_ask_is_answered_as_by_the_scripts(server: Server) 
 
 def asked_in(seed: int) -> list[Asked]:
     """All that the store is asked in a schedule."""
-    kind = type("Once", (Recorded,), {"asked": []})
+
+    class Once(Recorded):
+        asked: ClassVar[list[Asked]] = []
+
     with quiet():
-        outcome = run_schedule(schedule_of(seed), Kinds(sessions=kind))
+        outcome = run_schedule(schedule_of(seed), Kinds(sessions=Once))
     assert outcome.violation is None
-    return list(kind.asked)
+    return Once.asked
 
 
 def test_schedules_ask_all_there_is() -> None:

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from tests.simulation.schedule import Fault, Schedule
     from tests.simulation.wire import Server
 
-TTL_S = 30.0
+TTL_S = 6.0
 FINISHED_TTL_S = 120.0
 _READY_S = 5.0
+_TROUBLE_S = 1.0
+"""For so long a fault may keep a session without an owner when it is over."""
 _HEALED_S = 30.0
 """How long the faults may take to end by themselves, and then everything to come right."""
 _SETTLE_S = 1.0
@@ -119,15 +121,25 @@ class World:
             client.start()
         return client
 
+    def forgotten(self, client: SimClient) -> None:
+        """A session has expired, or went in a roll-back; one whose owner could renew it may not expire.
+
+        A call that ended at its deadline leaves none.
+        """
+        troubled_s = sum(fault.for_s + _TROUBLE_S for fault in self.schedule.faults if fault.kind != "stall")
+        owned = client.wanted.within_s is None and not self.ledger.roll_backs
+        if owned and troubled_s < TTL_S:
+            self.ledger.violate(f"{client.process.name}: its session has expired")
+
     def data_lost(self, client: SimClient, what: str) -> None:
-        """May cost an answer: a store that lost its last moments, where another build says something else.
+        """May cost an answer: a store that has lost some of it, where another build says something else.
 
         Or where the client itself has ended it since.
         """
         mixed = len(set(self.schedule.builds)) > 1
-        self.ledger.lost.add(client.spec.session_id)
-        aborted = self.ledger.was_aborted(client.spec.session_id)
-        if not (self.ledger.roll_backs and (mixed or aborted)):
+        session_id = client.spec.session_id
+        lost = self.ledger.roll_backs or session_id in self.ledger.forgotten
+        if not (lost and (mixed or self.ledger.was_aborted(session_id))):
             self.ledger.violate(f"{client.process.name}: {what}")
 
     def _all_answered(self) -> bool:
