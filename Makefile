@@ -22,6 +22,11 @@ export PYTHON VENV TORCH_INDEX
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# What `make simulate` runs: one schedule a seed.
+SCHEDULES ?= 100000
+SEED ?= 1
+WORKERS ?= 2
+
 # ------------------------------------------------------------------------------------- environment --
 
 .PHONY: setup setup-run
@@ -43,7 +48,7 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 	@$(BIN)/galley demo
 
 .PHONY: bench-round bench-engine bench-throughput bench-speculation bench-slow-links bench-gpu bench-peers
-.PHONY: bench-sessions
+.PHONY: bench-sessions simulate
 .PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
@@ -83,6 +88,9 @@ prove-noise: setup ## no noise is infinite or NaN over 10^8 words
 
 prove-drafting: setup ## AUTO keeps up with the best fixed k, on virtual time
 	@$(BIN)/python -m bench.prove_drafting
+
+simulate: setup ## 100,000 schedules of faults on virtual time (SCHEDULES, SEED, WORKERS)
+	@$(BIN)/python -m tests.simulation.run --schedules $(SCHEDULES) --seed $(SEED) --workers $(WORKERS)
 
 prove-tokens: setup ## the same tokens as transformers, whatever the draft and k
 	@$(BIN)/python -m bench.prove_tokens

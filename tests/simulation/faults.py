@@ -1,0 +1,149 @@
+"""How each kind of fault is done to a world, and undone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from tests.simulation.gateway import DRAIN_S
+from tests.simulation.network import KEEPALIVE_S
+
+if TYPE_CHECKING:
+    from tests.simulation.schedule import Fault
+    from tests.simulation.world import World
+
+
+class Faults:
+    """Does them; where a schedule was shrunk, what they are done to may be gone, and they do nothing."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def plan(self, fault: Fault) -> None:
+        """Have it happen at its time, counted from now."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(fault.at_s, self._do, fault)
+        if fault.kind == "redis-crash" and fault.amount:
+            before_s = max(0.0, fault.at_s - fault.amount)
+            loop.call_later(before_s, self._remember, fault)
+
+    def _remember(self, fault: Fault) -> None:
+        """What a crash will leave of the store."""
+        self._world.snapshots[fault] = self._world.redis.sessions.state()
+
+    def _do(self, fault: Fault) -> None:
+        self._world.ledger.note(str(fault))
+        self._world.ledger.met[fault.kind] += 1
+        getattr(self, "_" + fault.kind.replace("-", "_"))(fault)
+
+    def _later(self, delay_s: float, function: object, *args: object) -> None:
+        asyncio.get_running_loop().call_later(delay_s, function, *args)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------------------ processes --
+
+    def _kill(self, fault: Fault) -> None:
+        self._end_life(fault.where[0], silent=bool(fault.amount))
+        self._later(fault.for_s, self._start_life, fault.where[0])
+
+    def _end_life(self, name: str, *, silent: bool) -> None:
+        node = self._world.nodes[name]
+        node.process.crash()
+        self._world.ledger.note(f"{name} is dead")
+        network = self._world.network
+        if silent:  # a machine that is gone resets nothing
+            self._later(KEEPALIVE_S, network.break_dead, name)
+        else:
+            network.break_all(name, "connection reset by peer")
+
+    def _start_life(self, name: str) -> None:
+        node = self._world.nodes[name]
+        if not node.process.alive:
+            self._world.ledger.note(f"{name} is back")
+            node.start()
+
+    def _drain(self, fault: Fault) -> None:
+        name = fault.where[0]
+        node = self._world.nodes[name]
+        if node.process.alive:
+            node.process.spawn(node.drain())
+            self._later(DRAIN_S, self._replace, name, node.process)
+
+    def _replace(self, name: str, process: object) -> None:
+        if self._world.nodes[name].process is process:
+            self._end_life(name, silent=False)
+            self._start_life(name)
+
+    def _engine_fails(self, fault: Fault) -> None:
+        target = self._world.targets[fault.where[0]]
+        target.engine.failing = True
+        self._later(fault.for_s, setattr, target.engine, "failing", False)
+
+    def _jump(self, fault: Fault) -> None:
+        gateway = next(it for it in self._world.gateways if it.address == fault.where[0])
+        gateway.clock.ahead_ns += round(fault.amount * 1e9)
+
+    # ---------------------------------------------------------------------------- the network --
+
+    def _cut(self, fault: Fault) -> None:
+        one, other = fault.where
+        self._world.network.cut(one, other, fault.for_s)
+
+    def _freeze(self, fault: Fault) -> None:
+        [name] = fault.where
+        self._world.network.freeze(name, fault.for_s)
+        if name in self._world.nodes:
+            process = self._world.nodes[name].process
+            process.frozen_until = asyncio.get_running_loop().time() + fault.for_s
+
+    def _slow(self, fault: Fault) -> None:
+        [name] = fault.where
+        self._world.network.slow(name, fault.amount)
+        self._later(fault.for_s, self._world.network.slow, name, 1.0)
+        if name in self._world.nodes:
+            process = self._world.nodes[name].process
+            process.slow = min(fault.amount, 20.0)
+            self._later(fault.for_s, setattr, process, "slow", 1.0)
+
+    def _reset(self, fault: Fault) -> None:
+        one, other = fault.where
+        self._world.network.break_between(one, other, "connection reset by peer")
+
+    # ------------------------------------------------------------------------------- the store --
+
+    def _redis_crash(self, fault: Fault) -> None:
+        redis = self._world.redis
+        if redis.up:
+            redis.crash()
+            self._later(fault.for_s, redis.come_back, self._world.snapshots.get(fault))
+
+    def _lossy(self, fault: Fault) -> None:
+        self._world.redis.lossy = fault.amount
+        self._later(fault.for_s, setattr, self._world.redis, "lossy", 0.0)
+
+    def _repeat(self, fault: Fault) -> None:
+        self._world.redis.repeating = fault.amount
+        self._later(fault.for_s, setattr, self._world.redis, "repeating", 0.0)
+
+    # ----------------------------------------------------------------------------- the clients --
+
+    def _stall(self, fault: Fault) -> None:
+        if client := self._world.clients.get(fault.where[0]):
+            client.stalled_until = asyncio.get_running_loop().time() + fault.for_s
+
+    def _elsewhere(self, fault: Fault) -> None:
+        if client := self._world.clients.get(fault.where[0]):
+            client.go_elsewhere()
+
+    def _abort(self, fault: Fault) -> None:
+        if client := self._world.clients.get(fault.where[0]):
+            client.abort()
+
+    def _rival(self, fault: Fault) -> None:
+        """Another client of the same session, at the same time."""
+        if client := self._world.clients.get(fault.where[0]):
+            self._world.add_client(f"{fault.where[0]}-rival", client.spec, yields=True)
+
+    def _leave(self, fault: Fault) -> None:
+        """Its client goes and does not come back: an orphan, which must be resumable."""
+        if client := self._world.clients.get(fault.where[0]):
+            client.leave()

@@ -1,0 +1,237 @@
+"""What may never happen, checked with every effect: the log, its owners, what is streamed, what is seen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from services.core.content import agreement
+from services.core.records import decode_records
+from tests.simulation.truth import is_over, true_token
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from services.core.answer import SessionSpec
+    from services.core.store import Ownership, StoredSession
+
+_KEPT_LINES = 4000
+
+
+class Violation(Exception):
+    """A rule does not hold."""
+
+
+class _Book:
+    """Of one session: its log as it is, with the build of each output token, and as it ever was.
+
+    After a roll-back another build may say something else; until then nothing that was logged changes.
+    """
+
+    def __init__(self, spec: SessionSpec) -> None:
+        self.spec = spec
+        self.log: list[int] = list(spec.prompt)
+        self.builds: list[str] = []
+        self.changes: set[int] = set()
+        self.meta_bytes = 0
+        self.former: list[list[int]] = []
+        self.epochs: dict[int, bytes] = {}
+        self.latest = 0
+        self.aborted = False
+
+    def cut(self, length: int) -> None:
+        """The log has lost what was beyond."""
+        self.former.append(list(self.log))
+        output = max(0, length - len(self.spec.prompt))
+        del self.log[length:]
+        del self.builds[output:]
+        self.changes = {index for index in self.changes if index < output}
+
+    def held(self, index: int, tokens: Sequence[int]) -> bool:
+        """Whether the log says so, or ever did."""
+        start = len(self.spec.prompt) + index
+        end = start + len(tokens)
+        return any(log[start:end] == list(tokens) for log in (self.log, *self.former))
+
+
+class Ledger:
+    """All sessions of a schedule; and the trace of it, whose hash names what happened."""
+
+    def __init__(self, *, keep: bool = False) -> None:
+        self.lines: list[str] = []
+        self.events = 0
+        self.met: Counter[str] = Counter()
+        self.drafted_at: dict[str, float] = {}
+        self.grew_at: dict[str, float] = {}
+        self.roll_backs = 0
+        self.forgotten: set[str] = set()
+        self.violation: str | None = None
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._books: dict[str, _Book] = {}
+        self._keep = keep
+        self._hash = blake2b(digest_size=12)
+
+    # ---------------------------------------------------------------------------- the trace --
+
+    def note(self, line: str) -> None:
+        """Something happened."""
+        self.events += 1
+        stamped = f"{asyncio.get_running_loop().time():9.6f} {line}"
+        self._hash.update(stamped.encode())
+        if self._keep and len(self.lines) < _KEPT_LINES:
+            self.lines.append(stamped)
+
+    @property
+    def trace(self) -> str:
+        """Of all that has happened."""
+        return self._hash.hexdigest()
+
+    def violate(self, rule: str) -> NoReturn:
+        """Raise Violation, and remember it: whoever it passes through may swallow it."""
+        self.note(f"VIOLATION {rule}")
+        self.violation = self.violation or rule
+        if not self.failed.done():
+            self.failed.set_result(None)
+        raise Violation(rule)
+
+    def unhandled(self, context: Mapping[str, Any]) -> None:
+        """An exception that nobody took, of a call or of a task."""
+        error = context.get("exception")
+        if not isinstance(error, Violation):
+            with suppress(Violation):
+                self.violate(f"unhandled: {context.get('message')}: {error!r}")
+
+    def drafted(self, session_id: str) -> None:
+        """A draft was asked to propose for a session."""
+        self.drafted_at[session_id] = asyncio.get_running_loop().time()
+
+    # -------------------------------------------------------------------------- the session --
+
+    def opened(self, spec: SessionSpec) -> None:
+        """There is to be a session of this request."""
+        self._books[spec.session_id] = _Book(spec)
+
+    def rolled_back(self) -> None:
+        """The store has lost its last moments: epochs may come again."""
+        self.roll_backs += 1
+        self.met["roll-back"] += 1
+        self.note("redis rolled back")
+        for book in self._books.values():
+            book.epochs.clear()
+            book.latest = 0
+
+    def made(self, session_id: str) -> None:
+        """The store has made a session that it does not hold: epochs begin anew."""
+        book = self._books[session_id]
+        if book.epochs or len(book.log) > len(book.spec.prompt):
+            self.met["made again"] += 1
+            self.forgotten.add(session_id)
+            book.cut(len(book.spec.prompt))
+            book.meta_bytes = 0
+            book.epochs.clear()
+            book.latest = 0
+
+    def owned(self, stored: StoredSession, by: str) -> None:
+        """Somebody has claimed a session."""
+        owner = stored.ownership
+        book = self._books[owner.session_id]
+        self.note(f"{by} owns {owner.session_id} epoch {owner.epoch} at {len(stored.tokens)}")
+        book.latest = max(book.latest, owner.epoch)
+        self._has_one_owner(owner)
+        self._is_true(owner.session_id, stored.tokens, stored.meta)
+
+    def committed(self, owner: Ownership, log: Sequence[int], meta: bytes) -> None:
+        """The store has taken a commit; the log and meta now."""
+        self.note(f"commit {owner.session_id} epoch {owner.epoch} to {len(log)}")
+        self._may_write(owner)
+        self._is_true(owner.session_id, log, meta)
+
+    def finished(self, owner: Ownership, log: Sequence[int], meta: bytes) -> None:
+        """The store has taken the end."""
+        self.note(f"finish {owner.session_id} epoch {owner.epoch} at {len(log)}")
+        self._may_write(owner)
+        self._is_true(owner.session_id, log, meta)
+        if not is_over(self._books[owner.session_id].spec, log):
+            self.violate(f"{owner.session_id} was finished at {len(log)}, before its end")
+
+    def _may_write(self, owner: Ownership) -> None:
+        self._has_one_owner(owner)
+        if owner.epoch < self._books[owner.session_id].latest:
+            self.violate(f"{owner.session_id}: epoch {owner.epoch} wrote after a later claim")
+
+    def _has_one_owner(self, owner: Ownership) -> None:
+        epochs = self._books[owner.session_id].epochs
+        if epochs.setdefault(owner.epoch, owner.nonce) != owner.nonce:
+            self.violate(f"{owner.session_id}: two owners in epoch {owner.epoch}")
+
+    def _is_true(self, session_id: str, log: Sequence[int], meta: bytes) -> None:
+        """The log is a prefix of the one true answer; what was checked before is not computed again."""
+        book = self._books[session_id]
+        same = agreement(book.log, log)
+        if same < len(book.log):
+            if not self.roll_backs:
+                self.violate(f"{session_id}: the log has lost or changed what it held")
+            book.cut(max(same, len(book.spec.prompt)))
+            book.meta_bytes = 0
+        if len(log) == len(book.log):
+            self.met["commit or claim of what is there"] += 1
+        else:
+            self.grew_at[session_id] = asyncio.get_running_loop().time()
+            self._extend(book, log, meta)
+        book.meta_bytes = len(meta)
+
+    def _extend(self, book: _Book, log: Sequence[int], meta: bytes) -> None:
+        """Check and take the tokens that are new."""
+        spec, prompt_len = book.spec, len(book.spec.prompt)
+        records = decode_records(meta[book.meta_bytes :])
+        new = records[len(records) - (len(log) - len(book.log)) :]
+        for record in new:
+            position = len(book.log)
+            if position > prompt_len and is_over(spec, book.log):
+                self.violate(f"{spec.session_id}: the log goes on after its end at {position}")
+            if record.fingerprint is not None:
+                self.met["another build"] += bool(book.builds)
+                book.changes.add(len(book.builds))
+            build = record.fingerprint or (book.builds[-1] if book.builds else "none")
+            token = true_token(build, spec.sampling.seed, position, book.log)
+            if token != log[position]:
+                self.violate(
+                    f"{spec.session_id}: position {position} says {log[position]}, the truth is {token}"
+                )
+            book.log.append(token)
+            book.builds.append(build)
+        if len(book.log) != len(log):
+            self.violate(f"{spec.session_id}: {len(log)} tokens in the log, records of {len(book.log)}")
+
+    # ----------------------------------------------------------------------------- the client --
+
+    def streamed(self, session_id: str, index: int, tokens: Sequence[int], *, told: bool) -> None:
+        """A gateway sends output tokens; `told` that another build computed these."""
+        book = self._books[session_id]
+        end = index + len(tokens)
+        self.note(f"stream {session_id} [{index}, {end})")
+        if not book.held(index, tokens):
+            self.violate(f"{session_id}: streamed [{index}, {end}), which the log never held")
+        changed = [change for change in book.changes if max(index, 1) <= change < end]
+        if not book.former and changed != [index] * told:
+            self.violate(f"{session_id}: another build from {changed}, told at {index}: {told}")
+
+    def aborting(self, session_id: str) -> None:
+        """Its client ends it: it may be cut anywhere."""
+        self._books[session_id].aborted = True
+
+    def was_aborted(self, session_id: str) -> bool:
+        """Whether its client ended it."""
+        return self._books[session_id].aborted
+
+    def has_ended(self, session_id: str, seen: Sequence[int], *, aborted: bool) -> None:
+        """A client was told that the answer has ended."""
+        book = self._books[session_id]
+        if aborted:
+            if not book.aborted:
+                self.violate(f"{session_id} was aborted by nobody")
+        elif not is_over(book.spec, [*book.spec.prompt, *seen]):
+            self.violate(f"{session_id} is said to have ended after {len(seen)} tokens")

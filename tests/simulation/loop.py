@@ -1,0 +1,194 @@
+"""An event loop on virtual time: it never waits, and the same calls come in the same order each time.
+
+Where nothing is ready, time jumps to the next timer. Where there is no timer either, nothing can ever happen
+again: `Deadlock`. Work for another thread is done in the loop, when the time that it takes is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
+from unittest import mock
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator
+    from contextvars import Context
+
+T = TypeVar("T")
+
+MOST_TURNS = 400_000
+"""Of the loop in one schedule; more is a loop that goes on and on without time passing."""
+
+
+_CLOCKED = (
+    "services.target.loop",
+    "services.target.servicer",
+    "services.draft.loop",
+    "services.draft.servicer",
+    "services.gateway.spans",
+)
+"""Modules of the shells that look at the clock by themselves."""
+
+
+class _VirtualTime:
+    """In place of the module `time`."""
+
+    @staticmethod
+    def monotonic_ns() -> int:
+        return round(asyncio.get_running_loop().time() * 1e9)
+
+    @staticmethod
+    def time_ns() -> int:
+        return round(asyncio.get_running_loop().time() * 1e9) + 1_700_000_000_000_000_000
+
+
+@contextmanager
+def virtual_time() -> Iterator[None]:
+    """Within, the shells' clocks are the loop's."""
+    with ExitStack() as patches:
+        for name in _CLOCKED:
+            patches.enter_context(mock.patch(f"{name}.time", _VirtualTime))
+        yield
+
+
+class Deadlock(Exception):
+    """Nothing is ready, and no timer is set."""
+
+
+class Livelock(Exception):
+    """More turns than any schedule takes."""
+
+
+class Process:
+    """One life of one process: its tasks, and how fast it computes. Crashed, it has no effect any more."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.alive = True
+        self.compute_s = 0.001
+        self.slow = 1.0
+        self.frozen_until = 0.0
+        self.tasks: dict[int, SimTask] = {}
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task of this process, whoever makes it."""
+        before = _CURRENT.set(self)
+        try:
+            return asyncio.get_running_loop().create_task(work)
+        finally:
+            _CURRENT.reset(before)
+
+    def call(self, function: Callable[..., T], *args: object) -> T:
+        """As one of its own calls."""
+        before = _CURRENT.set(self)
+        try:
+            return function(*args)
+        finally:
+            _CURRENT.reset(before)
+
+    def crash(self) -> None:
+        """Everything of it ends; who is not alive sends and stores nothing, whatever its tasks still do."""
+        self.alive = False
+        for task in list(self.tasks.values()):
+            task.cancel()
+
+
+_CURRENT: ContextVar[Process | None] = ContextVar("process", default=None)
+
+
+class SimTask(asyncio.Task[Any]):
+    """A task that knows its process, and is hashed by its number: sets of tasks have an order."""
+
+    def __init__(self, coro: Any, number: int, process: Process | None, **options: Any) -> None:
+        self.number = number
+        self.process = process
+        super().__init__(coro, **options)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class _NoSelector:
+    """In place of waiting for sockets."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop = loop
+
+    def select(self, timeout: float | None) -> list[object]:
+        """Jump to the next timer."""
+        self._loop.turn(timeout)
+        return []
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    """One schedule's loop; see the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = 0
+        self._now_s = 0.0
+        self._task_numbers = 0
+        self._clock_resolution = 1e-9
+        self._selector = _NoSelector(self)
+        self.set_task_factory(self._make_task)
+
+    def time(self) -> float:
+        """Seconds since the schedule began."""
+        return self._now_s
+
+    def turn(self, timeout: float | None) -> None:
+        """Nothing is ready for `timeout` seconds; None: ever."""
+        self.turns += 1
+        if timeout is None:
+            raise Deadlock
+        if self.turns > MOST_TURNS:
+            raise Livelock
+        if timeout > 0:
+            self._now_s = self._scheduled[0]._when  # type: ignore[attr-defined]
+
+    def run_in_executor(self, _executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        """Done here, when its time is over: a pass of an engine takes what its process computes."""
+        process = _CURRENT.get()
+        done: asyncio.Future[T] = self.create_future()
+        delay_s = 0.001 if process is None else process.compute_s * process.slow
+        frozen_s = 0.0 if process is None else max(0.0, process.frozen_until - self._now_s)
+        self.call_later(delay_s + frozen_s, self._carry_out, process, done, func, args)
+        return done
+
+    @staticmethod
+    def _carry_out(
+        process: Process | None, done: asyncio.Future[T], func: Callable[..., T], args: tuple[Any, ...]
+    ) -> None:
+        if done.done() or (process is not None and not process.alive):
+            return
+        try:
+            done.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001  # as an executor hands it over
+            done.set_exception(error)
+
+    def _make_task(self, _loop: object, coro: Any, context: Context | None = None) -> SimTask:
+        process = _CURRENT.get()
+        if context is not None:
+            context.run(_CURRENT.set, process)
+        self._task_numbers += 1
+        task = SimTask(coro, self._task_numbers, process, loop=self, context=context)
+        if process is not None:
+            process.tasks[task.number] = task
+            task.add_done_callback(_forget)
+            if not process.alive:
+                task.cancel()
+        return task
+
+    def _process_events(self, event_list: object) -> None:
+        """There are none."""
+
+    def _write_to_self(self) -> None:
+        """Nobody waits."""
+
+
+def _forget(task: SimTask) -> None:
+    if task.process is not None:
+        task.process.tasks.pop(task.number, None)

@@ -1,0 +1,174 @@
+"""Faults of the product put in on purpose: the simulator has to find each of them.
+
+Nothing of this is in the product: a mutant replaces a class where the shell takes it from.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from unittest import mock
+
+from services.core.drafting import Drafting
+from services.core.errors import LogLost, UnknownSession
+from services.core.session import Session
+from services.core.store import UNCHANGED, Directory, SessionEnded
+from services.gateway.drafts import Draft
+from tests.simulation.redis import Sessions
+from tests.simulation.replicas import SimEngine
+from tests.simulation.truth import true_token
+from tests.simulation.world import Kinds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from services.core.kv_session import KvSession
+    from services.core.store import Ownership
+    from services.gateway.runner import SessionRunner
+
+
+_REFUSED = "the commit is refused, as it is there already"
+
+
+class StreamsBeforeCommit(Session):
+    """What is confirmed leaves at once; the log follows."""
+
+    def _commit(self) -> None:
+        super()._commit()
+        self._emit()
+
+    def _emit(self) -> bool:
+        logged, self._logged = self._logged, len(self.answer.tokens)
+        try:
+            return super()._emit()
+        finally:
+            self._logged = logged
+
+
+class NoFencing(Sessions):
+    """Whoever has ever owned a session may go on with it."""
+
+    def _owned(self, owner: Ownership) -> object:  # type: ignore[override]  # as the record is private
+        record = self._find(owner.session_id)
+        if record is None:
+            raise UnknownSession(owner.session_id)
+        if record.state == "finished":
+            raise SessionEnded(owner.session_id)
+        return record
+
+
+class AppendsTwice(Sessions):
+    """A commit that is repeated is appended again."""
+
+    async def commit(
+        self,
+        owner: Ownership,
+        expected_len: int,
+        tokens: Sequence[int],
+        meta: bytes,
+        directory: Directory = UNCHANGED,
+    ) -> int:
+        length = len(self._owned(owner).tokens)
+        return await super().commit(owner, max(expected_len, length), tokens, meta, directory)
+
+
+class RefusesRepeats(Sessions):
+    """A commit that is repeated is taken for one of another log."""
+
+    async def commit(
+        self,
+        owner: Ownership,
+        expected_len: int,
+        tokens: Sequence[int],
+        meta: bytes,
+        directory: Directory = UNCHANGED,
+    ) -> int:
+        if len(self._owned(owner).tokens) > expected_len:
+            raise LogLost(_REFUSED)
+        return await super().commit(owner, expected_len, tokens, meta, directory)
+
+
+class NoiseByRound(SimEngine):
+    """The noise of a token is that of the pass which draws it."""
+
+    def token(self, seed: int, position: int, history: Sequence[int]) -> int:
+        return true_token(self.info.fingerprint, seed, self.passes, history)
+
+
+def _trusting_length(session: KvSession, tokens: Sequence[int]) -> None:
+    """As many tokens as are cached of a session are its first."""
+    session.cut(min(len(session.tokens), max(0, len(tokens) - 1)))
+
+
+class NeverAgain(Drafting):
+    """A draft that has failed once is not asked again."""
+
+    def _rest(self, now: int) -> None:
+        super()._rest(now)
+        self._off_until = math.inf  # type: ignore[assignment]  # beyond all time
+
+
+def _met_once(draft: Draft) -> bool:
+    return not draft.fits
+
+
+async def _no_renewal(_runner: SessionRunner) -> None:
+    """A live session expires like any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`breaks` is the rule by which it is found, in its words.
+
+    `patches` replaces by name; `wandering` says which schedules find it.
+    """
+
+    name: str
+    breaks: str
+    kinds: Kinds = field(default_factory=Kinds)
+    patches: Mapping[str, object] = field(default_factory=dict)
+    wandering: bool = False
+
+    @contextmanager
+    def put_in(self) -> Iterator[None]:
+        """Within, the product has this fault."""
+        with ExitStack() as stack:
+            for name, replacement in self.patches.items():
+                stack.enter_context(mock.patch(name, replacement))
+            yield
+
+
+MUTANTS = (
+    Mutant(
+        "streams before the commit",
+        "which the log never held",
+        patches={"services.gateway.streams.Session": StreamsBeforeCommit},
+    ),
+    Mutant("does not fence", "wrote after a later claim", Kinds(sessions=NoFencing)),
+    Mutant("appends a repeated commit", "the truth is", Kinds(sessions=AppendsTwice)),
+    Mutant("refuses a repeated commit", _REFUSED, Kinds(sessions=RefusesRepeats)),
+    Mutant("draws noise by round", "the truth is", Kinds(engine=NoiseByRound)),
+    Mutant(
+        "trusts a cache by length",
+        "the truth is",
+        patches={"services.core.kv_session.KvSession.keep_or_attach": _trusting_length},
+        wandering=True,
+    ),
+    Mutant(
+        "never closes a session's breaker",
+        "was not drafted for again",
+        patches={"services.core.session.Drafting": NeverAgain},
+    ),
+    Mutant(
+        "never meets a draft again",
+        "was not drafted for again",
+        patches={"services.gateway.drafts.Draft.must_meet": _met_once},
+    ),
+    Mutant(
+        "does not renew a session",
+        "its session has expired",
+        patches={"services.gateway.runner.SessionRunner._keep_alive": _no_renewal},
+    ),
+)

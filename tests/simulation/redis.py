@@ -1,0 +1,237 @@
+"""The simulated Redis: the sessions of a `MemoryStore`, the leases of replicas, and what a server may do.
+
+It may be away, lose its last moments in a crash, and lose, delay or repeat what comes and goes. A call that
+its caller has given up may still be carried out, later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from services.core.errors import GalleyError, StoreUnavailable
+from services.core.store import UNCHANGED, Directory, SessionStore
+from tests.fakes.store import MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from services.common.registry import LeasePool
+    from services.core.routing import ReplicaLease
+    from services.core.store import NewSession, Ownership, StoredSession
+    from tests.simulation.ledger import Ledger
+    from tests.simulation.loop import Process
+    from tests.simulation.network import Network
+
+T = TypeVar("T")
+
+REDIS = "redis"
+CALL_TIMEOUT_S = 0.6
+LEASE_S = 2.0
+
+
+class Sessions(MemoryStore):
+    """The scripts' rules; with `state` and `restore`, a server that comes back as it was before."""
+
+    def holds(self, session_id: str) -> bool:
+        """Whether there is such a session."""
+        return self._find(session_id) is not None
+
+    def held(self, session_id: str) -> tuple[list[int], bytes]:
+        """Log and meta as they stand."""
+        record = self._records[session_id]
+        return record.tokens, record.meta
+
+    def state(self) -> object:
+        """All that the server holds, as it is now."""
+        return deepcopy(self._records)
+
+    def restore(self, state: Any) -> None:
+        """It is as it was."""
+        self._records = deepcopy(state)
+
+
+def at_once(work: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns that never waits: a server carries out one command at a time."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise RuntimeError("the model of the store waits")
+
+
+class SimRedis:
+    """The server; `faults` are set by the schedule."""
+
+    def __init__(
+        self,
+        network: Network,
+        ledger: Ledger,
+        ttl_s: float,
+        finished_ttl_s: float,
+        kind: type[Sessions] = Sessions,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.sessions = kind(ttl_s, finished_ttl_s, clock=loop.time)
+        self.leases: dict[str, dict[str, tuple[ReplicaLease, float]]] = {}
+        self.up = True
+        self.lossy = 0.0
+        self.repeating = 0.0
+        self._network = network
+        self._ledger = ledger
+
+    # ---------------------------------------------------------------------------- its faults --
+
+    def crash(self) -> None:
+        """It is away, and its connections break."""
+        self.up = False
+        self._network.break_all(REDIS, "connection reset")
+
+    def come_back(self, state: object | None) -> None:
+        """With all that it had, or as it was when `state` was taken; leases go with it."""
+        self.up = True
+        if state is not None:
+            self.sessions.restore(state)
+            self.leases.clear()
+            self._ledger.rolled_back()
+
+    # ----------------------------------------------------------------------------- its calls --
+
+    async def ask(self, caller: Process, work: Callable[[], T]) -> T:
+        """One attempt: send it, wait for the reply as long as a call may take."""
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[T] = loop.create_future()
+        for _ in range(self._copies(caller)):
+            loop.call_at(self._network.arrival_s(caller.name, REDIS), self._carry_out, caller, work, reply)
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return await reply
+        except TimeoutError:
+            raise StoreUnavailable("the session store does not answer: timeout") from None
+
+    def _copies(self, caller: Process) -> int:
+        """How often what it sends now arrives."""
+        if not caller.alive or self._is_lost(caller.name, REDIS):
+            return 0
+        return 1 + (self._network.link(caller.name, "repeat").random() < self.repeating)
+
+    def _is_lost(self, sender: str, receiver: str) -> bool:
+        return self.lossy > 0 and self._network.link(sender, receiver).random() < self.lossy
+
+    def _carry_out(self, caller: Process, work: Callable[[], T], reply: asyncio.Future[T]) -> None:
+        result: T | GalleyError
+        try:
+            if not self.up:
+                raise StoreUnavailable("the session store does not answer: connection refused")
+            result = work()
+        except GalleyError as error:
+            self._ledger.met[f"store: {type(error).__name__}"] += 1
+            result = error
+        if not self._is_lost(REDIS, caller.name):
+            loop = asyncio.get_running_loop()
+            loop.call_at(self._network.arrival_s(REDIS, caller.name), _reply, caller, reply, result)
+
+
+def _reply(caller: Process, reply: asyncio.Future[T], result: T | GalleyError) -> None:
+    if reply.done() or not caller.alive:
+        return
+    if isinstance(result, GalleyError):
+        reply.set_exception(result)
+    else:
+        reply.set_result(result)
+
+
+class SimStore(SessionStore):
+    """The session store as one process reaches it."""
+
+    def __init__(self, redis: SimRedis, caller: Process, ledger: Ledger) -> None:
+        self._redis = redis
+        self._caller = caller
+        self._ledger = ledger
+
+    async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
+        def work() -> StoredSession:
+            if not self._redis.sessions.holds(new.session_id):
+                self._ledger.made(new.session_id)
+            stored = at_once(self._redis.sessions.create(new, nonce))
+            self._ledger.owned(stored, self._caller.name)
+            return stored
+
+        return await self._redis.ask(self._caller, work)
+
+    async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
+        def work() -> StoredSession:
+            stored = at_once(self._redis.sessions.claim(session_id, principal, nonce))
+            self._ledger.owned(stored, self._caller.name)
+            return stored
+
+        return await self._redis.ask(self._caller, work)
+
+    async def commit(
+        self,
+        owner: Ownership,
+        expected_len: int,
+        tokens: Sequence[int],
+        meta: bytes,
+        directory: Directory = UNCHANGED,
+    ) -> int:
+        def work() -> int:
+            length = at_once(self._redis.sessions.commit(owner, expected_len, tokens, meta, directory))
+            self._ledger.committed(owner, *self._redis.sessions.held(owner.session_id))
+            return length
+
+        return await self._redis.ask(self._caller, work)
+
+    async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
+        def work() -> None:
+            at_once(self._redis.sessions.finish(owner, expected_len, finish))
+            self._ledger.finished(owner, *self._redis.sessions.held(owner.session_id))
+
+        await self._redis.ask(self._caller, work)
+
+    async def renew(self, owner: Ownership) -> None:
+        await self._redis.ask(self._caller, lambda: at_once(self._redis.sessions.renew(owner)))
+
+    async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
+        await self._redis.ask(
+            self._caller, lambda: at_once(self._redis.sessions.abort(session_id, principal, finish))
+        )
+
+    async def close(self) -> None:
+        pass
+
+
+class SimRegistry:
+    """The registry of replicas as one process reaches it: `ReplicaRegistry`, as far as it is used."""
+
+    def __init__(self, redis: SimRedis, caller: Process) -> None:
+        self._redis = redis
+        self._caller = caller
+
+    async def publish(self, pool: LeasePool[Any], lease: ReplicaLease) -> None:
+        await self._redis.ask(self._caller, lambda: self._publish(pool.name, lease))
+
+    def _publish(self, pool: str, lease: ReplicaLease) -> None:
+        expires_s = asyncio.get_running_loop().time() + LEASE_S
+        self._redis.leases.setdefault(pool, {})[lease.address] = (lease, expires_s)
+
+    async def withdraw(self, pool: LeasePool[Any], address: str, incarnation: str) -> None:
+        def work() -> None:
+            held = self._redis.leases.get(pool.name, {})
+            if address in held and held[address][0].incarnation == incarnation:
+                del held[address]
+
+        await self._redis.ask(self._caller, work)
+
+    async def read(self, pool: LeasePool[Any]) -> list[Any]:
+        return await self._redis.ask(self._caller, lambda: self._read(pool.name))
+
+    def _read(self, pool: str) -> list[ReplicaLease]:
+        now_s = asyncio.get_running_loop().time()
+        held = self._redis.leases.get(pool, {})
+        return [lease for lease, expires_s in held.values() if expires_s > now_s]
+
+    async def close(self) -> None:
+        pass

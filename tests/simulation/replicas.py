@@ -1,0 +1,199 @@
+"""The replicas of the simulation: the real services of target and draft, over engines that know the truth."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from opentelemetry import trace
+
+from services.common.registration import Registration
+from services.common.registry import DRAFT_POOL, TARGET_POOL, target_lease
+from services.core.cost import PassTimes
+from services.core.records import PositionLogprobs
+from services.core.step import Sampled
+from services.draft.drafter import Drafter
+from services.draft.items import DraftInfo
+from services.draft.servicer import DraftService
+from services.draft.strategies.base import Guess
+from services.target.engine import EngineInfo
+from services.target.servicer import Limits, TargetService
+from tests.simulation.loop import Process
+from tests.simulation.redis import LEASE_S, SimRegistry
+from tests.simulation.truth import STOP, VOCAB, true_token
+from tests.simulation.wire import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.core.step import Chunk, StepOutcome, StepPlan
+    from services.draft.strategies.base import DraftJob
+    from tests.simulation.world import World
+
+TOKENIZER = "tokenizer-1"
+MOST_DRAFT_TOKENS = 8
+BLOCK_TOKENS = 8
+BLOCKS = 24
+WINDOW = BLOCKS * BLOCK_TOKENS
+_MS = 1_000_000
+PASS_TIMES = PassTimes.measured([(1, 50 * _MS), (512, 60 * _MS)])
+_TRACER = trace.NoOpTracer()
+_RIGHT = 0.8
+
+
+class SimEngine:
+    """Keeps tokens where KV would lie and believes its blocks alone: a wrong table is a wrong token."""
+
+    def __init__(self, build: str) -> None:
+        self.info = EngineInfo(
+            model="sim",
+            tokenizer_hash=TOKENIZER,
+            context_window=WINDOW,
+            vocab_size=VOCAB,
+            eos_token_ids=(STOP,),
+            fingerprint=build,
+            deterministic=True,
+            dtype="float32",
+            device="none",
+            ranks=1,
+            kv_block_tokens=BLOCK_TOKENS,
+            kv_blocks=BLOCKS,
+        )
+        self.failing = False
+        self.passes = 0
+        self._kv: dict[int, list[int]] = {}
+
+    def run(self, plan: StepPlan) -> list[StepOutcome]:
+        """See `services.target.engine.TargetEngine`."""
+        if self.failing:
+            raise OSError("the device is lost")
+        self.passes += 1
+        for source, copy in plan.copies:
+            self._kv[copy] = list(self._kv.get(source, ()))
+        return [self._compute(chunk) for chunk in plan.chunks]
+
+    def _compute(self, chunk: Chunk) -> StepOutcome:
+        for i, token in enumerate(chunk.tokens):
+            block, offset = divmod(chunk.start + i, BLOCK_TOKENS)
+            held = self._kv.setdefault(chunk.blocks[block], [])
+            held.extend([-1] * (offset + 1 - len(held)))
+            held[offset] = token
+        if chunk.draw is None:
+            return None
+        seen: list[int] = []
+        for block in chunk.blocks:
+            seen += self._kv.get(block, ())
+        return self._draw(chunk, [max(0, token) for token in seen[: chunk.start + len(chunk.tokens)]])
+
+    def _draw(self, chunk: Chunk, seen: list[int]) -> Sampled:
+        draw = chunk.draw
+        assert draw is not None
+        tokens: list[int] = []
+        first = len(draw.history)
+        for i in range(chunk.want_logits):
+            tokens.append(self.token(draw.params.seed, first + i, seen[: first + i]))
+            if i < len(draw.guesses) and draw.guesses[i] != tokens[-1]:
+                break
+        asked = draw.logprobs is not None
+        return Sampled(tuple(tokens), tuple(PositionLogprobs(-float(t)) for t in tokens) if asked else ())
+
+    def token(self, seed: int, position: int, history: Sequence[int]) -> int:
+        """The target's own token."""
+        return true_token(self.info.fingerprint, seed, position, history)
+
+
+class HalfRight:
+    """A strategy whose guesses are mostly those of the first build's target."""
+
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
+        """See `Strategy.begin`."""
+        return [self._guess(job) for job in jobs]
+
+    def advance(self, guesses: Sequence[Guess]) -> None:
+        """No guess stays open."""
+
+    def _guess(self, job: DraftJob) -> Guess:
+        tokens = list(job.session.tokens)
+        start, seed = len(tokens), job.slice.sampling.seed
+        for position in range(start, start + job.k):
+            token = true_token("build-1", seed, position, tokens)
+            wrong = crc32(f"{seed} {position}".encode()) % 100 >= 100 * _RIGHT
+            tokens.append((token + 1) % VOCAB if wrong else token)
+        return Guess(job, tokens[start:], [_RIGHT ** (i + 1) for i in range(job.k)], done=True)
+
+
+class SimTarget:
+    """One address of a target; each start is a new life of its process."""
+
+    def __init__(self, world: World, address: str, build: str) -> None:
+        self.address = address
+        self._world = world
+        self._build = build
+        self.start()
+
+    def start(self) -> None:
+        """A new process, with empty caches."""
+        self.process = Process(self.address)
+        self.process.compute_s = self._world.schedule.pass_s
+        self.process.call(self._start)
+
+    def _start(self) -> None:
+        world, process = self._world, self.process
+        self.engine = world.kinds.engine(self._build)
+        self.service = TargetService(
+            self.engine, PASS_TIMES, _TRACER, Limits(max_draft_tokens=MOST_DRAFT_TOKENS, max_linger_ms=5.0)
+        )
+        registry: Any = SimRegistry(world.redis, process)
+        self.registration = Registration(registry, TARGET_POOL, self._lease, LEASE_S / 3)
+        world.servers[self.address] = Server(process, self.service)
+
+    async def drain(self) -> None:
+        """As it does when it is told to stop."""
+        await self.registration.drain()
+        await self.service.drain()
+
+    def _lease(self) -> Any:
+        facts = self.service.facts()
+        return target_lease(self.address, facts.info, facts.cached_prefixes)
+
+
+class SimDraft:
+    """One address of a draft."""
+
+    def __init__(self, world: World, address: str) -> None:
+        self.address = address
+        self._world = world
+        self.start()
+
+    def start(self) -> None:
+        """A new process, with empty caches."""
+        self.process = Process(self.address)
+        self.process.compute_s = 0.01
+        self.process.call(self._start)
+
+    def _start(self) -> None:
+        world, process = self._world, self.process
+        drafter = Drafter({"sim": HalfRight()}, max_sessions=64, max_tokens=65536, max_batch=16)
+        info = DraftInfo("", TOKENIZER, ("sim",), "sim", MOST_DRAFT_TOKENS, VOCAB)
+        self.service = _NotedDraft(drafter, info, _TRACER, max_waiting=64)
+        self.service.world = world
+        registry: Any = SimRegistry(world.redis, process)
+        self.registration = Registration(
+            registry, DRAFT_POOL, lambda: self.service.lease(self.address), LEASE_S / 3
+        )
+        world.servers[self.address] = Server(process, self.service)
+
+    async def drain(self) -> None:
+        """As it does when it is told to stop."""
+        await self.registration.drain()
+        await self.service.drain()
+
+
+class _NotedDraft(DraftService):
+    """Tells the ledger who asked it, and when."""
+
+    world: World
+
+    async def _answer(self, item: Any) -> Any:
+        self.world.ledger.drafted(item.slice.session_id)
+        return await super()._answer(item)

@@ -1,0 +1,45 @@
+"""The one true answer: what the target says is a pure function of build, seed, position and all before it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+from services.core.content import token_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.core.answer import SessionSpec
+
+VOCAB = 48
+STOP = 47
+
+
+def true_token(build: str, seed: int, position: int, history: Sequence[int]) -> int:
+    """The token at `position`, which follows `history`; every thirtieth or so is the stop token."""
+    word = crc32(token_bytes(history), crc32(f"{build} {seed} {position}".encode()))
+    return STOP if word % 31 == 0 else (word >> 8) % STOP
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """Letters, one a token."""
+    return "".join(chr(ord("A") + token) for token in tokens)
+
+
+def text_of(spec: SessionSpec, index: int, tokens: Sequence[int]) -> str:
+    """What output tokens from `index` on add to the text: a stop token that ends the answer nothing."""
+    said = [
+        token
+        for i, token in enumerate(tokens, index)
+        if token not in spec.stop_token_ids or i + 1 <= spec.min_tokens
+    ]
+    return decode(said)
+
+
+def is_over(spec: SessionSpec, tokens: Sequence[int]) -> bool:
+    """Whether an answer of these tokens, prompt included, has ended."""
+    output = len(tokens) - len(spec.prompt)
+    return len(tokens) >= spec.max_position or (
+        output > spec.min_tokens and tokens[-1] in spec.stop_token_ids
+    )

@@ -1,0 +1,272 @@
+"""A whole system in one process: runs one schedule, and says whether every rule held."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+
+from tests.simulation.client import SimClient
+from tests.simulation.faults import Faults
+from tests.simulation.gateway import SimGateway
+from tests.simulation.ledger import Ledger, Violation
+from tests.simulation.loop import Deadlock, Livelock, SimLoop, virtual_time
+from tests.simulation.network import Network
+from tests.simulation.redis import Sessions, SimRedis
+from tests.simulation.replicas import SimDraft, SimEngine, SimTarget
+from tests.simulation.schedule import Wanted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from services.core.answer import SessionSpec
+    from tests.simulation.loop import SimTask
+    from tests.simulation.schedule import Fault, Schedule
+    from tests.simulation.wire import Server
+
+TTL_S = 6.0
+FINISHED_TTL_S = 120.0
+_READY_S = 5.0
+_TROUBLE_S = 1.0
+"""For so long a fault may keep a session without an owner when it is over."""
+_HEALED_S = 30.0
+"""How long the faults may take to end by themselves, and then everything to come right."""
+_SETTLE_S = 1.0
+_MENDED_S = 1.5
+"""After the last fault, drafts are to be found, met and believed again within this time."""
+_LONG_S = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What a mutant replaces."""
+
+    engine: type[SimEngine] = SimEngine
+    sessions: type[Sessions] = Sessions
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one schedule; `trace` is the hash of all that happened, `lines` the trace itself where kept.
+
+    `met` counts what the product had to cope with.
+    """
+
+    seed: int
+    violation: str | None
+    trace: str
+    events: int
+    virtual_s: float
+    met: Mapping[str, int]
+    lines: tuple[str, ...] = ()
+
+
+class World:
+    """All nodes of one schedule."""
+
+    def __init__(self, schedule: Schedule, ledger: Ledger, kinds: Kinds) -> None:
+        self.schedule = schedule
+        self.ledger = ledger
+        self.kinds = kinds
+        self.network = Network(schedule.seed)
+        self.servers: dict[str, Server] = {}
+        self.redis = SimRedis(self.network, ledger, TTL_S, FINISHED_TTL_S, kinds.sessions)
+        self.snapshots: dict[Fault, object] = {}
+        self.targets = {
+            f"target-{i}": SimTarget(self, f"target-{i}", build) for i, build in enumerate(schedule.builds)
+        }
+        self.drafts = {f"draft-{i}": SimDraft(self, f"draft-{i}") for i in range(schedule.drafts)}
+        self.gateways = [
+            SimGateway(self, f"gateway-{i}", schedule.credit, schedule.window)
+            for i in range(schedule.gateways)
+        ]
+        self.nodes: dict[str, SimTarget | SimDraft | SimGateway] = {
+            **self.targets,
+            **self.drafts,
+            **{gateway.address: gateway for gateway in self.gateways},
+        }
+        self.clients: dict[str, SimClient] = {}
+        self.healed_s = 0.0
+
+    async def run(self) -> None:
+        """Raises Violation, here or through the ledger."""
+        await self._until(lambda: all(gateway.ready for gateway in self.gateways), _READY_S, "not ready")
+        loop = asyncio.get_running_loop()
+        faults = Faults(self)
+        for fault in self.schedule.faults:
+            faults.plan(fault)
+        for wanted in self.schedule.sessions:
+            self.ledger.opened(wanted.spec)
+            client = SimClient(self, wanted.client, wanted)
+            self.clients[wanted.client] = client
+            loop.call_later(wanted.at_s, client.start)
+        self.healed_s = loop.time() + self.schedule.healed_s
+        await asyncio.sleep(self.schedule.healed_s)
+        await self._until(self._all_answered, _HEALED_S, "an answer never came")
+        self._check_drafts()
+        await self._audit()
+        await asyncio.sleep(_SETTLE_S)
+        await self._check_leaks()
+
+    def add_client(self, name: str, spec: SessionSpec, *, yields: bool = False) -> SimClient:
+        """One more, which asks at once; one that `yields` leaves the session to whoever takes it from it."""
+        client = SimClient(self, name, Wanted(spec, at_s=0.0), yields=yields)
+        if name not in self.clients:
+            self.clients[name] = client
+            client.start()
+        return client
+
+    def forgotten(self, client: SimClient) -> None:
+        """A session has expired, or went in a roll-back; one whose owner could renew it may not expire.
+
+        A call that ended at its deadline leaves none.
+        """
+        troubled_s = sum(fault.for_s + _TROUBLE_S for fault in self.schedule.faults if fault.kind != "stall")
+        owned = client.wanted.within_s is None and not self.ledger.roll_backs
+        if owned and troubled_s < TTL_S:
+            self.ledger.violate(f"{client.process.name}: its session has expired")
+
+    def data_lost(self, client: SimClient, what: str) -> None:
+        """May cost an answer: a store that has lost some of it, where another build says something else.
+
+        Or where the client itself has ended it since.
+        """
+        mixed = len(set(self.schedule.builds)) > 1
+        session_id = client.spec.session_id
+        lost = self.ledger.roll_backs or session_id in self.ledger.forgotten
+        if not (lost and (mixed or self.ledger.was_aborted(session_id))):
+            self.ledger.violate(f"{client.process.name}: {what}")
+
+    def _all_answered(self) -> bool:
+        return all(client.done for client in self.clients.values()) and all(
+            node.process.alive for node in self.nodes.values()
+        )
+
+    async def _until(self, true: Callable[[], bool], within_s: float, what: str) -> None:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + within_s
+        while not true():
+            if loop.time() > end_s:
+                waiting = [client.process.name for client in self.clients.values() if not client.done]
+                self.ledger.violate(f"{what}: {waiting}")
+            await asyncio.sleep(0.1)
+
+    def _check_drafts(self) -> None:
+        """A stream that goes on for long after the last fault uses drafts again, if it wants any."""
+        for wanted in self.schedule.sessions if self.drafts else ():
+            client, session_id = self.clients[wanted.client], wanted.spec.session_id
+            since_s = max(self.healed_s, client.began_s) + _MENDED_S
+            grew_s = self.ledger.grew_at.get(session_id, 0.0)
+            if wanted.long and grew_s > since_s + _LONG_S:
+                self.ledger.met["drafts again"] += 1
+                if self.ledger.drafted_at.get(session_id, 0.0) < since_s:
+                    self.ledger.violate(f"{session_id} was not drafted for again since {since_s:.3f} s")
+
+    async def _audit(self) -> None:
+        """All is healed: whoever asks now has the whole answer, be it finished or left in the middle."""
+        auditors = [
+            self.add_client(f"auditor of {wanted.spec.session_id}", wanted.spec)
+            for wanted in self.schedule.sessions
+        ]
+        await self._until(lambda: all(it.done for it in auditors), _HEALED_S, "cannot be resumed")
+
+    # ----------------------------------------------------------------------------------- leaks --
+
+    async def _check_leaks(self) -> None:
+        for name, target in self.targets.items():
+            if target.service._scheduler.queue_depth:
+                self.ledger.violate(f"{name} has items that nobody waits for")
+            if target.service._table.live_blocks:
+                self.ledger.violate(f"{name} holds blocks of no item")
+            target.service._table.check()
+        for name, draft in self.drafts.items():
+            if draft.service._loop.queue_depth:
+                self.ledger.violate(f"{name} has items that nobody waits for")
+        for gateway in self.gateways:
+            await self._check_gateway(gateway)
+
+    async def _check_gateway(self, gateway: SimGateway) -> None:
+        if gateway.streams._admitted or gateway.streams._running:
+            self.ledger.violate(
+                f"{gateway.address} has {gateway.streams._admitted} streams that nobody reads"
+            )
+        gateway.process.spawn(gateway.close())
+        await asyncio.sleep(0.5)
+        left = [_name(task) for task in gateway.process.tasks.values()]
+        if left:
+            self.ledger.violate(f"{gateway.address} leaves tasks behind: {left}")
+
+
+def _name(task: SimTask) -> str:
+    return getattr(task.get_coro(), "__qualname__", "a task")
+
+
+def run_schedule(schedule: Schedule, kinds: Kinds | None = None, *, keep: bool = False) -> Outcome:
+    """Run it on a loop of its own, from which nothing is left."""
+    loop = SimLoop()
+    gc.disable()  # what it would end, and when, is no part of a schedule
+    try:
+        with virtual_time():
+            return _run_on(loop, schedule, kinds or Kinds(), keep=keep)
+    finally:
+        loop.close()
+        gc.enable()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within, the shells log nothing."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+def _run_on(loop: SimLoop, schedule: Schedule, kinds: Kinds, *, keep: bool) -> Outcome:
+    ledger = loop.run_until_complete(_new_ledger(loop, keep=keep))
+    try:
+        loop.run_until_complete(_play(schedule, ledger, kinds))
+    except (Violation, Deadlock, Livelock) as error:
+        ledger.violation = ledger.violation or str(error) or type(error).__name__
+    outcome = Outcome(
+        schedule.seed,
+        ledger.violation,
+        ledger.trace,
+        ledger.events,
+        loop.time(),
+        dict(ledger.met),
+        tuple(ledger.lines),
+    )
+    loop.set_exception_handler(lambda *_: None)
+    loop.run_until_complete(_end_all())
+    return outcome
+
+
+async def _new_ledger(loop: SimLoop, *, keep: bool) -> Ledger:
+    ledger = Ledger(keep=keep)
+    loop.set_exception_handler(lambda _, context: ledger.unhandled(context))
+    return ledger
+
+
+async def _play(schedule: Schedule, ledger: Ledger, kinds: Kinds) -> None:
+    script = asyncio.ensure_future(World(schedule, ledger, kinds).run())
+    await asyncio.wait({script, ledger.failed}, return_when=asyncio.FIRST_COMPLETED)
+    if script.done():
+        script.result()
+
+
+async def _end_all() -> None:
+    """Whatever still runs; what does not want to end is left."""
+    mine = asyncio.current_task()
+    for _ in range(3):
+        for task in asyncio.all_tasks():
+            if task is not mine:
+                task.cancel()
+        await asyncio.sleep(0.001)
