@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from services.common.channels import KEEPALIVE, RECONNECT
 from services.common.logs import get_logger
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S
 from services.common.registry import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
-from services.common.server import KEEPALIVE
 from services.core.session import SessionLimits
 from services.gateway.clock import MonotonicClock
 from services.gateway.drafts import Drafts, SessionDraft
@@ -190,10 +190,8 @@ def _open(address: str, parts: Parts) -> grpc.aio.Channel:
         options=[
             ("grpc.max_receive_message_length", -1),
             ("grpc.max_send_message_length", -1),
-            # A replica that comes back must be found at once, not after a long back-off.
-            ("grpc.initial_reconnect_backoff_ms", 50),
-            ("grpc.max_reconnect_backoff_ms", 1000),
             *KEEPALIVE,
+            *RECONNECT,
         ],
     )
 

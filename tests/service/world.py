@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from services.client.client import GalleyClient, GalleyRpcError
+from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError
 from services.common.server import RunningServer, start_server
 from services.common.tokenizer_hash import tokenizer_hash
 from services.core.records import PositionLogprobs
@@ -185,7 +185,7 @@ class World:
         """A gateway with these settings."""
         settings = self.settings(**given)
         running = await start_server(settings, build(settings))
-        client = await GalleyClient(running.address).__aenter__()
+        client = await GalleyClient(running.address, retries=NO_RETRIES).__aenter__()
         self._gateways.append(Gateway(running, client))
         return self._gateways[-1]
 
