@@ -11,7 +11,7 @@ if there is one only (behind a name or a balancer it may well be another gateway
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio

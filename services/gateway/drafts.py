@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import grpc
-
 from services.common.registry import draft_lease
 from services.core import events as ev
 from services.core.errors import GalleyError, TokenizerMismatch
@@ -24,13 +22,13 @@ from services.gateway.pools import DraftPool
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    import grpc
+
     from services.core.answer import SessionSpec
     from services.core.ports import Clock
     from services.core.store import Held
     from services.gateway.members import Source
 
-_SIGN_OF_LIFE_S = 0.5
-"""How long a silent draft may take to say who it is; it does so beside its work."""
 _SHARE_OF_TIMEOUT = 0.9
 """Of the draft timeout: who gives up sooner was not kept waiting by the draft."""
 
@@ -41,7 +39,6 @@ class Draft(Member[DraftPool, DraftLease]):
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         super().__init__(address, DraftPool(channel, address), channel)
         self.sessions = Recent()
-        self.checking: asyncio.Task[None] | None = None
 
     @property
     def serves(self) -> bool:
@@ -52,12 +49,6 @@ class Draft(Member[DraftPool, DraftLease]):
         """As routing sees it."""
         lease = self.lease or draft_lease(self.address, self.pool.info)
         return DraftCandidate(lease, self.sessions.count(now_ns), self.up)
-
-    async def close(self) -> None:
-        """Also ask no more whether it lives."""
-        if self.checking is not None:
-            self.checking.cancel()
-        await super().close()
 
 
 class Drafts(Members[Draft]):
@@ -100,23 +91,6 @@ class Drafts(Members[Draft]):
     def waited_in_vain(self, since_ns: int) -> bool:
         """Whether who began to wait then, and gives up now, does so because the draft is late."""
         return self._clock.now_ns() - since_ns >= self._patience_ns
-
-    def doubt(self, draft: Draft) -> None:
-        """It was silent for as long as a session waits: ask whether it lives."""
-        if draft.checking is None or draft.checking.done():
-            draft.checking = asyncio.create_task(self._check(draft))
-
-    async def _check(self, draft: Draft) -> None:
-        if not draft.fits:  # let go meanwhile
-            return
-        try:
-            await draft.pool.meet(_SIGN_OF_LIFE_S)
-            lives = self._fault_of(draft) is None
-        except grpc.aio.AioRpcError:
-            lives = False
-        if not lives:
-            await draft.pool.close()  # its open items fail, and their sessions go elsewhere
-            self.look()
 
     def _member(self, address: str) -> Draft:
         return Draft(address, self._open_channel(address))

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from services.core.routing import ReplicaLease
 
 POLL_S = 0.5
+_SIGN_OF_LIFE_S = 0.5
+"""How long a silent replica may take to say who it is; it does so beside its work."""
 GONE_GRACE_S = 3.0
 """How long sessions stay where a lease has ended: a registry that lost its data has it back by then."""
 
@@ -114,6 +116,7 @@ class Member(Generic[PoolT, LeaseT]):
         self.lease: LeaseT | None = None
         self.fits = False
         self.gone_since_ns: int | None = None
+        self.checking: asyncio.Task[None] | None = None
         self._channel = channel
 
     @property
@@ -131,6 +134,8 @@ class Member(Generic[PoolT, LeaseT]):
     async def close(self) -> None:
         """End its stream, which fails the items that are open."""
         self.fits = False
+        if self.checking is not None:
+            self.checking.cancel()
         await self.pool.close()
         await self._channel.close(None)
 
@@ -182,6 +187,24 @@ class Members(ABC, Generic[MemberT]):
         if self._refreshing is None or self._refreshing.done():
             self._refreshing = asyncio.create_task(self._refresh())
         return self._refreshing
+
+    def doubt(self, member: MemberT) -> None:
+        """It was silent for too long: ask whether it lives. If not, its open items fail."""
+        if member.checking is None or member.checking.done():
+            member.checking = asyncio.create_task(self._check(member))
+
+    async def _check(self, member: MemberT) -> None:
+        if not member.fits:  # let go meanwhile
+            return
+        try:
+            await member.pool.meet(_SIGN_OF_LIFE_S)
+            lives = self._fault_of(member) is None
+        except (grpc.aio.AioRpcError, GalleyError):
+            lives = False
+        if not lives:
+            member.pool.lost()
+            await member.pool.close()  # its open items fail, and their sessions go elsewhere
+            self.look()
 
     async def close(self) -> None:
         """Let go of everything."""

@@ -1,15 +1,22 @@
 """The target pool as sessions see it: each keeps to one replica while that serves it, then goes to another.
 
 What a replica refuses or loses comes back to the session machine as Failed; the machine asks again, and it is
-then that another replica is chosen. So a failover looks to a session like a target that paused.
+then that another replica is chosen. So a failover looks to a session like a target that paused. One whose
+verdict is late (`services.core.lateness`) is left where another of the session's build can take over.
 """
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.core import events as ev
+from services.core.lateness import Patience
 from services.core.routing import Wanted
+from services.gateway.moves import FAILED, LATE, LEFT
+from services.gateway.patience import SECOND
+from services.gateway.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -17,6 +24,7 @@ if TYPE_CHECKING:
     from services.core.answer import SessionSpec
     from services.core.ports import Replica, Verification
     from services.core.store import Held
+    from services.gateway.pools import PoolVerification
     from services.gateway.targets import Target, Targets
 
 
@@ -29,11 +37,14 @@ class SessionTarget:
 
     def __init__(self, targets: Targets, fingerprint: str = "", held: Held | None = None) -> None:
         """`fingerprint` is the build that computed the session so far; `held` is from the KV directory."""
+        self.patience = Patience(targets.slow_factor)
         self._targets = targets
         self._fingerprint = fingerprint
         self._held = held
         self._at: Target | None = None
         self._failed: set[str] = set()
+        self._served_by: Replica | None = None
+        self._why_left = LEFT
 
     def verify(self, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None) -> Verification:
         """See `services.core.ports.TargetPort`."""
@@ -62,17 +73,48 @@ class SessionTarget:
         """Why there is no replica."""
         return self._targets.problem
 
-    def served(self, verdict: ev.Verified) -> None:
+    def served(self, verdict: ev.Verified, session_id: str, replica: Replica | None) -> None:
         """The replica does what it should."""
         self._fingerprint = verdict.fingerprint
         self._held = None  # its KV is where the session is
         self._failed.clear()
+        self.patience.served()
+        if replica is not None and replica != self._served_by:
+            if self._served_by is not None:
+                self._targets.moves.note(session_id, self._served_by, replica, self._why_left)
+            self._served_by = replica
+            self._why_left = LEFT
 
-    def leave(self, member: Target) -> None:
+    def leave(self, member: Target, why: str = FAILED) -> None:
         """The replica failed the session."""
         self._failed.add(member.address)
         if self._at is member:
             self._at = None
+            self._why_left = why
+
+    def other(self, spec: SessionSpec, request: ev.Verify, at: Target) -> Target | None:
+        """A replica of the session's build that is up, and not `at` nor one that failed it."""
+        fingerprint = self._fingerprint or at.fingerprint
+        wanted = replace(self._wanted(spec, request), fingerprint=fingerprint)
+        avoid = {*self._failed, at.address}
+        other = self._targets.choose(wanted, avoid)
+        if other is None or not other.up or other.address in avoid or other.fingerprint != fingerprint:
+            return None
+        return other
+
+    def leave_late(self, spec: SessionSpec, request: ev.Verify, at: Target, asked_s: float) -> bool:
+        """Leave a replica that has kept a verdict waiting since `asked_s`, if another can do better.
+
+        One that is at a standstill itself cannot: all may be slow, as where they share a machine.
+        """
+        other = self.other(spec, request, at)
+        if other is None or not other.moves_on(asked_s):
+            return False
+        self.leave(at, LATE)
+        self.patience.lost()
+        self._targets.doubt(at)
+        self._at = other
+        return True
 
     def _wanted(self, spec: SessionSpec, request: ev.Verify) -> Wanted:
         part = request.slice
@@ -97,8 +139,12 @@ class _Routed:
         self._remaining_ns = remaining_ns
         self._extensions: list[ev.ExtendVerify] = []
         self._owes = True
-        self._item: Verification | None = None
+        self._item: PoolVerification | None = None
         self._member: Target | None = None
+        self._rows = len(request.slice.tokens) + len(request.draft_tokens)
+        self._asked_s = 0.0
+        self._predicted_ns = 0
+        self._watch = Watch(self._is_late)
         member = session.place(spec, request)
         if member is not None:
             self._ask(member)
@@ -127,14 +173,15 @@ class _Routed:
 
     def _ask(self, member: Target) -> Verification:
         self._member = member
-        member.items += 1
+        member.take(self._rows)
+        self._expect(member)
         self._item = member.pool.verify(self._spec, self._request, self._remaining_ns)
         for extension in self._extensions:
             self._item.extend(extension)
         return self._item
 
     async def _answers(self) -> AsyncIterator[ev.Verified | ev.CacheMissed | ev.Failed]:
-        item = self._item
+        item: Verification | None = self._item
         if item is None:
             member = await self._session.find(self._spec, self._request)
             if member is None:
@@ -143,21 +190,62 @@ class _Routed:
             item = self._ask(member)
         try:
             async for answer in item:
-                self._note(answer)
-                yield answer
+                yield self._note(answer)
         finally:
             await self.aclose()
 
-    def _note(self, answer: ev.Verified | ev.CacheMissed | ev.Failed) -> None:
-        if isinstance(answer, ev.Verified):
-            self._session.served(answer)
+    def _note(
+        self, answer: ev.Verified | ev.CacheMissed | ev.Failed
+    ) -> ev.Verified | ev.CacheMissed | ev.Failed:
+        member = self._member
+        if member is None:  # given up meanwhile
+            return answer
         self._owes = isinstance(answer, ev.Failed) or (isinstance(answer, ev.Verified) and answer.more)
-        if isinstance(answer, ev.Failed) and self._member is not None:
-            self._session.leave(self._member)
+        if isinstance(answer, ev.Failed):
+            return self._leave(member, answer)
+        self._answered(member)
+        if isinstance(answer, ev.Verified):
+            self._session.served(answer, self._spec.session_id, self.replica)
+            self._expect(member)
+        return answer
+
+    def _leave(self, member: Target, answer: ev.Failed) -> ev.Failed:
+        self._owes = False
+        self._session.leave(member)
+        other = self._session.other(self._spec, self._request, member) if answer.retryable else None
+        return replace(answer, elsewhere=other is not None)
+
+    # -------------------------------------------------------------------------- is it late? --
+
+    def _expect(self, member: Target) -> None:
+        """The next verdict, from now on."""
+        self._asked_s = asyncio.get_running_loop().time()
+        rows = member.rows_ahead
+        self._predicted_ns = member.times.predicted_ns(rows)
+        self._watch.expect(self._session.patience.limit_ns(member.times.expected_ns(rows)))
+
+    def _answered(self, member: Target) -> None:
+        now_s = asyncio.get_running_loop().time()
+        member.answered(now_s, self._rows)
+        member.times.saw(self._predicted_ns, round((now_s - self._asked_s) * SECOND))
+        self._rows = 0  # what an item goes on with is a few rows a pass, which every pass has room for
+
+    def _is_late(self) -> int | None:
+        """Leave it if there is a better one; for how long to wait on otherwise."""
+        member, item = self._member, self._item
+        if member is None or item is None:
+            return None
+        limit_ns = self._session.patience.limit_ns(member.times.expected_ns(member.rows_ahead))
+        if not item.is_open or not self._session.leave_late(self._spec, self._request, member, self._asked_s):
+            return limit_ns
+        self._owes = False
+        item.give_up(f"no verdict from {member.address} in {limit_ns / SECOND:.1f} s")
+        return None
 
     async def _end(self) -> None:
         """Once, though both the reader of the answers and its caller come here."""
+        self._watch.stop()
         member, self._member = self._member, None
         if member is not None and self._item is not None:
-            member.items -= 1
+            member.let_go(self._rows)
             await self._item.aclose()

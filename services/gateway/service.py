@@ -153,7 +153,12 @@ def _targets(settings: GatewaySettings, tokenizer: Tokenizer, clock: MonotonicCl
     told = _addresses(settings.target)
     source = Told(told) if told else Registered(_registry(settings), TARGET_POOL)
     return Targets(
-        source, tokenizer.hash, lambda address: _open(address, parts), clock, settings.max_draft_tokens
+        source,
+        tokenizer.hash,
+        lambda address: _open(address, parts),
+        clock,
+        settings.max_draft_tokens,
+        settings.slow_factor,
     )
 
 

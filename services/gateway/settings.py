@@ -7,6 +7,7 @@ from pydantic import Field, SecretStr
 from services.common.config import ServiceSettings, settings_config
 from services.common.defaults import DEFAULT_MODEL
 
+SLOW_FACTOR = 8.0
 NO_DRAFT = "none"
 """In place of a draft's address: there is none."""
 
@@ -51,6 +52,12 @@ class GatewaySettings(ServiceSettings):
     )
     verify_timeout_s: float = Field(
         120.0, gt=0, description="How long one verification may take, a long prompt's prefill included."
+    )
+    slow_factor: float = Field(
+        SLOW_FACTOR,
+        ge=2,
+        description="How many times as long as predicted, and a second at least, a verdict may take before "
+        "its session goes to another target of its build.",
     )
     draft_timeout_s: float = Field(0.5, gt=0, description="How long a round waits for the draft.")
     startup_timeout_s: float = Field(120.0, gt=0, description="How long to wait for a target at start.")

@@ -17,6 +17,7 @@ from services.core.answer import SessionSpec
 from services.core.content import prefix_hash
 from services.core.params import SamplingParams
 from services.gateway.clock import MonotonicClock
+from services.gateway.patience import SECOND
 from services.gateway.router import SessionTarget
 from services.gateway.targets import Targets
 from tests.service.fakes import FakeTarget
@@ -208,3 +209,178 @@ async def test_an_item_that_nobody_waits_for_is_not_counted_for_ever(here: Here)
     item = target.verify(SPEC, here.request(confirmed(0)), None)
     await item.aclose()
     assert [member.items for member in here.targets._members.values()] == before
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fakes do not say what passes take: their verdicts are late soon."""
+    monkeypatch.setattr("services.core.lateness.LEAST_NS", SECOND // 10)
+
+
+def moves_of(here: Here) -> dict[str, int]:
+    return dict(here.targets.moves.counts)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("credit", [0, 8])
+async def test_a_replica_whose_verdict_is_late_is_left_for_another_of_its_build(
+    here: Here, credit: int
+) -> None:
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    home.gate.close()
+    answers = await here.ask(target, confirmed(1), credit=credit)
+    [failed] = answers
+    assert isinstance(failed, ev.Failed)
+    assert failed.elsewhere
+    await home.was_given_up()
+    [answer] = await here.ask(target, confirmed(1))
+    assert isinstance(answer, ev.Verified)
+    assert list(answer.tokens) == true_output(PROMPT_TOKENS, 2, SEED)[1:]
+    assert (len(home.calls), len(other.calls)) == (2, 1)
+    assert moves_of(here) == {"late": 1}
+    home.gate.open()
+    for count in range(2, 6):
+        await here.ask(target, confirmed(count))
+    assert len(home.calls) == 2, "it stays where it is"
+    assert moves_of(here) == {"late": 1}
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_verdict_that_is_late_in_mid_item_is_too(here: Here) -> None:
+    target = SessionTarget(here.targets)
+    for fake in here.fakes:
+        fake.gate.close()
+        fake.gate.permit(3)
+    answers = await here.ask(target, confirmed(0), credit=8)
+    assert [type(answer) for answer in answers] == [ev.Verified] * 3 + [ev.Failed]
+    home, other = here.home()
+    other.gate.open()
+    await here.ask(target, confirmed(3))
+    assert (len(home.calls), len(other.calls)) == (1, 1)
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_late_replica_is_waited_for_where_no_other_of_its_build_is_up(here: Here) -> None:
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    other.fingerprint = "build-2"
+    other.incarnations += 1
+    await here.tell(other)
+    await here.targets.refresh()
+    home.gate.close()
+    asking = asyncio.ensure_future(here.ask(target, confirmed(1)))
+    await asyncio.sleep(0.5)  # five times as long as it may take
+    home.gate.open()
+    [answer] = await asking
+    assert isinstance(answer, ev.Verified)
+    assert not other.calls
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_late_replica_is_not_left_for_one_that_is_at_a_standstill_too(here: Here) -> None:
+    """As when both share a machine that is busy: moving would only throw work away."""
+    for fake in here.fakes:
+        fake.gate.close()
+    asking = [asyncio.ensure_future(here.ask(SessionTarget(here.targets), confirmed(0))) for _ in range(2)]
+    for fake in here.fakes:
+        await fake.called(1)
+    await asyncio.sleep(0.5)
+    for fake in here.fakes:
+        fake.gate.open()
+    for [answer] in await asyncio.gather(*asking):
+        assert isinstance(answer, ev.Verified)
+    assert here.asked() == [1, 1]
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_what_passes_take_and_what_is_queued_is_waited_for(here: Here) -> None:
+    """A replica that says that passes take a second has eight of them, and more for a long prompt."""
+    for fake in here.fakes:
+        fake.row_costs = ((1, SECOND),)
+        fake.incarnations += 1
+        await here.tell(fake)
+    await here.targets.refresh()
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    home.gate.close()
+    asking = asyncio.ensure_future(here.ask(target, confirmed(1)))
+    await asyncio.sleep(0.5)
+    home.gate.open()
+    [answer] = await asking
+    assert isinstance(answer, ev.Verified)
+    assert not other.calls
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_replica_that_is_silent_altogether_is_left_by_all_its_sessions(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One session finds it late, and asks who it is: the others need not wait for their own verdicts."""
+    monkeypatch.setattr("services.gateway.members._SIGN_OF_LIFE_S", 0.2)
+    sessions = [SessionTarget(here.targets) for _ in range(4)]
+    for session in sessions:
+        await here.ask(session, confirmed(0))
+    frozen = here.fakes[0]
+    frozen.gate.close()
+    frozen.spoken.close()
+    patient = [session for session in sessions if session.place(SPEC, here.request(confirmed(1))) is not None]
+    assert len(patient) == 4
+    for session in patient[1:]:
+        for _ in range(6):
+            session.patience.lost()  # those would wait for long
+    async with asyncio.timeout(3):
+        for answers in await asyncio.gather(*(here.ask(session, confirmed(1)) for session in sessions)):
+            assert isinstance(answers[-1], ev.Verified | ev.Failed)
+    frozen.spoken.open()
+
+
+async def test_a_replica_that_fails_is_left_at_once_while_there_is_another(here: Here) -> None:
+    """Each is tried once; then it is time to wait."""
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    for fake in here.fakes:
+        fake.item_failure = grpc.StatusCode.RESOURCE_EXHAUSTED
+    failures = [answer for _ in range(3) for answer in await here.ask(target, confirmed(1))]
+    assert [isinstance(it, ev.Failed) and it.elsewhere for it in failures] == [True, False, False]
+    for fake in here.fakes:
+        fake.item_failure = None
+    [answer] = await here.ask(target, confirmed(1))
+    assert isinstance(answer, ev.Verified)
+
+
+async def test_a_replica_that_comes_back_does_not_answer_for_its_former_life(here: Here) -> None:
+    target = SessionTarget(here.targets)
+    home, other = here.fakes
+    del here.leases.told[other.address]
+    await here.targets.refresh()
+    await here.ask(target, confirmed(0))
+    await other.stop()
+    home.gate.close()
+    item = target.verify(SPEC, here.request(confirmed(1)), None)
+    reading = asyncio.ensure_future(anext(aiter(item)))
+    await home.called(2)
+    former = item.replica
+    await home.stop()
+    await home.start()
+    home.gate.open()
+    assert isinstance(await reading, ev.Failed)
+    await item.aclose()
+    answer: ev.Verified | ev.CacheMissed | ev.Failed | None = None
+    for _ in range(3):
+        await here.targets.refresh()
+        later = target.verify(SPEC, here.request(confirmed(1)), None)
+        answer = await anext(aiter(later))
+        await later.aclose()
+        if isinstance(answer, ev.Verified):
+            break
+    assert isinstance(answer, ev.Verified)
+    assert former is not None
+    assert later.replica is not None
+    assert former.address == later.replica.address
+    assert former.incarnation != later.replica.incarnation
+    assert item.replica == former, "what it held is not said to be held by the new one"
+    assert moves_of(here) == {"restarted": 1}
