@@ -99,6 +99,13 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
     idempotency_key: Annotated[
         str, typer.Option(help="The same key and request join the same session.")
     ] = "",
+    continue_without_client: Annotated[
+        bool,
+        typer.Option(
+            "--continue-without-client",
+            help="If this command ends first, go on: `galley resume` shows the rest.",
+        ),
+    ] = False,
     timeout: Timeout = None,
 ) -> GenerateOptions:
     """The client's options for these flags; bounds that the gateway knows better are left to it."""
@@ -121,6 +128,7 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
         "speculation": Speculation(off=no_speculation, k=k, strategy=strategy),
         "workload": workload,
         "idempotency_key": idempotency_key,
+        "continue_without_client": continue_without_client,
         "timeout_s": timeout,
     }
 

@@ -69,6 +69,7 @@ class GenerateOptions(TypedDict, total=False):
     workload: str
     idempotency_key: str
     priority: int
+    continue_without_client: bool
     timeout_s: float | None
 
 

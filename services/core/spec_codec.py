@@ -11,9 +11,11 @@ from services.core.params import SamplingParams
 
 
 def encode_spec(spec: SessionSpec) -> bytes:
-    """Everything of `spec` but its prompt."""
+    """Everything of `spec` but its prompt, and what an older gateway may not know, unless it is set."""
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     del fields["prompt"]
+    if not spec.continue_without_client:
+        del fields["continue_without_client"]
     fields["sampling"] = _sampling_fields(spec.sampling)
     fields["stop_token_ids"] = sorted(spec.stop_token_ids)
     fields["tenant_salt"] = spec.tenant_salt.hex()

@@ -66,6 +66,7 @@ class ServedModel:
             workload=asked.workload,
             arrival_ns=arrival_ns,
             priority=asked.priority,
+            continue_without_client=asked.continue_without_client,
         )
 
     def _speculation(self, asked: GenerateSpec) -> tuple[int, bool, str]:

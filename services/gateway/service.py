@@ -121,9 +121,12 @@ def _streams(
     clock: MonotonicClock,
     tokenizer: Tokenizer,
 ) -> Streams:
+    may_look_up = settings.lookup_fallback and settings.draft != NO_DRAFT
+
     def ports_of(stored: StoredSession, session: Session) -> Ports:
         target = SessionTarget(targets, session.answer.fingerprint or "", stored.directory.target)
-        return Ports(store, SessionDraft(drafts, stored.directory.draft), target, clock)
+        draft = SessionDraft(drafts, stored.directory.draft, may_look_up=may_look_up)
+        return Ports(store, draft, target, clock)
 
     return Streams(
         store,

@@ -106,11 +106,11 @@ class GenerationServicer(rpc.GenerationServicer):
         span = _tracer.start_span(name, attributes={"galley.session_id": session_id})
         # Current only where nothing is yielded: a generator may be closed in another context than its own.
         current = partial(trace.use_span, span)
-        with bound_contextvars(session_id=session_id), self.streams.running(runner):
+        with bound_contextvars(session_id=session_id):
             with current():
-                pump = _Pump(runner)
+                pump = _Pump(runner, self.streams)
             # The generator may be left without a word when the client goes; the call's end is always told.
-            context.add_done_callback(pump.stop_with)  # type: ignore[arg-type]  # the stubs want a class
+            context.add_done_callback(pump.leave_with)  # type: ignore[arg-type]  # the stubs want a class
             try:
                 yield events_pb.started(runner.session, self.model.name)
                 while not isinstance(item := await pump.next(), ev.End):
@@ -119,7 +119,7 @@ class GenerationServicer(rpc.GenerationServicer):
                     ending = _ending(item)
                 yield events_pb.finished(runner.session, ending)
             finally:
-                pump.stop()
+                pump.leave()
                 span.end()
 
 
@@ -136,26 +136,51 @@ def _draw_seed() -> int:
 
 
 class _Pump:
-    """Runs a session in a task of its own and hands over what it sends, one item at a time."""
+    """Runs a session in a task of its own and hands over what it sends, one item at a time.
 
-    def __init__(self, runner: SessionRunner) -> None:
+    Once its client has left, the session stops, or goes on to its end with nobody to hear it.
+    """
+
+    def __init__(self, runner: SessionRunner, streams: Streams) -> None:
         self._items: asyncio.Queue[Chunk | NumericsChanged | ev.End] = asyncio.Queue(maxsize=1)
+        self._streams = streams
+        self._goes_on = runner.session.spec.continue_without_client
+        self._left = False
         self._task = asyncio.create_task(self._run(runner))
 
     async def next(self) -> Chunk | NumericsChanged | ev.End:
         return await self._items.get()
 
-    def stop(self) -> None:
-        self._task.cancel()
+    def leave(self) -> None:
+        """Nobody reads any more."""
+        if self._left:
+            return
+        self._left = True
+        if not self._goes_on:
+            self._task.cancel()
+        elif not self._task.done():
+            self._streams.keep(self._task)
+            while not self._items.empty():  # whoever waits for room drops what it has
+                self._items.get_nowait()
 
-    def stop_with(self, ctx: object, /) -> None:  # noqa: ARG002  # the shape that grpc calls
-        self.stop()
+    def leave_with(self, ctx: object, /) -> None:  # noqa: ARG002  # the shape that grpc calls
+        self.leave()
+
+    async def _put(self, item: Chunk | NumericsChanged | ev.End) -> None:
+        if not self._left:
+            await self._items.put(item)
 
     async def _run(self, runner: SessionRunner) -> None:
+        with self._streams.running(runner):
+            end = await self._ended(runner)
+            if self._left:
+                _log.info("session ended without its client", error=end.error and str(end.error))
+            await self._put(end)
+
+    async def _ended(self, runner: SessionRunner) -> ev.End:
         try:
-            end = await runner.run(self._items.put)
+            return await runner.run(self._put)
         except Exception as error:  # noqa: BLE001  # whatever it is, a client must not wait for ever
             _log.error("session failed", exc_info=error)
             fault = f"a session's shell raised {type(error).__name__}"
-            end = ev.End(error=error if isinstance(error, GalleyError) else Broken(fault))
-        await self._items.put(end)
+            return ev.End(error=error if isinstance(error, GalleyError) else Broken(fault))

@@ -60,6 +60,10 @@ class GatewaySettings(ServiceSettings):
         "its session goes to another target of its build.",
     )
     draft_timeout_s: float = Field(0.5, gt=0, description="How long a round waits for the draft.")
+    lookup_fallback: bool = Field(
+        True,
+        description="Where no draft can be asked, guess what followed the session's last tokens before.",
+    )
     startup_timeout_s: float = Field(120.0, gt=0, description="How long to wait for a target at start.")
     session_ttl_s: float = Field(3600.0, gt=0, description="How long an idle session is kept.")
     finished_ttl_s: float = Field(900.0, gt=0, description="How long a finished session is kept.")

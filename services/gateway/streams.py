@@ -73,9 +73,18 @@ class Streams:
         try:
             yield
         finally:
-            self._admitted -= 1
-            if not self._admitted:
-                self._idle.set()
+            self._release()
+
+    def keep(self, work: asyncio.Task[None]) -> None:
+        """A session goes on without its client: it holds a place as a stream does until `work` is done."""
+        self._admitted += 1
+        self._idle.clear()
+        work.add_done_callback(lambda _: self._release())
+
+    def _release(self) -> None:
+        self._admitted -= 1
+        if not self._admitted:
+            self._idle.set()
 
     async def create(
         self, spec: SessionSpec, principal: str, body_hash: bytes, deadline_ns: int | None

@@ -77,7 +77,7 @@ def test_every_flag_reaches_the_wire() -> None:
         "--temperature=0.5 --top-p=0.5 --top-k=7 --min-p=0.25 --frequency-penalty=1 --presence-penalty=-1 "
         "--repetition-penalty=1.5 --seed=18446744073709551615 --max-tokens=9 --min-tokens=2 --stop=a "
         "--stop=b --ignore-eos --logprobs=3 --k=2 --strategy=ngram --workload=code "
-        "--idempotency-key=key --timeout=60"
+        "--idempotency-key=key --continue-without-client --timeout=60"
     )
     with serving(gateway) as address:
         assert galley("generate", "x", "--raw", "--endpoint", address, *flags.split()).exit_code == 0
@@ -101,6 +101,7 @@ def test_every_flag_reaches_the_wire() -> None:
         speculation=pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=2, strategy="ngram"),
         workload="code",
         idempotency_key="key",
+        continue_without_client=True,
     )
     assert gateway.requests == [expected]
 

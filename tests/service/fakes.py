@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_DRAFT_TOKENS = 16
 # What it says that a pass took: as long as a model's, so that drafts are worth asking for.
 PASS_NS = 20_000_000
-STRATEGIES = ("model", "ngram")
+STRATEGIES: tuple[str, ...] = ("model", "ngram")
 
 
 class _Failure(Exception):
@@ -396,6 +396,7 @@ class FakeDraft(Replica, rpc.DraftServicer):
         super().__init__(directory, "draft")
         self.tokenizer_hash = tokenizer_hash
         self.spoil_rate = 0.0
+        self.strategies = STRATEGIES
         self.lie: Callable[[pb.ProposeItem, pb.ProposeAnswer], None] = lambda _item, _answer: None
         self.before_answering: Callable[[], Any] | None = None
 
@@ -409,8 +410,8 @@ class FakeDraft(Replica, rpc.DraftServicer):
         return pb.GetDraftInfoResponse(
             model="tiny-draft",
             tokenizer_hash=self.tokenizer_hash,
-            strategies=STRATEGIES,
-            default_strategy=STRATEGIES[0],
+            strategies=self.strategies,
+            default_strategy=self.strategies[0],
             incarnation=f"draft-{self.incarnations}",
             max_draft_tokens=MAX_DRAFT_TOKENS,
             vocab_size=VOCAB,

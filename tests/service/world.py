@@ -172,6 +172,8 @@ class World:
                 "max_message_bytes": 1 << 16,
                 # Generous: machines of tests are slow, and what is late is tested on purpose.
                 "draft_timeout_s": 10,
+                # So that a test can tell by the origin of tokens whether a draft was asked.
+                "lookup_fallback": False,
                 "drain_timeout_s": 5,
                 "window": 1000,
                 "buffer": 1000,
