@@ -43,7 +43,7 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 	@$(BIN)/galley demo
 
 .PHONY: bench-round bench-engine bench-throughput bench-speculation bench-slow-links bench-gpu bench-peers
-.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray
+.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray chaos
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
 
@@ -70,6 +70,9 @@ prove-engine: setup ## the same tokens and bits whatever happens to the engine, 
 
 prove-ray: setup ## replicas of three ranks: a killed rank, fewer replicas and a dead head go unnoticed
 	@$(BIN)/python -m bench.prove_ray
+
+chaos: setup ## kill, stop and restart every process under 16 streams; each must hear what it must
+	@$(BIN)/python -m tests.chaos.run
 
 prove-noise: setup ## no noise is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise
