@@ -8,6 +8,7 @@ verdict is never late within `LEAST_NS`; and a session that has left waits twice
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from services.core.cost import PassTimes
@@ -24,6 +25,9 @@ ROWS_OF_A_SESSION = 64
 # How many times as long as predicted verdicts are believed to take, and what one of them counts.
 _MOST_SLOWER = 16.0
 _WEIGHT = 0.1
+# First verdicts that quantiles are of, and from how many on there are any.
+_MOST_FIRSTS = 256
+_LEAST_FIRSTS = 16
 # A session's patience doubles so often at most, and falls by one doubling after so many verdicts in time.
 _MOST_DOUBLINGS = 6
 _FORGIVEN_AFTER = 64
@@ -36,6 +40,7 @@ class VerdictTimes:
         """`row_costs` is the replica's own curve, (rows, ns of a pass); one that is none predicts nothing."""
         self._times: PassTimes | None = None
         self._slower = 1.0
+        self._firsts: deque[int] = deque(maxlen=_MOST_FIRSTS)
         if row_costs:
             try:
                 self._times, self._most_rows = PassTimes.measured(row_costs), row_costs[-1][0]
@@ -56,6 +61,16 @@ class VerdictTimes:
     def expected_ns(self, rows: int) -> int:
         """The same as verdicts have been of late."""
         return round(self._slower * self.predicted_ns(rows))
+
+    def slower_than(self, quantile: float) -> int | None:
+        """How long an item's first verdict must take to be later than this share of the last ones."""
+        if len(self._firsts) < _LEAST_FIRSTS:
+            return None
+        return sorted(self._firsts)[min(len(self._firsts) - 1, int(quantile * len(self._firsts)))]
+
+    def saw_first(self, waited_ns: int) -> None:
+        """An item's first verdict came."""
+        self._firsts.append(waited_ns)
 
     def saw(self, predicted_ns: int, waited_ns: int) -> None:
         """A verdict came."""

@@ -79,6 +79,8 @@ class Draft(Member[DraftPool, DraftLease]):
 class Drafts(Members[Draft]):
     """All drafts; `start` once, `close` at the end."""
 
+    sign_of_life_s = 0.5
+
     def __init__(
         self,
         source: Source,

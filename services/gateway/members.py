@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from services.core.routing import ReplicaLease
 
 POLL_S = 0.5
-_SIGN_OF_LIFE_S = 0.5
-"""How long a silent replica may take to say who it is; it does so beside its work."""
 GONE_GRACE_S = 3.0
 """How long sessions stay where a lease has ended: a registry that lost its data has it back by then."""
 
@@ -146,6 +144,9 @@ MemberT = TypeVar("MemberT", bound="Member[Any, Any]")
 class Members(ABC, Generic[MemberT]):
     """All replicas of a pool; `close` at the end."""
 
+    sign_of_life_s = MEET_TIMEOUT_S
+    """How long a silent replica may take to say who it is; it does so beside its work."""
+
     def __init__(
         self,
         kind: str,
@@ -197,7 +198,7 @@ class Members(ABC, Generic[MemberT]):
         if not member.fits:  # let go meanwhile
             return
         try:
-            await member.pool.meet(_SIGN_OF_LIFE_S)
+            await member.pool.meet(self.sign_of_life_s)
             lives = self._fault_of(member) is None
         except (grpc.aio.AioRpcError, GalleyError):
             lives = False

@@ -16,6 +16,8 @@ FAILED = "failed"
 LATE = "late"
 LEFT = "left"
 """It drained or was let go."""
+HEDGED = "hedged"
+"""The other was asked too, and answered first."""
 RESTARTED = "restarted"
 
 _log = get_logger(__name__)

@@ -162,6 +162,7 @@ def _targets(settings: GatewaySettings, tokenizer: Tokenizer, clock: MonotonicCl
         clock,
         settings.max_draft_tokens,
         settings.slow_factor,
+        settings.hedge_quantile,
     )
 
 

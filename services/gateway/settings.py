@@ -59,6 +59,13 @@ class GatewaySettings(ServiceSettings):
         description="How many times as long as predicted, and a second at least, a verdict may take before "
         "its session goes to another target of its build.",
     )
+    hedge_quantile: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="A first verdict later than this share of those before it is asked of a second target "
+        "of the build that holds the prompt; 0: never.",
+    )
     draft_timeout_s: float = Field(0.5, gt=0, description="How long a round waits for the draft.")
     lookup_fallback: bool = Field(
         True,

@@ -103,15 +103,18 @@ class Targets(Members[Target]):
         clock: Clock,
         max_draft_tokens: int,
         slow_factor: float = SLOW_FACTOR,
+        hedge_quantile: float = 0.0,
     ) -> None:
         """`max_draft_tokens` is the most that the gateway would ask for.
 
-        A verdict that takes `slow_factor` times as long as expected is late.
+        A verdict that takes `slow_factor` times as long as expected is late. One that takes longer than the
+        share `hedge_quantile` of those before it (0: none) may be asked of another replica too.
         """
         super().__init__("target", source, tokenizer_hash, open_channel, clock)
         self.info = pb.GetTargetInfoResponse()
         self.moves = Moves("target")
         self.slow_factor = slow_factor
+        self.hedge_quantile = hedge_quantile
         self._max_draft_tokens = max_draft_tokens
 
     async def start(self, timeout_s: float) -> None:

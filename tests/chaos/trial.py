@@ -13,7 +13,7 @@ import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from services.cli.parts import stack_parts
 from services.cli.stack import Facts, Stack, StackOptions
@@ -115,7 +115,7 @@ class Trial:
 
     async def _unless_one_fails(self, waiting: asyncio.Future[list[float]]) -> list[float]:
         """A stream that has failed will hear nothing: say why instead of waiting for it."""
-        pending = {waiting, *self._running}
+        pending: set[asyncio.Future[Any]] = {waiting, *self._running}
         await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
         for task in self._running:
             if task.done():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import grpc
@@ -14,14 +14,14 @@ from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.registry import target_lease
 from services.core import events as ev
 from services.core.answer import SessionSpec
-from services.core.content import prefix_hash
+from services.core.content import block_hashes, prefix_hash
 from services.core.params import SamplingParams
 from services.gateway.clock import MonotonicClock
 from services.gateway.patience import SECOND
 from services.gateway.router import SessionTarget
 from services.gateway.targets import Targets
 from tests.service.fakes import FakeTarget
-from tests.service.fleet import Fleet
+from tests.service.fleet import BLOCK, Fleet
 from tests.service.truth import SEED, VOCAB, true_output
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import PROMPT_TOKENS, World
@@ -321,7 +321,7 @@ async def test_a_replica_that_is_silent_altogether_is_left_by_all_its_sessions(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One session finds it late, and asks who it is: the others need not wait for their own verdicts."""
-    monkeypatch.setattr("services.gateway.members._SIGN_OF_LIFE_S", 0.2)
+    monkeypatch.setattr(here.targets, "sign_of_life_s", 0.2)
     sessions = [SessionTarget(here.targets) for _ in range(4)]
     for session in sessions:
         await here.ask(session, confirmed(0))
@@ -385,3 +385,77 @@ async def test_a_replica_that_comes_back_does_not_answer_for_its_former_life(her
     assert former.incarnation != now_at.incarnation
     assert item.replica == former, "what it held is not said to be held by the new one"
     assert moves_of(here) == {"restarted": 1}
+
+
+class Hedging:
+    """Both replicas are warm for the prompt, by their leases; the first verdicts so far came at once."""
+
+    def __init__(self, here: Here) -> None:
+        self.here = here
+
+    async def begin(self, *, warm: bool) -> tuple[SessionTarget, FakeTarget, FakeTarget]:
+        """A session that has not been asked for, where it will be, and the other."""
+        here = self.here
+        here.targets.hedge_quantile = 0.9
+        hashes = frozenset(block_hashes(b"", PROMPT_TOKENS, BLOCK)) if warm else frozenset()
+        for fake in here.fakes:
+            lease = here.leases.told[fake.address]
+            assert lease is not None
+            here.leases.told[fake.address] = replace(lease, kv_block_tokens=BLOCK, cached_prefixes=hashes)
+        await here.targets.refresh()
+        for _ in range(20):
+            await here.ask(SessionTarget(here.targets), confirmed(0))
+        home = next(fake for fake in here.fakes if fake.calls)
+        [other] = [fake for fake in here.fakes if fake is not home]
+        return SessionTarget(here.targets), home, other
+
+
+@pytest.mark.parametrize("credit", [0, 4])
+async def test_a_slow_first_verdict_is_asked_of_another_that_holds_the_prompt(
+    here: Here, credit: int
+) -> None:
+    target, home, other = await Hedging(here).begin(warm=True)
+    home.gate.close()
+    asked = len(other.calls)
+    item = target.verify(SPEC, here.request(confirmed(0), credit), None)
+    answers = []
+    async with asyncio.timeout(PATIENCE_S):
+        async for answer in item:
+            assert isinstance(answer, ev.Verified)
+            answers.append(answer)
+    tokens = [token for answer in answers for token in answer.tokens]
+    assert tokens == true_output(PROMPT_TOKENS, credit + 1, SEED)
+    assert item.replica is not None
+    assert item.replica.address == other.address
+    assert len(other.calls) == asked + 1
+    await home.was_given_up()
+    await item.aclose()
+    await here.ask(target, confirmed(credit + 1))
+    assert len(other.calls) == asked + 2, "it stays where it was answered"
+    assert [member.items for member in here.targets._members.values()] == [0, 0]
+    assert [member.rows_ahead for member in here.targets._members.values()] == [0, 0]
+
+
+async def test_whoever_answers_first_goes_on_and_the_other_is_given_up(here: Here) -> None:
+    target, home, other = await Hedging(here).begin(warm=True)
+    for fake in here.fakes:
+        fake.gate.close()
+    asking = asyncio.ensure_future(here.ask(target, confirmed(0)))
+    await other.called(len(other.calls) + 1)
+    home.gate.open()
+    [answer] = await asking
+    assert isinstance(answer, ev.Verified)
+    await other.was_given_up()
+    assert moves_of(here) == {}
+
+
+async def test_a_cold_replica_is_not_asked_too(here: Here) -> None:
+    target, home, other = await Hedging(here).begin(warm=False)
+    home.gate.close()
+    asked = len(other.calls)
+    asking = asyncio.ensure_future(here.ask(target, confirmed(0)))
+    await asyncio.sleep(0.3)
+    home.gate.open()
+    [answer] = await asking
+    assert isinstance(answer, ev.Verified)
+    assert len(other.calls) == asked
