@@ -396,7 +396,6 @@ class Hedging:
     async def begin(self, *, warm: bool) -> tuple[SessionTarget, FakeTarget, FakeTarget]:
         """A session that has not been asked for, where it will be, and the other."""
         here = self.here
-        here.targets.hedge_quantile = 0.9
         hashes = frozenset(block_hashes(b"", PROMPT_TOKENS, BLOCK)) if warm else frozenset()
         for fake in here.fakes:
             lease = here.leases.told[fake.address]
@@ -405,8 +404,9 @@ class Hedging:
         await here.targets.refresh()
         for _ in range(20):
             await here.ask(SessionTarget(here.targets), confirmed(0))
-        home = next(fake for fake in here.fakes if fake.calls)
-        [other] = [fake for fake in here.fakes if fake is not home]
+        home, other = here.home()
+        assert not other.calls
+        here.targets.hedge_quantile = 0.9
         return SessionTarget(here.targets), home, other
 
 
