@@ -48,7 +48,7 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 	@$(BIN)/galley demo
 
 .PHONY: bench-round bench-engine bench-throughput bench-speculation bench-slow-links bench-gpu bench-peers
-.PHONY: bench-sessions simulate
+.PHONY: bench-sessions simulate chaos
 .PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
@@ -82,6 +82,9 @@ prove-ray: setup ## replicas of three ranks: a killed rank, fewer replicas and a
 
 prove-ownership: setup ## two gateways told to own one session at once, 1,000 times: one log, one owner at a time
 	@$(BIN)/python -m bench.prove_ownership
+
+chaos: setup ## kill, stop and restart every process under 16 streams; each must hear what it must
+	@$(BIN)/python -m tests.chaos.run
 
 prove-noise: setup ## no noise is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
 
 from services.cli.endpoint import NoEndpoint, find_endpoint
 from services.cli.faults import INTERRUPTED, fail, say
-from services.cli.flags import AsJson, Endpoint, Origins, Timeout, with_answer_flags
-from services.client.options import GenerateOptions, Message, Prompt
+from services.cli.flags import PATIENCE_S, AsJson, Endpoint, Origins, Patience, Timeout, with_answer_flags
+from services.client.options import GenerateOptions, Message, Prompt, Retries
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +30,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     options: GenerateOptions,
     endpoint: Endpoint = None,
+    patience: Patience = PATIENCE_S,
     chat: Annotated[
         bool, typer.Option("--chat/--raw", help="As a user's message, or as text to go on with as it stands.")
     ] = True,
@@ -39,7 +40,8 @@ def generate(
     """Stream the answer to a prompt."""
     text = sys.stdin.read() if prompt == "-" else prompt
     asked: Prompt = [Message("user", text)] if chat else text
-    _stream(endpoint, lambda client: client.generate(asked, **options), as_json=as_json, origins=origins)
+    gateways = _gateways(endpoint, patience)
+    _stream(gateways, lambda client: client.generate(asked, **options), as_json=as_json, origins=origins)
 
 
 def resume(
@@ -47,13 +49,14 @@ def resume(
     *,
     next_index: Annotated[int, typer.Option(min=0, help="The first output token to show.")] = 0,
     endpoint: Endpoint = None,
+    patience: Patience = PATIENCE_S,
     timeout: Timeout = None,
     as_json: AsJson = False,
     origins: Origins = False,
 ) -> None:
     """Go on with an answer that was cut off, at this or any other gateway."""
     _stream(
-        endpoint,
+        _gateways(endpoint, patience),
         lambda client: client.resume(session_id, next_index, timeout_s=timeout),
         as_json=as_json,
         origins=origins,
@@ -65,11 +68,12 @@ def chat(
     *,
     options: GenerateOptions,
     endpoint: Endpoint = None,
+    patience: Patience = PATIENCE_S,
     system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
     origins: Origins = False,
 ) -> None:
     """Talk with the model, one turn after the other."""
-    address = _address(endpoint)
+    gateways = _gateways(endpoint, patience)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, PLC0415  # history and line editing for input()
     say(_CHAT_HELP)
@@ -82,7 +86,7 @@ def chat(
             elif line:
                 turns = [*history, Message("user", line)]
                 answer = _Answer(_view(as_json=False, origins=origins))
-                if _complete(runner, answer, address, turns, options):
+                if _complete(runner, answer, gateways, turns, options):
                     history = [*turns, Message("assistant", answer.text)]
 
 
@@ -96,13 +100,17 @@ def _ask() -> str | None:
 
 
 def _complete(
-    runner: asyncio.Runner, answer: _Answer, address: str, turns: list[Message], options: GenerateOptions
+    runner: asyncio.Runner,
+    answer: _Answer,
+    gateways: _Gateways,
+    turns: list[Message],
+    options: GenerateOptions,
 ) -> bool:
     """Stream one turn; False, and said why, if there is no whole answer."""
     from services.client.errors import GalleyRpcError  # noqa: PLC0415  # grpc is slow to load
 
     try:
-        runner.run(answer.stream_from(address, lambda client: client.generate(turns, **options)))
+        runner.run(answer.stream_from(gateways, lambda client: client.generate(turns, **options)))
     except KeyboardInterrupt:
         say("stopped")
         return False
@@ -113,7 +121,7 @@ def _complete(
 
 
 def _stream(
-    endpoint: str | None,
+    gateways: _Gateways,
     start: Callable[[GalleyClient], TokenStream],
     *,
     as_json: bool,
@@ -121,10 +129,9 @@ def _stream(
 ) -> None:
     from services.client.errors import GalleyRpcError  # noqa: PLC0415  # grpc is slow to load
 
-    address = _address(endpoint)
     answer = _Answer(_view(as_json=as_json, origins=origins))
     try:
-        asyncio.run(answer.stream_from(address, start))
+        asyncio.run(answer.stream_from(gateways, start))
     except KeyboardInterrupt:
         answer.say_how_to_go_on()
         raise typer.Exit(INTERRUPTED) from None
@@ -135,9 +142,16 @@ def _stream(
         answer.say_summary()
 
 
-def _address(endpoint: str | None) -> str:
+class _Gateways(NamedTuple):
+    """Whom to ask, and how long to go on trying."""
+
+    addresses: str
+    retries: Retries
+
+
+def _gateways(endpoint: str | None, patience_s: float) -> _Gateways:
     try:
-        return find_endpoint(endpoint)
+        return _Gateways(find_endpoint(endpoint), Retries(patience_s))
     except (NoEndpoint, PermissionError) as error:
         raise fail(error) from None
 
@@ -162,14 +176,14 @@ class _Answer:
         self._stream: TokenStream | None = None
         self.text = ""
 
-    async def stream_from(self, address: str, start: Callable[[GalleyClient], TokenStream]) -> None:
+    async def stream_from(self, gateways: _Gateways, start: Callable[[GalleyClient], TokenStream]) -> None:
         """Show the stream that `start` opens, to its end."""
         from services.client.client import GalleyClient  # noqa: PLC0415  # grpc is slow to load
         from services.common.telemetry import start_telemetry  # noqa: PLC0415
 
         telemetry = start_telemetry("galley-cli", as_global=False)
         try:
-            async with GalleyClient(address, telemetry) as client:
+            async with GalleyClient(gateways.addresses, telemetry, gateways.retries) as client:
                 self._stream = start(client)
                 async for event in self._stream:
                     self.text += event.chunk.text

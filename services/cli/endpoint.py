@@ -28,7 +28,10 @@ def state_dir() -> Path:
 
 
 def announce(address: str) -> Path:
-    """Name `address` as the endpoint of this machine's stack, kept up by this process; returns the file."""
+    """Name `address` (of several gateways, with commas) as the endpoint of this machine's stack.
+
+    The stack is kept up by this process. Returns the file.
+    """
     path = state_dir() / "endpoint"
     fresh = path.with_suffix(f".{os.getpid()}")
     fresh.write_text(json.dumps({"address": address, "pid": os.getpid()}), encoding="utf-8")

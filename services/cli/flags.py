@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.client.options import GenerateOptions, Speculation
+from services.client.options import GenerateOptions, Retries, Speculation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,9 +19,15 @@ Endpoint = Annotated[
     str | None,
     typer.Option(
         envvar="GALLEY_ENDPOINT",
-        help="The gateway, host:port. Default: the stack that `galley up` runs on this machine.",
+        help="The gateway, host:port; of several, with commas, each takes over from the one before. "
+        "Default: those of the stack that `galley up` runs on this machine.",
         metavar="HOST:PORT",
     ),
+]
+PATIENCE_S = Retries().patience_s
+Patience = Annotated[
+    float,
+    typer.Option(min=0, help="How long to go on trying while no gateway answers, in seconds; 0: not at all."),
 ]
 AsJson = Annotated[
     bool, typer.Option("--json", help="One JSON object a line for each event of the stream, for machines.")
@@ -93,6 +99,13 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
     idempotency_key: Annotated[
         str, typer.Option(help="The same key and request join the same session.")
     ] = "",
+    continue_without_client: Annotated[
+        bool,
+        typer.Option(
+            "--continue-without-client",
+            help="If this command ends first, go on: `galley resume` shows the rest.",
+        ),
+    ] = False,
     timeout: Timeout = None,
 ) -> GenerateOptions:
     """The client's options for these flags; bounds that the gateway knows better are left to it."""
@@ -115,6 +128,7 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
         "speculation": Speculation(off=no_speculation, k=k, strategy=strategy),
         "workload": workload,
         "idempotency_key": idempotency_key,
+        "continue_without_client": continue_without_client,
         "timeout_s": timeout,
     }
 

@@ -223,6 +223,10 @@ class Part:
         await self._wait()
         return self._failure(self._how_it_ended())
 
+    async def ended(self) -> None:
+        """Wait for the end of the process, which somebody asked for."""
+        await self._wait()
+
     async def _wait(self) -> None:
         if self._process is not None:
             await self._process.wait()

@@ -170,6 +170,10 @@ class Stack:
         """SIGKILL a part and wait for its end."""
         await self._parts[part].kill()
 
+    async def ended(self, part: str) -> None:
+        """Wait for the end of a part that was asked to stop."""
+        await self._parts[part].ended()
+
     async def restart(self, part: str) -> None:
         """Start a part again that has ended; the others keep the address that they know of it."""
         await self._start_part(self._parts[part])

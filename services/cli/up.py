@@ -98,7 +98,7 @@ def up(  # noqa: PLR0913  # one parameter a flag
 
 async def _keep_up(options: StackOptions, console: Console) -> None:
     async with shown_stack(options, console) as stack:
-        told = announce(stack.gateways[0])
+        told = announce(",".join(stack.gateways))
         try:
             for address in stack.gateways:
                 console.print(Text.assemble("gateway at ", (address, "bold")))

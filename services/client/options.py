@@ -27,6 +27,22 @@ class Speculation:
     strategy: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How a client goes on with a stream that broke, in seconds.
+
+    It tries one gateway after the other until `patience_s` have passed in which no token came, and one that
+    never began for `start_patience_s` at most; 0 tries nothing. The pause before each try doubles up to
+    `longest_pause_s`, and is shortened by chance by up to a half, so that the clients of a gateway that died
+    do not all come at once.
+    """
+
+    patience_s: float = 30.0
+    start_patience_s: float = 5.0
+    first_pause_s: float = 0.05
+    longest_pause_s: float = 2.0
+
+
 class GenerateOptions(TypedDict, total=False):
     """What `GalleyClient.generate` takes by keyword; names and bounds as in the proto.
 
@@ -53,6 +69,7 @@ class GenerateOptions(TypedDict, total=False):
     workload: str
     idempotency_key: str
     priority: int
+    continue_without_client: bool
     timeout_s: float | None
 
 

@@ -27,6 +27,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         speculation=_speculation(speculation),
         idempotency_key=options.get("idempotency_key", ""),
         priority=options.get("priority", 0),
+        continue_without_client=options.get("continue_without_client", False),
     )
     _set_prompt(request, prompt)
     return request

@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from services.common.channels import KEEPALIVE
 from services.common.config import ServiceSettings, parse_settings
 from services.common.deserialize import DeserializeInterceptor
 from services.common.logs import get_logger, start_logging
@@ -35,12 +36,6 @@ _LOG = get_logger(__name__)
 
 # grpc refuses larger messages by itself and says RESOURCE_EXHAUSTED; up to here we name field and bound.
 _HARD_LIMIT_FACTOR = 16
-# A peer that is gone without a word (a partition, a lost machine) is noticed within 15 seconds.
-KEEPALIVE = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
 # For what is still open when a service says that it has drained, such as health watches.
 _STOP_GRACE_S = 0.5
 

@@ -54,12 +54,16 @@ class _Account:
 
 @dataclass(slots=True)
 class Place:
-    """One call's place. `reserved` output tokens were taken for it; `used` came, None if no session did."""
+    """One call's place. `reserved` output tokens were taken for it; `used` came, None if no session did.
+
+    It is `kept` beyond the call where its session goes on without a client.
+    """
 
     principal: Principal
     since_ns: int
     reserved: int
     used: int | None = None
+    kept: bool = False
 
 
 class Admission:

@@ -46,7 +46,8 @@ class SessionSpec:
 
     `max_position` bounds positions, prompt included (exclusive). `k` is 0 where speculation is off, and else
     the most draft tokens that are verified in a round; with `auto`, as many of them are drafted as pay, down
-    to none. An empty `strategy` leaves the choice to the draft.
+    to none. An empty `strategy` leaves the choice to the draft. `continue_without_client`: a client that goes
+    away does not stop the work.
     """
 
     session_id: str
@@ -65,6 +66,7 @@ class SessionSpec:
     arrival_ns: int = 0
     priority: int = 0
     tenant_salt: bytes = b""
+    continue_without_client: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,11 +89,15 @@ class CacheMissed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request came to nothing: no reply in time, no connection, or a status of its own."""
+    """A request came to nothing: no reply in time, no connection, or a status of its own.
+
+    `elsewhere`: another replica, which has not failed the session, can be asked at once.
+    """
 
     request_id: int
     message: str
     retryable: bool = True
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ The rules it keeps (they are the design's rules 2 and 4):
 - The draft is never needed: if it fails, lies or is late, the round goes on with what is valid of its
   proposal, at worst with nothing, and the draft is left alone for a while.
 - A target that fails is asked again, until `target_timeout_ns` have passed without a verdict (one that hangs
-  has used them up when the shell gives up on it).
+  has used them up when the shell gives up on it). Where another replica can be asked, that is done at once,
+  and its time is counted anew.
 - Caches are addressed by content: a miss is answered by sending more. A target that gives up a session in
   mid-item to make room for others says so by a miss.
 
@@ -488,11 +489,18 @@ class Session:
         self._standing = None
         self._target_misses = 0
         self._target_cache_len = 0
-        if self._trouble_since is None:
-            self._trouble_since = self._round.verify_ns
         if not event.retryable:
             self._end_with(Broken(f"the target refused: {event.message}"))
-        elif now + self._retry - self._trouble_since >= self._limits.target_timeout_ns:
+        elif event.elsewhere:
+            self._ask_target_again(now)
+        else:
+            self._back_off(event, now)
+
+    def _back_off(self, event: ev.Failed, now: int) -> None:
+        """Nobody can be asked at once."""
+        if self._trouble_since is None:
+            self._trouble_since = self._round.verify_ns
+        if now + self._retry - self._trouble_since >= self._limits.target_timeout_ns:
             self._end_with(TargetUnavailable(f"no verdict from the target: {event.message}"))
         else:
             self.phase = Phase.BACKING_OFF
@@ -500,6 +508,9 @@ class Session:
             self._retry = min(2 * self._retry, self._limits.max_retry_ns)
 
     def _on_retry(self, _event: ev.Woken, now: int) -> None:
+        self._ask_target_again(now)
+
+    def _ask_target_again(self, now: int) -> None:
         if self._draining:
             self.phase = Phase.READY
             self._advance(now)

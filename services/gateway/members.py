@@ -114,6 +114,7 @@ class Member(Generic[PoolT, LeaseT]):
         self.lease: LeaseT | None = None
         self.fits = False
         self.gone_since_ns: int | None = None
+        self.checking: asyncio.Task[None] | None = None
         self._channel = channel
 
     @property
@@ -131,6 +132,8 @@ class Member(Generic[PoolT, LeaseT]):
     async def close(self) -> None:
         """End its stream, which fails the items that are open."""
         self.fits = False
+        if self.checking is not None:
+            self.checking.cancel()
         await self.pool.close()
         await self._channel.close(None)
 
@@ -140,6 +143,9 @@ MemberT = TypeVar("MemberT", bound="Member[Any, Any]")
 
 class Members(ABC, Generic[MemberT]):
     """All replicas of a pool; `close` at the end."""
+
+    sign_of_life_s = MEET_TIMEOUT_S
+    """How long a silent replica may take to say who it is; it does so beside its work."""
 
     def __init__(
         self,
@@ -182,6 +188,24 @@ class Members(ABC, Generic[MemberT]):
         if self._refreshing is None or self._refreshing.done():
             self._refreshing = asyncio.create_task(self._refresh())
         return self._refreshing
+
+    def doubt(self, member: MemberT) -> None:
+        """It was silent for too long: ask whether it lives. If not, its open items fail."""
+        if member.checking is None or member.checking.done():
+            member.checking = asyncio.create_task(self._check(member))
+
+    async def _check(self, member: MemberT) -> None:
+        if not member.fits:  # let go meanwhile
+            return
+        try:
+            await member.pool.meet(self.sign_of_life_s)
+            lives = self._fault_of(member) is None
+        except (grpc.aio.AioRpcError, GalleyError):
+            lives = False
+        if not lives:
+            member.pool.lost()
+            await member.pool.close()  # its open items fail, and their sessions go elsewhere
+            self.look()
 
     async def close(self) -> None:
         """Let go of everything."""

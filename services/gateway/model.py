@@ -67,6 +67,7 @@ class ServedModel:
             arrival_ns=arrival_ns,
             priority=asked.priority,
             tenant_salt=tenant_salt,
+            continue_without_client=asked.continue_without_client,
         )
 
     def _speculation(self, asked: GenerateSpec) -> tuple[int, bool, str]:

@@ -112,6 +112,10 @@ class TargetPool:
         await self._items.close()
 
 
+class _GivenUp(Exception):
+    """Somebody else will be asked."""
+
+
 class PoolVerification:
     """An item of a TargetPool; see `services.core.ports.Verification`."""
 
@@ -132,13 +136,24 @@ class PoolVerification:
                 logprobs=spec.logprobs,
             )
         self._opened: OpenItem[pb.VerifyAnswer] | None = None
+        self._replica: Replica | None = None
         self._early: list[pb.Extension] = []
         self._answers = self._run()
 
     @property
     def replica(self) -> Replica | None:
-        """Who answers."""
-        return self._pool.replica
+        """Who answers: who served when the item was sent, whoever has come to the address since."""
+        return self._replica or self._pool.replica
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been sent."""
+        return self._opened is not None
+
+    def give_up(self, why: str) -> None:
+        """What is awaited of an open item comes to nothing; no more than that is held against the replica."""
+        if self._opened is not None:
+            self._opened.fail(_GivenUp(why))
 
     def __aiter__(self) -> AsyncIterator[Verdict]:
         return self._answers
@@ -158,6 +173,7 @@ class PoolVerification:
     async def _run(self) -> AsyncGenerator[Verdict, None]:
         try:
             opened = self._opened = await self._pool.open(self._item)
+            self._replica = self._pool.replica
             for extension in self._early:
                 opened.extend(extension)
             try:
@@ -168,7 +184,7 @@ class PoolVerification:
                     yield _verdict(self._request_id, answer)
             finally:
                 opened.close()
-        except TokenizerMismatch as error:
+        except (_GivenUp, TokenizerMismatch) as error:
             yield ev.Failed(self._request_id, str(error))
         except (grpc.aio.AioRpcError, Unavailable) as error:
             self._pool.lost()

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import grpc
 
+from services.common.channels import KEEPALIVE, RECONNECT
 from services.common.logs import get_logger
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from services.common.registry import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
-from services.common.server import KEEPALIVE
 from services.core.session import SessionLimits
 from services.gateway.api_keys import ApiKeys
 from services.gateway.authentication import Everyone, PrincipalInterceptor
@@ -163,9 +163,12 @@ def _streams(
     clock: MonotonicClock,
     tokenizer: Tokenizer,
 ) -> Streams:
+    may_look_up = settings.lookup_fallback and settings.draft != NO_DRAFT
+
     def ports_of(stored: StoredSession, session: Session) -> Ports:
         target = SessionTarget(targets, session.answer.fingerprint or "", stored.directory.target)
-        return Ports(store, SessionDraft(drafts, stored.directory.draft), target, clock)
+        draft = SessionDraft(drafts, stored.directory.draft, may_look_up=may_look_up)
+        return Ports(store, draft, target, clock)
 
     return Streams(
         store,
@@ -195,7 +198,13 @@ def _targets(settings: GatewaySettings, tokenizer: Tokenizer, clock: MonotonicCl
     told = _addresses(settings.target)
     source = Told(told) if told else Registered(_registry(settings), TARGET_POOL)
     return Targets(
-        source, tokenizer.hash, lambda address: _open(address, parts), clock, settings.max_draft_tokens
+        source,
+        tokenizer.hash,
+        lambda address: _open(address, parts),
+        clock,
+        settings.max_draft_tokens,
+        settings.slow_factor,
+        settings.hedge_quantile,
     )
 
 
@@ -232,10 +241,8 @@ def _open(address: str, parts: Parts) -> grpc.aio.Channel:
         options=[
             ("grpc.max_receive_message_length", -1),
             ("grpc.max_send_message_length", -1),
-            # A replica that comes back must be found at once, not after a long back-off.
-            ("grpc.initial_reconnect_backoff_ms", 50),
-            ("grpc.max_reconnect_backoff_ms", 1000),
             *KEEPALIVE,
+            *RECONNECT,
         ],
     )
 

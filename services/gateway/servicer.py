@@ -127,13 +127,12 @@ class GenerationServicer(rpc.GenerationServicer):
     ) -> AsyncIterator[pb.StreamEvent]:
         """The events of a session; its work ends with the call, whichever way the call ends."""
         session_id = runner.session.spec.session_id
-        before = runner.session.answer.output_len
         span = _tracer.start_span(name, attributes={"galley.session_id": session_id})
         # Current only where nothing is yielded: a generator may be closed in another context than its own.
         current = partial(trace.use_span, span)
-        with bound_contextvars(session_id=session_id), self.streams.running(runner):
+        with bound_contextvars(session_id=session_id):
             with current():
-                pump = _Pump(runner, context, self.client_ns / SECOND)
+                pump = _Pump(runner, context, self.streams, place, self.client_ns / SECOND)
             try:
                 yield events_pb.started(runner.session, self.model.name)
                 while not isinstance(item := await pump.next(), ev.End):
@@ -142,8 +141,7 @@ class GenerationServicer(rpc.GenerationServicer):
                     ending = _ending(item)
                 yield events_pb.finished(runner.session, ending)
             finally:
-                place.used = runner.session.answer.output_len - before
-                pump.stop()
+                pump.leave()
                 span.end()
 
 
@@ -164,17 +162,28 @@ class _Pump:
 
     gRPC takes no item while what it has is unread. Where that lasts for `client_s`, the session is worked on
     no further and the call is ended: its handler, and with it its place; its status waits in gRPC for the
-    client to read on.
+    client to read on. Once its client has left, the session stops, or goes on to its end with nobody to
+    hear it.
     """
 
     def __init__(
-        self, runner: SessionRunner, context: grpc.aio.ServicerContext[Any, Any], client_s: float
+        self,
+        runner: SessionRunner,
+        context: grpc.aio.ServicerContext[Any, Any],
+        streams: Streams,
+        place: Place,
+        client_s: float,
     ) -> None:
         self._items: asyncio.Queue[Chunk | NumericsChanged | ev.End] = asyncio.Queue(maxsize=1)
-        self._client_s = client_s
+        self._runner = runner
         self._context = context
+        self._streams = streams
+        self._place = place
+        self._client_s = client_s
+        self._before = runner.session.answer.output_len
+        self._left = False
         self._handler = asyncio.current_task()
-        self._task = asyncio.create_task(self._run(runner))
+        self._task = asyncio.create_task(self._run())
         self._last_word: asyncio.Task[None] | None = None
         # The generator may be left without a word when the client goes; the call's end is always told.
         context.add_done_callback(self._call_ended)  # type: ignore[arg-type]  # the stubs want a class
@@ -182,25 +191,48 @@ class _Pump:
     async def next(self) -> Chunk | NumericsChanged | ev.End:
         return await self._items.get()
 
-    def stop(self) -> None:
-        self._task.cancel()
+    def leave(self) -> None:
+        """Nobody reads any more."""
+        if self._left:
+            return
+        self._left = True
+        self._place.used = self._used()
+        if not self._runner.session.spec.continue_without_client:
+            self._task.cancel()
+        elif not self._task.done():
+            self._streams.keep(self._task, self._place, self._used)
+            while not self._items.empty():  # whoever waits for room drops what it has
+                self._items.get_nowait()
+
+    def _used(self) -> int:
+        """Output tokens of this call."""
+        return self._runner.session.answer.output_len - self._before
 
     def _call_ended(self, ctx: object, /) -> None:  # noqa: ARG002  # the shape that grpc calls
-        self.stop()
+        self.leave()
         if self._last_word is not None:
             self._last_word.cancel()
 
-    async def _run(self, runner: SessionRunner) -> None:
+    async def _run(self) -> None:
+        with self._streams.running(self._runner):
+            end = await self._ended()
+            if self._left:
+                _log.info("session ended without its client", error=end.error and str(end.error))
+                return
+            self._last_word = asyncio.create_task(self._end_unless_read(isinstance(end.error, Unread)))
+            await self._items.put(end)
+
+    async def _ended(self) -> ev.End:
         try:
-            end = await runner.run(self._send)
+            return await self._runner.run(self._send)
         except Exception as error:  # noqa: BLE001  # whatever it is, a client must not wait for ever
             _log.error("session failed", exc_info=error)
             fault = f"a session's shell raised {type(error).__name__}"
-            end = ev.End(error=error if isinstance(error, GalleyError) else Broken(fault))
-        self._last_word = asyncio.create_task(self._end_unless_read(isinstance(end.error, Unread)))
-        await self._items.put(end)
+            return ev.End(error=error if isinstance(error, GalleyError) else Broken(fault))
 
     async def _send(self, item: Chunk | NumericsChanged) -> None:
+        if self._left:
+            return
         try:
             async with asyncio.timeout(self._client_s):
                 await self._items.put(item)

@@ -8,6 +8,7 @@ from services.common.config import ServiceSettings, settings_config
 from services.common.defaults import DEFAULT_MODEL
 from services.common.redis_url import RedisUrlSetting  # noqa: TC001  # pydantic reads it
 
+SLOW_FACTOR = 8.0
 NO_DRAFT = "none"
 """In place of a draft's address: there is none."""
 
@@ -63,9 +64,26 @@ class GatewaySettings(ServiceSettings):
     verify_timeout_s: float = Field(
         120.0, gt=0, description="How long one verification may take, a long prompt's prefill included."
     )
+    slow_factor: float = Field(
+        SLOW_FACTOR,
+        ge=2,
+        description="How many times as long as predicted, and a second at least, a verdict may take before "
+        "its session goes to another target of its build.",
+    )
+    hedge_quantile: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="A first verdict later than this share of those before it is asked of a second target "
+        "of the build that holds the prompt; 0: never.",
+    )
     draft_timeout_s: float = Field(0.5, gt=0, description="How long a round waits for the draft.")
     client_timeout_s: float = Field(
         60.0, gt=0, description="How long a client may leave its stream unread before it ends, resumable."
+    )
+    lookup_fallback: bool = Field(
+        True,
+        description="Where no draft can be asked, guess what followed the session's last tokens before.",
     )
     startup_timeout_s: float = Field(120.0, gt=0, description="How long to wait for a target at start.")
     session_ttl_s: float = Field(3600.0, gt=0, description="How long an idle session is kept.")

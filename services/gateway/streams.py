@@ -77,9 +77,23 @@ class Streams:
         try:
             yield place
         finally:
-            self._admission.leave(place, self._clock.now_ns())
-            if not self._admission.held:
-                self._idle.set()
+            if not place.kept:
+                self._release(place)
+
+    def keep(self, work: asyncio.Task[None], place: Place, used: Callable[[], int]) -> None:
+        """A session goes on without its client: it keeps its place until `work` is done."""
+        place.kept = True
+
+        def done(_: asyncio.Task[None]) -> None:
+            place.used = used()
+            self._release(place)
+
+        work.add_done_callback(done)
+
+    def _release(self, place: Place) -> None:
+        self._admission.leave(place, self._clock.now_ns())
+        if not self._admission.held:
+            self._idle.set()
 
     def charge_prompt(self, place: Place, runner: SessionRunner) -> None:
         """Count its prompt, unless the session is one that was joined."""

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.registry import target_lease
 from services.core.errors import GalleyError, TargetUnavailable, TokenizerMismatch, Unavailable
+from services.core.lateness import ROWS_OF_A_SESSION, VerdictTimes
 from services.core.routing import Candidate, TargetLease, Wanted, choose
 from services.gateway.members import Member, Members
+from services.gateway.moves import Moves
 from services.gateway.pools import TargetPool
+from services.gateway.settings import SLOW_FACTOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -28,9 +31,52 @@ _FIRST_PAUSE_S = 0.1
 
 
 class Target(Member[TargetPool, TargetLease]):
-    """One target; `items` counts the gateway's own that are open there."""
+    """One target; `items` counts the gateway's own that are open there.
 
-    items = 0
+    `times` is what verdicts take there.
+    """
+
+    def __init__(self, address: str, pool: TargetPool, channel: grpc.aio.Channel) -> None:
+        super().__init__(address, pool, channel)
+        self.items = 0
+        self._rows = 0
+        self._answered_s = 0.0
+        self._times = VerdictTimes()
+        self._times_of: pb.GetTargetInfoResponse | None = None
+
+    @property
+    def times(self) -> VerdictTimes:
+        """Begun anew with each life of the replica."""
+        info = self.pool.info
+        if self._times_of is None or self._times_of.incarnation != info.incarnation:
+            self._times = VerdictTimes([(cost.rows, cost.ns) for cost in info.row_costs])
+        self._times_of = info
+        return self._times
+
+    @property
+    def rows_ahead(self) -> int:
+        """Rows that are to be computed before whoever comes now has its verdict, as far as is known."""
+        others = 0 if self.lease is None else max(0, self.lease.queue_depth - self.items)
+        return self._rows + self.items + others * ROWS_OF_A_SESSION
+
+    def take(self, rows: int) -> None:
+        """An item of so many rows is sent there."""
+        self.items += 1
+        self._rows += rows
+
+    def answered(self, now_s: float, rows: int) -> None:
+        """One of its items has an answer, for which so many rows were counted."""
+        self._answered_s = now_s
+        self._rows -= rows
+
+    def let_go(self, rows: int) -> None:
+        """An item is over, for which so many rows are still counted."""
+        self.items -= 1
+        self._rows -= rows
+
+    def moves_on(self, since_s: float) -> bool:
+        """Whether it is not known to be at a standstill since then."""
+        return not self.items or self._answered_s >= since_s
 
     @property
     def fingerprint(self) -> str:
@@ -56,10 +102,19 @@ class Targets(Members[Target]):
         open_channel: Callable[[str], grpc.aio.Channel],
         clock: Clock,
         max_draft_tokens: int,
+        slow_factor: float = SLOW_FACTOR,
+        hedge_quantile: float = 0.0,
     ) -> None:
-        """`max_draft_tokens` is the most that the gateway would ask for."""
+        """`max_draft_tokens` is the most that the gateway would ask for.
+
+        A verdict that takes `slow_factor` times as long as expected is late. One that takes longer than the
+        share `hedge_quantile` of those before it (0: none) may be asked of another replica too.
+        """
         super().__init__("target", source, tokenizer_hash, open_channel, clock)
         self.info = pb.GetTargetInfoResponse()
+        self.moves = Moves("target")
+        self.slow_factor = slow_factor
+        self.hedge_quantile = hedge_quantile
         self._max_draft_tokens = max_draft_tokens
 
     async def start(self, timeout_s: float) -> None:

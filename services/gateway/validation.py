@@ -100,6 +100,7 @@ class GenerateSpec:
     priority: int
     idempotency_key: str
     body_hash: bytes
+    continue_without_client: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,7 @@ def parse_generate(
         priority=request.priority,
         idempotency_key=request.idempotency_key,
         body_hash=body_hash(request),
+        continue_without_client=request.continue_without_client,
     )
 
 

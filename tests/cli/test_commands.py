@@ -77,7 +77,7 @@ def test_every_flag_reaches_the_wire() -> None:
         "--temperature=0.5 --top-p=0.5 --top-k=7 --min-p=0.25 --frequency-penalty=1 --presence-penalty=-1 "
         "--repetition-penalty=1.5 --seed=18446744073709551615 --max-tokens=9 --min-tokens=2 --stop=a "
         "--stop=b --ignore-eos --logprobs=3 --k=2 --strategy=ngram --workload=code "
-        "--idempotency-key=key --timeout=60"
+        "--idempotency-key=key --continue-without-client --timeout=60"
     )
     with serving(gateway) as address:
         assert galley("generate", "x", "--raw", "--endpoint", address, *flags.split()).exit_code == 0
@@ -101,6 +101,7 @@ def test_every_flag_reaches_the_wire() -> None:
         speculation=pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=2, strategy="ngram"),
         workload="code",
         idempotency_key="key",
+        continue_without_client=True,
     )
     assert gateway.requests == [expected]
 
@@ -148,7 +149,7 @@ def test_a_refusal_is_one_line_with_status_and_field() -> None:
 
 
 def test_a_gateway_that_is_not_there_is_one_line() -> None:
-    result = galley("generate", "x", "--endpoint", "127.0.0.1:1")
+    result = galley("generate", "x", "--endpoint", "127.0.0.1:1", "--patience=0")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: UNAVAILABLE: ")
     assert len(result.stderr.splitlines()) == 1
@@ -159,10 +160,22 @@ def test_a_wrong_flag_is_a_usage_error() -> None:
     assert galley("generate").exit_code == 2
 
 
+def test_a_gateway_that_goes_away_is_not_to_be_seen() -> None:
+    leaving, staying = FakeGateway(error=Unavailable("draining"), fail_at=2), FakeGateway()
+    with serving(leaving) as first, serving(staying) as second:
+        result = galley("generate", "x", GALLEY_ENDPOINT=f"{first},{second}")
+    assert result.exit_code == 0
+    assert result.stdout == "Hello, world!\n"
+    assert "error" not in result.stderr
+    (request,) = staying.requests
+    assert isinstance(request, pb.ResumeRequest)
+    assert (request.session_id, request.next_index) == (SESSION, 3)
+
+
 def test_a_stream_that_breaks_says_how_to_go_on_and_resume_does() -> None:
     gateway = FakeGateway(error=Unavailable("draining"), fail_at=2)
     with serving(gateway) as address:
-        broken = galley("generate", "x", "--endpoint", address)
+        broken = galley("generate", "x", "--endpoint", address, "--patience=0")
         assert broken.exit_code == 1
         assert broken.stdout == "Hello, wor"
         assert f"to go on: galley resume {SESSION} --next-index 3" in broken.stderr
@@ -206,7 +219,7 @@ def test_chat_remembers_the_conversation_until_it_is_reset() -> None:
 def test_chat_goes_on_after_an_error_and_ends_with_its_input() -> None:
     gateway = FakeGateway(error=Unavailable("draining"))
     with serving(gateway) as address:
-        result = galley("chat", "--endpoint", address, stdin="one\ntwo\n")
+        result = galley("chat", "--endpoint", address, "--patience=0", stdin="one\ntwo\n")
     assert result.exit_code == 0
     assert result.stderr.count("error: UNAVAILABLE: draining") == 2
     second = gateway.requests[1]

@@ -35,12 +35,17 @@ SCRIPT = (Said((11,), "Hello"), Said((12, 13), ", wor", from_draft=True), Said((
 
 @dataclass
 class FakeGateway(rpc.GenerationServicer):
-    """Answers with `script`; raises `error` before chunk `fail_at`, or waits there to `hang`."""
+    """Answers with `script`; raises `error` before chunk `fail_at`, or waits there to `hang`.
+
+    It fails `failures` times, None for always; `silent`, it fails before it has said Started.
+    """
 
     script: tuple[Said, ...] = SCRIPT
     error: Exception | None = None
     fail_at: int = 0
     hang: bool = False
+    failures: int | None = None
+    silent: bool = False
     requests: list[pb.GenerateRequest | pb.ResumeRequest | pb.AbortRequest] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     deadline_s: float | None = None
@@ -71,6 +76,8 @@ class FakeGateway(rpc.GenerationServicer):
 
     def _events(self, next_index: int, context: grpc.ServicerContext) -> Iterator[pb.StreamEvent]:
         context.add_callback(self.cancelled.set)
+        if self.silent:
+            self._maybe_fail(self.fail_at, context)
         yield pb.StreamEvent(
             started=pb.Started(session_id=SESSION, seed=2**63, prompt_tokens=5, model="tiny")
         )
@@ -103,7 +110,9 @@ class FakeGateway(rpc.GenerationServicer):
             return
         if self.hang:
             self.cancelled.wait()
-        if self.error is not None:
+        if self.error is not None and self.failures != 0:
+            if self.failures is not None:
+                self.failures -= 1
             context.abort_with_status(rpc_status.to_status(rich_status(self.error)))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from services.client.client import GalleyClient, GalleyRpcError, Message, Speculation
+from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, Message, Speculation
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.core.content import prefix_hash
 from services.core.errors import InvalidField, Overloaded, Unavailable, UnknownSession
@@ -39,9 +39,12 @@ async def test_what_is_not_asked_for_is_not_sent() -> None:
     gateway = FakeGateway()
     with serving(gateway) as address:
         async with GalleyClient(address) as client:
-            await _text(client.generate("x", temperature=None, max_tokens=None))
+            await _text(client.generate("x", temperature=None, max_tokens=None, idempotency_key="key"))
     expected = pb.GenerateRequest(
-        text="x", sampling=pb.SamplingParams(), speculation=pb.Speculation(mode=pb.Speculation.MODE_AUTO)
+        text="x",
+        sampling=pb.SamplingParams(),
+        speculation=pb.Speculation(mode=pb.Speculation.MODE_AUTO),
+        idempotency_key="key",
     )
     assert gateway.requests == [expected]
 
@@ -120,17 +123,17 @@ async def test_a_refusal_names_the_field() -> None:
 
 
 async def test_overload_says_when_to_come_back() -> None:
-    with serving(FakeGateway(error=Overloaded("too many open sessions", 1.5))) as address:
+    with serving(FakeGateway(error=Overloaded("too many open sessions", 1.5), silent=True)) as address:
         async with GalleyClient(address) as client:
             with pytest.raises(GalleyRpcError, match=r"retry after 1\.5 s") as caught:
                 await _text(client.generate("x"))
     assert caught.value.retry_after_s == 1.5
 
 
-async def test_a_broken_stream_goes_on_where_it_broke_off() -> None:
+async def test_a_stream_that_may_not_go_on_by_itself_can_be_resumed_by_hand() -> None:
     gateway = FakeGateway(error=Unavailable("draining"), fail_at=2)
     with serving(gateway) as address:
-        async with GalleyClient(address) as client:
+        async with GalleyClient(address, retries=NO_RETRIES) as client:
             first = client.generate("x")
             text, error = await _until_broken(first)
             assert error.code is grpc.StatusCode.UNAVAILABLE

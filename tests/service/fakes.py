@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_DRAFT_TOKENS = 16
 # What it says that a pass took: as long as a model's, so that drafts are worth asking for.
 PASS_NS = 20_000_000
-STRATEGIES = ("model", "ngram")
+STRATEGIES: tuple[str, ...] = ("model", "ngram")
 
 
 class _Failure(Exception):
@@ -168,13 +168,15 @@ class FakeTarget(Replica, rpc.TargetServicer):
     """Says `true_next`, checks drafts by the one rule of acceptance, and counts what it was asked.
 
     An item with credit goes on unasked, a pass each `pass_s` seconds; each pass goes through the gate.
-    `confirmed` is how many output tokens each session has.
+    `confirmed` is how many output tokens each session has; who it is, it says when `spoken` lets it.
     """
 
     def __init__(self, directory: Path, tokenizer_hash: str) -> None:
         super().__init__(directory, "target")
         self.tokenizer_hash = tokenizer_hash
         self.fingerprint = "build-1"
+        self.row_costs: tuple[tuple[int, int], ...] = ()
+        self.spoken = Gate()
         self.item_failure: grpc.StatusCode | None = None
         self.misses = 0
         self.pass_s = 0.0
@@ -187,6 +189,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         rpc.add_TargetServicer_to_server(self, server)
 
     async def GetTargetInfo(self, request: pb.GetTargetInfoRequest, context: Any) -> pb.GetTargetInfoResponse:
+        await self.spoken.enter()
         return pb.GetTargetInfoResponse(
             model="tiny",
             tokenizer_hash=self.tokenizer_hash,
@@ -199,6 +202,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
             max_draft_tokens=MAX_DRAFT_TOKENS,
             dtype="float32",
             device="none",
+            row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in self.row_costs],
         )
 
     async def Verify(self, request: Any, context: Any) -> pb.VerifyResponse:
@@ -392,6 +396,7 @@ class FakeDraft(Replica, rpc.DraftServicer):
         super().__init__(directory, "draft")
         self.tokenizer_hash = tokenizer_hash
         self.spoil_rate = 0.0
+        self.strategies = STRATEGIES
         self.lie: Callable[[pb.ProposeItem, pb.ProposeAnswer], None] = lambda _item, _answer: None
         self.before_answering: Callable[[], Any] | None = None
 
@@ -405,8 +410,8 @@ class FakeDraft(Replica, rpc.DraftServicer):
         return pb.GetDraftInfoResponse(
             model="tiny-draft",
             tokenizer_hash=self.tokenizer_hash,
-            strategies=STRATEGIES,
-            default_strategy=STRATEGIES[0],
+            strategies=self.strategies,
+            default_strategy=self.strategies[0],
             incarnation=f"draft-{self.incarnations}",
             max_draft_tokens=MAX_DRAFT_TOKENS,
             vocab_size=VOCAB,

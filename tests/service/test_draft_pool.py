@@ -16,12 +16,14 @@ from tests.service.draft_fleet import DraftFleet
 from tests.service.process import DraftProcess
 from tests.service.truth import true_output
 from tests.service.waiting import PATIENCE_S, Gate
-from tests.service.world import PROMPT_TOKENS, Heard, World, hear, must_be_true
+from tests.service.world import PROMPT_TOKENS, Heard, World, any_credit, hear, must_be_true
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from services.core.routing import DraftLease
+    from tests.service.draft_fleet import FleetDraft
+    from tests.service.world import Gateway
 
 FIXED = Speculation(k=4)
 LONG = 1000
@@ -92,6 +94,35 @@ async def test_a_gateway_without_drafts_decodes_plainly(world: World) -> None:
         heard = await hear(gateway.ask(speculation=FIXED))
         must_be_true(heard)
         assert not any(heard.from_draft)
+
+
+@any_credit
+async def test_without_a_draft_what_followed_before_is_guessed_until_one_comes(world: World) -> None:
+    """The pool comes, goes and comes back beneath one session each: only the origins of tokens differ."""
+    async with DraftFleet(world, "a") as fleet:
+        gateway = await world.gateway(draft="", lookup_fallback=True)
+        [draft] = fleet.drafts
+        for there in (False, True, False, True):
+            if there:
+                await draft.fake.start()
+                await fleet.register()
+                await drafted_for(gateway, draft)
+            else:
+                await draft.withdraw()
+                await draft.fake.stop()
+            asked = len(draft.fake.calls)
+            heard = await hear(gateway.ask(max_tokens=LONG, speculation=FIXED))
+            must_be_true(heard, LONG)
+            assert any(heard.from_draft)
+            assert (len(draft.fake.calls) > asked) == there
+
+
+async def drafted_for(gateway: Gateway, draft: FleetDraft) -> None:
+    """Wait until the gateway asks it."""
+    async with asyncio.timeout(PATIENCE_S):
+        asked = len(draft.fake.calls)
+        while len(draft.fake.calls) == asked:
+            await hear(gateway.ask(speculation=FIXED))
 
 
 async def test_told_drafts_that_are_all_of_another_tokenizer_end_the_start(world: World) -> None:

@@ -10,12 +10,15 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
+from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.registry import DRAFT_POOL, ReplicaRegistry
 from services.core import events as ev
 from services.core.answer import SessionSpec
+from services.core.breaker import FAILURES
 from services.core.content import prefix_hash
 from services.core.params import SamplingParams
 from services.core.store import Held
+from services.core.strategies import MODEL, NGRAM
 from services.gateway.clock import MonotonicClock
 from services.gateway.drafts import Drafts, SessionDraft
 from services.gateway.members import POLL_S, Registered
@@ -349,3 +352,101 @@ async def test_a_strategy_is_asked_of_those_that_offer_it(here: Here) -> None:
     assert isinstance(answer, ev.Failed)
     assert not any(draft.fake.calls for draft in here.fleet.drafts)
     must_be_right(await here.ask(SessionDraft(here.drafts), strategy="model"))
+
+
+async def test_a_draft_that_keeps_failing_is_asked_by_one_probe_at_a_time(here: Here) -> None:
+    bad, other = here.fleet.drafts
+    await other.withdraw()
+    await other.fake.stop()
+    await here.drafts.refresh()
+    bad.fake.lie = refuse
+    sessions = [SessionDraft(here.drafts) for _ in range(8)]
+    for session in sessions:
+        assert isinstance(await here.ask(session), ev.Failed)
+    assert len(bad.fake.calls) == FAILURES
+    await until_used(here, bad.fake.address)
+    for session in sessions:
+        assert isinstance(await here.ask(session), ev.Failed)
+    assert len(bad.fake.calls) == FAILURES + 1
+    bad.fake.lie = lambda _item, _answer: None
+    await until_used(here, bad.fake.address)
+    for session in sessions:
+        must_be_right(await here.ask(session))
+
+
+async def test_misses_are_no_failures(here: Here) -> None:
+    """A draft that lost its caches says so to everyone at once."""
+    session = SessionDraft(here.drafts)
+    must_be_right(await here.ask(session))
+    home, _ = here.fleet.holder()
+    for _ in range(2 * FAILURES):
+        home.fake.forget()
+        part = ev.Slice(len(PROMPT_TOKENS), (1,), prefix_hash(PROMPT_TOKENS))
+        answer = await session.propose(SPEC, ev.Propose(1, part, K, ""), None)
+        assert isinstance(answer, ev.CacheMissed)
+    must_be_right(await here.ask(session))
+
+
+async def test_proposals_that_come_too_late_open_the_breaker_too(here: Here) -> None:
+    slow, other = here.fleet.drafts
+    await other.withdraw()
+    await other.fake.stop()
+    await here.drafts.refresh()
+    slow.fake.gate.close()
+    asking = [here.ask(SessionDraft(here.drafts), named(str(number))) for number in range(FAILURES)]
+    await asyncio.gather(*asking)
+    asked = len(slow.fake.calls)
+    began = asyncio.get_running_loop().time()
+    assert isinstance(await here.ask(SessionDraft(here.drafts)), ev.Failed)
+    assert asyncio.get_running_loop().time() - began < TIMEOUT_S / 2, "nobody waits for it any more"
+    assert len(slow.fake.calls) == asked
+
+
+async def test_a_session_falls_from_model_to_lookup_at_a_draft_to_lookup_here_and_comes_back(
+    here: Here,
+) -> None:
+    model, looking_up = here.fleet.drafts
+    looking_up.fake.strategies = (NGRAM,)
+    await looking_up.fake.stop()
+    await looking_up.fake.start()
+    await looking_up.withdraw()
+    await here.fleet.register(looking_up)
+    await here.drafts.refresh()
+    session = SessionDraft(here.drafts, may_look_up=True)
+
+    async def strategy_asked() -> str:
+        """Of which draft, or "here"; looked up is the prompt, which does not repeat itself."""
+        counts = [len(draft.fake.calls) for draft in here.fleet.drafts]
+        answer = await here.ask(session, strategy=MODEL)
+        assert isinstance(answer, ev.Proposed)
+        for draft, count in zip(here.fleet.drafts, counts, strict=True):
+            if len(draft.fake.calls) > count:
+                return str(draft.fake.calls[-1].strategy)
+        assert answer.prefix_hash == prefix_hash(SPEC.prompt)
+        assert session.replica is None, "what is looked up here no draft has"
+        return "here"
+
+    assert await strategy_asked() == MODEL
+    await model.fake.stop()
+    assert await strategy_asked() == NGRAM
+    await looking_up.fake.stop()
+    assert await strategy_asked() == "here"
+    await looking_up.fake.start()
+    await until_used(here, looking_up.fake.address)
+    assert await strategy_asked() == NGRAM
+    await model.fake.start()
+    await until_used(here, model.fake.address)
+    assert await strategy_asked() == MODEL
+    assert sum(here.drafts.moves.counts.values()) >= 2
+
+
+async def until_used(here: Here, address: str) -> None:
+    """Wait until the draft may be tried again."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not here.drafts._members[address].may_be_asked(here.drafts.now_ns()):
+            await here.drafts.refresh()
+            await asyncio.sleep(0.02)
+
+
+def refuse(_item: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    answer.status.code = grpc.StatusCode.INTERNAL.value[0]

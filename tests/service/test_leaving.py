@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import pytest
 
-from services.client.client import GalleyRpcError, TokenStream
+from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
 from services.client.request import generate_request
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -213,3 +213,68 @@ async def test_a_gateway_leaves_in_time_though_a_pool_hangs(world: World, hung: 
     await pool.was_given_up()
     pool.gate.open()
     must_be_true(await heard.listen(other.client.resume_stream(stream)))
+
+
+@any_credit
+async def test_a_session_may_go_on_without_its_client(world: World) -> None:
+    """The buffer bounds a stream that somebody reads, not one that nobody does."""
+    first, second = await world.gateway(buffer=8), await world.gateway()
+    for leave in ("cancel", "break"):
+        world.target.gate.close()
+        world.target.gate.permit(2)
+        client = await GalleyClient(first.address, retries=NO_RETRIES).__aenter__()
+        stream = client.generate(
+            PROMPT, max_tokens=256, seed=SEED, ignore_eos=True, continue_without_client=True
+        )
+        heard = await hear(stream, until=2)
+        if leave == "cancel":
+            stream.cancel()
+        await client.__aexit__(None, None, None)
+        world.target.gate.open()
+        await world.target.watch.until(lambda: world.target.confirmed[stream.session_id] == 256)  # noqa: B023
+        await first.idle()
+        calls = len(world.target.calls)
+        must_be_true(await heard.listen(second.client.resume_stream(stream)), max_tokens=256)
+        assert len(world.target.calls) == calls, "it was all there"
+
+
+async def test_a_session_that_goes_on_without_its_client_holds_its_place(world: World) -> None:
+    gateway = await world.gateway(max_sessions=1)
+    world.target.gate.close()
+    stream = gateway.ask(continue_without_client=True)
+    await anext(stream)
+    await world.target.called(1)
+    stream.cancel()
+    while await refused_or_held(gateway.ask()) is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+        pass
+    world.target.gate.open()
+    await gateway.idle()
+    must_be_true(await hear(gateway.ask()))
+
+
+async def test_a_session_that_goes_on_without_its_client_can_be_joined_aborted_and_drained(
+    world: World,
+) -> None:
+    gateway, other = await world.gateway(drain_timeout_s=0.5), await world.gateway()
+    streams = []
+    for _ in range(3):
+        asked = len(world.target.calls)
+        world.target.gate.close()
+        stream = gateway.ask(max_tokens=500, continue_without_client=True)
+        await anext(stream)
+        await world.target.called(asked + 1)
+        stream.cancel()
+        streams.append(stream)
+    joined, aborted, drained = streams
+    await gateway.client.abort(aborted.session_id)
+    taken = other.client.resume_stream(joined)
+    heard = Heard()
+    heard.hear(await anext(taken))
+    async with asyncio.timeout(PATIENCE_S):
+        await gateway.running.stop()
+    world.target.gate.open()
+    must_be_true(await heard.listen(taken), max_tokens=500)
+    over = await hear(other.client.resume(aborted.session_id, 0))
+    assert over.finished is not None
+    assert over.finished.reason == pb.Finished.REASON_ABORTED
+    must_be_true(await hear(other.client.resume(drained.session_id, 0)), max_tokens=500)

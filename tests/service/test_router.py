@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import grpc
@@ -14,18 +14,20 @@ from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.registry import target_lease
 from services.core import events as ev
 from services.core.answer import SessionSpec
-from services.core.content import prefix_hash
+from services.core.content import block_hashes, prefix_hash
 from services.core.params import SamplingParams
 from services.gateway.clock import MonotonicClock
+from services.gateway.patience import SECOND
 from services.gateway.router import SessionTarget
 from services.gateway.targets import Targets
 from tests.service.fakes import FakeTarget
-from tests.service.fleet import Fleet
+from tests.service.fleet import BLOCK, Fleet
 from tests.service.truth import SEED, VOCAB, true_output
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import PROMPT_TOKENS, World
 
 if TYPE_CHECKING:
+    from services.core.ports import Replica
     from services.core.routing import TargetLease
 
 SPEC = SessionSpec(
@@ -208,3 +210,252 @@ async def test_an_item_that_nobody_waits_for_is_not_counted_for_ever(here: Here)
     item = target.verify(SPEC, here.request(confirmed(0)), None)
     await item.aclose()
     assert [member.items for member in here.targets._members.values()] == before
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fakes do not say what passes take: their verdicts are late soon."""
+    monkeypatch.setattr("services.core.lateness.LEAST_NS", SECOND // 10)
+
+
+def moves_of(here: Here) -> dict[str, int]:
+    return dict(here.targets.moves.counts)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("credit", [0, 8])
+async def test_a_replica_whose_verdict_is_late_is_left_for_another_of_its_build(
+    here: Here, credit: int
+) -> None:
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    home.gate.close()
+    answers = await here.ask(target, confirmed(1), credit=credit)
+    [failed] = answers
+    assert isinstance(failed, ev.Failed)
+    assert failed.elsewhere
+    await home.was_given_up()
+    [answer] = await here.ask(target, confirmed(1))
+    assert isinstance(answer, ev.Verified)
+    assert list(answer.tokens) == true_output(PROMPT_TOKENS, 2, SEED)[1:]
+    assert (len(home.calls), len(other.calls)) == (2, 1)
+    assert moves_of(here) == {"late": 1}
+    home.gate.open()
+    for count in range(2, 6):
+        await here.ask(target, confirmed(count))
+    assert len(home.calls) == 2, "it stays where it is"
+    assert moves_of(here) == {"late": 1}
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_verdict_that_is_late_in_mid_item_is_too(here: Here) -> None:
+    target = SessionTarget(here.targets)
+    for fake in here.fakes:
+        fake.gate.close()
+        fake.gate.permit(3)
+    answers = await here.ask(target, confirmed(0), credit=8)
+    assert [type(answer) for answer in answers] == [ev.Verified] * 3 + [ev.Failed]
+    home, other = here.home()
+    other.gate.open()
+    await here.ask(target, confirmed(3))
+    assert (len(home.calls), len(other.calls)) == (1, 1)
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_late_replica_is_waited_for_where_no_other_of_its_build_is_up(here: Here) -> None:
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    other.fingerprint = "build-2"
+    other.incarnations += 1
+    await here.tell(other)
+    await here.targets.refresh()
+    home.gate.close()
+    asking = asyncio.ensure_future(here.ask(target, confirmed(1)))
+    await asyncio.sleep(0.5)  # five times as long as it may take
+    home.gate.open()
+    [answer] = await asking
+    assert isinstance(answer, ev.Verified)
+    assert not other.calls
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_late_replica_is_not_left_for_one_that_is_at_a_standstill_too(here: Here) -> None:
+    """As when both share a machine that is busy: moving would only throw work away."""
+    for fake in here.fakes:
+        fake.gate.close()
+    asking = [asyncio.ensure_future(here.ask(SessionTarget(here.targets), confirmed(0))) for _ in range(2)]
+    for fake in here.fakes:
+        await fake.called(1)
+    await asyncio.sleep(0.5)
+    for fake in here.fakes:
+        fake.gate.open()
+    for [answer] in await asyncio.gather(*asking):
+        assert isinstance(answer, ev.Verified)
+    assert here.asked() == [1, 1]
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_what_passes_take_and_what_is_queued_is_waited_for(here: Here) -> None:
+    """A replica that says that passes take a second has eight of them, and more for a long prompt."""
+    for fake in here.fakes:
+        fake.row_costs = ((1, SECOND),)
+        fake.incarnations += 1
+        await here.tell(fake)
+    await here.targets.refresh()
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    home.gate.close()
+    asking = asyncio.ensure_future(here.ask(target, confirmed(1)))
+    await asyncio.sleep(0.5)
+    home.gate.open()
+    [answer] = await asking
+    assert isinstance(answer, ev.Verified)
+    assert not other.calls
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_replica_that_is_silent_altogether_is_left_by_all_its_sessions(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One session finds it late, and asks who it is: the others need not wait for their own verdicts."""
+    monkeypatch.setattr(here.targets, "sign_of_life_s", 0.2)
+    sessions = [SessionTarget(here.targets) for _ in range(4)]
+    for session in sessions:
+        await here.ask(session, confirmed(0))
+    frozen = here.fakes[0]
+    frozen.gate.close()
+    frozen.spoken.close()
+    patient = [session for session in sessions if session.place(SPEC, here.request(confirmed(1))) is not None]
+    assert len(patient) == 4
+    for session in patient[1:]:
+        for _ in range(6):
+            session.patience.lost()  # those would wait for long
+    async with asyncio.timeout(3):
+        for answers in await asyncio.gather(*(here.ask(session, confirmed(1)) for session in sessions)):
+            assert isinstance(answers[-1], ev.Verified | ev.Failed)
+    frozen.spoken.open()
+
+
+async def test_a_replica_that_fails_is_left_at_once_while_there_is_another(here: Here) -> None:
+    """Each is tried once; then it is time to wait."""
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    for fake in here.fakes:
+        fake.item_failure = grpc.StatusCode.RESOURCE_EXHAUSTED
+    failures = [answer for _ in range(3) for answer in await here.ask(target, confirmed(1))]
+    assert [isinstance(it, ev.Failed) and it.elsewhere for it in failures] == [True, False, False]
+    for fake in here.fakes:
+        fake.item_failure = None
+    [answer] = await here.ask(target, confirmed(1))
+    assert isinstance(answer, ev.Verified)
+
+
+async def test_a_replica_that_comes_back_does_not_answer_for_its_former_life(here: Here) -> None:
+    target = SessionTarget(here.targets)
+    home, other = here.fakes
+    del here.leases.told[other.address]
+    await here.targets.refresh()
+    await here.ask(target, confirmed(0))
+    await other.stop()
+    home.gate.close()
+    item = target.verify(SPEC, here.request(confirmed(1)), None)
+    reading = asyncio.ensure_future(anext(aiter(item)))
+    await home.called(2)
+    former = item.replica
+    await home.stop()
+    await home.start()
+    home.gate.open()
+    assert isinstance(await reading, ev.Failed)
+    await item.aclose()
+    now_at: Replica | None = None
+    for _ in range(3):
+        await here.targets.refresh()
+        later = target.verify(SPEC, here.request(confirmed(1)), None)
+        answer = await anext(aiter(later))
+        await later.aclose()
+        if isinstance(answer, ev.Verified):
+            now_at = later.replica
+            break
+    assert former is not None
+    assert now_at is not None
+    assert former.address == now_at.address
+    assert former.incarnation != now_at.incarnation
+    assert item.replica == former, "what it held is not said to be held by the new one"
+    assert moves_of(here) == {"restarted": 1}
+
+
+class Hedging:
+    """Both replicas are warm for the prompt, by their leases; the first verdicts so far came at once."""
+
+    def __init__(self, here: Here) -> None:
+        self.here = here
+
+    async def begin(self, *, warm: bool) -> tuple[SessionTarget, FakeTarget, FakeTarget]:
+        """A session that has not been asked for, where it will be, and the other."""
+        here = self.here
+        hashes = frozenset(block_hashes(b"", PROMPT_TOKENS, BLOCK)) if warm else frozenset()
+        for fake in here.fakes:
+            lease = here.leases.told[fake.address]
+            assert lease is not None
+            here.leases.told[fake.address] = replace(lease, kv_block_tokens=BLOCK, cached_prefixes=hashes)
+        await here.targets.refresh()
+        for _ in range(20):
+            await here.ask(SessionTarget(here.targets), confirmed(0))
+        home, other = here.home()
+        assert not other.calls
+        here.targets.hedge_quantile = 0.9
+        return SessionTarget(here.targets), home, other
+
+
+@pytest.mark.parametrize("credit", [0, 4])
+async def test_a_slow_first_verdict_is_asked_of_another_that_holds_the_prompt(
+    here: Here, credit: int
+) -> None:
+    target, home, other = await Hedging(here).begin(warm=True)
+    home.gate.close()
+    asked = len(other.calls)
+    item = target.verify(SPEC, here.request(confirmed(0), credit), None)
+    answers = []
+    async with asyncio.timeout(PATIENCE_S):
+        async for answer in item:
+            assert isinstance(answer, ev.Verified)
+            answers.append(answer)
+    tokens = [token for answer in answers for token in answer.tokens]
+    assert tokens == true_output(PROMPT_TOKENS, credit + 1, SEED)
+    assert item.replica is not None
+    assert item.replica.address == other.address
+    assert len(other.calls) == asked + 1
+    await home.was_given_up()
+    await item.aclose()
+    await here.ask(target, confirmed(credit + 1))
+    assert len(other.calls) == asked + 2, "it stays where it was answered"
+    assert [member.items for member in here.targets._members.values()] == [0, 0]
+    assert [member.rows_ahead for member in here.targets._members.values()] == [0, 0]
+
+
+async def test_whoever_answers_first_goes_on_and_the_other_is_given_up(here: Here) -> None:
+    target, home, other = await Hedging(here).begin(warm=True)
+    for fake in here.fakes:
+        fake.gate.close()
+    asking = asyncio.ensure_future(here.ask(target, confirmed(0)))
+    await other.called(len(other.calls) + 1)
+    home.gate.open()
+    [answer] = await asking
+    assert isinstance(answer, ev.Verified)
+    await other.was_given_up()
+    assert moves_of(here) == {}
+
+
+async def test_a_cold_replica_is_not_asked_too(here: Here) -> None:
+    target, home, other = await Hedging(here).begin(warm=False)
+    home.gate.close()
+    asked = len(other.calls)
+    asking = asyncio.ensure_future(here.ask(target, confirmed(0)))
+    await asyncio.sleep(0.3)
+    home.gate.open()
+    [answer] = await asking
+    assert isinstance(answer, ev.Verified)
+    assert len(other.calls) == asked

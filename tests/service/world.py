@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from services.client.client import GalleyClient, GalleyRpcError
+from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError
 from services.common.server import RunningServer, start_server
 from services.common.tokenizer_hash import tokenizer_hash
 from services.core.records import PositionLogprobs
@@ -177,6 +177,8 @@ class World:
                 "max_message_bytes": 1 << 16,
                 # Generous: machines of tests are slow, and what is late is tested on purpose.
                 "draft_timeout_s": 10,
+                # So that a test can tell by the origin of tokens whether a draft was asked.
+                "lookup_fallback": False,
                 "drain_timeout_s": 5,
                 "window": 1000,
                 "buffer": 1000,
@@ -190,7 +192,7 @@ class World:
         """A gateway with these settings."""
         settings = self.settings(**given)
         running = await start_server(settings, build(settings), interceptors=interceptors(settings))
-        client = await GalleyClient(running.address).__aenter__()
+        client = await GalleyClient(running.address, retries=NO_RETRIES).__aenter__()
         self._gateways.append(Gateway(running, client))
         return self._gateways[-1]
 

@@ -534,6 +534,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
+    CONTINUE_WITHOUT_CLIENT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the one that the gateway serves."""
     text: _builtins.str
@@ -552,6 +553,11 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     n: _builtins.int
     """1 for now. Unset: 1."""
+    continue_without_client: _builtins.bool
+    """Go on to the end when the client goes away before it (it cancels, or its connection is lost): Resume then
+    finds what was generated meanwhile. It takes up one of the gateway's streams until then. Unset: work stops
+    within a round. The deadline of the call ends the work either way.
+    """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
         """Put into the model's chat template."""
@@ -590,10 +596,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         n: _builtins.int | None = ...,
         structured_output: Global___StructuredOutput | None = ...,
+        continue_without_client: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "n", b"n", "sampling", b"sampling", "speculation", b"speculation", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "priority", b"priority", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids", "workload", b"workload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "continue_without_client", b"continue_without_client", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "priority", b"priority", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

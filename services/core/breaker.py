@@ -1,0 +1,90 @@
+"""A circuit breaker: who fails too often is left alone for a while, then tried by one, then used again.
+
+Closed, everything goes through. Once FAILURES of the last WINDOW attempts have failed, it opens, and nothing
+goes through until its pause is over. Then it is half open: one attempt is the probe, and the others wait for
+what becomes of it. A probe that succeeds closes the breaker; one that fails opens it for twice as long.
+
+An attempt is named by the number that `begin` gives: what comes of one that began before the breaker last
+changed says nothing of now, and is ignored.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+
+WINDOW = 8
+FAILURES = 4
+FIRST_PAUSE_NS = 500_000_000
+LONGEST_PAUSE_NS = 8_000_000_000
+
+
+class State(enum.Enum):
+    """What goes through."""
+
+    CLOSED = "everything"
+    OPEN = "nothing"
+    HALF_OPEN = "one, to see what becomes of it"
+
+
+class Breaker:
+    """Of one replica. Times are nanoseconds, never falling."""
+
+    def __init__(self) -> None:
+        self._failed: deque[bool] = deque(maxlen=WINDOW)
+        self._open_until: int | None = None
+        self._pause = FIRST_PAUSE_NS
+        self._probing = False
+        self._number = 0
+
+    def state(self, now: int) -> State:
+        """At this time."""
+        if self._open_until is None:
+            return State.CLOSED
+        return State.OPEN if now < self._open_until else State.HALF_OPEN
+
+    def allows(self, now: int) -> bool:
+        """Whether an attempt may begin."""
+        state = self.state(now)
+        return state is State.CLOSED or (state is State.HALF_OPEN and not self._probing)
+
+    def begin(self, now: int) -> int:
+        """An attempt begins; half open, it is the probe. One that is not allowed says nothing in the end."""
+        if not self.allows(now):
+            return -1
+        self._probing = self.state(now) is State.HALF_OPEN
+        return self._number
+
+    def succeeded(self, attempt: int) -> bool:
+        """It did; whether that closed the breaker."""
+        if attempt != self._number:
+            return False
+        self._failed.append(False)
+        if not self._probing:
+            return False
+        self._open_until = None
+        self._pause = FIRST_PAUSE_NS
+        self._change()
+        return True
+
+    def failed(self, attempt: int, now: int) -> bool:
+        """It did; whether that opened the breaker, or keeps it open."""
+        if attempt != self._number:
+            return False
+        self._failed.append(True)
+        if not self._probing and sum(self._failed) < FAILURES:
+            return False
+        self._open_until = now + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_NS)
+        self._change()
+        return True
+
+    def given_up(self, attempt: int) -> None:
+        """Nobody waited for what would have come of it: another may be the probe."""
+        if attempt == self._number:
+            self._probing = False
+
+    def _change(self) -> None:
+        self._failed.clear()
+        self._probing = False
+        self._number += 1

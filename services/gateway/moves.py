@@ -1,0 +1,41 @@
+"""Sessions that went from one replica to another: counted, logged, and told to the trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+
+from services.common.logs import get_logger
+
+if TYPE_CHECKING:
+    from services.core.ports import Replica
+
+FAILED = "failed"
+LATE = "late"
+LEFT = "left"
+"""It drained or was let go."""
+HEDGED = "hedged"
+"""The other was asked too, and answered first."""
+RESTARTED = "restarted"
+
+_log = get_logger(__name__)
+
+
+class Moves:
+    """Of one pool; `counts` is by reason, for metrics."""
+
+    def __init__(self, pool: str) -> None:
+        """`pool` is "draft" or "target"."""
+        self._pool = pool
+        self.counts: Counter[str] = Counter()
+
+    def note(self, session_id: str, source: Replica, to: Replica, reason: str) -> None:
+        """The first answer from elsewhere has come."""
+        if source.address == to.address:
+            reason = RESTARTED
+        self.counts[reason] += 1
+        facts = {"pool": self._pool, "source": source.address, "to": to.address, "reason": reason}
+        _log.info("session moved", session_id=session_id, **facts)
+        trace.get_current_span().add_event("session moved", {f"galley.{k}": v for k, v in facts.items()})

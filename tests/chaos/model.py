@@ -1,0 +1,24 @@
+"""A model of random weights whose streams last long enough to be disturbed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tests.target import tiny
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONTEXT = 2048
+_HIDDEN = 256
+
+
+def save_model(directory: Path) -> Path:
+    """Config, safetensors and tokenizer.json; it never says tiny.POISON."""
+    model = tiny.random_llama(hidden_size=_HIDDEN, spread=0.1, seed=0)
+    with torch.no_grad():
+        model.lm_head.weight[tiny.POISON] = 0.0
+    model.config.max_position_embeddings = CONTEXT
+    return tiny.save(model, directory)

@@ -1,0 +1,95 @@
+"""Streams that never end for long: each asks the same again and again, and knows what the answer must be."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING
+
+from services.client.options import GenerateOptions, Speculation
+from services.core.strategies import NGRAM
+from tests.service.waiting import Watch
+from tests.target.tiny import POISON
+
+if TYPE_CHECKING:
+    from services.client.client import GalleyClient
+
+PROMPT_TOKENS = 24
+
+
+class WrongToken(Exception):
+    """A stream is not its undisturbed reference."""
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    """Token ids that the model knows; every other one repeats itself, which is easy to draft for."""
+    chance = Random(seed)
+    made = []
+    for number in range(count):
+        tokens = [chance.randrange(2, POISON) for _ in range(PROMPT_TOKENS)]
+        made.append(tokens if number % 2 else tokens[:4] * (PROMPT_TOKENS // 4))
+    return made
+
+
+def options(max_tokens: int, number: int) -> GenerateOptions:
+    """Of stream `number`: greedy ones and sampled ones, drafted for in all ways."""
+    ways = (Speculation(), Speculation(k=4, strategy=NGRAM), Speculation(off=True))
+    return GenerateOptions(
+        max_tokens=max_tokens,
+        temperature=(0.0, 0.8)[number % 2],
+        seed=number,
+        ignore_eos=True,
+        speculation=ways[number % len(ways)],
+    )
+
+
+@dataclass
+class Stream:
+    """One of those that are disturbed."""
+
+    client: GalleyClient
+    prompt: list[int]
+    options: GenerateOptions
+    reference: list[int] = field(default_factory=list)
+    answers: int = 0
+    tokens: int = 0
+    heard_at_s: float = 0.0
+    over: bool = False
+    watch: Watch = field(default_factory=Watch)
+
+    async def learn(self) -> None:
+        """The reference, while nothing is disturbed."""
+        stream = self.client.generate(self.prompt, **self.options)
+        async for _ in stream:
+            pass
+        self.reference = list(stream.token_ids)
+
+    async def run(self) -> None:
+        """Ask until it is over. Raises WrongToken, or GalleyRpcError where a stream is lost."""
+        while not self.over:
+            await self._ask()
+            self.answers += 1
+
+    async def _ask(self) -> None:
+        stream = self.client.generate(self.prompt, **self.options)
+        async for event in stream:
+            if not event.chunk.token_ids:
+                continue
+            end = len(stream.token_ids)
+            start = end - len(event.chunk.token_ids)
+            if stream.token_ids[start:end] != self.reference[start:end]:
+                raise WrongToken(f"{stream.session_id}: other tokens at {start}")
+            self.tokens += end - start
+            self.heard_at_s = time.monotonic()
+            self.watch.changed()
+        if stream.token_ids != self.reference or stream.finished is None:
+            raise WrongToken(f"{stream.session_id}: ended after {len(stream.token_ids)} tokens")
+
+    async def next_token_s(self, since_s: float, patience_s: float) -> float:
+        """How long after `since_s` its next token came. Raises TimeoutError."""
+        async with asyncio.timeout(patience_s):
+            while self.heard_at_s <= since_s:
+                await self.watch.until(lambda: self.heard_at_s > since_s)
+        return self.heard_at_s - since_s

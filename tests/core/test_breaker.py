@@ -1,0 +1,102 @@
+"""When a breaker lets whom through."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.core.breaker import FAILURES, FIRST_PAUSE_NS, LONGEST_PAUSE_NS, WINDOW, Breaker, State
+
+
+def opened(breaker: Breaker, now: int = 0) -> int:
+    """Let attempts fail until it opens; how many it took."""
+    for count in range(1, WINDOW + 1):
+        if breaker.failed(breaker.begin(now), now):
+            return count
+    raise AssertionError("it does not open")
+
+
+def test_it_opens_when_half_of_the_last_have_failed() -> None:
+    breaker = Breaker()
+    assert opened(breaker) == FAILURES
+    assert breaker.state(0) is State.OPEN
+    mixed = Breaker()
+    for _ in range(FAILURES - 1):
+        assert not mixed.failed(mixed.begin(0), 0)
+        assert not mixed.succeeded(mixed.begin(0))
+    assert mixed.failed(mixed.begin(0), 0), "the last of four failures among seven"
+
+
+def test_failures_that_are_rare_do_not_open_it() -> None:
+    breaker = Breaker()
+    for number in range(100):
+        if number % 3 == 0:
+            assert not breaker.failed(breaker.begin(0), 0)
+        else:
+            breaker.succeeded(breaker.begin(0))
+    assert breaker.state(0) is State.CLOSED
+
+
+def test_after_its_pause_one_probe_decides() -> None:
+    breaker = Breaker()
+    opened(breaker)
+    assert not breaker.allows(FIRST_PAUSE_NS - 1)
+    assert breaker.allows(FIRST_PAUSE_NS)
+    probe = breaker.begin(FIRST_PAUSE_NS)
+    assert not breaker.allows(FIRST_PAUSE_NS), "one at a time"
+    assert breaker.succeeded(probe)
+    assert breaker.state(FIRST_PAUSE_NS) is State.CLOSED
+    assert opened(breaker, FIRST_PAUSE_NS) == FAILURES, "what was before is forgotten"
+
+
+def test_each_probe_that_fails_doubles_the_pause_up_to_a_bound() -> None:
+    breaker, now = Breaker(), 0
+    opened(breaker)
+    pauses = []
+    for _ in range(8):
+        began = now
+        while not breaker.allows(now):
+            now += FIRST_PAUSE_NS
+        pauses.append(now - began)
+        assert breaker.failed(breaker.begin(now), now)
+    assert pauses == sorted(pauses)
+    assert pauses[0] == FIRST_PAUSE_NS
+    assert pauses[-1] == LONGEST_PAUSE_NS
+
+
+def test_a_probe_that_nobody_waited_for_leaves_room_for_another() -> None:
+    breaker = Breaker()
+    opened(breaker)
+    breaker.given_up(breaker.begin(FIRST_PAUSE_NS))
+    assert breaker.allows(FIRST_PAUSE_NS)
+
+
+def test_what_began_before_it_opened_says_nothing_of_now() -> None:
+    breaker = Breaker()
+    old = breaker.begin(0)
+    opened(breaker)
+    assert not breaker.succeeded(old)
+    assert not breaker.failed(old, FIRST_PAUSE_NS)
+    assert breaker.state(FIRST_PAUSE_NS) is State.HALF_OPEN
+    refused = Breaker()
+    opened(refused)
+    assert not refused.succeeded(refused.begin(0)), "nor what was not allowed"
+    assert refused.state(0) is State.OPEN
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["fail", "succeed", "leave"]), st.integers(0, 10**9)), max_size=80))
+def test_whatever_happened_it_closes_once_all_is_well(steps: list[tuple[str, int]]) -> None:
+    breaker, now = Breaker(), 0
+    for what, later in steps:
+        now += later
+        attempt = breaker.begin(now)
+        if what == "fail":
+            breaker.failed(attempt, now)
+        elif what == "succeed":
+            breaker.succeeded(attempt)
+        else:
+            breaker.given_up(attempt)
+    now += LONGEST_PAUSE_NS
+    breaker.succeeded(breaker.begin(now))
+    assert breaker.state(now) is State.CLOSED
