@@ -206,11 +206,15 @@ class Sentinel(TcpServer):
 
     ready = b"+monitor"
 
-    def __init__(self, kind: str, directory: Path, port: int, master_port: int) -> None:
+    def __init__(
+        self, kind: str, directory: Path, port: int, master_port: int, tls: Sequence[str] = ()
+    ) -> None:
         super().__init__(kind, directory, port)
         config = directory / "sentinel.conf"  # which it writes to
+        listen = f"port 0\ntls-port {port}" if tls else f"port {port}"
+        files = "".join(f"{name[2:]} {value}\n" for name, value in zip(tls[::2], tls[1::2], strict=True))
         config.write_text(
-            f"port {port}\nbind {_HOST}\ndir {directory}\nunixsocket {directory / 's'}\n"
+            f"{listen}\n{files}bind {_HOST}\ndir {directory}\nunixsocket {directory / 's'}\n"
             f"sentinel monitor {SERVICE} {_HOST} {master_port} 1\n"
             f"sentinel down-after-milliseconds {SERVICE} 500\n"
             f"sentinel failover-timeout {SERVICE} 2000\n"
@@ -246,14 +250,16 @@ class ReplicaSet:
 
 
 @asynccontextmanager
-async def replica_set(kind: str) -> AsyncIterator[ReplicaSet]:
+async def replica_set(kind: str, tls: Sequence[str] = ()) -> AsyncIterator[ReplicaSet]:
     """All of them, at work; gone at the end."""
+    options = (*tls, "--tls-replication", "yes") if tls else ()
     with ExitStack() as held:
         master, replica = (
-            _started(lambda directory: TcpServer(kind, directory, free_port()), held) for _ in range(2)
+            _started(lambda directory: TcpServer(kind, directory, free_port(), tls=options), held)
+            for _ in range(2)
         )
         directory = held.enter_context(tempfile.TemporaryDirectory(prefix="galley-"))
-        sentinel = Sentinel(kind, Path(directory), free_port(), master.port)
+        sentinel = Sentinel(kind, Path(directory), free_port(), master.port, options)
         held.callback(sentinel.stop)
         servers = ReplicaSet(master, replica, sentinel)
         await servers.form()

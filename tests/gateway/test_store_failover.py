@@ -186,30 +186,28 @@ async def test_a_cluster_of_which_nobody_is_left(cluster: Cluster) -> None:
 
 
 async def test_a_master_that_is_lost_is_unavailable_until_sentinels_name_another(watched: ReplicaSet) -> None:
-    pair = watched
-    async with store_at(pair, call_timeout_s=0.5) as store:
+    async with store_at(watched, call_timeout_s=0.5) as store:
         owner = (await store.create(a_session())).ownership
-        await copied(pair, owner, [1])
-        pair.master.kill()
+        await copied(watched, owner, [1])
+        watched.master.kill()
         with pytest.raises(StoreUnavailable):
             await store.commit(owner, 4, [2], b".")
         assert await in_time(lambda: store.commit(owner, 4, [2], b".")) == 5
-        pair.master.start()  # back with an old log; nobody is sent there
-        async with store_at(pair) as another:
+        watched.master.start()  # back with an old log; nobody is sent there
+        async with store_at(watched) as another:
             assert await in_time(lambda: another.commit(owner, 5, [3], b".")) == 6
         await must_hold(store, owner, [1, 2, 3])
 
 
 async def test_what_a_promoted_replica_did_not_have_its_owner_commits_again(watched: ReplicaSet) -> None:
-    pair = watched
-    async with store_at(pair, call_timeout_s=0.5) as store:
+    async with store_at(watched, call_timeout_s=0.5) as store:
         owner = (await store.create(a_session())).ownership
-        await copied(pair, owner, [1])
-        pair.replica.pause()
-        assert await pair.master.command("CLIENT", "KILL", "TYPE", "replica") == 1
+        await copied(watched, owner, [1])
+        watched.replica.pause()
+        assert await watched.master.command("CLIENT", "KILL", "TYPE", "replica") == 1
         assert await store.commit(owner, 4, [2, 3], b"..") == 6
-        pair.master.kill()
-        pair.replica.go_on()
+        watched.master.kill()
+        watched.replica.go_on()
 
         async def have() -> int:
             try:

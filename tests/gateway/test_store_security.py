@@ -195,7 +195,8 @@ class At:
 def trusting(url: str, authority: Authority) -> Backend:
     """`url` over TLS, with a certificate of ours."""
     mine = authority.issue("client")
-    return At(f"{url}?ca={authority.ca}&cert={mine.cert}&key={mine.key}")
+    first = "&" if "?" in url else "?"
+    return At(f"{url}{first}ca={authority.ca}&cert={mine.cert}&key={mine.key}")
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +225,11 @@ async def test_a_cluster_is_spoken_to_over_tls(authority: Authority) -> None:
     with cluster_servers(REDIS, tls=tls_options(authority)) as cluster:
         await cluster.form()
         await must_work(trusting(f"rediss+cluster://{cluster.addresses}", authority))
+
+
+async def test_a_replica_set_and_its_sentinels_are_spoken_to_over_tls(authority: Authority) -> None:
+    async with replica_set(REDIS, tls=tls_options(authority)) as servers:
+        await must_work(trusting(servers.url.replace("redis+", "rediss+"), authority))
 
 
 async def test_a_server_of_another_authority_is_not_trusted(

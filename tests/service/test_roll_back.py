@@ -87,15 +87,17 @@ async def test_what_the_store_lost_is_computed_again_where_the_session_is_resume
 
 @any_credit
 async def test_the_client_has_all_and_the_store_does_not(frail_world: World, own_store: Server) -> None:
-    """It has the last token, and was cut off before it heard of the end."""
+    """Of a session that had ended too: it is live again, and ends again."""
     first, second = await frail_world.gateway(draft="none"), await frail_world.gateway(draft="none")
     stream, heard = await stream_beyond(frail_world, own_store, first)
     frail_world.target.gate.open()
-    await heard.listen(stream, MAX_TOKENS)
-    stream.cancel()
-    await first.idle()
+    must_be_true(await heard.listen(stream))
     own_store.roll_back()
-    must_be_true(await heard.listen(second.client.resume_stream(stream)))
+    again = await hear(second.client.resume_stream(stream), first_index=MAX_TOKENS)
+    assert not again.tokens
+    assert again.finished is not None
+    assert heard.finished is not None
+    assert again.finished.reason == heard.finished.reason
     await log_must_be_true(first, stream)
 
 
@@ -125,6 +127,7 @@ async def test_an_owner_whose_claim_was_lost_is_not_told_that_another_has_the_se
     first, second = await frail_world.gateway(draft="none"), await frail_world.gateway(draft="none")
     stream, heard = await stream_beyond(frail_world, own_store, first)
     stream.cancel()
+    await frail_world.target.was_given_up()
     await first.idle()
     frail_world.target.gate.permit(1)
     resumed = second.client.resume_stream(stream)
