@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.simulation.schedule import Wanted
     from tests.simulation.world import World
 
-_ROOM = 3
+_ROOM = 2
 """Items that a transport takes before its reader has."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.8
 
