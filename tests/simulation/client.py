@@ -208,6 +208,9 @@ class SimClient:
             self._at += 1
         if item.text != text_of(self.spec, item.index, item.tokens):
             ledger.violate(f"{name}: text {item.text!r} of {item.tokens}")
+        told = [-entry.logprob for entry in item.logprobs]
+        if told != [float(token) for token in item.tokens] * (self.spec.logprobs is not None):
+            ledger.violate(f"{name}: logprobs {told} of {item.tokens}")
 
     def _contradicted(self, what: str) -> None:
         """What is made anew after all was lost may be another answer; the client sees it, and gives up."""
