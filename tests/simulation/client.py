@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.simulation.schedule import Wanted
     from tests.simulation.world import World
 
-_ROOM = 3
+_ROOM = 2
 """Items that a transport takes before its reader has."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.8
 
@@ -208,6 +208,9 @@ class SimClient:
             self._at += 1
         if item.text != text_of(self.spec, item.index, item.tokens):
             ledger.violate(f"{name}: text {item.text!r} of {item.tokens}")
+        told = [-entry.logprob for entry in item.logprobs]
+        if told != [float(token) for token in item.tokens] * (self.spec.logprobs is not None):
+            ledger.violate(f"{name}: logprobs {told} of {item.tokens}")
 
     def _contradicted(self, what: str) -> None:
         """What is made anew after all was lost may be another answer; the client sees it, and gives up."""

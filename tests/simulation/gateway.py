@@ -60,7 +60,7 @@ class SimGateway:
         self._world = world
         self._limits = SessionLimits(
             window=window,
-            buffer=16,
+            buffer=8,
             credit=credit,
             item_drafts=MOST_DRAFT_TOKENS,
             target_timeout_ns=3 * SECOND,

@@ -127,7 +127,7 @@ def _wanted(rng: random.Random, number: int) -> Wanted:
         session_id=f"session-{number}",
         prompt=prompt,
         sampling=SamplingParams(seed=rng.randrange(2**32)),
-        max_position=len(prompt) + rng.choice([1, 8, 24, 40]),
+        max_position=len(prompt) + rng.choice([1, 8, 24, 40, 60]),
         vocab_size=VOCAB,
         stop_token_ids=stops,
         min_tokens=rng.choice([0, 0, 4]),

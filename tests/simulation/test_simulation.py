@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.simulation.mutants import Mutant
+    from tests.simulation.schedule import Schedule
 
 SEEDS = range(200)
 MOST_SEEDS = 300
@@ -108,8 +109,8 @@ def test_a_seed_is_one_schedule_in_any_process() -> None:
 def test_a_failing_schedule_is_shrunk_to_what_fails() -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name == "does not fence")
 
-    def fails(schedule: object) -> bool:
-        return run_schedule(schedule, mutant.kinds).violation is not None  # type: ignore[arg-type]
+    def fails(schedule: Schedule) -> bool:
+        return run_schedule(schedule, mutant.kinds).violation is not None
 
     with mutant.put_in():
         found = first_found(mutant)
