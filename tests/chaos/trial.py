@@ -116,7 +116,7 @@ class Trial:
     async def _unless_one_fails(self, waiting: asyncio.Future[list[float]]) -> list[float]:
         """A stream that has failed will hear nothing: say why instead of waiting for it."""
         pending: set[asyncio.Future[Any]] = {waiting, *self._running}
-        await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         for task in self._running:
             if task.done():
                 waiting.cancel()
