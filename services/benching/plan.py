@@ -104,7 +104,7 @@ def _prompts(cell: Cell, pair: int, arm: str, sizes: Sizes) -> tuple[Prompt, ...
 
 
 def _length(at: int, cell: Cell, sizes: Sizes) -> int:
-    """Answers that are all as long would end together, and the next prompts share a pass: in service none do."""
+    """Answers that are all as long end together, and the next prompts share a pass: in service none do."""
     if cell.streams == 1:
         return sizes.max_tokens
     return max(1, round(sizes.max_tokens * (_SHORTEST + at * _GOLDEN % 1)))
