@@ -19,11 +19,15 @@ LOOP_TIMES = 3
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One user turn; `label` is the workload under which the gateway counts, and the draft learns."""
+    """One user turn; `label` is the workload under which the gateway counts, and the draft learns.
+
+    `max_tokens` bounds its answer; 0: as the load says.
+    """
 
     id: str
     text: str
     label: str = ""
+    max_tokens: int = 0
 
 
 def loop_start(tokens: Sequence[int]) -> int:

@@ -134,7 +134,9 @@ class GatewayLoop:
         arm = load.arm if self._speculation is None else self._speculation
 
         async def answer(prompt: Prompt, seed: int) -> Answer:
-            return await self._side.answer(arm, Ask(prompt, load.temperature, seed, load.max_tokens))
+            return await self._side.answer(
+                arm, Ask(prompt, load.temperature, seed, prompt.max_tokens or load.max_tokens)
+            )
 
         cpu_before, began_s = self._cpu_s(), time.perf_counter()
         came = await in_streams(load, answer)

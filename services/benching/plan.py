@@ -27,6 +27,10 @@ _NOT_IN_LABELS = re.compile(r"[^A-Za-z0-9_.:/-]")
 _LABEL_CHARS = 64
 _NAME_CHARS = 24
 _PRIMING = "prime"
+# Of several streams' answers, the shortest is this share of what is asked for, the longest as much longer;
+# multiples of the golden section lie evenly between.
+_SHORTEST = 0.5
+_GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,9 @@ def pair_loads(cell: Cell, pair: int, sizes: Sizes) -> list[Load]:
 
 def priming(cell: Cell, pair: int, sizes: Sizes) -> Load:
     """A block that does not count, before those of a pair: it has the target keep their prompts."""
-    return replace(_load(cell, pair, _PRIMING, sizes), pair=WARM_UP, arm=OFF, max_tokens=1)
+    load = _load(cell, pair, _PRIMING, sizes)
+    prompts = tuple(replace(prompt, max_tokens=1) for prompt in load.prompts)
+    return replace(load, pair=WARM_UP, arm=OFF, max_tokens=1, prompts=prompts)
 
 
 def _load(cell: Cell, pair: int, arm: str, sizes: Sizes) -> Load:
@@ -92,8 +98,16 @@ def _prompts(cell: Cell, pair: int, arm: str, sizes: Sizes) -> tuple[Prompt, ...
         prompt = given[((pair + 1) * count + at) % len(given)]
         copy = at // len(given)
         label = _label(cell, f"{arm}/{pair + 1}.{copy}", sizes.nonce)
-        picked.append(tagged(replace(prompt, label=label), f"{sizes.nonce}.{pair + 1:02}.{copy}"))
+        asked = replace(prompt, label=label, max_tokens=_length(at, cell, sizes))
+        picked.append(tagged(asked, f"{sizes.nonce}.{pair + 1:02}.{copy}"))
     return tuple(picked)
+
+
+def _length(at: int, cell: Cell, sizes: Sizes) -> int:
+    """Answers that are all as long end together, and the next prompts share a pass: in service none do."""
+    if cell.streams == 1:
+        return sizes.max_tokens
+    return max(1, round(sizes.max_tokens * (_SHORTEST + at * _GOLDEN % 1)))
 
 
 def _label(cell: Cell, of: str, nonce: str) -> str:

@@ -4,13 +4,15 @@ Asks Linux to SIGKILL this process when its parent ends (prctl PR_SET_PDEATHSIG,
 becomes the command, under the same pid. The parent may have ended before the request took hold: then the
 process has another parent by now, and nothing is started. Elsewhere than on Linux the command runs unguarded.
 
-It is made nicer by NICENESS first: another part of the machine's work goes before it.
+It is made nicer by NICENESS first, and its session with it: Linux shares cores out between sessions, and what
+counts between these is theirs (sched(7), on autogroups). So other work of the machine goes before it.
 
 Run by path, without site-packages (`python -I -S`), so that it costs some 10 ms: the standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -28,12 +30,18 @@ def main(argv: list[str]) -> int:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         return _ORPHANED
-    os.nice(niceness)
+    _give_way(niceness)
     try:
         os.execvp(command[0], command)  # noqa: S606  # no shell is what is wanted
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         return _NOT_FOUND
+
+
+def _give_way(niceness: int) -> None:
+    os.nice(niceness)
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:  # noqa: PTH123  # see above
+        group.write(str(niceness))
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ class Speculation:
         self._shared = (self._workload, book.overall(spec.strategy))
         self._book = book
         self.habits = replace(self._workload, tokens=0)
-        self._proved = False
+        self._right_running = 0
 
     def saw_proposal(self, came: int, latency_ns: int, compute_ns: int, sessions: int) -> None:
         """A proposal of `came` tokens came, so long after it was asked for; `sessions` shared the work."""
@@ -185,7 +185,7 @@ class Speculation:
             habits.saw_session(self.habits.alpha, _WORKLOAD, right=right)
             habits.saw_token(_WORKLOAD, right=right)
         self.habits.saw_token(_SESSION, right=right)
-        self._proved = right
+        self._right_running = self._right_running + 1 if right else 0
 
     def saw_shaken(self, right: bool) -> None:
         """The proposed token after a wrong one was right, or was not."""
@@ -250,12 +250,11 @@ class Speculation:
         if self.habits.quiet < self._probe_after():
             return 0
         self.habits.quiet = 0
-        self._proved = False
         return min(_PROBE_TOKENS, self._k)
 
     def _probe_after(self) -> int:
-        """Verdicts until drafts are tried again: at once if all that was tried last came true."""
-        if self._proved or not self._book.share_ns:
+        """Verdicts until drafts are tried again: at once while as many as are tried come true."""
+        if self._right_running >= _PROBE_TOKENS or not self._book.share_ns:
             return 1
         cost_ns = _ASK_NS + _PROBE_TOKENS * self.habits.share_ns
         after = math.ceil(cost_ns / (_PROBE_SHARE * self._book.share_ns))
