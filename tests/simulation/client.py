@@ -176,7 +176,8 @@ class SimClient:
         call.begin(self._asked())
         while not isinstance(item := await call.next(), End | GalleyError):
             await self._wait_if_stalled()
-            self._take(item)
+            if not self.done:  # what had come before it gave up is of no more interest
+                self._take(item)
         self._call = None
         error = item.error if isinstance(item, End) else item
         if error is not None:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 TTL_S = 6.0
 FINISHED_TTL_S = 120.0
 _READY_S = 5.0
-_TROUBLE_S = 1.0
-"""For so long a fault may keep a session without an owner when it is over."""
+_LEAVE_OWNERS = frozenset({"stall", "jump", "engine-fails", "repeat", "abort", "leave"})
+"""Faults that neither take a stream from its gateway nor the store from an owner."""
 _HEALED_S = 30.0
 """How long the faults may take to end by themselves, and then everything to come right."""
 _SETTLE_S = 1.0
@@ -111,6 +111,7 @@ class World:
         self._check_drafts()
         await self._audit()
         await asyncio.sleep(_SETTLE_S)
+        await self._until(self._replicas_rest, _HEALED_S, "a replica works for nobody, or holds its blocks")
         await self._check_leaks()
 
     def add_client(self, name: str, spec: SessionSpec, *, yields: bool = False) -> SimClient:
@@ -124,11 +125,10 @@ class World:
     def forgotten(self, client: SimClient) -> None:
         """A session has expired, or went in a roll-back; one whose owner could renew it may not expire.
 
-        A call that ended at its deadline leaves none.
+        A call that ended at its deadline leaves none, nor does one that broke while its client stalled.
         """
-        troubled_s = sum(fault.for_s + _TROUBLE_S for fault in self.schedule.faults if fault.kind != "stall")
         owned = client.wanted.within_s is None and not self.ledger.roll_backs
-        if owned and troubled_s < TTL_S:
+        if owned and all(fault.kind in _LEAVE_OWNERS for fault in self.schedule.faults):
             self.ledger.violate(f"{client.process.name}: its session has expired")
 
     def data_lost(self, client: SimClient, what: str) -> None:
@@ -177,16 +177,17 @@ class World:
 
     # ----------------------------------------------------------------------------------- leaks --
 
+    def _replicas_rest(self) -> bool:
+        """No item is left, nor a block of one, when the pass that it took part in is over."""
+        targets = [target.service for target in self.targets.values()]
+        return not (
+            any(service._scheduler.queue_depth or service._table.live_blocks for service in targets)
+            or any(draft.service._loop.queue_depth for draft in self.drafts.values())
+        )
+
     async def _check_leaks(self) -> None:
-        for name, target in self.targets.items():
-            if target.service._scheduler.queue_depth:
-                self.ledger.violate(f"{name} has items that nobody waits for")
-            if target.service._table.live_blocks:
-                self.ledger.violate(f"{name} holds blocks of no item")
+        for target in self.targets.values():
             target.service._table.check()
-        for name, draft in self.drafts.items():
-            if draft.service._loop.queue_depth:
-                self.ledger.violate(f"{name} has items that nobody waits for")
         for gateway in self.gateways:
             await self._check_gateway(gateway)
 
