@@ -10,6 +10,7 @@ from services.common.registry import DRAFT_POOL, TARGET_POOL
 from services.core import events as ev
 from services.core.answer import Chunk, NumericsChanged
 from services.core.errors import Broken, GalleyError, TargetUnavailable, Unavailable
+from services.core.principal import Principal
 from services.core.session import SessionLimits
 from services.gateway.drafts import Drafts, SessionDraft
 from services.gateway.members import Registered
@@ -115,7 +116,7 @@ class SimGateway:
         """What the servicer does with a Generate or a Resume."""
         end: GalleyError | ev.End
         try:
-            with self.streams.admit():
+            with self.streams.admit(Principal(PRINCIPAL), 0):
                 runner = await self._runner(asked)
                 with self.streams.running(runner):
                     end = await self._run(runner, call)
