@@ -51,8 +51,8 @@ class GalleyClient:
     """One or more gateways over one session store, by address; open it with `async with`.
 
     `addresses` are "host:port", several with commas or as a sequence. The first is asked until it fails, then
-    the next. `api_key` says who calls, where the gateways ask for it; None is that of GALLEY_API_KEY, if it is
-    set. `telemetry` (services.common.telemetry.start_telemetry) makes calls spans; without it there are none.
+    the next. `api_key` says who calls, where the gateways ask for it; None is that of GALLEY_API_KEY, if
+    it is set. `telemetry` (services.common.telemetry.start_telemetry) makes calls spans; without it there are none.
     """
 
     def __init__(

@@ -17,9 +17,9 @@ from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from services.common.registry import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
 from services.core.session import SessionLimits
+from services.core.store import SessionStore
 from services.gateway.api_keys import ApiKeys
 from services.gateway.authentication import Everyone, PrincipalInterceptor
-from services.core.store import SessionStore
 from services.gateway.clock import MonotonicClock
 from services.gateway.drafts import Drafts, SessionDraft
 from services.gateway.members import Registered, Told

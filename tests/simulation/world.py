@@ -192,9 +192,9 @@ class World:
             await self._check_gateway(gateway)
 
     async def _check_gateway(self, gateway: SimGateway) -> None:
-        if gateway.streams._admitted or gateway.streams._running:
+        if gateway.streams._admission.held or gateway.streams._running:
             self.ledger.violate(
-                f"{gateway.address} has {gateway.streams._admitted} streams that nobody reads"
+                f"{gateway.address} has {gateway.streams._admission.held} streams that nobody reads"
             )
         gateway.process.spawn(gateway.close())
         await asyncio.sleep(0.5)
