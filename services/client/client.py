@@ -52,7 +52,8 @@ class GalleyClient:
 
     `addresses` are "host:port", several with commas or as a sequence. The first is asked until it fails, then
     the next. `api_key` says who calls, where the gateways ask for it; None is that of GALLEY_API_KEY, if
-    it is set. `telemetry` (services.common.telemetry.start_telemetry) makes calls spans; without it there are none.
+    it is set. `telemetry` (services.common.telemetry.start_telemetry) makes calls spans; without it there
+    are none.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from redis import asyncio as redis_asyncio
 from services.core.errors import Fenced, GalleyError, KeyReused, LogLost, UnknownSession
 from services.core.store import (
     UNCHANGED,
+    ClaimLost,
     Directory,
     Held,
     LogBehind,
@@ -208,7 +209,7 @@ async def test_random_calls_are_answered_as_by_the_scripts_and_expire_as_there(s
                 assert await real.ask(asked) == asked.answer, (seed, asked)
                 await _expires_alike(real, model)
                 refusals.update(asked.answer[:1] if isinstance(asked.answer, tuple) else ())
-    assert refusals == {Fenced, SessionEnded, LogBehind, LogLost, KeyReused, UnknownSession}
+    assert refusals == {ClaimLost, Fenced, SessionEnded, LogBehind, LogLost, KeyReused, UnknownSession}
 
 
 async def _expires_alike(real: Real, model: Random) -> None:
