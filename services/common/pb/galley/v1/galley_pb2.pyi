@@ -325,8 +325,9 @@ class SessionSlice(_message.Message):
     remaining_ns: _builtins.int
     """What is left of the caller's deadline. 0: none."""
     arrival_ns: _builtins.int
-    """When the session first arrived, in nanoseconds of the Unix epoch: older goes first."""
+    """When the session first arrived, in nanoseconds of the Unix epoch: of one priority, older goes first."""
     priority: _builtins.int
+    """The higher goes first."""
     tenant_salt: _builtins.bytes
     """Caches never cross salts."""
     traceparent: _builtins.str
