@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from services.common.status import item_status, log_internal
-from services.core.errors import GalleyError, InvalidField, Unavailable
+from services.core.errors import InvalidField, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
@@ -35,8 +35,6 @@ async def answer_or_status(
     try:
         with span:
             return await answer
-    except GalleyError as error:
-        return refuse(item_status(error))
     except Exception as error:  # noqa: BLE001  # one item must not fail its batch
         log_internal(error, session_id=session_id)
         return refuse(item_status(error))

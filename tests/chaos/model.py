@@ -16,9 +16,9 @@ _HIDDEN = 256
 
 
 def save_model(directory: Path) -> Path:
-    """Config, safetensors and tokenizer.json; it never says tiny.POISON."""
+    """Config, safetensors and tokenizer.json; it may say any token, for none is poison."""
     model = tiny.random_llama(hidden_size=_HIDDEN, spread=0.1, seed=0)
     with torch.no_grad():
-        model.lm_head.weight[tiny.POISON] = 0.0
+        model.model.embed_tokens.weight[tiny.POISON] = 0.0
     model.config.max_position_embeddings = CONTEXT
     return tiny.save(model, directory)

@@ -14,7 +14,8 @@ from tests.chaos.trial import KILL, PARTS, STOP, TERM, Disturbance, Trial, distu
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
+on_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 STREAMS = 8
 MAX_TOKENS = 300
@@ -35,22 +36,26 @@ async def under(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
         yield running
 
 
+@on_one_loop
 @pytest.mark.parametrize("part", ["target", "draft", "gateway"])
 async def test_a_part_that_drains_under_load_fails_no_stream(under: Trial, part: str) -> None:
     measured = await under.disturb(Disturbance(part, TERM))
     assert measured.worst_s < 10
 
 
+@on_one_loop
 async def test_a_target_that_hangs_is_left_before_its_lease_ends(under: Trial) -> None:
     measured = await under.disturb(Disturbance("target", STOP, frozen_s=6.0))
     assert measured.worst_s < 5
 
 
+@on_one_loop
 @pytest.mark.parametrize("part", ["target", "gateway", "draft", "valkey"])
 async def test_a_part_that_is_killed_costs_a_pause(under: Trial, part: str) -> None:
     await under.disturb(Disturbance(part, KILL))
 
 
+@on_one_loop
 async def test_every_stream_was_its_reference(under: Trial) -> None:
     """The last: whatever was done to the stack, none differed and none was lost."""
     await under.finish()
