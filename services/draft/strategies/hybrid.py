@@ -13,16 +13,17 @@ from weakref import WeakKeyDictionary
 
 from services.core.content import agreement
 from services.core.last_used import LastUsed
+from services.draft.strategies.base import rules_of
 from services.draft.strategies.drafted import Drafted
 from services.draft.strategies.lookups import kind_of
 from services.draft.strategies.matches import PRIOR, class_of
 from services.draft.strategies.opinions import Opined, Opinions, Said
-from services.draft.strategies.steps import SteppedGuess, rules_of
+from services.draft.strategies.steps import SteppedGuess
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.draft.strategies.base import DraftJob, DraftSession, Guess
+    from services.draft.strategies.base import Doubt, DraftJob, DraftSession, Guess
     from services.draft.strategies.lookups import Following, Kind, Lookups
     from services.draft.strategies.steps import ModelSteps
 
@@ -57,15 +58,46 @@ class HybridStrategy:
     def advance(self, guesses: Sequence[Guess]) -> None:
         """See `Strategy.advance`; while a long prompt is being fed, its guess gets no token."""
         for drawn in self._steps.advance([guess for guess in guesses if isinstance(guess, SteppedGuess)]):
-            said = Opinions(self._found(drawn.guess), Said(drawn.token, drawn.bucket))
+            said = Opinions(self._found(drawn.guess), Said(drawn.token, drawn.bucket, drawn.second))
             self._add(drawn.guess, said)
             self._copy(drawn.guess)
 
+    def doubts(self, job: DraftJob) -> list[Doubt]:
+        """See `Preparing.doubts`; where a lookup alone has spoken there is no knowing what else may come."""
+        return self._sessions[job.session].drafted.doubts(self._opined_of(job).weigh)
+
+    def branch(self, job: DraftJob, doubt: Doubt, k: int) -> Guess | None:
+        """See `Preparing.branch`."""
+        tokens = self._sessions[job.session].drafted.outcome(job.session, doubt)
+        guess = self._steps.branch(job, tokens, k)
+        if guess is None:
+            return None
+        own = guess.job.session
+        self._sessions[own] = _Session(list(tokens), Drafted(len(tokens), rules_of(job.slice)))
+        if job.session in self._following:
+            self._following[own] = self._following[job.session]
+        guess.limit = k
+        guess.settle()
+        self._copy(guess)
+        return guess
+
+    def adopt(self, job: DraftJob, branch: Guess) -> None:
+        """See `Preparing.adopt`."""
+        if isinstance(branch, SteppedGuess):
+            self._learn(job)
+            self._steps.adopt(job.session, branch)
+            self._sessions[job.session] = self._sessions[branch.job.session]
+
+    def _learn(self, job: DraftJob) -> _Session:
+        """From what has been confirmed of what was guessed; what of that stands is in what is returned."""
+        session, opined = self._sessions.setdefault(job.session, _Session()), self._opined_of(job)
+        for verdict in session.drafted.compare(job.session, agreement(session.known, job.session.tokens)):
+            opined.saw(verdict.evidence, verdict.confirmed)
+        return session
+
     def _begin(self, job: DraftJob) -> SteppedGuess:
         guess, tokens = self._steps.open(job), job.session.tokens
-        session, opined = self._sessions.setdefault(job.session, _Session()), self._opined_of(job)
-        for verdict in session.drafted.compare(job.session, agreement(session.known, tokens)):
-            opined.saw(verdict.evidence, verdict.confirmed)
+        session, opined = self._learn(job), self._opined_of(job)
         session.known = list(tokens)
         self._follow(job)
         guess.limit = job.k  # a lookup knows no window
@@ -73,6 +105,7 @@ class HybridStrategy:
         for token, said in session.drafted.ready(len(tokens), guess.limit, rules_of(job.slice)):
             guess.add(token, opined.choose(said)[1])
             session.known.append(token)
+        guess.done = guess.done or _hopeless(guess)
         self._copy(guess)
         self._steps.cut_back(guess)
         return guess
@@ -112,8 +145,13 @@ class HybridStrategy:
         session.drafted.append(token, said)
         session.known.append(token)
         guess.add(token, chance)
-        guess.done = guess.done or guess.survival[-1] < _LEAST_SURVIVAL
+        guess.done = guess.done or _hopeless(guess)
 
     def _opined_of(self, job: DraftJob) -> Opined:
         overall = self._overall.of(job.slice.key[0])
         return self._opined.of(kind_of(job), overall.narrowed)
+
+
+def _hopeless(guess: SteppedGuess) -> bool:
+    """Will what is beyond hardly survive?"""
+    return bool(guess.survival) and guess.survival[-1] < _LEAST_SURVIVAL
