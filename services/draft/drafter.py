@@ -150,7 +150,7 @@ class Drafter:
         return self._preparation.wanted
 
     def prepare(self) -> bool:
-        """With nothing open: one step of what may be asked next; was there any?"""
+        """With nothing open: one step of what may be asked next; may there be more?"""
         try:
             return self._preparation.step()
         except Exception as error:  # noqa: BLE001  # a plug-in's, as in `_run`; nobody waits for this

@@ -129,7 +129,7 @@ class Preparation:
             self._branches[job.session] = possible
 
     def step(self) -> bool:
-        """One step of the outcomes under way, or of the next likeliest; was there any?"""
+        """One step of the outcomes under way, or of the next likeliest; may there be more?"""
         going = self._going or self._begin()
         by_strategy: dict[str, list[Guess]] = defaultdict(list)
         for one in going:
@@ -139,7 +139,7 @@ class Preparation:
             before = sum(len(guess.tokens) for guess in guesses)
             self._able[name].advance(guesses)
             self._prepared += sum(len(guess.tokens) for guess in guesses) - before
-        return bool(going)
+        return bool(going or self._awaited)
 
     def clear(self) -> None:
         """Forget all of it."""

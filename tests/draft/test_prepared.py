@@ -114,12 +114,17 @@ def runner_up(model: CausalModel, tokens: list[int], params: SamplingParams) -> 
     """What the model says if not the first, and its chance."""
     (logits,) = model.forward([Rows(model.new_cache(), tokens, 1)])
     draw = [Draw(params, tokens, 1, frozenset(), 0)]
+    first = drawn(logits, draw)
     without = logits.clone()
-    for _ in range(2):
-        (drawn,) = draw_all(without, draw)
-        assert isinstance(drawn, Sampled)
-        without[0, drawn.tokens[0]] = -torch.inf
-    return drawn.tokens[0], float(torch.softmax(logits, -1)[0, drawn.tokens[0]])
+    without[0, first] = -torch.inf
+    second = drawn(without, draw)
+    return second, float(torch.softmax(logits, -1)[0, second])
+
+
+def drawn(logits: torch.Tensor, draw: list[Draw]) -> int:
+    (sampled,) = draw_all(logits, draw)
+    assert isinstance(sampled, Sampled)
+    return sampled.tokens[0]
 
 
 def doubtful(model: CausalModel, sampling: pb.SamplingParams = GREEDY) -> tuple[list[int], int]:
