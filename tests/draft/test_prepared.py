@@ -12,7 +12,9 @@ import torch
 from services.core.step import Draw, Sampled
 from services.draft.drafter import Drafter, Proposed
 from services.draft.items import DraftInfo, read_item
+from services.draft.loading import load_drafter
 from services.draft.prepared import MOST_OUTCOMES, MOST_TOKENS, PreparedCounts
+from services.draft.settings import DraftSettings
 from services.draft.strategies.hybrid import HybridStrategy
 from services.draft.strategies.lookups import Lookups
 from services.draft.strategies.model import ModelStrategy
@@ -71,25 +73,17 @@ class GatedPreparing(Gated):
 
 
 class Draft:
-    """A drafter of one strategy, in the hands of one caller."""
+    """A drafter in the hands of one caller; `strategy` is the one that it has."""
 
-    def __init__(self, strategy: Preparing, prepare: int, max_sessions: int = 8) -> None:
-        self.strategy = Counted(strategy)
-        self.drafter = Drafter(
-            {MODEL: self.strategy}, max_sessions=max_sessions, max_tokens=4096, max_batch=8, prepare=prepare
-        )
+    def __init__(self, drafter: Drafter, strategy: Counted) -> None:
+        self.drafter = drafter
+        self.strategy = strategy
         self._numbers = count()
 
     def ask(self, asked: pb.ProposeItem) -> tuple[list[int], int]:
         """What is proposed, and after how many steps."""
         self.strategy.batches.clear()
-        number = next(self._numbers)
-        stepped = self.drafter.open({number: read_item(asked, INFO)}, {})
-        while number not in stepped.answers:
-            stepped = self.drafter.advance()
-        outcome = stepped.answers[number]
-        assert isinstance(outcome, Proposed), outcome
-        return list(outcome.draft_tokens), len(self.strategy.batches)
+        return proposed(self.drafter, next(self._numbers), asked), len(self.strategy.batches)
 
     def rest(self) -> list[int]:
         """Prepare all there is; the sizes of the steps."""
@@ -98,6 +92,24 @@ class Draft:
             pass
         assert not self.drafter.can_prepare
         return list(self.strategy.batches)
+
+
+def proposed(drafter: Drafter, number: int, asked: pb.ProposeItem) -> list[int]:
+    """The answer to the item of this number."""
+    stepped = drafter.open({number: read_item(asked, INFO)}, {})
+    while number not in stepped.answers:
+        stepped = drafter.advance()
+    outcome = stepped.answers[number]
+    assert isinstance(outcome, Proposed), outcome
+    return list(outcome.draft_tokens)
+
+
+def draft_of(strategy: Preparing, prepare: int, max_sessions: int = 8) -> Draft:
+    counted = Counted(strategy)
+    drafter = Drafter(
+        {MODEL: counted}, max_sessions=max_sessions, max_tokens=4096, max_batch=8, prepare=prepare
+    )
+    return Draft(drafter, counted)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +159,7 @@ def test_a_refused_guess_is_answered_without_a_step(
     model: CausalModel, kind: str, sampling: pb.SamplingParams
 ) -> None:
     prompt, second = doubtful(model, sampling)
-    ready, fresh = (Draft(strategy_of(kind, model), prepare) for prepare in (4, 0))
+    ready, fresh = (draft_of(strategy_of(kind, model), prepare) for prepare in (4, 0))
     for draft in (ready, fresh):
         draft.ask(item(prompt, 1, "a", sampling=sampling))
         draft.rest()
@@ -164,7 +176,7 @@ def test_a_refused_guess_is_answered_without_a_step(
 
 def test_what_is_guessed_goes_on_as_if_nothing_were_prepared(model: CausalModel) -> None:
     prompt, _ = doubtful(model)
-    ready, plain = (Draft(strategy_of("model", model), prepare) for prepare in (4, 0))
+    ready, plain = (draft_of(strategy_of("model", model), prepare) for prepare in (4, 0))
     tokens = list(prompt)
     for ahead in (False, True, False):
         asked = item(tokens, 3, "a", ahead=3 if ahead else 0)
@@ -178,33 +190,39 @@ def test_what_is_guessed_goes_on_as_if_nothing_were_prepared(model: CausalModel)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_token_depends_on_what_was_prepared(model: CausalModel, seed: int) -> None:
-    """Sessions that go on, ahead, and to the runner-up of a guess; against sessions that have no past."""
+def test_no_token_depends_on_what_was_prepared(tiny: Path, model: CausalModel, seed: int) -> None:
+    """Sessions that go on, ahead, and to the runner-up of a guess; against sessions that have no past.
+
+    The pool of keys and values is as small as for these settings, so that some sessions must go.
+    """
     chance = random.Random(seed)
-    ready = Draft(strategy_of("model", model), prepare=3)
+    settings = DraftSettings(
+        model=str(tiny), dtype="float32", prepare=3, max_sessions=3, max_kv_tokens=180, max_draft_tokens=8
+    )
+    drafter = load_drafter(settings).drafter
     params = read_item(item([2], 1, "s"), INFO).slice.sampling
     sessions = {name: [chance.randrange(2, VOCAB - 1) for _ in range(3)] for name in "abc"}
-    for turn in range(40):
+    for turn in range(60):
         name = chance.choice("abc")
         tokens = sessions[name]
         ahead = chance.randrange(min(4, len(tokens)))
         asked = item(tokens, chance.randint(1, 6), name, ahead=ahead, prompt_len=1)
-        came, _ = ready.ask(asked)
-        if turn % 10 == 0:
+        came = proposed(drafter, turn, asked)
+        if turn % 6 == 0:
             asked.ahead = 0
-            assert Draft(strategy_of("model", model), prepare=0).ask(asked)[0] == came
+            assert draft_of(strategy_of("model", model), prepare=0).ask(asked)[0] == came
         for _ in range(chance.randrange(12)):
-            ready.drafter.prepare()
+            drafter.prepare()
         confirmed = tokens + came[: chance.randint(0, len(came))]
         if chance.random() < 0.7:
             confirmed = [*confirmed, runner_up(model, confirmed, params)[0]]
         sessions[name] = confirmed if len(confirmed) < 100 else confirmed[:3]
-    counts = ready.drafter.prepared
+    counts = drafter.prepared
     assert 0 < counts.used < counts.prepared
 
 
 def test_it_is_bounded_and_goes_with_its_sessions(model: CausalModel) -> None:
-    draft, (prompt, _) = Draft(strategy_of("model", model), prepare=2, max_sessions=3), doubtful(model)
+    draft, (prompt, _) = draft_of(strategy_of("model", model), prepare=2, max_sessions=3), doubtful(model)
     for name in "abc":
         draft.ask(item(prompt, 8, name))
     batches = draft.rest()
@@ -243,7 +261,7 @@ async def test_an_item_that_comes_waits_for_the_step_under_way_alone(tiny: Path,
 
 
 def test_off_is_off(model: CausalModel) -> None:
-    draft = Draft(strategy_of("model", model), prepare=0)
+    draft = draft_of(strategy_of("model", model), prepare=0)
     draft.ask(item(doubtful(model)[0], 4, "a"))
     assert not draft.drafter.can_prepare
     assert draft.rest() == []
@@ -252,11 +270,11 @@ def test_off_is_off(model: CausalModel) -> None:
 
 def test_preparing_that_fails_harms_nobody(model: CausalModel) -> None:
     prompt, second = doubtful(model)
-    draft = Draft(strategy_of("model", model), prepare=4)
+    draft = draft_of(strategy_of("model", model), prepare=4)
     draft.ask(item(prompt, 1, "a"))
     draft.strategy.fails = True
     assert draft.rest() == [1]
     draft.strategy.fails = False
     came, steps = draft.ask(item([*prompt, second], 4, "a"))
     assert steps == 4
-    assert came == Draft(strategy_of("model", model), prepare=0).ask(item([*prompt, second], 4, "a"))[0]
+    assert came == draft_of(strategy_of("model", model), prepare=0).ask(item([*prompt, second], 4, "a"))[0]
