@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from services.client.client import Speculation
 from services.client.errors import rpc_error
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -138,7 +139,8 @@ class Bystander:
     async def __aenter__(self) -> None:
         self._world.target.gate.close()
         self._world.target.gate.permit(2)
-        self._stream = self._gateway.ask()
+        # Without drafts: they are made ahead for a while.
+        self._stream = self._gateway.ask(speculation=Speculation(off=True))
         await self.heard.listen(self._stream, until=1)
         await self._world.target.called(3)
         self._calls = len(self._world.target.calls), len(self._world.draft.calls)

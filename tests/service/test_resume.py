@@ -108,12 +108,13 @@ async def test_a_session_goes_on_where_its_log_ends_not_where_its_client_is(worl
     world.target.gate.close()
     world.target.gate.permit(3)
     stream = first.ask()
-    heard = await hear(stream, until=15)
+    heard = await hear(stream, until=3)  # a token a pass at least
     stream.cancel()
     await first.idle()
     resumed = second.client.resume(stream.session_id, 2, prefix_hash(heard.tokens[:2]))
-    rest = await hear(resumed, until=13, first_index=2)
-    assert rest.tokens == heard.tokens[2:]
+    known = len(heard.tokens) - 2
+    rest = await hear(resumed, until=known, first_index=2)
+    assert rest.tokens[:known] == heard.tokens[2:]
     world.target.gate.open()
     await rest.listen(resumed)
     assert [*heard.tokens[:2], *rest.tokens] == (whole := await hear(first.ask())).tokens

@@ -34,8 +34,13 @@ _LEAST_SURVIVAL = 0.03
 
 @dataclass(slots=True)
 class _Session:
-    """What is known of a session: `known` are its tokens and its guesses, at the last look."""
+    """What is known of a session at the last look: `known` are its tokens and its guesses.
 
+    `opined` is of its workload; `following` is None while the lookups still follow a long prompt.
+    """
+
+    opined: Opined
+    following: Following | None = None
     known: list[int] = field(default_factory=list)
     drafted: Drafted[Opinions] = field(default_factory=Drafted)
 
@@ -47,7 +52,6 @@ class HybridStrategy:
         self._lookups = lookups
         self._steps = steps
         self._sessions: WeakKeyDictionary[DraftSession, _Session] = WeakKeyDictionary()
-        self._following: WeakKeyDictionary[DraftSession, Following] = WeakKeyDictionary()
         self._opined: LastUsed[Kind, Opined] = LastUsed(Opined, _WORKLOADS)
         self._overall: LastUsed[bytes, Opined] = LastUsed(Opined, _WORKLOADS)
 
@@ -64,18 +68,18 @@ class HybridStrategy:
 
     def doubts(self, job: DraftJob) -> list[Doubt]:
         """See `Preparing.doubts`; where a lookup alone has spoken there is no knowing what else may come."""
-        return self._sessions[job.session].drafted.doubts(self._opined_of(job).weigh)
+        session = self._sessions[job.session]
+        return session.drafted.doubts(session.opined.weigh)
 
     def branch(self, job: DraftJob, doubt: Doubt, k: int) -> Guess | None:
         """See `Preparing.branch`."""
-        tokens = self._sessions[job.session].drafted.outcome(job.session, doubt)
+        session = self._sessions[job.session]
+        tokens = session.drafted.outcome(job.session, doubt)
         guess = self._steps.branch(job, tokens, k)
         if guess is None:
             return None
-        own = guess.job.session
-        self._sessions[own] = _Session(list(tokens), Drafted(len(tokens), rules_of(job.slice)))
-        if job.session in self._following:
-            self._following[own] = self._following[job.session]
+        drafted = Drafted(len(tokens), rules_of(job.slice))
+        self._sessions[guess.job.session] = _Session(session.opined, session.following, list(tokens), drafted)
         guess.limit = k
         guess.settle()
         self._copy(guess)
@@ -88,41 +92,37 @@ class HybridStrategy:
             self._steps.adopt(job.session, branch)
             self._sessions[job.session] = self._sessions[branch.job.session]
 
-    def _learn(self, job: DraftJob) -> _Session:
-        """From what has been confirmed of what was guessed; what of that stands is in what is returned."""
-        session, opined = self._sessions.setdefault(job.session, _Session()), self._opined_of(job)
-        for verdict in session.drafted.compare(job.session, agreement(session.known, job.session.tokens)):
-            opined.saw(verdict.evidence, verdict.confirmed)
-        return session
-
     def _begin(self, job: DraftJob) -> SteppedGuess:
         guess, tokens = self._steps.open(job), job.session.tokens
-        session, opined = self._learn(job), self._opined_of(job)
+        session = self._learn(job)
         session.known = list(tokens)
-        self._follow(job)
+        session.following = self._lookups.follow(job)
         guess.limit = job.k  # a lookup knows no window
         guess.settle()
         for token, said in session.drafted.ready(len(tokens), guess.limit, rules_of(job.slice)):
-            guess.add(token, opined.choose(said)[1])
+            guess.add(token, session.opined.choose(said)[1])
             session.known.append(token)
         guess.done = guess.done or _hopeless(guess)
         self._copy(guess)
         self._steps.cut_back(guess)
         return guess
 
-    def _follow(self, job: DraftJob) -> None:
-        following = self._lookups.follow(job)
-        if following is None:
-            self._following.pop(job.session, None)
-        else:
-            self._following[job.session] = following
+    def _learn(self, job: DraftJob) -> _Session:
+        """From what has been confirmed of what was guessed; what of that stands is in what is returned."""
+        overall = self._overall.of(job.slice.key[0])
+        opined = self._opined.of(kind_of(job), overall.narrowed)
+        session = self._sessions.setdefault(job.session, _Session(opined))
+        session.opined = opined
+        for verdict in session.drafted.compare(job.session, agreement(session.known, job.session.tokens)):
+            opined.saw(verdict.evidence, verdict.confirmed)
+        return session
 
     def _found(self, guess: SteppedGuess) -> Said | None:
         """What the lookup says of the next token."""
         session = guess.job.session
-        following = self._following.get(session)
+        following = self._sessions[session].following
         if following is None:
-            return None  # it is still following a long prompt
+            return None
         match = following.find([*session.tokens[session.confirmed :], *guess.tokens], 1)
         if not match.found.tokens:
             return None
@@ -131,7 +131,7 @@ class HybridStrategy:
 
     def _copy(self, guess: SteppedGuess) -> None:
         """Go on with what the lookup is sure of; done where the model cannot go on after it."""
-        opined = self._opined_of(guess.job)
+        opined = self._sessions[guess.job.session].opined
         while not guess.done:
             found = self._found(guess)
             if found is None or not opined.sure(found):
@@ -140,16 +140,12 @@ class HybridStrategy:
             self._add(guess, Opinions(found, None))
 
     def _add(self, guess: SteppedGuess, said: Opinions) -> None:
-        token, chance = self._opined_of(guess.job).choose(said)
         session = self._sessions[guess.job.session]
+        token, chance = session.opined.choose(said)
         session.drafted.append(token, said)
         session.known.append(token)
         guess.add(token, chance)
         guess.done = guess.done or _hopeless(guess)
-
-    def _opined_of(self, job: DraftJob) -> Opined:
-        overall = self._overall.of(job.slice.key[0])
-        return self._opined.of(kind_of(job), overall.narrowed)
 
 
 def _hopeless(guess: SteppedGuess) -> bool:
