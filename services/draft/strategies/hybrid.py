@@ -78,7 +78,7 @@ class HybridStrategy:
         guess = self._steps.branch(job, tokens, k)
         if guess is None:
             return None
-        drafted = Drafted(len(tokens), rules_of(job.slice))
+        drafted: Drafted[Opinions] = Drafted(len(tokens), rules_of(job.slice))
         self._sessions[guess.job.session] = _Session(session.opined, session.following, list(tokens), drafted)
         guess.limit = k
         guess.settle()
