@@ -85,7 +85,7 @@ class Pump:
             if self._left:
                 _log.info("session ended without its client", error=end.error and str(end.error))
                 return
-            self._last_word = asyncio.create_task(self._end_unless_read(isinstance(end.error, Unread)))
+            self._last_word = asyncio.create_task(self._end_unless_read(end))
             await self._items.put(end)
 
     async def _ended(self) -> ev.End:
@@ -108,11 +108,17 @@ class Pump:
     def _unread(self) -> Unread:
         return Unread(f"the stream was left unread for {self._client_s:g} s; resume to go on")
 
-    async def _end_unless_read(self, waited: bool) -> None:
-        """The session needs nobody any more, and its call must not wait for ever to say so."""
-        if not waited:
+    async def _end_unless_read(self, end: ev.End) -> None:
+        """The session needs nobody any more, and its call must not wait for ever to say so.
+
+        It says why the session ended, if not well: a client that was fenced is not told to resume.
+        """
+        if not isinstance(end.error, Unread):
             await asyncio.sleep(self._client_s)
+        error = end.error or self._unread()
+        _log.info("stream ended unread", error=str(error))
+        status.log_internal(error)
         if self._handler is not None:
             self._handler.cancel()
         with suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
-            await status.abort(self._context, self._unread())
+            await status.abort(self._context, error)
