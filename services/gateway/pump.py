@@ -46,6 +46,7 @@ class Pump:
         self._place = place
         self._client_s = client_s
         self._before = runner.session.answer.output_len
+        self._handed = asyncio.Event()
         self._left = False
         self._handler = asyncio.current_task()
         self._task = asyncio.create_task(self._run())
@@ -54,8 +55,10 @@ class Pump:
         context.add_done_callback(self._call_ended)  # type: ignore[arg-type]  # the stubs want a class
 
     async def next(self) -> Chunk | NumericsChanged | ev.End:
-        """What is sent next; End is the last."""
-        return await self._items.get()
+        """What is sent next, to be called once what came before is taken; End is the last."""
+        item = await self._items.get()
+        self._handed.set()
+        return item
 
     def leave(self) -> None:
         """Nobody reads any more."""
@@ -108,13 +111,21 @@ class Pump:
     def _unread(self) -> Unread:
         return Unread(f"the stream was left unread for {self._client_s:g} s; resume to go on")
 
+    async def _left_unread(self) -> None:
+        """Return once nothing has been read for as long as a client may take."""
+        with suppress(TimeoutError):
+            while True:
+                self._handed.clear()
+                async with asyncio.timeout(self._client_s):
+                    await self._handed.wait()
+
     async def _end_unless_read(self, end: ev.End) -> None:
         """The session needs nobody any more, and its call must not wait for ever to say so.
 
         It says why the session ended, if not well: a client that was fenced is not told to resume.
         """
         if not isinstance(end.error, Unread):
-            await asyncio.sleep(self._client_s)
+            await self._left_unread()
         error = end.error or self._unread()
         _log.info("stream ended unread", error=str(error))
         status.log_internal(error)

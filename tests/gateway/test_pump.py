@@ -126,3 +126,9 @@ async def test_an_end_that_is_left_unread_says_what_it_would_have_said(
     [line] = logs
     assert line["event"] == "stream ended unread"
     assert error is None or line["error"] == str(error)
+
+
+async def test_an_end_waits_for_a_client_that_reads_each_message_in_time() -> None:
+    served = Served(DONE, client_s=1.0)
+    assert await asyncio.wait_for(served.read(pause_s=0.45), 10) == len(CHUNKS) + 1
+    assert served.call.status is None
