@@ -56,7 +56,7 @@ class _Account:
 class Place:
     """One call's place. `reserved` output tokens were taken for it; `used` came, None if no session did.
 
-    It is `kept` beyond the call where its session goes on without a client.
+    It is `kept` beyond the call until its session has stopped, or is done where it goes on without a client.
     """
 
     principal: Principal

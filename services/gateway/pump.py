@@ -61,17 +61,19 @@ class Pump:
         return item
 
     def leave(self) -> None:
-        """Nobody reads any more."""
+        """Nobody reads any more. The place is the session's until that has stopped, or is done."""
         if self._left:
             return
         self._left = True
         self._place.used = self._used()
+        if self._task.done():
+            return
+        self._streams.keep(self._task, self._place, self._used)
         if not self._runner.session.spec.continue_without_client:
             self._task.cancel()
-        elif not self._task.done():
-            self._streams.keep(self._task, self._place, self._used)
-            while not self._items.empty():  # whoever waits for room drops what it has
-                self._items.get_nowait()
+            return
+        while not self._items.empty():  # whoever waits for room drops what it has
+            self._items.get_nowait()
 
     def _used(self) -> int:
         """Output tokens of this call."""

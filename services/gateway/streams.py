@@ -81,7 +81,7 @@ class Streams:
                 self._release(place)
 
     def keep(self, work: asyncio.Task[None], place: Place, used: Callable[[], int]) -> None:
-        """A session goes on without its client: it keeps its place until `work` is done."""
+        """A session goes on without its client, if only to stop: it keeps its place until `work` is done."""
         place.kept = True
 
         def done(_: asyncio.Task[None]) -> None:
@@ -158,7 +158,7 @@ class Streams:
         self._draining = True
 
     async def wait_idle(self) -> None:
-        """Return once no stream is open."""
+        """Return once no stream is open, and what worked for them has stopped."""
         await self._idle.wait()
 
     def hand_over(self) -> None:

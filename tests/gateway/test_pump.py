@@ -132,3 +132,22 @@ async def test_an_end_waits_for_a_client_that_reads_each_message_in_time() -> No
     served = Served(DONE, client_s=1.0)
     assert await asyncio.wait_for(served.read(pause_s=0.45), 10) == len(CHUNKS) + 1
     assert served.call.status is None
+
+
+async def test_a_place_is_free_once_its_session_has_stopped() -> None:
+    served = Served(DONE, client_s=60)
+    served.runner.may_stop.clear()
+    reading = asyncio.ensure_future(served.read(pause_s=60))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait({reading})
+    waiting = asyncio.ensure_future(served.streams.wait_idle())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    served.runner.may_stop.set()
+    async with asyncio.timeout(10):
+        await waiting
+    with served.streams.admit(ANONYMOUS, 0):
+        pass
