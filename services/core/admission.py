@@ -64,6 +64,7 @@ class Place:
     reserved: int
     used: int | None = None
     kept: bool = False
+    left: bool = False
 
 
 class Admission:
@@ -95,7 +96,10 @@ class Admission:
         _spend(self._accounts[place.principal.name], prompt_tokens, now)
 
     def leave(self, place: Place, now: int) -> None:
-        """The call is over."""
+        """The call is over. Told again, nothing changes: the place is another's by then."""
+        if place.left:
+            return
+        place.left = True
         account = self._accounts[place.principal.name]
         _spend(account, (place.used or 0) - place.reserved, now)
         account.held -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -31,7 +32,7 @@ from services.gateway.validation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     import grpc
 
@@ -77,8 +78,9 @@ class GenerationServicer(rpc.GenerationServicer):
             deadline_ns = self._deadline_ns(context)
             runner = await self.streams.create(spec, principal.name, asked.body_hash, deadline_ns)
             self.streams.charge_prompt(place, runner)
-            async for event in self._stream(runner, place, context, "generate"):
-                yield pb.GenerateResponse(event=event)
+            async with aclosing(self._stream(runner, place, context, "generate")) as events:
+                async for event in events:
+                    yield pb.GenerateResponse(event=event)
 
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -95,8 +97,9 @@ class GenerationServicer(rpc.GenerationServicer):
                 asked.seen_hash,
                 self._deadline_ns(context),
             )
-            async for event in self._stream(runner, place, context, "resume"):
-                yield pb.ResumeResponse(event=event)
+            async with aclosing(self._stream(runner, place, context, "resume")) as events:
+                async for event in events:
+                    yield pb.ResumeResponse(event=event)
 
     async def Abort(
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -124,7 +127,7 @@ class GenerationServicer(rpc.GenerationServicer):
 
     async def _stream(
         self, runner: SessionRunner, place: Place, context: grpc.aio.ServicerContext[Any, Any], name: str
-    ) -> AsyncIterator[pb.StreamEvent]:
+    ) -> AsyncGenerator[pb.StreamEvent, None]:
         """The events of a session; its work ends with the call, whichever way the call ends."""
         session_id = runner.session.spec.session_id
         span = _tracer.start_span(name, attributes={"galley.session_id": session_id})
