@@ -99,7 +99,8 @@ class TargetPool:
         if self._items.broken:
             self.lost()  # though no item was open to notice
         if not self._met:
-            await self.meet(_seconds(item.slice.remaining_ns) or MEET_TIMEOUT_S)
+            # However long the item may take: who does not say who it is keeps nobody from asking another.
+            await self.meet(min(_seconds(item.slice.remaining_ns) or MEET_TIMEOUT_S, MEET_TIMEOUT_S))
             self._came_back()
         return self._items.open(item)
 

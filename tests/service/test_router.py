@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import pytest
@@ -385,6 +385,28 @@ async def test_a_replica_that_comes_back_does_not_answer_for_its_former_life(her
     assert former.incarnation != now_at.incarnation
     assert item.replica == former, "what it held is not said to be held by the new one"
     assert moves_of(here) == {"restarted": 1}
+
+
+async def test_a_replica_that_does_not_say_who_it_is_is_left_long_before_the_deadline(here: Here) -> None:
+    """Its stream broke while no item was open, and now it takes what is sent and never answers."""
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    at = target.place(SPEC, here.request(confirmed(1)))
+    assert at is not None
+    await home.stop()
+    await asyncio.wait(cast("Any", at.pool)._items._current._tasks)  # the gateway has noticed
+    home.spoken.close()
+    await home.start()
+    item = target.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)
+    async with asyncio.timeout(PATIENCE_S):
+        [failed] = [answer async for answer in item]
+    assert isinstance(failed, ev.Failed)
+    assert failed.elsewhere
+    [answer] = await here.ask(target, confirmed(1))
+    assert isinstance(answer, ev.Verified)
+    assert len(other.calls) == 1
+    home.spoken.open()
 
 
 class Hedging:
