@@ -151,6 +151,11 @@ class PoolVerification:
         """Whether it has been sent."""
         return self._opened is not None
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether one has come that is yet to be read."""
+        return self._opened is not None and self._opened.has_answer
+
     def give_up(self, why: str) -> None:
         """What is awaited of an open item comes to nothing; no more than that is held against the replica."""
         if self._opened is not None:

@@ -167,6 +167,8 @@ class Routed:
         member, item = self._member, self._item
         if member is None or item is None:
             return None
+        if item.has_answer:  # which is yet to be read
+            return self._session.patience.limit_ns(member.times.expected_ns(member.rows_ahead))
         left_ns = round((self._limit_s - asyncio.get_running_loop().time()) * SECOND)
         if left_ns > 0:
             if item.is_open:
@@ -190,7 +192,8 @@ class Routed:
         self._hedge = Hedge(other, item, self._rows, self._hedge_won)
 
     def _hedge_won(self) -> None:
-        if self._item is not None:
+        """Unless the first has answered too, and only the reader has not come to it."""
+        if self._item is not None and not self._item.has_answer:
             self._item.give_up("another has answered")
 
     async def _end(self) -> None:

@@ -17,6 +17,7 @@ from services.core.answer import SessionSpec
 from services.core.content import block_hashes, prefix_hash
 from services.core.params import SamplingParams
 from services.gateway.clock import MonotonicClock
+from services.gateway.item_stream import OpenItem
 from services.gateway.patience import SECOND
 from services.gateway.router import SessionTarget
 from services.gateway.targets import Targets
@@ -468,6 +469,36 @@ async def test_whoever_answers_first_goes_on_and_the_other_is_given_up(here: Her
     [answer] = await asking
     assert isinstance(answer, ev.Verified)
     await other.was_given_up()
+    assert moves_of(here) == {}
+
+
+async def test_a_replica_that_answers_at_the_same_time_as_the_other_is_not_left(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's answer is read first, and then its own."""
+    target, home, other = await Hedging(here).begin(warm=True)
+    for fake in here.fakes:
+        fake.gate.close()
+    arrived: list[tuple[OpenItem[pb.VerifyAnswer], pb.VerifyAnswer]] = []
+    first_came, put = asyncio.Event(), OpenItem.put
+
+    def hold(item: OpenItem[pb.VerifyAnswer], answer: pb.VerifyAnswer) -> None:
+        arrived.append((item, answer))
+        first_came.set()
+        if len(arrived) == 2:
+            monkeypatch.undo()
+            for one in arrived:
+                put(*one)
+
+    monkeypatch.setattr(OpenItem, "put", hold)
+    asking = asyncio.ensure_future(here.ask(target, confirmed(0), credit=4))
+    await other.called(len(other.calls) + 1)
+    other.gate.permit(1)
+    await asyncio.wait_for(first_came.wait(), PATIENCE_S)
+    home.gate.open()
+    answers = await asking
+    assert [type(answer) for answer in answers] == [ev.Verified] * 5
+    other.gate.open()
     assert moves_of(here) == {}
 
 
