@@ -502,6 +502,21 @@ async def test_a_replica_that_answers_at_the_same_time_as_the_other_is_not_left(
     assert moves_of(here) == {}
 
 
+async def test_a_second_request_is_not_counted_for_ever_however_often_it_is_cancelled(here: Here) -> None:
+    target, _, other = await Hedging(here).begin(warm=True)
+    for fake in here.fakes:
+        fake.gate.close()
+    item = target.verify(SPEC, here.request(confirmed(0)), None)
+    reading = asyncio.ensure_future(anext(aiter(item)))
+    await other.called(len(other.calls) + 1)
+    while not reading.done():
+        reading.cancel()
+        await asyncio.sleep(0)
+    await item.aclose()
+    assert [member.items for member in here.targets._members.values()] == [0, 0]
+    assert [member.rows_ahead for member in here.targets._members.values()] == [0, 0]
+
+
 async def test_a_cold_replica_is_not_asked_too(here: Here) -> None:
     target, home, other = await Hedging(here).begin(warm=False)
     home.gate.close()
