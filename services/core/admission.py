@@ -121,7 +121,7 @@ class Admission:
         share = self._share(account, now)
         if account.held >= share:
             wait_ns = account.await_place(account.turnover.promise(share, now), now)
-            what = f"{principal.name} has its share of {share} streams, and others wait"
+            what = f"{principal.name} has its share of {share} {self._what}, and others wait"
             raise _overloaded(what, wait_ns)
 
     def _share(self, account: _Account, now: int) -> int:
