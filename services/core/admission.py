@@ -82,7 +82,8 @@ class Admission:
         account = self._account(principal, now)
         self._check_own(principal, account, now)
         self._check_places(principal, account, now)
-        wait_ns = account.bucket.try_take(tokens, now) if account.bucket else 0
+        # Who asks for nothing new, as to go on with a session, does not wait for debt to be paid.
+        wait_ns = account.bucket.try_take(tokens, now) if account.bucket and tokens else 0
         if wait_ns:
             rate = principal.limits.tokens_per_s
             raise _overloaded(f"{principal.name} has used its {rate:g} tokens per second", wait_ns)

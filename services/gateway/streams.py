@@ -95,8 +95,8 @@ class Streams:
             self._idle.set()
 
     def charge_prompt(self, place: Place, runner: SessionRunner) -> None:
-        """Count its prompt, unless the session is one that was joined."""
-        if runner.session.answer.output_len == 0:
+        """Count its prompt, unless the session is one that was joined: then it has had an owner before."""
+        if runner.owner.epoch == 1:
             self._admission.charge(place, len(runner.session.spec.prompt), self._clock.now_ns())
 
     async def create(
