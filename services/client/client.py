@@ -161,11 +161,12 @@ class GalleyClient:
 
     async def _ask(self, call: Callable[[rpc.GenerationAsyncStub], Awaitable[_T]]) -> _T:
         """One answer from the first gateway that is there."""
-        for left in reversed(range(len(self.addresses))):
+        left = len(self.addresses)
+        while True:
+            left -= 1
             try:
                 return await call(self._stub)
             except grpc.RpcError as error:
                 if not left or error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise rpc_error(error) from error
                 self._at = (self._at + 1) % len(self.addresses)
-        raise AssertionError  # for the type checker: there is an address

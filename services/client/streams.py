@@ -84,6 +84,8 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
                     return event
 
     async def _go_on_after(self, error: GalleyRpcError) -> None:
+        if self.finished is not None:
+            raise StopAsyncIteration  # nothing of the answer was lost
         if self._comeback is None:
             raise error
         self._call = await self._comeback.after(error, self)

@@ -56,7 +56,7 @@ class _Account:
 class Place:
     """One call's place. `reserved` output tokens were taken for it; `used` came, None if no session did.
 
-    It is `kept` beyond the call where its session goes on without a client.
+    It is `kept` beyond the call until its session has stopped, or is done where it goes on without a client.
     """
 
     principal: Principal
@@ -64,6 +64,7 @@ class Place:
     reserved: int
     used: int | None = None
     kept: bool = False
+    left: bool = False
 
 
 class Admission:
@@ -81,7 +82,8 @@ class Admission:
         account = self._account(principal, now)
         self._check_own(principal, account, now)
         self._check_places(principal, account, now)
-        wait_ns = account.bucket.try_take(tokens, now) if account.bucket else 0
+        # Who asks for nothing new, as to go on with a session, does not wait for debt to be paid.
+        wait_ns = account.bucket.try_take(tokens, now) if account.bucket and tokens else 0
         if wait_ns:
             rate = principal.limits.tokens_per_s
             raise _overloaded(f"{principal.name} has used its {rate:g} tokens per second", wait_ns)
@@ -95,7 +97,10 @@ class Admission:
         _spend(self._accounts[place.principal.name], prompt_tokens, now)
 
     def leave(self, place: Place, now: int) -> None:
-        """The call is over."""
+        """The call is over. Told again, nothing changes: the place is another's by then."""
+        if place.left:
+            return
+        place.left = True
         account = self._accounts[place.principal.name]
         _spend(account, (place.used or 0) - place.reserved, now)
         account.held -= 1
@@ -117,7 +122,7 @@ class Admission:
         share = self._share(account, now)
         if account.held >= share:
             wait_ns = account.await_place(account.turnover.promise(share, now), now)
-            what = f"{principal.name} has its share of {share} streams, and others wait"
+            what = f"{principal.name} has its share of {share} {self._what}, and others wait"
             raise _overloaded(what, wait_ns)
 
     def _share(self, account: _Account, now: int) -> int:

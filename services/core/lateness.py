@@ -17,6 +17,8 @@ from services.core.errors import InvalidField
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+SLOW_FACTOR = 8.0
+"""How many times as long as expected a verdict may take, unless the settings say otherwise."""
 LEAST_NS = 1_000_000_000
 """Less is lingering, the network, or a pause of somebody's garbage collector."""
 ROWS_OF_A_SESSION = 64

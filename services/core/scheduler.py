@@ -242,9 +242,7 @@ class Scheduler:
     def _open(self, item: Item) -> None:
         """Where there is no place left for a session, the youngest makes it, if it is younger than this."""
         try:
-            item.kv_len = self._table.open(
-                item.key, item.request.arrival_ns, item.tokens, item.request.priority
-            )
+            item.kv_len = self._open_blocks(item)
         except Overloaded as error:
             opened = (other for other in self._standing.values() if other.kv_len is not None)
             youngest = max(opened, key=_age, default=item)
@@ -252,11 +250,10 @@ class Scheduler:
                 self._answer(item, error)
                 return
             self._answer(youngest, self._table.held(youngest.key))
-            item.kv_len = self._table.open(
-                item.key, item.request.arrival_ns, item.tokens, item.request.priority
-            )
+            item.kv_len = self._open_blocks(item)
 
-    def _wake(self, item: Item) -> int:
+    def _open_blocks(self, item: Item) -> int:
+        """How far they hold it already. Raises Overloaded."""
         request = item.request
         return self._table.open(item.key, request.arrival_ns, item.tokens, request.priority)
 

@@ -606,7 +606,7 @@ class Session:
             self._end_with(Unavailable("this gateway is shutting down; resume at another"))
 
     def _on_store_failed(self, event: ev.StoreFailed, now: int) -> None:
-        if isinstance(event.error, LogBehind) and event.error.have < self._logged:
+        if isinstance(event.error, LogBehind):
             self._repair_log(event.error.have)
         elif isinstance(event.error, SessionEnded):
             self._on_aborted(ev.Aborted(), now)  # only the owner finishes a session: it was aborted elsewhere
@@ -614,7 +614,10 @@ class Session:
             self._end_with(event.error)
 
     def _repair_log(self, have: int) -> None:
-        """The store came back without its last moments, but agrees: commit again what it lost."""
+        """The store came back without its last moments, but agrees: commit again what it lost.
+
+        After two roll-backs it may also hold a part of a commit, and so more than was known to be logged.
+        """
         self._logged = have
         self._committing = False
         if self.phase is Phase.FINISHING:

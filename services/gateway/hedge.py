@@ -39,7 +39,7 @@ class Hedge:
 
     async def drop(self) -> None:
         """It is not wanted any more."""
+        self.member.let_go(self._rows)  # first: who waits for the rest may be cancelled
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self.member.let_go(self._rows)
         await self.item.aclose()

@@ -47,6 +47,11 @@ class OpenItem(Generic[AnswerT]):
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether one has come that is yet to be taken."""
+        return bool(self._answers)
+
     async def next_answer(self) -> AnswerT:
         """Its next answer; not to be called after the last, nor twice at a time.
 

@@ -132,8 +132,7 @@ class Member(Generic[PoolT, LeaseT]):
     async def close(self) -> None:
         """End its stream, which fails the items that are open."""
         self.fits = False
-        if self.checking is not None:
-            self.checking.cancel()
+        await _stop(self.checking)
         await self.pool.close()
         await self._channel.close(None)
 
@@ -209,10 +208,8 @@ class Members(ABC, Generic[MemberT]):
 
     async def close(self) -> None:
         """Let go of everything."""
-        tasks = [task for task in (self._watching, self._refreshing) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _stop(self._watching, *(member.checking for member in self._members.values()))
+        await _stop(self._refreshing)  # which those may have begun
         for address in list(self._members):
             await self._drop(address)
         await self._source.close()
@@ -308,3 +305,11 @@ class Members(ABC, Generic[MemberT]):
         member = self._members.pop(address, None)
         if member is not None:
             await member.close()
+
+
+async def _stop(*tasks: asyncio.Task[None] | None) -> None:
+    """Cancel them, and return once they are over."""
+    begun = [task for task in tasks if task is not None]
+    for task in begun:
+        task.cancel()
+    await asyncio.gather(*begun, return_exceptions=True)

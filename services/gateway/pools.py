@@ -99,7 +99,8 @@ class TargetPool:
         if self._items.broken:
             self.lost()  # though no item was open to notice
         if not self._met:
-            await self.meet(_seconds(item.slice.remaining_ns) or MEET_TIMEOUT_S)
+            # However long the item may take: who does not say who it is keeps nobody from asking another.
+            await self.meet(min(_seconds(item.slice.remaining_ns) or MEET_TIMEOUT_S, MEET_TIMEOUT_S))
             self._came_back()
         return self._items.open(item)
 
@@ -149,6 +150,11 @@ class PoolVerification:
     def is_open(self) -> bool:
         """Whether it has been sent."""
         return self._opened is not None
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether one has come that is yet to be read."""
+        return self._opened is not None and self._opened.has_answer
 
     def give_up(self, why: str) -> None:
         """What is awaited of an open item comes to nothing; no more than that is held against the replica."""

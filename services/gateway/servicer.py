@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from contextlib import suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import grpc
 from opentelemetry import trace
 from structlog.contextvars import bound_contextvars
 
-from services.common import status
 from services.common.logs import get_logger
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.core import events as ev
-from services.core.errors import Broken, GalleyError, Unread
+from services.core.errors import Broken
 from services.gateway import events_pb
 from services.gateway.authentication import caller
 from services.gateway.patience import SECOND
 from services.gateway.principals import session_id_for
+from services.gateway.pump import Pump
 from services.gateway.validation import (
     check_model,
     check_priority,
@@ -33,10 +32,12 @@ from services.gateway.validation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
+
+    import grpc
 
     from services.core.admission import Place
-    from services.core.answer import Chunk, Ending, NumericsChanged
+    from services.core.answer import Ending
     from services.core.ports import Clock
     from services.gateway.model import ServedModel
     from services.gateway.runner import SessionRunner
@@ -77,8 +78,9 @@ class GenerationServicer(rpc.GenerationServicer):
             deadline_ns = self._deadline_ns(context)
             runner = await self.streams.create(spec, principal.name, asked.body_hash, deadline_ns)
             self.streams.charge_prompt(place, runner)
-            async for event in self._stream(runner, place, context, "generate"):
-                yield pb.GenerateResponse(event=event)
+            async with aclosing(self._stream(runner, place, context, "generate")) as events:
+                async for event in events:
+                    yield pb.GenerateResponse(event=event)
 
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -95,8 +97,9 @@ class GenerationServicer(rpc.GenerationServicer):
                 asked.seen_hash,
                 self._deadline_ns(context),
             )
-            async for event in self._stream(runner, place, context, "resume"):
-                yield pb.ResumeResponse(event=event)
+            async with aclosing(self._stream(runner, place, context, "resume")) as events:
+                async for event in events:
+                    yield pb.ResumeResponse(event=event)
 
     async def Abort(
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -124,7 +127,7 @@ class GenerationServicer(rpc.GenerationServicer):
 
     async def _stream(
         self, runner: SessionRunner, place: Place, context: grpc.aio.ServicerContext[Any, Any], name: str
-    ) -> AsyncIterator[pb.StreamEvent]:
+    ) -> AsyncGenerator[pb.StreamEvent, None]:
         """The events of a session; its work ends with the call, whichever way the call ends."""
         session_id = runner.session.spec.session_id
         span = _tracer.start_span(name, attributes={"galley.session_id": session_id})
@@ -132,7 +135,7 @@ class GenerationServicer(rpc.GenerationServicer):
         current = partial(trace.use_span, span)
         with bound_contextvars(session_id=session_id):
             with current():
-                pump = _Pump(runner, context, self.streams, place, self.client_ns / SECOND)
+                pump = Pump(runner, context, self.streams, place, self.client_ns / SECOND)
             try:
                 yield events_pb.started(runner.session, self.model.name)
                 while not isinstance(item := await pump.next(), ev.End):
@@ -155,98 +158,3 @@ def _ending(end: ev.End) -> Ending:
 
 def _draw_seed() -> int:
     return secrets.randbits(64)
-
-
-class _Pump:
-    """Runs a session in a task of its own and hands over what it sends, one item at a time.
-
-    gRPC takes no item while what it has is unread. Where that lasts for `client_s`, the session is worked on
-    no further and the call is ended: its handler, and with it its place; its status waits in gRPC for the
-    client to read on. Once its client has left, the session stops, or goes on to its end with nobody to
-    hear it.
-    """
-
-    def __init__(
-        self,
-        runner: SessionRunner,
-        context: grpc.aio.ServicerContext[Any, Any],
-        streams: Streams,
-        place: Place,
-        client_s: float,
-    ) -> None:
-        self._items: asyncio.Queue[Chunk | NumericsChanged | ev.End] = asyncio.Queue(maxsize=1)
-        self._runner = runner
-        self._context = context
-        self._streams = streams
-        self._place = place
-        self._client_s = client_s
-        self._before = runner.session.answer.output_len
-        self._left = False
-        self._handler = asyncio.current_task()
-        self._task = asyncio.create_task(self._run())
-        self._last_word: asyncio.Task[None] | None = None
-        # The generator may be left without a word when the client goes; the call's end is always told.
-        context.add_done_callback(self._call_ended)  # type: ignore[arg-type]  # the stubs want a class
-
-    async def next(self) -> Chunk | NumericsChanged | ev.End:
-        return await self._items.get()
-
-    def leave(self) -> None:
-        """Nobody reads any more."""
-        if self._left:
-            return
-        self._left = True
-        self._place.used = self._used()
-        if not self._runner.session.spec.continue_without_client:
-            self._task.cancel()
-        elif not self._task.done():
-            self._streams.keep(self._task, self._place, self._used)
-            while not self._items.empty():  # whoever waits for room drops what it has
-                self._items.get_nowait()
-
-    def _used(self) -> int:
-        """Output tokens of this call."""
-        return self._runner.session.answer.output_len - self._before
-
-    def _call_ended(self, ctx: object, /) -> None:  # noqa: ARG002  # the shape that grpc calls
-        self.leave()
-        if self._last_word is not None:
-            self._last_word.cancel()
-
-    async def _run(self) -> None:
-        with self._streams.running(self._runner):
-            end = await self._ended()
-            if self._left:
-                _log.info("session ended without its client", error=end.error and str(end.error))
-                return
-            self._last_word = asyncio.create_task(self._end_unless_read(isinstance(end.error, Unread)))
-            await self._items.put(end)
-
-    async def _ended(self) -> ev.End:
-        try:
-            return await self._runner.run(self._send)
-        except Exception as error:  # noqa: BLE001  # whatever it is, a client must not wait for ever
-            _log.error("session failed", exc_info=error)
-            fault = f"a session's shell raised {type(error).__name__}"
-            return ev.End(error=error if isinstance(error, GalleyError) else Broken(fault))
-
-    async def _send(self, item: Chunk | NumericsChanged) -> None:
-        if self._left:
-            return
-        try:
-            async with asyncio.timeout(self._client_s):
-                await self._items.put(item)
-        except TimeoutError:
-            raise self._unread() from None
-
-    def _unread(self) -> Unread:
-        return Unread(f"the stream was left unread for {self._client_s:g} s; resume to go on")
-
-    async def _end_unless_read(self, waited: bool) -> None:
-        """The session needs nobody any more, and its call must not wait for ever to say so."""
-        if not waited:
-            await asyncio.sleep(self._client_s)
-        if self._handler is not None:
-            self._handler.cancel()
-        with suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
-            await status.abort(self._context, self._unread())

@@ -7,8 +7,8 @@ from pydantic import Field, SecretStr
 from services.common.config import ServiceSettings, settings_config
 from services.common.defaults import DEFAULT_MODEL
 from services.common.redis_url import RedisUrlSetting  # noqa: TC001  # pydantic reads it
+from services.core.lateness import SLOW_FACTOR
 
-SLOW_FACTOR = 8.0
 NO_DRAFT = "none"
 """In place of a draft's address: there is none."""
 

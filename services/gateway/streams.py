@@ -12,7 +12,7 @@ from services.core.admission import Admission
 from services.core.answer import Answer, Ending, Reason
 from services.core.errors import Fenced, InvalidField, LogLost, Unavailable
 from services.core.finish import decode_ending, encode_ending
-from services.core.principal import ANONYMOUS
+from services.core.principal import Principal
 from services.core.records import decode_records
 from services.core.session import Session, SessionLimits
 from services.core.spec_codec import decode_spec, encode_spec
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from services.core.admission import Place
     from services.core.answer import SessionSpec
     from services.core.ports import Clock
-    from services.core.principal import Principal
     from services.core.store import SessionStore, StoredSession
     from services.gateway.runner import Ports
 
@@ -81,7 +80,7 @@ class Streams:
                 self._release(place)
 
     def keep(self, work: asyncio.Task[None], place: Place, used: Callable[[], int]) -> None:
-        """A session goes on without its client: it keeps its place until `work` is done."""
+        """A session goes on without its client, if only to stop: it keeps its place until `work` is done."""
         place.kept = True
 
         def done(_: asyncio.Task[None]) -> None:
@@ -96,8 +95,8 @@ class Streams:
             self._idle.set()
 
     def charge_prompt(self, place: Place, runner: SessionRunner) -> None:
-        """Count its prompt, unless the session is one that was joined."""
-        if runner.session.answer.output_len == 0:
+        """Count its prompt, unless the session is one that was joined: then it has had an owner before."""
+        if runner.owner.epoch == 1:
             self._admission.charge(place, len(runner.session.spec.prompt), self._clock.now_ns())
 
     async def create(
@@ -130,7 +129,7 @@ class Streams:
         Raises UnknownSession, StoreUnavailable, or Overloaded where too many calls are at it.
         """
         record = encode_ending(Ending(Reason.ABORTED))
-        with self._aborting():
+        with self._aborting(principal):
             await self._store_call(lambda: self._store.abort(session_id, principal, record), deadline_ns)
         for runner in self._of(session_id):
             runner.tell(ev.Aborted())
@@ -158,7 +157,7 @@ class Streams:
         self._draining = True
 
     async def wait_idle(self) -> None:
-        """Return once no stream is open."""
+        """Return once no stream is open, and what worked for them has stopped."""
         await self._idle.wait()
 
     def hand_over(self) -> None:
@@ -172,9 +171,9 @@ class Streams:
             runner.tell(ev.Interrupted(Unavailable("this gateway is shutting down; resume at another")))
 
     @contextmanager
-    def _aborting(self) -> Iterator[None]:
-        """Not a stream's place: ending sessions must be possible where there is none."""
-        place = self._aborts.enter(ANONYMOUS, 0, self._clock.now_ns())
+    def _aborting(self, principal: str) -> Iterator[None]:
+        """Not a stream's place: ending sessions must be possible where its principal has none left."""
+        place = self._aborts.enter(Principal(principal), 0, self._clock.now_ns())
         try:
             yield
         finally:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.registry import target_lease
 from services.core.errors import GalleyError, TargetUnavailable, TokenizerMismatch, Unavailable
-from services.core.lateness import ROWS_OF_A_SESSION, VerdictTimes
+from services.core.lateness import ROWS_OF_A_SESSION, SLOW_FACTOR, VerdictTimes
 from services.core.routing import Candidate, TargetLease, Wanted, choose
 from services.gateway.members import Member, Members
 from services.gateway.moves import Moves
 from services.gateway.pools import TargetPool
-from services.gateway.settings import SLOW_FACTOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -37,6 +37,8 @@ SCRIPT = (Said((11,), "Hello"), Said((12, 13), ", wor", from_draft=True), Said((
 class FakeGateway(rpc.GenerationServicer):
     """Answers with `script`; raises `error` before chunk `fail_at`, or waits there to `hang`.
 
+    `fail_at` may be beyond the script: then it is after Finished.
+
     It fails `failures` times, None for always; `silent`, it fails before it has said Started.
     """
 
@@ -104,6 +106,7 @@ class FakeGateway(rpc.GenerationServicer):
                 speculation=stats,
             )
         )
+        self._maybe_fail(len(self.script), context)
 
     def _maybe_fail(self, number: int, context: grpc.ServicerContext) -> None:
         if number != self.fail_at:

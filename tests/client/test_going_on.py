@@ -70,6 +70,19 @@ async def test_a_stream_that_breaks_goes_on_at_the_next_gateway(
     assert len(leaving.requests) == 1
 
 
+@pytest.mark.parametrize("error", [Unavailable("draining"), Cancelled("stopping"), Fenced(SESSION)], ids=type)
+async def test_what_breaks_behind_the_end_of_an_answer_is_nothing_to_its_reader(
+    two: tuple[FakeGateway, FakeGateway, str], error: GalleyError
+) -> None:
+    leaving, staying, addresses = two
+    leaving.error, leaving.fail_at = error, len(leaving.script)
+    async with GalleyClient(addresses) as client:
+        events, text = await heard(client.generate("x"))
+    assert text == "Hello, world!\n"
+    assert events == ["started", "chunk", "chunk", "chunk", "finished"]
+    assert not staying.requests
+
+
 async def test_it_breaks_as_often_as_it_comes_on(two: tuple[FakeGateway, FakeGateway, str]) -> None:
     """Each of the two gives one token more, and breaks."""
     script = tuple(Said((token,), f"{token} ") for token in range(8))

@@ -42,6 +42,16 @@ def test_a_principal_has_no_more_streams_than_its_own_limit() -> None:
     refused(admission, mine, now=2)
 
 
+def test_a_place_is_left_once() -> None:
+    admission, mine = Admission(2), named("me", max_sessions=1)
+    [place] = entered(admission, mine, 1)
+    admission.leave(place, 1)
+    entered(admission, mine, 1, now=1)
+    admission.leave(place, 2)
+    assert admission.held == 1
+    refused(admission, mine, now=2)
+
+
 def test_all_places_may_be_one_principals_while_nobody_waits() -> None:
     admission = Admission(4)
     entered(admission, named("me"), 4)

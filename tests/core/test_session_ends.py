@@ -7,7 +7,7 @@ from services.core.answer import Answer, Ending, Reason
 from services.core.errors import LogLost, TargetUnavailable
 from services.core.records import TokenRecord
 from services.core.session import Phase, Session, SessionLimits
-from services.core.store import SessionEnded
+from services.core.store import LogBehind, SessionEnded
 from tests.core.session_world import MS, World, decode, spec
 
 
@@ -49,6 +49,27 @@ def test_an_abort_that_comes_while_the_end_is_being_stored_leaves_the_word_to_th
     assert session.step(ev.Aborted(), 0) == []
     refusal = ev.StoreFailed(SessionEnded("s"))
     assert session.step(refusal, 0) == [ev.End(ending=Ending(Reason.ABORTED))]
+
+
+def test_an_owner_goes_on_from_a_log_that_holds_a_part_of_its_commit() -> None:
+    """A fail-over after a fail-over: the log is behind the commit, and ahead of where it was to append."""
+    world = World(spec(k=0), SessionLimits(credit=0))
+    while len(world.log) < len(world.spec.prompt) + 3:
+        world.store() if "commit" in world.waiting else world.reply()
+    world.lose_log_tail(3)
+    while "commit" not in world.waiting:
+        world.reply()
+    world.store()
+    commit = world.waiting.pop("commit")
+    assert isinstance(commit, ev.Commit)
+    assert len(commit.tokens) > 2
+    world.log += commit.tokens[:2]
+    world.records += commit.records[:2]
+    world.told_logged = len(world.log)
+    world.tell(ev.StoreFailed(LogBehind("s", len(world.log))))
+    world.run_to_end()
+    assert world.end is not None
+    assert world.end.ending is not None
 
 
 def test_a_target_that_hangs_is_not_asked_once_more_when_its_time_is_as_good_as_over() -> None:

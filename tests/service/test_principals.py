@@ -16,7 +16,7 @@ from services.core.principal import Principal
 from tests.service.callers import ALICE, BOB, KeyFile, calling
 from tests.service.collector import Collector
 from tests.service.process import gateway_process
-from tests.service.truth import SEED
+from tests.service.truth import SEED, true_output
 from tests.service.world import (
     MAX_TOKENS,
     PROMPT,
@@ -189,6 +189,39 @@ async def test_a_finished_answer_told_again_costs_no_tokens(world: World, alice:
         must_be_true(await hear(alice.ask(idempotency_key=key)))
         must_be_true(await hear(alice.client.resume(stream.session_id, 0)))
     assert (await refused(hear(alice.ask(max_tokens=60)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
+async def test_a_session_that_is_joined_before_its_first_token_costs_its_prompt_once(
+    world: World, alice: Gateway
+) -> None:
+    key = f"key-{id(world)}-joined"
+    world.target.gate.close()
+    first = alice.ask(idempotency_key=key)
+    await anext(first)
+    second = alice.ask(idempotency_key=key)
+    await anext(second)
+    assert (await refused(hear(first))).code is grpc.StatusCode.FAILED_PRECONDITION
+    world.target.gate.open()
+    must_be_true(await hear(second))
+    await alice.idle()
+    must_be_true(await hear(alice.ask(max_tokens=100 - 53)), 100 - 53)
+
+
+@pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 60")])
+async def test_a_session_goes_on_though_its_caller_is_in_debt(world: World, alice: Gateway) -> None:
+    """A pause is no new work; what is new waits until the debt is paid."""
+    prompt = "x" * 80
+    world.target.gate.close()
+    world.target.gate.permit(1)
+    stream = alice.ask(prompt)
+    heard = await hear(stream, until=1)
+    stream.cancel()
+    await alice.idle()
+    world.target.gate.open()
+    await heard.listen(alice.client.resume_stream(stream))
+    assert heard.tokens == true_output(list(prompt.encode()), MAX_TOKENS)
+    assert (await refused(hear(alice.ask(max_tokens=1)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_places_pass_to_the_caller_who_waits(world: World, alice: Gateway, bob: Gateway) -> None:

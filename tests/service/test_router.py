@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import pytest
@@ -17,6 +17,7 @@ from services.core.answer import SessionSpec
 from services.core.content import block_hashes, prefix_hash
 from services.core.params import SamplingParams
 from services.gateway.clock import MonotonicClock
+from services.gateway.item_stream import OpenItem
 from services.gateway.patience import SECOND
 from services.gateway.router import SessionTarget
 from services.gateway.targets import Targets
@@ -387,6 +388,28 @@ async def test_a_replica_that_comes_back_does_not_answer_for_its_former_life(her
     assert moves_of(here) == {"restarted": 1}
 
 
+async def test_a_replica_that_does_not_say_who_it_is_is_left_long_before_the_deadline(here: Here) -> None:
+    """Its stream broke while no item was open, and now it takes what is sent and never answers."""
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    at = target.place(SPEC, here.request(confirmed(1)))
+    assert at is not None
+    await home.stop()
+    await asyncio.wait(cast("Any", at.pool)._items._current._tasks)  # the gateway has noticed
+    home.spoken.close()
+    await home.start()
+    item = target.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)
+    async with asyncio.timeout(PATIENCE_S):
+        [failed] = [answer async for answer in item]
+    assert isinstance(failed, ev.Failed)
+    assert failed.elsewhere
+    [answer] = await here.ask(target, confirmed(1))
+    assert isinstance(answer, ev.Verified)
+    assert len(other.calls) == 1
+    home.spoken.open()
+
+
 class Hedging:
     """Both replicas are warm for the prompt, by their leases; the first verdicts so far came at once."""
 
@@ -447,6 +470,51 @@ async def test_whoever_answers_first_goes_on_and_the_other_is_given_up(here: Her
     assert isinstance(answer, ev.Verified)
     await other.was_given_up()
     assert moves_of(here) == {}
+
+
+async def test_a_replica_that_answers_at_the_same_time_as_the_other_is_not_left(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's answer is read first, and then its own."""
+    target, home, other = await Hedging(here).begin(warm=True)
+    for fake in here.fakes:
+        fake.gate.close()
+    arrived: list[tuple[OpenItem[pb.VerifyAnswer], pb.VerifyAnswer]] = []
+    first_came, put = asyncio.Event(), OpenItem.put
+
+    def hold(item: OpenItem[pb.VerifyAnswer], answer: pb.VerifyAnswer) -> None:
+        arrived.append((item, answer))
+        first_came.set()
+        if len(arrived) == 2:
+            monkeypatch.undo()
+            for one in arrived:
+                put(*one)
+
+    monkeypatch.setattr(OpenItem, "put", hold)
+    asking = asyncio.ensure_future(here.ask(target, confirmed(0), credit=4))
+    await other.called(len(other.calls) + 1)
+    other.gate.permit(1)
+    await asyncio.wait_for(first_came.wait(), PATIENCE_S)
+    home.gate.open()
+    answers = await asking
+    assert [type(answer) for answer in answers] == [ev.Verified] * 5
+    other.gate.open()
+    assert moves_of(here) == {}
+
+
+async def test_a_second_request_is_not_counted_for_ever_however_often_it_is_cancelled(here: Here) -> None:
+    target, _, other = await Hedging(here).begin(warm=True)
+    for fake in here.fakes:
+        fake.gate.close()
+    item = target.verify(SPEC, here.request(confirmed(0)), None)
+    reading = asyncio.ensure_future(anext(aiter(item)))
+    await other.called(len(other.calls) + 1)
+    while not reading.done():
+        reading.cancel()
+        await asyncio.sleep(0)
+    await item.aclose()
+    assert [member.items for member in here.targets._members.values()] == [0, 0]
+    assert [member.rows_ahead for member in here.targets._members.values()] == [0, 0]
 
 
 async def test_a_cold_replica_is_not_asked_too(here: Here) -> None:

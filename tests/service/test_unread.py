@@ -84,7 +84,7 @@ async def test_streams_left_unread_end_say_so_and_stay_resumable(world: World) -
 
 @any_credit
 async def test_an_answer_that_has_ended_does_not_hold_its_place_for_ever(world: World) -> None:
-    gateway = await world.gateway(client_timeout_s=0.5, max_sessions=1)
+    gateway = await world.gateway(client_timeout_s=2, max_sessions=1)
     async with left_unread(gateway, SHORT, 1) as [stream]:
         await gateway.has_places()
         assert world.target.confirmed[stream.session_id] == SHORT, "it was worked on to its end"
@@ -104,10 +104,15 @@ async def test_a_client_that_reads_on_in_time_notices_nothing(world: World) -> N
         must_be_true(await hear(stream), SHORT)
 
 
-@pytest.mark.parametrize("fate", ["claimed", "aborted"])
-async def test_what_ends_a_session_ends_its_unread_stream(world: World, fate: str) -> None:
-    """Though its own end must not wait for ever for its client either."""
-    gateway = await world.gateway(client_timeout_s=2, buffer=BUFFER, max_sessions=2)
+@pytest.mark.parametrize(
+    ("fate", "code"),
+    [("claimed", grpc.StatusCode.FAILED_PRECONDITION), ("aborted", grpc.StatusCode.UNAVAILABLE)],
+)
+async def test_what_ends_a_session_ends_its_unread_stream(
+    world: World, fate: str, code: grpc.StatusCode
+) -> None:
+    """Though its own end must not wait for ever for its client either, who is told of it when it reads on."""
+    gateway = await world.gateway(client_timeout_s=3, buffer=BUFFER, max_sessions=2)
     async with left_unread(gateway, LONG, 1) as [stream]:
         await held_up(world, gateway, stream)
         if fate == "claimed":
@@ -117,3 +122,4 @@ async def test_what_ends_a_session_ends_its_unread_stream(world: World, fate: st
         else:
             await gateway.client.abort(stream.session_id)
         await gateway.has_places()
+        assert (await refused(hear(stream))).code is code

@@ -137,7 +137,7 @@ class Gateway:
 
 def _is_gateways(task: asyncio.Task[Any]) -> bool:
     name = getattr(task.get_coro(), "__qualname__", "")
-    return name.startswith(("_Pump.", "SessionRunner."))
+    return name.startswith(("Pump.", "SessionRunner."))
 
 
 class _Errors(logging.Handler):

@@ -557,7 +557,8 @@ class GenerateRequest(_message.Message):
     continue_without_client: _builtins.bool
     """Go on to the end when the client goes away before it (it cancels, or its connection is lost): Resume then
     finds what was generated meanwhile. It takes up one of the gateway's streams until then. Unset: work stops
-    within a round. The deadline of the call ends the work either way.
+    within a round. Either way the work ends with the deadline of the call, and where a client that is there
+    leaves its stream unread for the gateway's client_timeout.
     """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:

@@ -1,0 +1,153 @@
+"""What a client hears whose stream ends while it is slow, and what is left once its session has stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from services.core import events as ev
+from services.core.answer import Answer, Chunk, Ending, Reason, SessionSpec
+from services.core.errors import Fenced, GalleyError, LogLost, Overloaded
+from services.core.params import SamplingParams
+from services.core.principal import ANONYMOUS
+from services.core.session import Session, SessionLimits
+from services.core.store import Ownership
+from services.gateway.clock import MonotonicClock
+from services.gateway.patience import Timeouts
+from services.gateway.pump import Pump
+from services.gateway.streams import Streams
+from tests.fakes.store import MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from services.gateway.runner import Send, SessionRunner
+
+SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
+DONE = ev.End(ending=Ending(Reason.LENGTH))
+CHUNKS = tuple(Chunk(index, (5,), "x", from_draft=False) for index in range(3))
+
+
+class Scripted:
+    """A runner that sends `chunks` and ends; it stops once it is let."""
+
+    def __init__(self, chunks: Sequence[Chunk], end: ev.End) -> None:
+        self.session = Session(Answer(SPEC, lambda tokens: "x" * len(tokens)), SessionLimits())
+        self.owner = Ownership("s", 1, b"nonce")
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
+        self._chunks = chunks
+        self._end = end
+
+    def tell(self, event: ev.Event) -> None:
+        raise AssertionError(event)
+
+    async def run(self, send: Send) -> ev.End:
+        try:
+            for chunk in self._chunks:
+                await send(chunk)
+            return self._end
+        finally:
+            await self.may_stop.wait()
+
+
+@dataclass
+class Call:
+    """A gRPC context: how the call was ended."""
+
+    status: grpc.StatusCode | None = None
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    over: list[Callable[[object], None]] = field(default_factory=list)
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        self.over.append(callback)
+
+    async def abort(self, code: grpc.StatusCode, _details: str, _trailing: object) -> None:
+        self.status = code
+        self.aborted.set()
+        raise grpc.aio.AbortError
+
+
+class Served:
+    """One stream of a gateway."""
+
+    def __init__(self, end: ev.End, client_s: float, chunks: Sequence[Chunk] = CHUNKS) -> None:
+        self.runner = Scripted(chunks, end)
+        self.call = Call()
+        self.streams = Streams(
+            MemoryStore(), MonotonicClock(), cast("Any", None), str, SessionLimits(), Timeouts(), 1
+        )
+        self._client_s = client_s
+
+    async def read(self, pause_s: float) -> int:
+        """Read all, as the servicer does, with a client that takes so long over each message; how many."""
+        count = 0
+        with self.streams.admit(ANONYMOUS, 0) as place:
+            runner = cast("SessionRunner", self.runner)
+            pump = Pump(runner, cast("Any", self.call), self.streams, place, self._client_s)
+            try:
+                more = True
+                while more:
+                    more = not isinstance(await pump.next(), ev.End)
+                    await asyncio.sleep(pause_s)
+                    count += 1
+            finally:
+                pump.leave()
+        for callback in self.call.over:
+            callback(None)
+        return count
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Fenced("s"), grpc.StatusCode.FAILED_PRECONDITION),
+        (LogLost("other tokens"), grpc.StatusCode.DATA_LOSS),
+        (Overloaded("full", 1.0), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (None, grpc.StatusCode.UNAVAILABLE),
+    ],
+)
+async def test_an_end_that_is_left_unread_says_what_it_would_have_said(
+    error: GalleyError | None, code: grpc.StatusCode
+) -> None:
+    served = Served(DONE if error is None else ev.End(error=error), client_s=0.2, chunks=CHUNKS[:1])
+    with capture_logs() as logs:
+        reading = asyncio.ensure_future(served.read(pause_s=60))
+        await asyncio.wait({reading})
+        await served.streams.wait_idle()
+        await served.call.aborted.wait()
+    assert reading.cancelled()
+    assert served.call.status is code
+    [line] = logs
+    assert line["event"] == "stream ended unread"
+    assert error is None or line["error"] == str(error)
+
+
+async def test_an_end_waits_for_a_client_that_reads_each_message_in_time() -> None:
+    served = Served(DONE, client_s=1.0)
+    assert await asyncio.wait_for(served.read(pause_s=0.45), 10) == len(CHUNKS) + 1
+    assert served.call.status is None
+
+
+async def test_a_place_is_free_once_its_session_has_stopped() -> None:
+    served = Served(DONE, client_s=60)
+    served.runner.may_stop.clear()
+    reading = asyncio.ensure_future(served.read(pause_s=60))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait({reading})
+    waiting = asyncio.ensure_future(served.streams.wait_idle())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    served.runner.may_stop.set()
+    async with asyncio.timeout(10):
+        await waiting
+    with served.streams.admit(ANONYMOUS, 0):
+        pass
