@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 # Weights of what was seen last: in a session, in its workload, in the load.
 _SESSION, _WORKLOAD, _LOAD = 0.04, 0.01, 0.05
+# Of a token, in the acceptance of its workload. All sessions act on that, and who has given drafts up sees
+# few more: bad luck must not move it far. What changes quickly shows in the sessions, and is their `own`.
+_WORKLOAD_TOKEN = 1.0 / 256
 # Drafts that were not worth it are tried again: so many tokens, for this share of the session's time on the
 # target, after so many verdicts at least and at most.
 _PROBE_TOKENS = 4
@@ -182,8 +185,8 @@ class Speculation:
     def saw_token(self, right: bool) -> None:
         """A proposed token was right, or the first that was not."""
         for habits in self._shared:
-            habits.saw_session(self.habits.alpha, _WORKLOAD, right=right)
-            habits.saw_token(_WORKLOAD, right=right)
+            habits.saw_session(self.habits.alpha, _WORKLOAD_TOKEN, right=right)
+            habits.saw_token(_WORKLOAD_TOKEN, right=right)
         self.habits.saw_token(_SESSION, right=right)
         self._right_running = self._right_running + 1 if right else 0
 
