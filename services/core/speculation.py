@@ -264,23 +264,32 @@ class Speculation:
         return min(max(after, _FIRST_PROBE), _LAST_PROBE)
 
     def _worth(self, most: int, sure: float) -> int:
-        """How many further tokens are worth drafting; none unless they are worth asking for."""
-        habits = self.habits
+        """How many further tokens are worth drafting; none unless those for one pass are worth asking for."""
         if not self._book.share_ns:
             return most  # nothing was measured yet
-        # All tokens that a pass confirms come later for a row.
-        value, cost = self._book.share_ns * sure, self._book.row_ns * self._book.confirmed
-        if sure < 1.0:
-            cost += habits.others_ns
-        alpha = self.alpha
-        count, gain = 0, 0.0
-        while count < most:
-            value *= alpha
-            if value <= cost:
-                break
-            gain += value - cost
-            count += 1
-        return count if gain * habits.voice * habits.taken > _ASK_NS else 0
+        gains = self._gains_of_a_pass(sure, most)
+        if sum(gains) * self.habits.voice * self.habits.taken <= _ASK_NS:
+            return 0
+        count = len(gains)
+        while count < most and (left := self._gains_of_a_pass(sure * self.alpha**count, most - count)):
+            count += len(left)
+        return count
+
+    def _gains_of_a_pass(self, reached: float, most: int) -> list[float]:
+        """What each token gains, in time of the target, that is worth a row of a pass.
+
+        That pass has them with chance `reached`: if all tokens before them are accepted. Else no row is
+        spent on them. For a row, all tokens that a pass confirms come later.
+        """
+        share_ns, alpha = self._book.share_ns, self.alpha
+        row_ns = self._book.row_ns * self._book.confirmed
+        others_ns = self.habits.others_ns if reached < 1.0 else 0.0
+        gains: list[float] = []
+        chance = alpha
+        while len(gains) < most and (gain := reached * (chance * share_ns - row_ns) - others_ns) > 0.0:
+            gains.append(gain)
+            chance *= alpha
+        return gains
 
     def _proposal(self) -> int:
         """How many tokens to ask for at once: as confirm most in the time of drafting them and of a pass.
