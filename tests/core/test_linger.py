@@ -167,12 +167,12 @@ def test_acceptance_follows_what_is_seen() -> None:
 
 
 def test_no_correction_makes_a_draft_certain_so_that_other_sessions_have_their_rows() -> None:
-    lucky, other = Acceptance(), Acceptance()
+    lucky = Acceptance()
     for _ in range(200):
         lucky.saw(right=True, told=0.8)
-        other.saw(right=True, told=0.97)
     far = lucky.corrected([0.8**i for i in range(1, 9)])
-    assert far[-1] < other.corrected([0.97])[0]
+    assert far == sorted(far, reverse=True)
+    assert far[-1] < 0.85
 
 
 def test_the_delay_is_learnt_with_a_margin() -> None:
