@@ -23,6 +23,8 @@ PRIOR_ALPHA = 0.7
 # Of one token, once many were seen; the first make a plain mean, in which the prior counts as so many tokens.
 _ALPHA_WEIGHT = 0.05
 _PRIOR_TOKENS = 5
+# What a draft is believed beyond its word, were all of these right: the rule of succession.
+_SUREST = 1.0 - _ALPHA_WEIGHT / 2
 _PRIOR_RECOVERY = 0.25
 _RECOVERY_WEIGHT = 0.15
 _GOOD_RECOVERY = 0.5
@@ -69,12 +71,15 @@ class Acceptance:
             self.bias += _ALPHA_WEIGHT * (right - told - self.bias)
 
     def corrected(self, survival: Sequence[float]) -> list[float]:
-        """What drafts say of their chances, by what became of such: falling, in [0, 1]."""
+        """What drafts say of their chances, by what became of such: falling, in [0, 1].
+
+        None becomes certain by that: a pass would go far with one session and leave no row for others.
+        """
         chances: list[float] = []
         before = now = 1.0
         for told in survival:
             chance = told / before if before > 0.0 else 0.0
-            now *= min(1.0, max(0.0, chance + self.bias))
+            now *= min(max(chance, _SUREST), max(0.0, chance + self.bias))
             chances.append(now)
             before = told
         return chances

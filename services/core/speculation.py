@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 # Weights of what was seen last: in a session, in its workload, in the load.
 _SESSION, _WORKLOAD, _LOAD = 0.04, 0.01, 0.05
+# Of a token, in the acceptance of its workload. All sessions act on that, and who has given drafts up sees
+# few more: bad luck must not move it far. What changes quickly shows in the sessions, and is their `own`.
+_WORKLOAD_TOKEN = 1.0 / 256
 # Drafts that were not worth it are tried again: so many tokens, for this share of the session's time on the
 # target, after so many verdicts at least and at most.
 _PROBE_TOKENS = 4
@@ -182,8 +185,8 @@ class Speculation:
     def saw_token(self, right: bool) -> None:
         """A proposed token was right, or the first that was not."""
         for habits in self._shared:
-            habits.saw_session(self.habits.alpha, _WORKLOAD, right=right)
-            habits.saw_token(_WORKLOAD, right=right)
+            habits.saw_session(self.habits.alpha, _WORKLOAD_TOKEN, right=right)
+            habits.saw_token(_WORKLOAD_TOKEN, right=right)
         self.habits.saw_token(_SESSION, right=right)
         self._right_running = self._right_running + 1 if right else 0
 
@@ -261,23 +264,32 @@ class Speculation:
         return min(max(after, _FIRST_PROBE), _LAST_PROBE)
 
     def _worth(self, most: int, sure: float) -> int:
-        """How many further tokens are worth drafting; none unless they are worth asking for."""
-        habits = self.habits
+        """How many further tokens are worth drafting; none unless those for one pass are worth asking for."""
         if not self._book.share_ns:
             return most  # nothing was measured yet
-        # All tokens that a pass confirms come later for a row.
-        value, cost = self._book.share_ns * sure, self._book.row_ns * self._book.confirmed
-        if sure < 1.0:
-            cost += habits.others_ns
-        alpha = self.alpha
-        count, gain = 0, 0.0
-        while count < most:
-            value *= alpha
-            if value <= cost:
-                break
-            gain += value - cost
-            count += 1
-        return count if gain * habits.voice * habits.taken > _ASK_NS else 0
+        gains = self._gains_of_a_pass(sure, most)
+        if sum(gains) * self.habits.voice * self.habits.taken <= _ASK_NS:
+            return 0
+        count = len(gains)
+        while count < most and (left := self._gains_of_a_pass(sure * self.alpha**count, most - count)):
+            count += len(left)
+        return count
+
+    def _gains_of_a_pass(self, reached: float, most: int) -> list[float]:
+        """What each token gains, in time of the target, that is worth a row of a pass.
+
+        That pass has them with chance `reached`: if all tokens before them are accepted. Else no row is
+        spent on them. For a row, all tokens that a pass confirms come later.
+        """
+        share_ns, alpha = self._book.share_ns, self.alpha
+        row_ns = self._book.row_ns * self._book.confirmed
+        others_ns = self.habits.others_ns if reached < 1.0 else 0.0
+        gains: list[float] = []
+        chance = alpha
+        while len(gains) < most and (gain := reached * (chance * share_ns - row_ns) - others_ns) > 0.0:
+            gains.append(gain)
+            chance *= alpha
+        return gains
 
     def _proposal(self) -> int:
         """How many tokens to ask for at once: as confirm most in the time of drafting them and of a pass.

@@ -16,7 +16,6 @@ from services.common.status import log_internal
 from services.core.content import Miss, look_up, prefix_hash
 from services.core.errors import Broken, GalleyError
 from services.core.verify_items import Overtaken
-from services.draft.prepared import Preparation
 from services.draft.strategies.base import DraftJob, DraftSession, Guess, Strategy
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     from services.common.slices import Slice
     from services.core.content import SessionKey
-    from services.draft.prepared import PreparedCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +97,11 @@ class Drafter:
     """Sessions' tokens and the strategies that guess how they go on; used by one thread at a time."""
 
     def __init__(
-        self,
-        strategies: Mapping[str, Strategy],
-        *,
-        max_sessions: int,
-        max_tokens: int,
-        max_batch: int,
-        prepare: int = 0,
+        self, strategies: Mapping[str, Strategy], *, max_sessions: int, max_tokens: int, max_batch: int
     ) -> None:
-        """Of `max_sessions` sessions, `max_tokens` tokens are kept; a step advances `max_batch` guesses.
-
-        With nothing open, it advances `prepare` outcomes that are not the likeliest (`prepared.py`).
-        """
+        """Of `max_sessions` sessions, `max_tokens` tokens are kept; a step advances `max_batch` guesses."""
         self.counts = DraftCounts()
         self._strategies = strategies
-        self._preparation = Preparation(strategies, prepare)
         self._max_batch = max_batch
         self._sessions: SessionTable[DraftSession] = SessionTable(
             DraftSession, max_sessions=max_sessions, max_tokens=max_tokens
@@ -143,25 +131,6 @@ class Drafter:
         self._run(taking, self._advance)
         self._conclude(taking, stepped)
         return stepped
-
-    @property
-    def can_prepare(self) -> bool:
-        """Are there outcomes to prepare?"""
-        return self._preparation.wanted
-
-    def prepare(self) -> bool:
-        """With nothing open: one step of what may be asked next; may there be more?"""
-        try:
-            return self._preparation.step()
-        except Exception as error:  # noqa: BLE001  # a plug-in's, as in `_run`; nobody waits for this
-            log_internal(error)
-            self._preparation.clear()
-            return False
-
-    @property
-    def prepared(self) -> PreparedCounts:
-        """What came of preparing."""
-        return self._preparation.counts
 
     @property
     def next_traces(self) -> list[str]:
@@ -212,9 +181,8 @@ class Drafter:
                 for one in mine:
                     one.guess.error = error if isinstance(error, GalleyError) else Broken(f"{name} failed")
 
-    def _begin(self, strategy: Strategy, mine: Sequence[_Open]) -> None:
-        for one in mine:
-            self._preparation.resume(one.strategy, one.job)
+    @staticmethod
+    def _begin(strategy: Strategy, mine: Sequence[_Open]) -> None:
         for one, guess in zip(mine, strategy.begin([one.job for one in mine]), strict=True):
             one.guess = guess
 
@@ -233,8 +201,6 @@ class Drafter:
 
     def _close(self, one: _Open, used: int = 0) -> None:
         """It is open no more; `used` of its tokens were in its answer."""
-        if used:
-            self._preparation.expect(one.strategy, one.job)
         del self._open[one.item]
         if self._standing.get(one.job.slice.key) is one:
             del self._standing[one.job.slice.key]

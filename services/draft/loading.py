@@ -12,7 +12,6 @@ from services.core import strategies
 from services.core.blocks import BLOCK_TOKENS
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
-from services.draft.prepared import MOST_OUTCOMES, MOST_TOKENS
 from services.draft.strategies.lookups import Lookups
 from services.draft.strategies.ngram import NgramStrategy
 from services.draft.strategies.none import NoneStrategy
@@ -57,7 +56,6 @@ def load_drafter(settings: DraftSettings) -> Loaded:
         max_sessions=settings.max_sessions,
         max_tokens=settings.max_kv_tokens,
         max_batch=settings.max_batch,
-        prepare=settings.prepare,
     )
     return Loaded(drafter, info)
 
@@ -88,14 +86,9 @@ def _load_model(settings: DraftSettings) -> CausalModel | None:
 
 
 def _kv_blocks(settings: DraftSettings) -> int:
-    """Enough for all tokens kept; each session ends within a block, and may hold guesses not counted.
-
-    An outcome shares blocks with its session up to where it leaves that, within a block.
-    """
+    """Enough for all tokens kept; each session ends within a block, and may hold guesses not counted."""
     of_tokens = -(-settings.max_kv_tokens // BLOCK_TOKENS)
-    of_guesses = 1 + -(-settings.max_draft_tokens // BLOCK_TOKENS)
-    of_outcomes = MOST_OUTCOMES * (1 + -(-MOST_TOKENS // BLOCK_TOKENS)) if settings.prepare else 0
-    return of_tokens + settings.max_sessions * (of_guesses + of_outcomes)
+    return of_tokens + settings.max_sessions * (1 + -(-settings.max_draft_tokens // BLOCK_TOKENS))
 
 
 def _tokenizer_hash(settings: DraftSettings, model: CausalModel | None) -> str:

@@ -1,8 +1,7 @@
 """The loop of a draft replica: receive, open, step, deliver; one thread computes.
 
 Items join at the next step and are answered as soon as they are done, whatever else goes on. At its deadline
-an item is answered with what the last step left ready, although another be under way. With nothing open, what
-may be asked next is prepared, up to the next step's end after an item has come.
+an item is answered with what the last step left ready, although another be under way.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from services.common.status import log_internal
 from services.common.telemetry import links_to
 from services.core.errors import DeadlinePassed, Overloaded, Unavailable
-from services.draft.drafter import Proposed, Stepped
+from services.draft.drafter import Proposed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
     from services.core.errors import GalleyError
-    from services.draft.drafter import Drafter, ProposeJob, ProposeOutcome
+    from services.draft.drafter import Drafter, ProposeJob, ProposeOutcome, Stepped
 
 _RETRY_AFTER_S = 0.5
 
@@ -170,8 +169,6 @@ class DraftLoop:
                 await self._compute(self._advance)
             else:
                 self._idle.set()
-                if self._drafter.can_prepare and not self.draining.is_set():
-                    await self._compute(self._prepare)
                 await self._changed.wait()
 
     def _receive(self) -> tuple[dict[int, int], dict[int, ProposeJob]]:
@@ -215,12 +212,6 @@ class DraftLoop:
             self._note(stepped, time.monotonic_ns() - began_ns)
             if stepped.answers or self._changed.is_set():
                 return stepped
-
-    def _prepare(self) -> Stepped:
-        """On the worker thread: steps, until there is something to receive or nothing more to prepare."""
-        while not self._changed.is_set() and self._drafter.prepare():
-            pass
-        return Stepped()
 
     def _span(self, name: str, parents: Sequence[str]) -> AbstractContextManager[Span]:
         """A span that links to those of its requests."""

@@ -46,11 +46,6 @@ class DraftSettings(ReplicaSettings):
         ge=1,
         description="Sessions that one step of a model drafts for; of more, the oldest items go first.",
     )
-    prepare: int = Field(
-        default=4,
-        ge=0,
-        description="Outcomes beside the guessed ones that a step prepares when no item waits; 0: none.",
-    )
     max_sessions: int = Field(
         default=256, ge=1, le=65536, description="Sessions whose tokens and KV are kept."
     )

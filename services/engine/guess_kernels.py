@@ -7,7 +7,6 @@ The same noise and the same order of processing as in `sampling_kernels`, over t
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -37,8 +36,6 @@ def _guess_some(
     draws: Any,
     guessed: Ids,
     sureness: Floats,
-    seconds: Ids,
-    chances: Floats,
     scratch: Floats,
 ) -> None:
     """See `guess_rows`: the rows [first, last)."""
@@ -47,50 +44,25 @@ def _guess_some(
         row, draw = logits[r], draws[r]
         best = likeliest(row)
         guessed[r], sureness[r] = NOTHING, np.float32(0)
-        seconds[r], chances[r] = NOTHING, np.float32(0)
-        if best == NOTHING:
-            continue
-        sureness[r] = np.float32(1.0 / exponentials(row, row[best], weights))
-        winner, second = best, _next_likeliest(row, best)
-        if draw.temperature > 0:
+        if best != NOTHING:
+            sureness[r] = np.float32(1.0 / exponentials(row, row[best], weights))
+            guessed[r] = tokens[best]
+        if best != NOTHING and draw.temperature > 0:
             for j in range(len(row)):
                 scaled[j] = (row[j] - row[best]) / draw.temperature
             _filter(scaled, weights, draw)
-            winner, second = _noisiest(scaled, best, second, tokens, draw.seed, draw.position)
-        guessed[r] = tokens[winner]
-        if second != NOTHING:
-            seconds[r] = tokens[second]
-            chances[r] = np.float32(math.exp(row[second] - row[best])) * sureness[r]
+            guessed[r] = _noisiest(scaled, best, tokens, draw.seed, draw.position)
 
 
 def guess_rows(
-    threads: int,
-    logits: Floats,
-    tokens: Ids,
-    draws: Any,
-    guessed: Ids,
-    sureness: Floats,
-    seconds: Ids,
-    chances: Floats,
-    scratch: Floats,
+    threads: int, logits: Floats, tokens: Ids, draws: Any, guessed: Ids, sureness: Floats, scratch: Floats
 ) -> None:
     """For each row of `logits` [rows, columns] the token that its draw (GUESS) gives, or NOTHING.
 
     `tokens` [columns], rising, says what the columns stand for. `sureness` [rows] becomes the likeliest
-    token's probability at temperature 1; `seconds` what the draw would give without its token, or NOTHING,
-    and `chances` that one's probability. scratch: float32 [threads, 2, columns].
+    token's probability at temperature 1. scratch: float32 [threads, 2, columns].
     """
-    _guess_some(threads, len(draws), logits, tokens, draws, guessed, sureness, seconds, chances, scratch)
-
-
-@part
-def _next_likeliest(row: Floats, best: int) -> int:
-    """The first of the largest beside `best`, or NOTHING if none is finite."""
-    before, after = likeliest(row[:best]), likeliest(row[best + 1 :])
-    if after == NOTHING:
-        return before
-    after += best + 1
-    return after if before == NOTHING or row[after] > row[before] else before
+    _guess_some(threads, len(draws), logits, tokens, draws, guessed, sureness, scratch)
 
 
 @part
@@ -107,40 +79,26 @@ def _filter(scaled: Floats, weights: Floats, draw: Any) -> None:
 
 
 @part
-def _noisiest(
-    scaled: Floats, best: int, second: int, tokens: Ids, seed: np.uint64, position: np.uint64
-) -> Any:
-    """As `noisiest` of sampling_noise, column by column; the one that wins and the next, or NOTHING.
-
-    `best` and `second` are the likeliest before filters: from their scores on, the others are pruned.
-    """
+def _noisiest(scaled: Floats, best: int, tokens: Ids, seed: np.uint64, position: np.uint64) -> Any:
+    """As `noisiest` of sampling_noise, column by column; the token that wins."""
     blocks, words = np.empty(_COLUMNS, np.uint64), np.empty(_COLUMNS * LANES, np.uint32)
     reaches = np.empty(_COLUMNS, np.float32)
     _draw_words(tokens[best : best + 1], seed, position, blocks, words)
     winner, score = best, float(scaled[best]) + gumbel(words[0])
-    least = -np.inf
-    if second != NOTHING:
-        _draw_words(tokens[second : second + 1], seed, position, blocks, words)
-        least = float(scaled[second]) + gumbel(words[0])
-        if least > score or (least == score and second < winner):
-            winner, score, second, least = second, least, winner, score
     for start in range(0, len(scaled), _COLUMNS):
         chunk = scaled[start : start + _COLUMNS]
-        if not any_above(chunk, np.float32(least - GUMBEL_MAX - SLACK)):
+        if not any_above(chunk, np.float32(score - GUMBEL_MAX - SLACK)):
             continue
         _draw_words(tokens[start : start + len(chunk)], seed, position, blocks, words)
         _reach(chunk, words, reaches)
-        if not any_above(reaches[: len(chunk)], np.float32(least - SLACK)):
+        if not any_above(reaches[: len(chunk)], np.float32(score - SLACK)):
             continue
         for i in range(len(chunk)):
-            column = start + i
-            if reaches[i] > least - SLACK and column not in (winner, second):
+            if reaches[i] > score - SLACK:
                 its = float(chunk[i]) + gumbel(words[i])
-                if its > score or (its == score and column < winner):
-                    winner, score, second, least = column, its, winner, score
-                elif its > least or (its == least and column < second):
-                    second, least = column, its
-    return winner, second if least > -np.inf else NOTHING
+                if its > score or (its == score and start + i < winner):
+                    winner, score = start + i, its
+    return tokens[winner]
 
 
 @part

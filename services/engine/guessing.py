@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -61,71 +61,29 @@ GUESS: Final = np.dtype(
 )
 
 
-class Second(NamedTuple):
-    """The next likeliest token, and its probability before any processing."""
+def guess(logits: Tensor, draws: Sequence[Draw], head: ReducedHead | None) -> tuple[Outcomes, list[float]]:
+    """A token of each draw, which has no guesses of its own, and the sureness of each.
 
-    token: int
-    chance: float
-
-
-class Guessed(NamedTuple):
-    """Of each draw: its token, how sure it is, and what it would give were it not that token.
-
-    Sureness is the likeliest token's probability before any processing. A row without a finite maximum is
-    Broken. Where the history matters to some draw, the second is the likeliest of the others before
-    any processing.
-    """
-
-    outcomes: Outcomes
-    sureness: list[float]
-    seconds: list[Second | None]
-
-
-def guess(logits: Tensor, draws: Sequence[Draw], head: ReducedHead | None) -> Guessed:
-    """A token of each draw, which has no guesses of its own.
-
-    `logits` is float32 [draws, head_vocab], or [draws, vocab] where `head` is None.
+    `logits` is float32 [draws, head_vocab], or [draws, vocab] where `head` is None. Sureness is the
+    likeliest token's probability before any processing. A row without a finite maximum is Broken.
     """
     if logits.device.type != "cpu" or not all(map(_plain, draws)):
-        return _guess_whole(logits, draws, head)
+        sureness: list[float] = torch.softmax(logits, -1).amax(-1).tolist()
+        return draw_all(logits if head is None else head.spread(logits), draws), sureness
     rows = np.ascontiguousarray(logits.detach().numpy())
     count, columns = rows.shape
     tokens = np.arange(columns) if head is None else head.columns
     threads = openmp.worth(openmp.threads(), rows.size * _LOGIT_NS) if count > 1 else 1
     guessed, sure = np.empty(count, np.int64), np.empty(count, np.float32)
-    seconds, chances = np.empty(count, np.int64), np.empty(count, np.float32)
     records = np.array([_record(draw) for draw in draws], dtype=GUESS)
     scratch = np.empty((threads, 2, columns), np.float32)
-    _compiled()(threads, rows, tokens, records, guessed, sure, seconds, chances, scratch)
-    outcomes = list(map(_outcome, draws, guessed.tolist()))
-    following = map(_second, seconds.tolist(), chances.tolist())
-    return Guessed(outcomes, sure.tolist(), list(following))
+    _compiled()(threads, rows, tokens, records, guessed, sure, scratch)
+    return list(map(_outcome, draws, guessed.tolist())), sure.tolist()
 
 
 def warm_up() -> None:
     """Compile the kernel, or load it: seconds that no step should wait for."""
     guess(torch.zeros(1, 1), [Draw(SamplingParams(), (0,), 1, frozenset(), 0)], None)
-
-
-def _guess_whole(logits: Tensor, draws: Sequence[Draw], head: ReducedHead | None) -> Guessed:
-    """Drawn from logits of the whole vocabulary."""
-    outcomes = draw_all(logits if head is None else head.spread(logits), draws)
-    chances, columns = torch.softmax(logits, -1).topk(min(2, logits.shape[1]))
-    tokens: list[list[int]] = (columns if head is None else head.tokens[columns]).tolist()
-    first: list[list[float]] = chances.tolist()
-    listed = [list(map(Second, *both)) for both in zip(tokens, first, strict=True)]
-    return Guessed(outcomes, [row[0] for row in first], list(map(_other, outcomes, listed)))
-
-
-def _other(outcome: Sampled | GalleyError, listed: Sequence[Second]) -> Second | None:
-    """The first that was not drawn."""
-    if not isinstance(outcome, Sampled):
-        return None
-    return next((one for one in listed if one.token != outcome.tokens[0]), None)
-
-
-def _second(token: int, chance: float) -> Second | None:
-    return None if token == NOTHING else Second(token, chance)
 
 
 def _plain(draw: Draw) -> bool:

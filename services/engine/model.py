@@ -213,7 +213,6 @@ class CausalModel:
             logits = self.head.spread(logits)
         return list(torch.split(logits, [item.want_logits for item in batch]))
 
-    @torch.inference_mode()
     def forward_head(self, batch: Sequence[Rows]) -> Tensor:
         """As `forward`, all items' wanted logits together, of the tokens alone that the head knows.
 
@@ -228,7 +227,7 @@ class CausalModel:
         self._check(chunks)
         try:
             for item in batch:
-                self.kv.copy(item.cache.reserve(len(item.cache.tokens) + len(item.tokens)))
+                item.cache.reserve(len(item.cache.tokens) + len(item.tokens))
             logits = self._run(chunks)
         except BaseException:
             for item in batch:

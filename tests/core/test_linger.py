@@ -166,6 +166,15 @@ def test_acceptance_follows_what_is_seen() -> None:
     assert acceptance.survival(2) == [acceptance.alpha, acceptance.alpha**2]
 
 
+def test_no_correction_makes_a_draft_certain_so_that_other_sessions_have_their_rows() -> None:
+    lucky = Acceptance()
+    for _ in range(200):
+        lucky.saw(right=True, told=0.8)
+    far = lucky.corrected([0.8**i for i in range(1, 9)])
+    assert far == sorted(far, reverse=True)
+    assert far[-1] < 0.85
+
+
 def test_the_delay_is_learnt_with_a_margin() -> None:
     habits = HintHabits()
     assert habits.expected_at(0) == (float("inf"), float("inf"))
@@ -183,6 +192,7 @@ def test_what_drafts_say_of_their_chances_is_corrected_by_what_became_of_them() 
     modest = Acceptance()
     for _ in range(200):
         modest.saw(right=True, told=0.5)
-    assert modest.corrected([0.5, 0.25]) == pytest.approx([1.0, 1.0], abs=0.01)
+    assert modest.corrected([0.5, 0.25]) == pytest.approx([0.975, 0.95], abs=0.01)
+    assert modest.corrected([0.99, 0.98]) == pytest.approx([0.99, 0.98]), "a draft may be surer itself"
     fair = Acceptance()
     assert fair.corrected([0.5, 0.2, 0.0, 0.0]) == pytest.approx([0.5, 0.2, 0.0, 0.0])

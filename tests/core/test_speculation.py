@@ -20,6 +20,21 @@ MEASURED = PassTimes.measured(
     ]
 )
 FLAT = PassTimes.measured([(1, 20 * MS), (512, 20 * MS + 511)])
+STEPS = PassTimes.measured(
+    [
+        (rows, round(ms * MS))
+        for rows, ms in (
+            (1, 10),
+            (8, 10.01),
+            (9, 18),
+            (16, 18.01),
+            (17, 30),
+            (32, 30.01),
+            (33, 60),
+            (256, 200),
+        )
+    ]
+)
 SHORT = PassTimes.measured([(1, 10 * MS), (16, 10 * MS + 15)])
 LINEAR = PassTimes.measured([(1, 10 * MS), (2, 20 * MS)])
 
@@ -83,6 +98,8 @@ SCENARIOS = {
     "eight sessions, useless": Scenario(useless, MEASURED, quick, sessions=8, tokens=160),
     "32 sessions": Scenario(good, MEASURED, slow, sessions=32, tokens=60),
     "rows are free, fair, 32 sessions": Scenario(fair, FLAT, quick, sessions=32, tokens=60),
+    "rows are free, fair, 32 sessions, slow draft": Scenario(fair, FLAT, slow, sessions=32, tokens=80),
+    "rows cost in steps, eight sessions": Scenario(nearly_perfect, STEPS, slow, sessions=8, tokens=200),
     "a pass is soon over": Scenario(nearly_perfect, SHORT, slow, tokens=300),
 }
 
@@ -123,13 +140,15 @@ def session_of(book: Book, name: str = "s") -> Speculation:
     return Speculation(spec, book)
 
 
-def taught(book: Book, alpha: float, *, pass_ms: float, token_ms: float, sharing: int = 1) -> Speculation:
+def taught(
+    book: Book, alpha: float, *, pass_ms: float, token_ms: float, sharing: int = 1, row_ms: float = 0
+) -> Speculation:
     """A session of many such passes and drafts."""
     chance = random.Random(1)
     session = session_of(book)
     for _ in range(400):
         session.saw_token(chance.random() < alpha)
-        session.saw_pass(round(pass_ms * MS), 1, 0, 1)
+        session.saw_pass(round(pass_ms * MS), 1, round(row_ms * MS), 1)
         session.saw_proposal(4, round((4 * token_ms + 0.4) * MS), round(4 * token_ms * MS), sharing)
     return session
 
@@ -169,6 +188,42 @@ def test_a_session_whose_drafts_are_of_no_use_is_soon_known_among_good_ones() ->
     for _ in range(16):
         other.saw_token(False)
     assert other.alpha < 0.35
+
+
+def test_a_run_of_bad_luck_does_not_move_what_all_sessions_are_like() -> None:
+    chance = random.Random(1)
+    book = Book()
+    sessions = [session_of(book, f"s{i}") for i in range(32)]
+    far = 0.0
+    for round_ in range(120):
+        for session in sessions:
+            session.saw_token(chance.random() < 0.5)
+        if round_ > 8:
+            far = max(far, *(abs(session.alpha - 0.5) for session in sessions))
+    assert far < 0.1
+
+
+def test_a_workload_that_collapses_is_soon_noticed_by_its_sessions_and_its_return_too() -> None:
+    chance = random.Random(1)
+    book = Book()
+    sessions = [session_of(book, f"s{i}") for i in range(8)]
+
+    def after(rounds: int, alpha: float) -> float:
+        for _ in range(rounds):
+            for session in sessions:
+                session.saw_token(chance.random() < alpha)
+        return sum(session.alpha for session in sessions) / len(sessions)
+
+    assert after(100, 0.8) == pytest.approx(0.8, abs=0.06)
+    assert after(40, 0.0) < 0.25
+    assert after(60, 0.8) > 0.6
+
+
+def test_rows_ahead_of_a_guess_are_spent_only_if_it_comes_true() -> None:
+    """What is drafted there is worth it at the price that rows have then, however doubtful the guess."""
+    session = taught(Book(), 0.8, pass_ms=20, token_ms=1, row_ms=12)
+    assert session.wanted(0, 1.0, 60) > 0
+    assert session.wanted(1, 0.5, 60) > 0
 
 
 def test_no_more_is_asked_for_at_once_than_is_drafted_in_a_pass() -> None:

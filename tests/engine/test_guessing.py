@@ -55,49 +55,9 @@ def test_a_guess_is_what_is_drawn_of_the_whole_vocabulary(
         Draw(SamplingParams(**one), range(position + index), 0, frozenset(), 0)
         for index, one in enumerate(params)
     ]
-    outcomes, sureness, _ = guess(logits, draws, head)
+    outcomes, sureness = guess(logits, draws, head)
     assert outcomes == draw_all(head.spread(logits), draws)
     assert sureness == pytest.approx(torch.softmax(logits, -1).amax(-1).tolist(), rel=1e-5)
-
-
-@settings(max_examples=40, derandomize=True, deadline=None)
-@given(
-    st.lists(st.sampled_from([0.0, 0.3, 1.0, 4.0]), min_size=1, max_size=5),
-    st.integers(1, VOCAB),
-    st.integers(0, 2**20),
-    st.sampled_from([0.1, 1.0, 8.0]),
-)
-def test_the_second_is_what_is_drawn_without_the_first(
-    temperatures: list[float], columns: int, position: int, spread: float
-) -> None:
-    head = head_of(columns, position)
-    logits = torch.randn(len(temperatures), columns, generator=torch.Generator().manual_seed(7)) * spread
-    draws = [
-        Draw(SamplingParams(temperature=one, seed=position + index), range(position), 0, frozenset(), 0)
-        for index, one in enumerate(temperatures)
-    ]
-    outcomes, _, seconds = guess(logits, draws, head)
-    chances = head.spread(logits).softmax(-1)
-    without = head.spread(logits)
-    for row, outcome in enumerate(outcomes):
-        assert isinstance(outcome, Sampled)
-        without[row, outcome.tokens[0]] = -torch.inf
-    for row, (second, drawn) in enumerate(zip(seconds, draw_all(without, draws), strict=True)):
-        if second is None:
-            assert columns == 1
-            assert isinstance(drawn, Broken)
-        else:
-            assert drawn == Sampled((second.token,))
-            assert second.chance == pytest.approx(float(chances[row, second.token]), rel=1e-4)
-
-
-def test_nothing_is_second_where_filters_leave_one_token() -> None:
-    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(6))
-    draws = [draw(temperature=1.0, top_k=1), draw(temperature=1.0, top_k=2)]
-    _, _, seconds = guess(logits, draws, None)
-    assert seconds[0] is None
-    assert seconds[1] is not None
-    assert seconds[1].token in logits[1].topk(2).indices.tolist()
 
 
 def test_what_needs_the_history_is_drawn_from_the_whole_vocabulary() -> None:
@@ -110,12 +70,10 @@ def test_what_needs_the_history_is_drawn_from_the_whole_vocabulary() -> None:
         Draw(SamplingParams(), [1] * 5, 5, frozenset({int(head.tokens[logits[2].argmax()])}), 3),
         draw(temperature=0.8, seed=9),
     ]
-    outcomes, sureness, seconds = guess(logits, draws, head)
+    outcomes, sureness = guess(logits, draws, head)
     assert outcomes == draw_all(head.spread(logits), draws)
     assert isinstance(outcomes[0], Sampled)
     assert outcomes[0].tokens != (best,)
-    assert seconds[0] is not None
-    assert seconds[0].token == best
     assert sureness == pytest.approx(torch.softmax(logits, -1).amax(-1).tolist())
 
 
@@ -132,7 +90,6 @@ def test_a_bad_row_is_its_own_affair(bad: float, temperature: float) -> None:
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(5))
     logits[1, 50] = bad
     draws = [draw(temperature=temperature, seed=seed) for seed in range(3)]
-    outcomes, _, seconds = guess(logits, draws, head)
+    outcomes, _ = guess(logits, draws, head)
     assert isinstance(outcomes[1], Broken)
-    assert seconds[1] is None
     assert [outcomes[0], outcomes[2]] == draw_all(head.spread(logits[[0, 2]]), [draws[0], draws[2]])

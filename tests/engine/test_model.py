@@ -105,29 +105,6 @@ def test_rejected_tokens_leave_no_trace(make_model: Callable[[Any], Path]) -> No
         assert cache.tokens == tokens[: start + accepted]
 
 
-def test_forked_caches_share_what_they_have_and_go_their_own_ways(
-    make_model: Callable[[Any], Path],
-) -> None:
-    rng = random.Random(7)
-    model = load(make_model(CONFIGS["llama"]()), torch.bfloat16)
-    tokens, cache = tokens_of(rng, 90), model.new_cache()
-    model.forward([Rows(cache, tokens[:80], 0)])
-    others = [tokens[:length] + tokens_of(rng, 40) for length in (80, 64, 45, 0)]
-    forks = [cache.fork(length) for length in (80, 64, 45, 0)]
-    assert forks[0].blocks == cache.blocks
-    for start in range(0, 40, 10):
-        for other, fork in zip(others, forks, strict=True):
-            fed = other[len(fork.tokens) :][:10]
-            (logits,) = model.forward([Rows(fork, fed, len(fed))])
-            assert torch.equal(logits, whole(model, fork.tokens)[-len(fed) :]), start
-    (logits,) = model.forward([Rows(cache, tokens[80:], 10)])
-    assert torch.equal(logits, whole(model, tokens)[80:])
-    held = {block for one in (cache, *forks) for block in one.blocks}
-    assert len(held) < sum(len(one.blocks) for one in (cache, *forks))
-    with pytest.raises(ValueError, match="cannot fork"):
-        cache.fork(len(tokens) + 1)
-
-
 def test_long_prompts_are_cut_into_passes(make_model: Callable[[Any], Path]) -> None:
     rng = random.Random(4)
     model = load(make_model(CONFIGS["llama"]()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,36 +64,3 @@ class Strategy(Protocol):
 
         Which guesses share a step changes from call to call; one that is given up is not advanced again.
         """
-
-
-class Doubt(NamedTuple):
-    """The chance that a session's guesses are right up to `position`, and `token` is in place of that one."""
-
-    chance: float
-    position: int
-    token: int
-
-
-@runtime_checkable
-class Preparing(Strategy, Protocol):
-    """One that can guess on from outcomes that its sessions' guesses may have, beside what it guessed."""
-
-    def doubts(self, job: DraftJob) -> list[Doubt]:
-        """How the guesses may be refused that it has made for this session and knows no answer to."""
-
-    def branch(self, job: DraftJob, doubt: Doubt, k: int) -> Guess | None:
-        """A guess of at most `k` tokens in that outcome; its job is of a session of its own, with its tokens.
-
-        To be advanced with others; the session's own guesses and caches stay. None if it would be dear.
-        """
-
-    def adopt(self, job: DraftJob, branch: Guess) -> None:
-        """The session has come to what `branch`, of the same rules, begins with: what that holds is its own.
-
-        To be called before `begin`, with the same job.
-        """
-
-
-def rules_of(asked: Slice) -> object:
-    """What, beside the tokens before it, decides on a token."""
-    return (asked.sampling, asked.prompt_len, asked.stop_token_ids, asked.min_tokens)

@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from services.core.content import agreement
-from services.draft.strategies.base import Doubt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from services.draft.strategies.base import DraftSession
-    from services.engine.guessing import Second
 
 E = TypeVar("E")
 
@@ -32,12 +28,11 @@ class Drafted(Generic[E]):
 
     __slots__ = ("_evidence", "_first", "_rules", "_tokens")
 
-    def __init__(self, first: int = 0, rules: object = None) -> None:
-        """Of guesses drawn by `rules`."""
-        self._first = first
+    def __init__(self) -> None:
+        self._first = 0
         self._tokens: list[int] = []
         self._evidence: list[E] = []
-        self._rules = rules
+        self._rules: object = None
 
     def append(self, token: int, evidence: E) -> None:
         """The guess after the last one."""
@@ -76,23 +71,6 @@ class Drafted(Generic[E]):
         self._rules = rules
         begin = position - self._first
         return list(zip(self._tokens[begin:], self._evidence[begin:], strict=True))
-
-    def doubts(self, weigh: Callable[[E], tuple[float, Second | None]]) -> list[Doubt]:
-        """See `Preparing.doubts`; `weigh` says a guess's chance, and the token that is next to it."""
-        doubts: list[Doubt] = []
-        surviving = 1.0
-        for position, evidence in enumerate(self._evidence, self._first):
-            chance, second = weigh(evidence)
-            if second is not None:
-                refused = min(second.chance, 1.0 - chance)
-                doubts.append(Doubt(surviving * refused, position, second.token))
-            surviving *= chance
-        return doubts
-
-    def outcome(self, session: DraftSession, doubt: Doubt) -> list[int]:
-        """All tokens of the session then."""
-        guessed = self._tokens[: doubt.position - self._first]
-        return [*session.tokens[: self._first], *guessed, doubt.token]
 
     def _cut(self, position: int) -> None:
         kept = max(0, position - self._first)

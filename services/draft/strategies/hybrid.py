@@ -13,17 +13,16 @@ from weakref import WeakKeyDictionary
 
 from services.core.content import agreement
 from services.core.last_used import LastUsed
-from services.draft.strategies.base import rules_of
 from services.draft.strategies.drafted import Drafted
 from services.draft.strategies.lookups import kind_of
 from services.draft.strategies.matches import PRIOR, class_of
 from services.draft.strategies.opinions import Opined, Opinions, Said
-from services.draft.strategies.steps import SteppedGuess
+from services.draft.strategies.steps import SteppedGuess, rules_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.draft.strategies.base import Doubt, DraftJob, DraftSession, Guess
+    from services.draft.strategies.base import DraftJob, DraftSession, Guess
     from services.draft.strategies.lookups import Following, Kind, Lookups
     from services.draft.strategies.steps import ModelSteps
 
@@ -62,39 +61,15 @@ class HybridStrategy:
     def advance(self, guesses: Sequence[Guess]) -> None:
         """See `Strategy.advance`; while a long prompt is being fed, its guess gets no token."""
         for drawn in self._steps.advance([guess for guess in guesses if isinstance(guess, SteppedGuess)]):
-            said = Opinions(self._found(drawn.guess), Said(drawn.token, drawn.bucket, drawn.second))
+            said = Opinions(self._found(drawn.guess), Said(drawn.token, drawn.bucket))
             self._add(drawn.guess, said)
             self._copy(drawn.guess)
 
-    def doubts(self, job: DraftJob) -> list[Doubt]:
-        """See `Preparing.doubts`; where a lookup alone has spoken there is no knowing what else may come."""
-        session = self._sessions[job.session]
-        return session.drafted.doubts(session.opined.weigh)
-
-    def branch(self, job: DraftJob, doubt: Doubt, k: int) -> Guess | None:
-        """See `Preparing.branch`."""
-        session = self._sessions[job.session]
-        tokens = session.drafted.outcome(job.session, doubt)
-        guess = self._steps.branch(job, tokens, k)
-        if guess is None:
-            return None
-        drafted: Drafted[Opinions] = Drafted(len(tokens), rules_of(job.slice))
-        self._sessions[guess.job.session] = _Session(session.opined, session.following, list(tokens), drafted)
-        guess.limit = k
-        guess.settle()
-        self._copy(guess)
-        return guess
-
-    def adopt(self, job: DraftJob, branch: Guess) -> None:
-        """See `Preparing.adopt`."""
-        if isinstance(branch, SteppedGuess):
-            self._learn(job)
-            self._steps.adopt(job.session, branch)
-            self._sessions[job.session] = self._sessions[branch.job.session]
-
     def _begin(self, job: DraftJob) -> SteppedGuess:
         guess, tokens = self._steps.open(job), job.session.tokens
-        session = self._learn(job)
+        session = self._look_at(job)
+        for verdict in session.drafted.compare(job.session, agreement(session.known, tokens)):
+            session.opined.saw(verdict.evidence, verdict.confirmed)
         session.known = list(tokens)
         session.following = self._lookups.follow(job)
         guess.limit = job.k  # a lookup knows no window
@@ -102,19 +77,15 @@ class HybridStrategy:
         for token, said in session.drafted.ready(len(tokens), guess.limit, rules_of(job.slice)):
             guess.add(token, session.opined.choose(said)[1])
             session.known.append(token)
-        guess.done = guess.done or _hopeless(guess)
         self._copy(guess)
         self._steps.cut_back(guess)
         return guess
 
-    def _learn(self, job: DraftJob) -> _Session:
-        """From what has been confirmed of what was guessed; what of that stands is in what is returned."""
+    def _look_at(self, job: DraftJob) -> _Session:
         overall = self._overall.of(job.slice.key[0])
         opined = self._opined.of(kind_of(job), overall.narrowed)
         session = self._sessions.setdefault(job.session, _Session(opined))
         session.opined = opined
-        for verdict in session.drafted.compare(job.session, agreement(session.known, job.session.tokens)):
-            opined.saw(verdict.evidence, verdict.confirmed)
         return session
 
     def _found(self, guess: SteppedGuess) -> Said | None:
@@ -145,9 +116,4 @@ class HybridStrategy:
         session.drafted.append(token, said)
         session.known.append(token)
         guess.add(token, chance)
-        guess.done = guess.done or _hopeless(guess)
-
-
-def _hopeless(guess: SteppedGuess) -> bool:
-    """Will what is beyond hardly survive?"""
-    return bool(guess.survival) and guess.survival[-1] < _LEAST_SURVIVAL
+        guess.done = guess.done or guess.survival[-1] < _LEAST_SURVIVAL

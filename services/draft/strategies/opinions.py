@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from services.core.calibration import Calibration
 from services.draft.strategies.matches import LENGTHS, PRIOR, STRENGTH
 from services.draft.strategies.steps import CONFIDENCES
-from services.engine.guessing import Second
 
 # A lookup this likely to be right is not worth asking the model about.
 _SURE = 0.7
@@ -28,14 +27,10 @@ _LESS = tuple(chance**2 for chance in _CLASSES)
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A token, and what it rests on: a match's class, or a bucket of the model's confidence.
-
-    `second` is what the model would have said next.
-    """
+    """A token, and what it rests on: a match's class, or a bucket of the model's confidence."""
 
     token: int
     by: int
-    second: Second | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +75,6 @@ class Opined:
                 return (found.token, theirs) if theirs > its else (model.token, its)
             case _:
                 raise ValueError("an opinion is wanted")
-
-    def weigh(self, said: Opinions) -> tuple[float, Second | None]:
-        """The chance of the token that is chosen, and what else it may be."""
-        token, chance = self.choose(said)
-        found, model = said.found, said.model
-        if model is None:
-            return chance, None
-        if found is None or found.token == model.token:
-            return chance, model.second
-        if token == model.token:
-            return chance, Second(found.token, self.found_against.chance(found.by))
-        return chance, Second(model.token, self.model_against.chance(model.by))
 
     def saw(self, said: Opinions, confirmed: int) -> None:
         """This token was confirmed where that was said, all guesses before it having been right."""

@@ -16,7 +16,7 @@ from services.common.status import log_internal
 from services.core.content import agreement
 from services.core.errors import GalleyError
 from services.core.step import Draw
-from services.draft.strategies.base import DraftJob, DraftSession, Guess
+from services.draft.strategies.base import Guess
 from services.engine import guessing, sampling
 from services.engine.guessing import guess as guess_tokens
 from services.engine.model import Rows
@@ -26,14 +26,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from services.common.slices import Slice
     from services.core.step import Sampled
-    from services.engine.guessing import Second
+    from services.draft.strategies.base import DraftJob, DraftSession
     from services.engine.model import CausalModel, SessionCache
 
 # Tokens of a session that one step feeds: a long prompt must not hold up the others for long.
 _PREFILL_ROWS = 128
-# Tokens that a branch may have to feed before it begins: its step must not hold up an item that comes.
-_BRANCH_ROWS = 32
 # Buckets of confidence lie between these; finer towards 1, where the chances of many tokens are multiplied.
 _EDGES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
 CONFIDENCES = tuple((low + high) / 2 for low, high in pairwise(_EDGES))
@@ -75,15 +74,11 @@ class SteppedGuess(Guess):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What the model says of the next token of a guess, and how sure it is: a bucket of CONFIDENCES.
-
-    `second` is what it would say were it not that.
-    """
+    """What the model says of the next token of a guess, and how sure it is: a bucket of CONFIDENCES."""
 
     guess: SteppedGuess
     token: int
     bucket: int
-    second: Second | None = None
 
 
 class ModelSteps:
@@ -100,26 +95,6 @@ class ModelSteps:
         cache = self._caches.get(job.session)
         if cache is None:
             cache = self._caches[job.session] = self._model.new_cache()
-        return self._guess(job, cache)
-
-    def branch(self, job: DraftJob, tokens: list[int], k: int) -> SteppedGuess | None:
-        """A guess as of `open` after `tokens`, in a session of its own; that of `job` stays as it is.
-
-        None where the model has not fed most of the tokens.
-        """
-        held = self._caches.get(job.session)
-        shared = 0 if held is None else min(agreement(held.tokens, tokens), len(tokens) - 1)
-        if held is None or len(tokens) - shared > _BRANCH_ROWS:
-            return None
-        session = DraftSession()
-        session.tokens, session.confirmed = tokens, job.session.confirmed
-        return self._guess(DraftJob(job.slice, session, k, job.workload), held.fork(shared))
-
-    def adopt(self, session: DraftSession, branch: SteppedGuess) -> None:
-        """What the branch has fed is the session's from now on."""
-        self._caches[session] = branch.cache
-
-    def _guess(self, job: DraftJob, cache: SessionCache) -> SteppedGuess:
         # A token is guessed from the logits of the one before it, so the window must hold only that one.
         reach = max(0, self._model.info.context_window - len(job.session.tokens) + 1)
         return SteppedGuess(job, cache=cache, reach=reach, limit=min(job.k, reach))
@@ -136,14 +111,13 @@ class ModelSteps:
         logits = self._forward(fed)
         if not drawing:
             return []
-        guessed = guess_tokens(logits, [guess.draw for guess in drawing], self._model.head)
+        outcomes, confidences = guess_tokens(logits, [guess.draw for guess in drawing], self._model.head)
         drawn = []
-        said = zip(guessed.outcomes, guessed.sureness, guessed.seconds, strict=True)
-        for guess, (outcome, confidence, second) in zip(drawing, said, strict=True):
+        for guess, outcome, confidence in zip(drawing, outcomes, confidences, strict=True):
             if isinstance(outcome, GalleyError):
                 self._fail(guess, outcome)
             else:
-                drawn.append(_drawn(guess, outcome, confidence, second))
+                drawn.append(_drawn(guess, outcome, confidence))
         return drawn
 
     def _forward(self, fed: Sequence[tuple[SteppedGuess, list[int]]]) -> Tensor:
@@ -167,9 +141,14 @@ class ModelSteps:
         guess.done = True
 
 
-def _drawn(guess: SteppedGuess, outcome: Sampled, confidence: float, second: Second | None) -> Drawn:
+def rules_of(asked: Slice) -> object:
+    """What, beside the tokens before it, decides on a token."""
+    return (asked.sampling, asked.prompt_len, asked.stop_token_ids, asked.min_tokens)
+
+
+def _drawn(guess: SteppedGuess, outcome: Sampled, confidence: float) -> Drawn:
     (token,) = outcome.tokens
-    return Drawn(guess, token, _bucket(confidence, greedy=guess.job.slice.sampling.greedy), second)
+    return Drawn(guess, token, _bucket(confidence, greedy=guess.job.slice.sampling.greedy))
 
 
 def _bucket(confidence: float, *, greedy: bool) -> int:
