@@ -112,7 +112,7 @@ class SimRedis:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 return await reply
         except TimeoutError:
-            raise StoreUnavailable("the session store does not answer: timeout") from None
+            raise StoreUnavailable("the session store does not answer", "timeout") from None
 
     def _copies(self, caller: Process) -> int:
         """How often what it sends now arrives."""
@@ -127,7 +127,7 @@ class SimRedis:
         result: T | GalleyError
         try:
             if not self.up:
-                raise StoreUnavailable("the session store does not answer: connection refused")
+                raise StoreUnavailable("the session store does not answer", "connection refused")
             result = work()
         except GalleyError as error:
             self._ledger.met[f"store: {type(error).__name__}"] += 1
