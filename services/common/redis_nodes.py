@@ -4,7 +4,9 @@ redis-py has clients for sentinels and clusters of its own. They choose a connec
 must be said on one connection (ASKING before what it is for, WAIT after what it is about) cannot be said
 through them, so where a key is is found here, and its connections are redis-py's.
 
-What is found is kept until a call fails (`lost`) or a node says better (`moved`).
+What is found is kept until a call fails (`lost`) or a node says better (`moved`). Whoever comes while it is
+being looked for waits for that look, and shares its failure: looks that followed one another, one a caller,
+would have the last wait for all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from redis import asyncio as redis_asyncio
 from redis import exceptions as redis_errors
@@ -22,11 +24,12 @@ from redis.backoff import NoBackoff
 from redis.crc import key_slot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from services.common.redis_url import RedisUrl
 
 Address = tuple[str, int]
+T = TypeVar("T")
 
 SLOTS = 16384
 _ONCE: dict[str, Any] = {
@@ -92,6 +95,20 @@ class Connector:
         return Sentinel(self.url.hosts, sentinel_kwargs=arguments)  # type: ignore[no-untyped-call]  # is untyped
 
 
+class _Shared(Generic[T]):
+    """Work of which there is one at a time, for all who ask meanwhile; how it ends is the same for all."""
+
+    def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
+        self._work = work
+        self._under_way: asyncio.Future[T] | None = None
+
+    async def done(self) -> T:
+        """What it returns or raises. A caller that is cancelled leaves the others theirs."""
+        if self._under_way is None or self._under_way.done():
+            self._under_way = asyncio.ensure_future(self._work())
+        return await asyncio.shield(self._under_way)
+
+
 class Nodes(ABC):
     """See the module. Raises redis-py's errors, or OSError, where nobody can say where a key is."""
 
@@ -99,7 +116,6 @@ class Nodes(ABC):
         self._connector = connector
         self._open: dict[Address, Node] = {}
         self._leaving: list[Node] = []
-        self._one_at_a_time = asyncio.Lock()
 
     @abstractmethod
     async def of(self, key: str | None) -> Node:
@@ -165,20 +181,17 @@ class SentinelMaster(_Whole):
         super().__init__(connector)
         self._sentinel = connector.sentinel()
         self._master: Node | None = None
+        self._look = _Shared(self._discover)
 
     async def of(self, key: str | None) -> Node:  # noqa: ARG002  # all are there
         """See `Nodes`."""
-        if (master := self._master) is not None:
-            return master
-        async with self._one_at_a_time:
-            if self._master is None:
-                self._master = await self._discover()
-            return self._master
+        return self._master or await self._look.done()
 
     async def _discover(self) -> Node:
         host, port = await self._sentinel.discover_master(self._connector.url.service)
         await self._keep_only([(host, port)])
-        return self.at(host, port)
+        self._master = self.at(host, port)
+        return self._master
 
     def lost(self, node: Node) -> None:
         """See `Nodes`."""
@@ -200,13 +213,12 @@ class ClusterNodes(Nodes):
         self._owners: list[Node | None] = [None] * SLOTS
         self._known: list[Address] = list(connector.url.hosts)
         self._stale = True
+        self._look = _Shared(self._refresh)
 
     async def of(self, key: str | None) -> Node:
         """See `Nodes`."""
         if self._stale:
-            async with self._one_at_a_time:
-                if self._stale:
-                    await self._refresh()
+            await self._look.done()
         slot = 0 if key is None else key_slot(key.encode())
         node = self._owners[slot]
         if node is None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic
 
 from services.common.logs import get_logger
-from services.common.registry import DEFAULT_LEASE_S, LeaseT, ReplicaRegistry
+from services.common.registry import DEFAULT_LEASE_S, LeaseT, Replaced, ReplicaRegistry
 from services.core.errors import GalleyError
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ _log = get_logger(__name__)
 
 
 class Registration(Generic[LeaseT]):
-    """Keeps one replica registered from `start` to `close`; with Redis away, until it is back."""
+    """Keeps one replica registered from `start` to `close`; with Redis away, until it is back.
+
+    Once another has come after it, it publishes no more: a registry that has forgotten all would believe it.
+    """
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class Registration(Generic[LeaseT]):
         self._every_s = every_s
         self._draining = False
         self._away = False
+        self._replaced = False
         self._one_at_a_time = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._task = asyncio.create_task(self._keep())
@@ -73,8 +77,13 @@ class Registration(Generic[LeaseT]):
 
     async def _publish(self) -> None:
         async with self._one_at_a_time:
+            if self._replaced:
+                return
             try:
                 await self._registry.publish(self._pool, replace(self._lease(), draining=self._draining))
+            except Replaced as error:
+                self._replaced = True
+                _log.error("no longer registered; end this process", problem=str(error))
             except GalleyError as error:
                 self._log_once(error)
             else:

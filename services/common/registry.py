@@ -2,9 +2,12 @@
 
 Keys (those of one pool share a hash tag, so that a cluster keeps them together):
 
-    galley:replicas:{pool}            set of the addresses that are or were registered
-    galley:replicas:{pool}:<address>  hash, one field a fact (`before`: the life that this one replaced);
-                                      expires with the lease
+    galley:replicas:{pool}                  set of the addresses that are or were registered
+    galley:replicas:{pool}:<address>        hash, one field a fact; expires with the lease
+    galley:replicas:{pool}:<address>:lives  hash, the latest lives there by number, and `last`, which that is;
+                                            expires a day after the last publication
+
+A life that another has come after stays replaced, whatever became of its successors.
 
 Nothing in it is secret.
 """
@@ -44,19 +47,32 @@ MAX_CACHED_PREFIXES = 512
 
 _log = get_logger(__name__)
 
-# KEYS: set, hash. ARGV: lease_ms, incarnation, then name, value of each fact.
+_LIVES_MS = 24 * 3600 * 1000
+_MAX_LIVES = 100
+
+# KEYS: set, hash, lives. ARGV: lease_ms, incarnation, lives_ms, max_lives, then name, value of each fact.
 # Answers 1 if this life of the replica was registered already, 0 if not, -1 if another has come after it.
 _PUBLISH = script_of("""
-local held = redis.call('HMGET', KEYS[2], 'incarnation', 'before')
-local known = held[1] == ARGV[2]
+local life = ARGV[2]
+local known = redis.call('HGET', KEYS[2], 'incarnation') == life
 if not known then
-  if held[2] == ARGV[2] then return -1 end
+  local last, number = 0, nil
+  local flat = redis.call('HGETALL', KEYS[3])
+  for at = 1, #flat, 2 do
+    if flat[at] == 'last' then last = tonumber(flat[at + 1])
+    elseif flat[at + 1] == life then number = tonumber(flat[at]) end
+  end
+  if number and number < last then return -1 end
+  if not number then
+    redis.call('HDEL', KEYS[3], last + 1 - ARGV[4])
+    redis.call('HSET', KEYS[3], 'last', last + 1, last + 1, life)
+  end
   redis.call('DEL', KEYS[2])
-  redis.call('HSET', KEYS[2], 'before', held[1] or '')
 end
 redis.call('SADD', KEYS[1], string.sub(KEYS[2], #KEYS[1] + 2))
-redis.call('HSET', KEYS[2], 'incarnation', ARGV[2], unpack(ARGV, 3))
+redis.call('HSET', KEYS[2], 'incarnation', life, unpack(ARGV, 5))
 redis.call('PEXPIRE', KEYS[2], ARGV[1])
+redis.call('PEXPIRE', KEYS[3], ARGV[3])
 return known and 1 or 0
 """)
 
@@ -110,7 +126,7 @@ class ReplicaRegistry:
     async def publish(self, pool: LeasePool[LeaseT], lease: LeaseT) -> None:
         """Register the replica, or renew its lease with what it says now.
 
-        Raises Replaced if it is no longer the one that serves at its address.
+        Raises Replaced if it is no longer the one that serves at its address, and never will be.
         """
         key = (pool.name, lease.address)
         facts, hashes = _encode(lease)
@@ -125,8 +141,9 @@ class ReplicaRegistry:
         self, pool: LeasePool[LeaseT], lease: LeaseT, facts: Mapping[str, bytes | str]
     ) -> bool:
         flat = [part for pair in facts.items() for part in pair]
-        keys = _keys(pool, lease.address)
-        known = await self._calls.run(_PUBLISH, keys, self._lease_ms, lease.incarnation, *flat)
+        keys = (*_keys(pool, lease.address), f"{_hash(pool, lease.address)}:lives")
+        how = (self._lease_ms, lease.incarnation, _LIVES_MS, _MAX_LIVES)
+        known = await self._calls.run(_PUBLISH, keys, *how, *flat)
         if known == -1:
             raise Replaced(lease.address)
         return bool(known)

@@ -51,7 +51,8 @@ def message_of(error: BaseException) -> str:
     code = code_of(error)
     if code is grpc.StatusCode.INTERNAL:
         return "internal error"
-    return str(error) or code.value[1]
+    told = error.told if isinstance(error, errors.GalleyError) else str(error)
+    return told or code.value[1]
 
 
 def rich_status(error: BaseException) -> status_pb2.Status:
@@ -133,6 +134,8 @@ def _guard_stream(behavior: Behavior) -> Behavior:
 
 async def _fail(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
     log_internal(error)
+    if isinstance(error, errors.GalleyError) and error.told != str(error):
+        _LOG.warning("a call failed", problem=str(error))
     await abort(context, error)
 
 

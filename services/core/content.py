@@ -130,13 +130,23 @@ class Miss:
     prefix_hash: bytes
 
 
-def look_up(held: Sequence[int], start: int, tokens: Sequence[int], prefix: bytes) -> Hit | Miss:
-    """How much of `held` serves a request for `tokens` after a prefix [0, start) of hash `prefix`."""
+def look_up(
+    held: Sequence[int],
+    start: int,
+    tokens: Sequence[int],
+    prefix: bytes,
+    hasher: PrefixHasher | None = None,
+) -> Hit | Miss:
+    """How much of `held` serves a request for `tokens` after a prefix [0, start) of hash `prefix`.
+
+    With the `hasher` of what is held, not all of it is hashed.
+    """
+    hasher = hasher or PrefixHasher()
     if len(held) < start:
-        return Miss(len(held), prefix_hash(held))
-    if prefix_hash(held[:start]) != prefix:
-        return Miss(0, prefix_hash(()))
-    return Hit(start + agreement(held[start:], tokens))
+        return Miss(len(held), hasher.of(held, len(held)))
+    if hasher.of(held, start) != prefix:
+        return Miss(0, hasher.of(held, 0))
+    return Hit(start + agreement(held[start : start + len(tokens)], tokens))
 
 
 def agreement(ours: Sequence[int], theirs: Sequence[int]) -> int:

@@ -9,6 +9,11 @@ from __future__ import annotations
 class GalleyError(Exception):
     """Base of everything that Galley raises on purpose."""
 
+    @property
+    def told(self) -> str:
+        """What a caller may read of it."""
+        return str(self)
+
 
 class CallerFault(GalleyError):
     """The caller asked for something that cannot be; asking again will not help."""
@@ -87,7 +92,19 @@ class Unavailable(OurFault):
 
 
 class StoreUnavailable(Unavailable):
-    """The session store has not answered for store_timeout."""
+    """The session store has not answered for store_timeout.
+
+    `why` is for the log alone: it names servers.
+    """
+
+    def __init__(self, what: str, why: str = "") -> None:
+        super().__init__(f"{what}: {why}" if why else what)
+        self._what = what
+
+    @property
+    def told(self) -> str:
+        """Without the `why`."""
+        return self._what
 
 
 class TargetUnavailable(Unavailable):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.core.blocks import BlockPool
-from services.core.content import Hit, Miss, PrefixHasher, agreement
+from services.core.content import Hit, Miss, PrefixHasher, look_up
 from services.core.errors import Broken, Overloaded
 from services.core.kv_session import KvSession
 
@@ -123,12 +123,8 @@ class KvTable:
 
     def look_up(self, key: SessionKey, start: int, tokens: Sequence[int], prefix_hash: bytes) -> Hit | Miss:
         """`content.look_up` over what is `held` of the session, not hashing all of it. Changes nothing."""
-        ours, prefix = self._known(key)
-        if len(ours) < start:
-            return Miss(len(ours), prefix.of(ours, len(ours)))
-        if prefix.of(ours, start) != prefix_hash:
-            return Miss(0, prefix.of(ours, 0))
-        return Hit(start + agreement(ours[start : start + len(tokens)], tokens))
+        ours, hasher = self._known(key)
+        return look_up(ours, start, tokens, prefix_hash, hasher)
 
     # What an item does.
 

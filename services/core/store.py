@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 State = Literal["live", "finished"]
 
+SESSION_TTL_S = 3600.0
+FINISHED_TTL_S = 900.0
+"""How long sessions outlast their owner's last sign of life, and their end, where nothing else is said."""
+
 
 class SessionEnded(Fenced):
     """The caller owns the session, and it was ended for good: nothing can be added to it."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from services.core import events as ev
-from services.core.content import Miss, look_up, prefix_hash
+from services.core.content import Miss, PrefixHasher, look_up
 from services.core.lookup import SessionLookup
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from services.core.answer import SessionSpec
 
 # Tokens that one proposal follows, some milliseconds: a long prompt must not hold up the other sessions.
@@ -22,24 +24,37 @@ _LEAST_MATCH = 2
 
 
 class Lookup:
-    """Of one session."""
+    """Of one session. A proposal costs what is new since the last, not what the session holds."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
+        self._hasher = PrefixHasher()
+        # Its tokens are the first of ours.
         self._followed = SessionLookup()
 
     def propose(self, spec: SessionSpec, request: ev.Propose) -> ev.Proposed | ev.CacheMissed:
         """At once, and maybe nothing."""
         part = request.slice
-        found = look_up(self._tokens, part.start, part.tokens, part.prefix_hash)
+        found = look_up(self._tokens, part.start, part.tokens, part.prefix_hash, self._hasher)
         if isinstance(found, Miss):
             return ev.CacheMissed(request.request_id, found.have, found.prefix_hash)
-        self._tokens[part.start :] = part.tokens
-        position = len(self._tokens)
+        position = part.start + len(part.tokens)
+        self._replace(found.agree, part.tokens[found.agree - part.start :])
         guesses = self._guess(spec, position - request.ahead, request.k)
         return ev.Proposed(
-            request.request_id, position, prefix_hash(self._tokens), guesses, cache_len=position
+            request.request_id,
+            position,
+            self._hasher.of(self._tokens, position),
+            guesses,
+            cache_len=position,
         )
+
+    def _replace(self, start: int, tokens: Sequence[int]) -> None:
+        """`tokens` stand from `start` on."""
+        self._hasher.cut(start)
+        self._tokens[start:] = tokens
+        if start < len(self._followed):
+            self._followed = SessionLookup()
 
     def _guess(self, spec: SessionSpec, confirmed: int, k: int) -> tuple[int, ...]:
         """What may follow all tokens, of which the first `confirmed` are no guesses."""
@@ -50,10 +65,9 @@ class Lookup:
         return found.tokens if found.matched >= _LEAST_MATCH else ()
 
     def _follow(self, confirmed: int) -> bool:
-        """Whether all confirmed tokens have been followed."""
-        tokens = self._tokens[:confirmed]
-        if not self._followed.agrees(tokens, 0):
+        """Whether all confirmed tokens, and no others, have been followed."""
+        if confirmed < len(self._followed):
             self._followed = SessionLookup()
         at = len(self._followed)
-        self._followed.follow(tokens[at : at + _MOST_AT_ONCE])
+        self._followed.follow(self._tokens[at : min(confirmed, at + _MOST_AT_ONCE)])
         return len(self._followed) == confirmed

@@ -163,6 +163,7 @@ class Members(ABC, Generic[MemberT]):
         self._members: dict[str, MemberT] = {}
         self._refusals: dict[str, GalleyError] = {}
         self._problem = "none is there"
+        self._unread = ""
         self._refreshing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -247,11 +248,19 @@ class Members(ABC, Generic[MemberT]):
         try:
             found = await self._source.read()
         except GalleyError as error:
-            self._problem = str(error)
+            self._cannot_look(error)
             return
+        self._unread = ""
         await self._let_go({address for address, lease in found.items() if self._note(address, lease)})
         await asyncio.gather(*(self._meet(member) for member in self._members.values() if member.must_meet()))
         self._tell()
+
+    def _cannot_look(self, error: GalleyError) -> None:
+        """Who is there cannot be found out. Logged once for each reason, of which clients read a part."""
+        self._problem = error.told
+        if self._unread != str(error):
+            self._unread = str(error)
+            _log.warning(f"cannot find out which {self._kind}s there are", problem=self._unread)
 
     def _note(self, address: str, lease: ReplicaLease | None) -> bool:
         """Whether a replica that is there may be of use."""

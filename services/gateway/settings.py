@@ -8,6 +8,7 @@ from services.common.config import ServiceSettings, settings_config
 from services.common.defaults import DEFAULT_MODEL
 from services.common.redis_url import RedisUrlSetting  # noqa: TC001  # pydantic reads it
 from services.core.lateness import SLOW_FACTOR
+from services.core.store import FINISHED_TTL_S, SESSION_TTL_S
 
 NO_DRAFT = "none"
 """In place of a draft's address: there is none."""
@@ -86,8 +87,8 @@ class GatewaySettings(ServiceSettings):
         description="Where no draft can be asked, guess what followed the session's last tokens before.",
     )
     startup_timeout_s: float = Field(120.0, gt=0, description="How long to wait for a target at start.")
-    session_ttl_s: float = Field(3600.0, gt=0, description="How long an idle session is kept.")
-    finished_ttl_s: float = Field(900.0, gt=0, description="How long a finished session is kept.")
+    session_ttl_s: float = Field(SESSION_TTL_S, gt=0, description="How long an idle session is kept.")
+    finished_ttl_s: float = Field(FINISHED_TTL_S, gt=0, description="How long a finished session is kept.")
     id_secret: SecretStr = Field(
         SecretStr(""),
         description="Key of the HMAC that makes session ids of idempotency keys; the same at all gateways.",

@@ -18,6 +18,8 @@ from services.core.errors import (
     UnknownSession,
 )
 from services.core.store import (
+    FINISHED_TTL_S,
+    SESSION_TTL_S,
     UNCHANGED,
     ClaimLost,
     Directory,
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NONCE_BYTES = 16
-DEFAULT_TTL_S = 300.0
-DEFAULT_FINISHED_TTL_S = 3600.0
 DEFAULT_MAX_CONNECTIONS = 32
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
@@ -75,8 +75,8 @@ class RedisStore(SessionStore):
     def __init__(  # noqa: PLR0913  # all but the URL have defaults
         self,
         url: str,
-        ttl_s: float = DEFAULT_TTL_S,
-        finished_ttl_s: float = DEFAULT_FINISHED_TTL_S,
+        ttl_s: float = SESSION_TTL_S,
+        finished_ttl_s: float = FINISHED_TTL_S,
         *,
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
         max_connections: int = DEFAULT_MAX_CONNECTIONS,

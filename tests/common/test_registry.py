@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from redis.crc import key_slot
+from structlog.testing import capture_logs
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.redis_calls import RedisCalls
@@ -194,7 +195,8 @@ async def test_keys_of_a_pool_share_a_slot_and_expire(
     await registry.publish(POOL, lease())
     async with server.raw() as raw:
         keys = sorted([key async for key in raw.scan_iter()])
-    assert keys == [b"galley:replicas:{target}", b"galley:replicas:{target}:host:1"]
+    base = b"galley:replicas:{target}"
+    assert keys == [base, base + b":host:1", base + b":host:1:lives"]
     assert len({key_slot(key) for key in keys}) == 1
     assert 0 < await server.command("PTTL", "galley:replicas:{target}:host:1") <= 3000
 
@@ -298,3 +300,71 @@ async def test_the_old_life_of_a_replica_does_not_speak_for_the_new(registry: Re
     assert await registry.read(POOL) == [lease(incarnation="life-2", prefixes=0)]
     await registry.withdraw(POOL, "host:1", "life-1")
     assert await registry.read(POOL) == [lease(incarnation="life-2", prefixes=0)]
+
+
+async def next_lives(registry: ReplicaRegistry, how: str) -> list[TargetLease]:
+    """What stands at the address of a life that was replaced, once its successor has met its fate."""
+    await registry.publish(POOL, lease(incarnation="life-1"))
+    match how:
+        case "lives":
+            await registry.publish(POOL, lease(incarnation="life-2"))
+        case "has a successor":
+            await registry.publish(POOL, lease(incarnation="life-2"))
+            await registry.publish(POOL, lease(incarnation="life-3"))
+        case "withdrew":
+            await registry.publish(POOL, lease(incarnation="life-2"))
+            await registry.withdraw(POOL, "host:1", "life-2")
+        case "came when the lease had ended":
+            await registry.withdraw(POOL, "host:1", "life-1")  # as its end does
+            await registry.publish(POOL, lease(incarnation="life-2"))
+    return await registry.read(POOL)
+
+
+@pytest.mark.parametrize("how", ["lives", "has a successor", "withdrew", "came when the lease had ended"])
+async def test_a_life_that_was_replaced_never_comes_back(registry: ReplicaRegistry, how: str) -> None:
+    there = await next_lives(registry, how)
+    for _ in range(2):
+        with pytest.raises(Replaced):
+            await registry.publish(POOL, lease(incarnation="life-1"))
+        assert await registry.read(POOL) == there
+    await registry.publish(POOL, lease(incarnation="life-4"))
+    assert await read(registry) == [("host:1", "life-4", False)]
+
+
+async def test_lives_are_bounded(server: Server | Cluster, registry: ReplicaRegistry) -> None:
+    for number in range(105):
+        await registry.publish(POOL, lease(incarnation=f"life-{number}"))
+    key = "galley:replicas:{target}:host:1:lives"
+    assert await server.command("HLEN", key) == 101
+    assert await server.command("PTTL", key) > 23 * 3600 * 1000
+    for number in (5, 103):
+        with pytest.raises(Replaced):
+            await registry.publish(POOL, lease(incarnation=f"life-{number}"))
+
+
+async def test_who_was_replaced_says_so_and_is_silent_from_then_on(own_server: Server) -> None:
+    """It says so though it has just said that Redis is away; and if Redis forgets all, it is not back."""
+    registry = ReplicaRegistry(own_server.url, call_timeout_s=0.5)
+    with capture_logs() as logs:
+        registration = start_registration(own_server.url, POOL, lease, lease_s=0.3)
+        await until(registry, [("host:1", "life-1", False)])
+        own_server.kill()
+        await logged(logs, "warning")
+        own_server.start()
+        await until(registry, [("host:1", "life-1", False)])
+        await registry.publish(POOL, lease(incarnation="life-2"))
+        await logged(logs, "error")
+        await own_server.command("FLUSHALL")
+        await registration.drain()
+        assert await read(registry) == []
+        await registration.close()
+    [error] = [line for line in logs if line["log_level"] == "error"]
+    assert "host:1" in error["problem"]
+    await registry.close()
+
+
+async def logged(logs: list[Any], level: str) -> None:
+    """Wait until something of that level is."""
+    async with asyncio.timeout(WAIT_S):
+        while not any(line["log_level"] == level for line in logs):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

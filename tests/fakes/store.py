@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from services.core.errors import Fenced, KeyReused, LogLost, UnknownSession
 from services.core.store import (
+    FINISHED_TTL_S,
+    SESSION_TTL_S,
     UNCHANGED,
     ClaimLost,
     Directory,
@@ -48,8 +50,8 @@ class MemoryStore(SessionStore):
 
     def __init__(
         self,
-        ttl_s: float = 300.0,
-        finished_ttl_s: float = 3600.0,
+        ttl_s: float = SESSION_TTL_S,
+        finished_ttl_s: float = FINISHED_TTL_S,
         *,
         clock: Callable[[], float] = lambda: 0.0,
         new_nonce: Callable[[], bytes] | None = None,

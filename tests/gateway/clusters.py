@@ -164,10 +164,6 @@ class Cluster:
         """What the others call it."""
         return str((await node.command("CLUSTER", "MYID")).decode())
 
-    def master_of(self, slot: int) -> ClusterNode:
-        """The master that has the slot, as it was formed."""
-        return self.masters[min(slot // (SLOTS // len(self.masters)), len(self.masters) - 1)]
-
 
 async def follows(replica: Server) -> bool:
     """Has it all that its master has?"""

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from services.core import events as ev
 from services.core.answer import SessionSpec
 from services.core.content import prefix_hash
@@ -53,3 +60,40 @@ def test_a_long_prompt_is_followed_a_piece_at_a_time() -> None:
 def test_no_guess_stands_where_the_target_takes_none() -> None:
     tokens = (PERIOD * 20)[: SPEC.max_position - 2]
     assert len(ask(Lookup(), tokens).tokens) == 1
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_round_of_a_long_session_costs_what_is_new_in_it() -> None:
+    """Neither hashed nor compared nor copied is what stands before: the event loop is everybody's."""
+    lookup, tokens, took = Lookup(), PERIOD * 2500, list[int]()
+    with traced():
+        for at in range(0, len(tokens), 1000):
+            ask(lookup, tokens[: at + 1000], start=at)
+        for round_ in range(5):
+            part = ev.Slice(len(tokens), (round_,), prefix_hash(tokens))
+            tokens.append(round_)
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            assert isinstance(lookup.propose(SPEC, ev.Propose(1, part, 4, "model")), ev.Proposed)
+            took.append(tracemalloc.get_traced_memory()[1] - before)
+    assert min(took) < len(tokens), "bytes at a time; a round now and then makes room for many"
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(5, 7), max_size=6), st.integers(0, 3))))
+def test_it_answers_as_one_that_is_asked_for_the_first_time(asked: list[tuple[int, list[int], int]]) -> None:
+    """Whatever it was asked before, of guesses that came true and guesses that did not."""
+    lookup, tokens = Lookup(), [1]
+    ask(lookup, tokens)
+    for kept, further, guessed in asked:
+        tokens = [*tokens[:kept], *further]
+        start, ahead = len(tokens) - len(further), min(guessed, len(tokens))
+        assert ask(lookup, tokens, start=start, ahead=ahead) == ask(Lookup(), tokens, ahead=ahead)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
@@ -54,6 +55,13 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[ReplicaSet]:
     """Of both kinds: they differ in what WAIT waits for after a command that writes nothing."""
     async with replica_set(request.param) as servers:
         yield servers
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """A store by its URL alone."""
+
+    url: str
 
 
 def session_in(first: int, last: int) -> str:
@@ -180,6 +188,48 @@ async def test_a_cluster_of_which_nobody_is_left(cluster: Cluster) -> None:
         for _ in range(2):
             with pytest.raises(StoreUnavailable):
                 await store.renew(owner)
+
+
+# ------------------------------------------------------------------------------- nobody who answers --
+
+
+class Silent:
+    """A server that takes connections and says nothing; `met` counts them."""
+
+    def __init__(self) -> None:
+        self.met = 0
+        self._open: list[asyncio.StreamWriter] = []
+
+    async def meet(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.met += 1
+        self._open.append(writer)
+
+    def hang_up(self) -> None:
+        for writer in self._open:
+            writer.close()
+
+
+@asynccontextmanager
+async def silent() -> AsyncIterator[tuple[Silent, str]]:
+    """And where it is."""
+    found = Silent()
+    async with await asyncio.start_server(found.meet, "127.0.0.1", 0) as server:
+        yield found, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        found.hang_up()
+
+
+@pytest.mark.parametrize("form", ["redis+cluster://{}", "redis+sentinel://{}/0?service=galley"])
+async def test_who_waits_to_be_told_where_to_go_waits_for_one_look(form: str) -> None:
+    """However many they are: else each would wait for the looks of all before it."""
+    async with silent() as (server, at), store_at(Url(form.format(at)), call_timeout_s=0.2) as store:
+        for looks in (1, 2):
+            calls = [asyncio.create_task(store.claim(f"{number:032x}", ALICE)) for number in range(24)]
+            await asyncio.sleep(0)
+            for call in calls[::3]:
+                call.cancel()
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            assert {type(outcome) for outcome in outcomes} == {StoreUnavailable, asyncio.CancelledError}
+            assert server.met == looks
 
 
 # ----------------------------------------------------------------------------------- a replica set --

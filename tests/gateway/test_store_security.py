@@ -120,6 +120,7 @@ async def test_a_documented_user_may_do_nothing_that_it_does_not_need(
     guarded: Server, user: str, command: str
 ) -> None:
     await make_user(guarded, user, without=command)
+    await guarded.command("FLUSHALL")
     await a_lease_that_ended(guarded)
     await guarded.command("SCRIPT FLUSH")
     with pytest.raises(GalleyError):

@@ -10,6 +10,7 @@ import asyncio
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from services.common.registry import Replaced
 from services.core.errors import GalleyError, StoreUnavailable
 from services.core.store import UNCHANGED, Directory, SessionStore
 from tests.fakes.store import MemoryStore
@@ -76,6 +77,7 @@ class SimRedis:
         loop = asyncio.get_running_loop()
         self.sessions = kind(ttl_s, finished_ttl_s, clock=loop.time)
         self.leases: dict[str, dict[str, tuple[ReplicaLease, float]]] = {}
+        self.lives: dict[tuple[str, str], list[str]] = {}
         self.up = True
         self.lossy = 0.0
         self.repeating = 0.0
@@ -95,6 +97,7 @@ class SimRedis:
         if state is not None:
             self.sessions.restore(state)
             self.leases.clear()
+            self.lives.clear()
             self._ledger.rolled_back()
 
     # ----------------------------------------------------------------------------- its calls --
@@ -109,7 +112,7 @@ class SimRedis:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 return await reply
         except TimeoutError:
-            raise StoreUnavailable("the session store does not answer: timeout") from None
+            raise StoreUnavailable("the session store does not answer", "timeout") from None
 
     def _copies(self, caller: Process) -> int:
         """How often what it sends now arrives."""
@@ -124,7 +127,7 @@ class SimRedis:
         result: T | GalleyError
         try:
             if not self.up:
-                raise StoreUnavailable("the session store does not answer: connection refused")
+                raise StoreUnavailable("the session store does not answer", "connection refused")
             result = work()
         except GalleyError as error:
             self._ledger.met[f"store: {type(error).__name__}"] += 1
@@ -214,6 +217,11 @@ class SimRegistry:
         await self._redis.ask(self._caller, lambda: self._publish(pool.name, lease))
 
     def _publish(self, pool: str, lease: ReplicaLease) -> None:
+        lives = self._redis.lives.setdefault((pool, lease.address), [])
+        if lease.incarnation in lives[:-1]:
+            raise Replaced(lease.address)
+        if lease.incarnation not in lives:
+            lives.append(lease.incarnation)
         expires_s = asyncio.get_running_loop().time() + LEASE_S
         self._redis.leases.setdefault(pool, {})[lease.address] = (lease, expires_s)
 
