@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from services.core.errors import GalleyError, StoreUnavailable
 from services.core.store import UNCHANGED, Directory, SessionStore
 from tests.fakes.store import MemoryStore
+from tests.simulation.leases import Leases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -42,6 +43,11 @@ class Sessions(MemoryStore):
         """Log and meta as they stand."""
         record = self._records[session_id]
         return record.tokens, record.meta
+
+    def is_finished(self, session_id: str) -> bool:
+        """Whether its end is stored."""
+        record = self._find(session_id)
+        return record is not None and record.state == "finished"
 
     def state(self) -> object:
         """All that the server holds, as it is now."""
@@ -75,7 +81,7 @@ class SimRedis:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.sessions = kind(ttl_s, finished_ttl_s, clock=loop.time)
-        self.leases: dict[str, dict[str, tuple[ReplicaLease, float]]] = {}
+        self.leases = Leases(LEASE_S, loop.time)
         self.up = True
         self.lossy = 0.0
         self.repeating = 0.0
@@ -211,27 +217,15 @@ class SimRegistry:
         self._caller = caller
 
     async def publish(self, pool: LeasePool[Any], lease: ReplicaLease) -> None:
-        await self._redis.ask(self._caller, lambda: self._publish(pool.name, lease))
-
-    def _publish(self, pool: str, lease: ReplicaLease) -> None:
-        expires_s = asyncio.get_running_loop().time() + LEASE_S
-        self._redis.leases.setdefault(pool, {})[lease.address] = (lease, expires_s)
+        await self._redis.ask(self._caller, lambda: self._redis.leases.publish(pool.name, lease))
 
     async def withdraw(self, pool: LeasePool[Any], address: str, incarnation: str) -> None:
-        def work() -> None:
-            held = self._redis.leases.get(pool.name, {})
-            if address in held and held[address][0].incarnation == incarnation:
-                del held[address]
-
-        await self._redis.ask(self._caller, work)
+        await self._redis.ask(
+            self._caller, lambda: self._redis.leases.withdraw(pool.name, address, incarnation)
+        )
 
     async def read(self, pool: LeasePool[Any]) -> list[Any]:
-        return await self._redis.ask(self._caller, lambda: self._read(pool.name))
-
-    def _read(self, pool: str) -> list[ReplicaLease]:
-        now_s = asyncio.get_running_loop().time()
-        held = self._redis.leases.get(pool, {})
-        return [lease for lease, expires_s in held.values() if expires_s > now_s]
+        return await self._redis.ask(self._caller, lambda: self._redis.leases.read(pool.name))
 
     async def close(self) -> None:
         pass

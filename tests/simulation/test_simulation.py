@@ -67,7 +67,7 @@ def test_no_schedule_breaks_a_rule_though_much_goes_wrong() -> None:
 
 def first_found(mutant: Mutant) -> tuple[int, str] | None:
     for seed in range(MOST_SEEDS):
-        outcome = run_schedule(schedule_of(seed, wandering=mutant.wandering), mutant.kinds)
+        outcome = run_schedule(schedule_of(seed, mutant.theme), mutant.kinds)
         if outcome.violation:
             return seed, outcome.violation
     return None
