@@ -218,3 +218,7 @@ class CountedTarget(SessionTarget):
         other = super().warm_other(spec, request, at)
         self.ledger.met["asked of another target too"] += other is not None
         return other
+
+    def go_to(self, member: Target, why: str) -> None:
+        self.ledger.met[f"another target has {why}"] += 1
+        super().go_to(member, why)
