@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -116,41 +116,6 @@ async def here(world: World) -> AsyncIterator[Here]:
 def confirmed(count: int) -> list[int]:
     """The prompt and the first tokens of the answer."""
     return [*PROMPT_TOKENS, *true_output(PROMPT_TOKENS, count, SEED)]
-
-
-class _Shy(FakeTarget):
-    """Refuses to say who it is, the first time."""
-
-    asked = 0
-
-    async def GetTargetInfo(self, request: pb.GetTargetInfoRequest, context: Any) -> pb.GetTargetInfoResponse:
-        self.asked += 1
-        if self.asked == 1:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
-        return await super().GetTargetInfo(request, context)
-
-
-class _InTurn(Leases):
-    """Tells `told` at the first look and from the fourth on; in between nobody has a lease."""
-
-    looks = 0
-
-    async def read(self) -> Mapping[str, TargetLease | None]:
-        self.looks += 1
-        return await super().read() if self.looks in {1, 4} else {}
-
-
-async def test_a_gateway_does_not_begin_with_a_target_whose_lease_has_ended(world: World) -> None:
-    """It would know neither the context window nor the vocabulary, and refuse every request."""
-    async with Fleet(world, "a", _Shy) as fleet:
-        leases = _InTurn({fleet.targets[0].fake.address: fleet.targets[0]._lease()})
-        targets = Targets(leases, world.tokenizer_hash, grpc.aio.insecure_channel, MonotonicClock(), 16)
-        await targets.start(PATIENCE_S)
-        try:
-            assert targets.info.vocab_size == VOCAB
-            assert leases.looks == 4
-        finally:
-            await targets.close()
 
 
 async def test_a_session_stays_where_only_the_lease_has_ended(here: Here) -> None:
