@@ -129,8 +129,8 @@ class Targets(Members[Target]):
     async def _first(self) -> None:
         while True:
             await self.refresh()
-            if any(member.fits for member in self._members.values()):
-                return
+            if any(member.fits and member.up for member in self._members.values()):
+                return  # and `info` is known: one whose lease has ended tells nothing
             if self.mismatch is not None:
                 raise self.mismatch
             await asyncio.sleep(_FIRST_PAUSE_S)

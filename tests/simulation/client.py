@@ -1,122 +1,65 @@
-"""Clients of the simulation: each wants one answer, resumes where it may, and checks all that it is told."""
+"""Clients of the simulation: the real client, and an application that wants one answer and checks it."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from services.core.answer import NumericsChanged, Reason
-from services.core.content import prefix_hash
-from services.core.errors import Fenced, GalleyError, LogLost, Unavailable, UnknownSession
-from services.core.events import End
+import grpc
+
+from services.client.client import GalleyClient
+from services.client.errors import GalleyRpcError
+from services.common.pb.galley.v1 import galley_pb2 as pb
 from tests.simulation.loop import Process
-from tests.simulation.network import Connection
 from tests.simulation.truth import text_of
+from tests.simulation.wire import SimChannel
 
 if TYPE_CHECKING:
-    from services.core.answer import SessionSpec
-    from services.gateway.runner import Item
-    from tests.simulation.gateway import SimGateway
-    from tests.simulation.network import Network
+    from services.client.streams import TokenStream
     from tests.simulation.schedule import Wanted
     from tests.simulation.world import World
 
-_ROOM = 2
-"""Items that a transport takes before its reader has."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.8
+_LONGEST_WAIT_S = 5.0
+"""An application that is told to come back later than this comes back now."""
+_MAY_PASS = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+    }
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A Generate, or a Resume from output token `resume_at` on; `within_s` is its deadline."""
-
-    spec: SessionSpec
-    body_hash: bytes
-    resume_at: int | None = None
-    seen_hash: bytes = b""
-    within_s: float | None = None
-
-
-class ClientCall(Connection):
-    """A stream from a gateway to a client, with flow control."""
-
-    def __init__(self, network: Network, client: Process, gateway: SimGateway) -> None:
-        super().__init__(network, client, gateway.address)
-        self._gateway = gateway
-        self._items: asyncio.Queue[Item | End | GalleyError] = asyncio.Queue()
-        self._room = asyncio.Semaphore(_ROOM)
-        self._handler: asyncio.Task[None] | None = None
-
-    # ------------------------------------------------------------------------- the near end --
-
-    def begin(self, asked: Asked | str) -> None:
-        """Generate or Resume; or, of a session's id, Abort."""
-        self.send(lambda: self._accept(asked), forth=True)
-
-    async def next(self) -> Item | End | GalleyError:
-        """What comes next; what ends the call is the last."""
-        item = await self._items.get()
-        self.send(self._room.release, forth=True)
-        return item
-
-    def leave(self) -> None:
-        """The client goes: the gateway is told by the network."""
-        self.send(self._stop, forth=True)
-        self._network.connections.pop(id(self), None)
-
-    # -------------------------------------------------------------------------- the far end --
-
-    def _accept(self, asked: Asked | str) -> None:
-        gateway = self._gateway
-        if not gateway.process.alive:
-            self.give_up("connection refused")
-            return
-        self.server = gateway.process
-        work = gateway.abort(self, asked) if isinstance(asked, str) else gateway.serve(self, asked)
-        self._handler = gateway.process.spawn(work)
-
-    async def push(self, item: Item) -> None:
-        """Send, when there is room."""
-        await self._room.acquire()
-        self.send(lambda: self._items.put_nowait(item), forth=False)
-
-    def end(self, end: End | GalleyError) -> None:
-        """Nothing follows."""
-        self.send(lambda: self._last(end), forth=False)
-
-    def _last(self, end: End | GalleyError) -> None:
-        self._items.put_nowait(end)
-        self.close()
-
-    def _stop(self) -> None:
-        if self._handler is not None:
-            self._handler.cancel()
-        self.close()
-
-    def broke(self, reason: str) -> None:
-        """The client is told; the gateway gives the stream up."""
-        self._items.put_nowait(Unavailable(reason))
-        if self._handler is not None:
-            self._handler.cancel()
+def client_of(world: World, process: Process, principal: str) -> GalleyClient:
+    """A client of all gateways, whose calls are `principal`'s."""
+    addresses = [gateway.address for gateway in world.gateways]
+    client = GalleyClient(addresses)
+    key = (("authorization", f"Bearer {principal}"),)
+    channels: Any = [SimChannel(world.network, world.servers, process, address, key) for address in addresses]
+    client._channels = channels
+    return client
 
 
 class SimClient:
-    """Wants the answer to `spec`; the schedule tells it to stall, to leave, to abort, to go elsewhere."""
+    """Wants an answer; the schedule tells it to stall, to leave, to abort, to go elsewhere."""
 
     def __init__(self, world: World, name: str, wanted: Wanted, *, yields: bool = False) -> None:
         self.process = Process(name)
         self.spec = wanted.spec
         self.seen: list[int] = []
         self.done = False
+        self.left = False
+        self.refused = False
         self.stalled_until = 0.0
-        self.began_s = 0.0
         self.wanted = wanted
         self._yields = yields
         self._world = world
-        self._call: ClientCall | None = None
-        self._started = False
-        self._turn = 0
+        self._client = client_of(world, self.process, wanted.principal)
+        self._stream: TokenStream | None = None
+        self._finished: pb.Finished | None = None
         self._at = 0
 
     def start(self) -> None:
@@ -124,15 +67,14 @@ class SimClient:
         self.process.spawn(self._run())
 
     def go_elsewhere(self) -> None:
-        """Its connection breaks; it resumes at the next gateway."""
-        if self._call is not None:
-            self._call.give_up("the client's network changed")
+        """Its connections break."""
+        self._world.network.break_all(self.process.name, "the client's network changed")
 
     def leave(self) -> None:
         """It goes, and does not come back."""
-        self.done = True
-        if self._call is not None:
-            self._call.leave()
+        self.done = self.left = True
+        if self._stream is not None:
+            self._stream.cancel()
         self.process.crash()
 
     def abort(self) -> None:
@@ -141,77 +83,93 @@ class SimClient:
         self.process.spawn(self._abort())
 
     async def _abort(self) -> None:
+        client = client_of(self._world, self.process, self.wanted.principal)
         while not self.done:
-            call = self._open()
-            call.begin(self.spec.session_id)
-            end = await call.next()
-            if isinstance(end, End):
+            try:
+                await client.abort(self.spec.session_id)
+            except GalleyRpcError:
+                await asyncio.sleep(_LAST_PAUSE_S)
+            else:
                 return
-            await asyncio.sleep(_LAST_PAUSE_S)
-
-    def _open(self) -> ClientCall:
-        self._turn += 1
-        gateways = self._world.gateways
-        return ClientCall(self._world.network, self.process, gateways[self._turn % len(gateways)])
 
     async def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while not self.done:
             before = len(self.seen)
-            await self._attempt()
+            wait_s = await self._attempt()
             pause_s = _FIRST_PAUSE_S if len(self.seen) > before else min(2 * pause_s, _LAST_PAUSE_S)
             if not self.done:
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(max(pause_s, wait_s))
 
-    def _asked(self) -> Asked:
-        resume_at = len(self.seen) if self._started else None
-        seen_hash = prefix_hash(self.seen) if self._started and self.wanted.checks_seen else b""
-        return Asked(self.spec, b"body", resume_at, seen_hash, self.wanted.within_s)
+    def _open(self) -> TokenStream:
+        wanted, before = self.wanted, self._stream
+        if before is None or not before.session_id:
+            self._at = 0
+            return self._client.generate(wanted.spec.prompt, **wanted.options())
+        point = before.resume_from()
+        self._at = point.next_index
+        if wanted.checks_seen:
+            return self._client.resume_stream(before, timeout_s=wanted.within_s)
+        return self._client.resume(point.session_id, point.next_index, timeout_s=wanted.within_s)
 
-    async def _attempt(self) -> None:
-        """One call, to its end."""
-        self._at = len(self.seen) if self._started else 0
-        self.began_s = asyncio.get_running_loop().time()
-        call = self._call = self._open()
-        call.begin(self._asked())
-        while not isinstance(item := await call.next(), End | GalleyError):
-            await self._wait_if_stalled()
-            if not self.done:  # what had come before it gave up is of no more interest
-                self._take(item)
-        self._call = None
-        error = item.error if isinstance(item, End) else item
-        if error is not None:
-            self._world.ledger.met[f"client: {type(error).__name__}"] += 1
-            self._world.ledger.note(f"{self.process.name} was told {type(error).__name__}: {error}")
+    async def _attempt(self) -> float:
+        """One stream, to its end; seconds to wait before the next."""
+        self._finished = None
+        stream = self._stream = self._open()
+        try:
+            async for event in stream:
+                await self._linger()
+                if not self.done:  # what had come before it gave up is of no more interest
+                    self._take(event)
+        except GalleyRpcError as error:
+            self._world.ledger.note(f"{self.process.name} is told {error}")
             self._note_error(error)
-        elif isinstance(item, End) and not self.done:
-            self._conclude(item)
+            return min(error.retry_after_s or 0.0, _LONGEST_WAIT_S)
+        if not self.done:
+            self._conclude()
+        return 0.0
 
-    async def _wait_if_stalled(self) -> None:
+    async def _linger(self) -> None:
+        """It reads at its own pace."""
         now_s = asyncio.get_running_loop().time()
-        if self.stalled_until > now_s:
-            await asyncio.sleep(self.stalled_until - now_s)
+        pause_s = max(self.stalled_until - now_s, self.wanted.pause_s)
+        if pause_s > 0.0:
+            await asyncio.sleep(pause_s)
 
-    def _take(self, item: Item) -> None:
+    def _take(self, event: pb.StreamEvent) -> None:
+        ledger, name = self._world.ledger, self.process.name
+        if self._finished is not None:
+            ledger.violate(f"{name}: a {event.WhichOneof('event')} after the end of its answer")
+        match event.WhichOneof("event"):
+            case "started":
+                if event.started.session_id != self.spec.session_id:
+                    ledger.violate(f"{name}: has session {event.started.session_id}")
+            case "chunk":
+                self._take_chunk(event.chunk)
+            case "finished":
+                self._finished = event.finished
+                if self.wanted.breaks_off:
+                    self.go_elsewhere()
+            case _:
+                pass
+
+    def _take_chunk(self, chunk: pb.Chunk) -> None:
         """An index neither skipped nor twice, and never another token than before."""
         ledger, name = self._world.ledger, self.process.name
-        self._started = True
-        if isinstance(item, NumericsChanged):
-            return
-        if item.index != self._at:
-            ledger.violate(f"{name}: index {item.index} where {self._at} was due")
-        for token in item.tokens:
+        if chunk.index != self._at:
+            ledger.violate(f"{name}: index {chunk.index} where {self._at} was due")
+        for token in chunk.token_ids:
             if self._at == len(self.seen):
                 self.seen.append(token)
             elif self.seen[self._at] != token:
                 self._contradicted(f"token {self._at} was {self.seen[self._at]}, is {token}")
                 return
             self._at += 1
-        if item.text != text_of(self.spec, item.index, item.tokens):
-            ledger.violate(f"{name}: text {item.text!r} of {item.tokens}")
-        told = [-entry.logprob for entry in item.logprobs]
-        if told != [float(token) for token in item.tokens] * (self.spec.logprobs is not None):
-            ledger.violate(f"{name}: logprobs {told} of {item.tokens}")
+        if chunk.text != text_of(self.spec, chunk.index, chunk.token_ids):
+            ledger.violate(f"{name}: text {chunk.text!r} of {chunk.token_ids}")
+        told = [-entry.logprob for entry in chunk.logprobs]
+        if told != [float(token) for token in chunk.token_ids] * (self.spec.logprobs is not None):
+            ledger.violate(f"{name}: logprobs {told} of {chunk.token_ids}")
 
     def _contradicted(self, what: str) -> None:
         """What is made anew after all was lost may be another answer; the client sees it, and gives up."""
@@ -219,20 +177,28 @@ class SimClient:
         self.go_elsewhere()
         self.done = True
 
-    def _note_error(self, error: GalleyError) -> None:
-        if isinstance(error, UnknownSession):
-            self._world.forgotten(self)
-            self._started = False  # the request itself is all that is left; it makes the same answer
-        elif isinstance(error, LogLost):
-            self._world.data_lost(self, str(error))
-            self.done = True
-        elif isinstance(error, Fenced) and self._yields:
-            self.done = True
+    def _note_error(self, error: GalleyRpcError) -> None:
+        if self._finished is not None:
+            self._world.ledger.violate(f"{self.process.name}: {error.code.name} after the end of its answer")
+        match error.code:
+            case grpc.StatusCode.NOT_FOUND:
+                self._world.forgotten(self)
+                self._stream = None  # the request itself is all that is left; it makes the same answer
+            case grpc.StatusCode.DATA_LOSS:
+                self._world.data_lost(self, str(error))
+                self.done = True
+            case grpc.StatusCode.FAILED_PRECONDITION if self._yields:
+                self.done = True
+            case grpc.StatusCode.RESOURCE_EXHAUSTED:
+                self.refused = True
+            case code if code not in _MAY_PASS:
+                self._world.ledger.violate(f"{self.process.name} is told {error}")
 
-    def _conclude(self, end: End) -> None:
-        assert end.ending is not None
-        aborted = end.ending.reason is Reason.ABORTED
-        self._world.ledger.has_ended(self.spec.session_id, self.seen, aborted=aborted)
-        reason = end.ending.reason
-        self._world.ledger.note(f"{self.process.name} has all {len(self.seen)}: {reason.value}")
+    def _conclude(self) -> None:
+        ledger, name, finished = self._world.ledger, self.process.name, self._finished
+        if finished is None:
+            ledger.violate(f"{name}: its stream ended before its answer")
+        aborted = finished.reason == pb.Finished.REASON_ABORTED
+        ledger.has_ended(self.spec.session_id, self.seen, aborted=aborted)
+        ledger.note(f"{name} has all {len(self.seen)}: {pb.Finished.Reason.Name(finished.reason)}")
         self.done = True

@@ -78,6 +78,10 @@ class Faults:
         target.engine.failing = True
         self._later(fault.for_s, setattr, target.engine, "failing", False)
 
+    def _draft_fails(self, fault: Fault) -> None:
+        if draft := self._world.drafts.get(fault.where[0]):
+            draft.failing.until_s = asyncio.get_running_loop().time() + fault.for_s
+
     def _jump(self, fault: Fault) -> None:
         gateway = next(it for it in self._world.gateways if it.address == fault.where[0])
         gateway.clock.ahead_ns += round(fault.amount * 1e9)
@@ -141,7 +145,7 @@ class Faults:
     def _rival(self, fault: Fault) -> None:
         """Another client of the same session, at the same time."""
         if client := self._world.clients.get(fault.where[0]):
-            self._world.add_client(f"{fault.where[0]}-rival", client.spec, yields=True)
+            self._world.add_client(f"{fault.where[0]}-rival", client.wanted, yields=True)
 
     def _leave(self, fault: Fault) -> None:
         """Its client goes and does not come back: an orphan, which must be resumable."""

@@ -1,4 +1,4 @@
-"""A gateway of the simulation: the real streams, runners, routers and pools, without a socket."""
+"""A gateway of the simulation: the real one behind its interceptors, without a socket."""
 
 from __future__ import annotations
 
@@ -7,36 +7,31 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from services.common.registry import DRAFT_POOL, TARGET_POOL
-from services.core import events as ev
-from services.core.answer import Chunk, NumericsChanged
-from services.core.errors import Broken, GalleyError, TargetUnavailable, Unavailable
-from services.core.principal import Principal
+from services.core.errors import TargetUnavailable
 from services.core.session import SessionLimits
-from services.gateway.drafts import Drafts, SessionDraft
 from services.gateway.members import Registered
+from services.gateway.model import ServedModel
 from services.gateway.patience import SECOND, Timeouts
-from services.gateway.router import SessionTarget
 from services.gateway.runner import Ports
 from services.gateway.service import GatewayService
-from services.gateway.streams import Streams
+from services.gateway.servicer import GenerationServicer
 from services.gateway.targets import Targets
+from services.gateway.validation import Limits
 from tests.simulation.loop import Process
 from tests.simulation.redis import SimRegistry, SimStore
 from tests.simulation.replicas import MOST_DRAFT_TOKENS, TOKENIZER
+from tests.simulation.schedule import ID_SECRET
 from tests.simulation.truth import decode
-from tests.simulation.wire import SimChannel
+from tests.simulation.watched import CountedDraft, CountedDrafts, CountedStreams, CountedTarget, behind
+from tests.simulation.wire import Server, SimChannel
 
 if TYPE_CHECKING:
     from services.core.session import Session
     from services.core.store import StoredSession
-    from services.gateway.runner import Item, SessionRunner
-    from tests.simulation.client import Asked, ClientCall
     from tests.simulation.world import World
 
-PRINCIPAL = "me"
 _MS = 1_000_000
 TIMEOUTS = Timeouts(store_ns=2 * SECOND, verify_ns=2 * SECOND, draft_ns=100 * _MS, renew_ns=2 * SECOND)
-MAX_STREAMS = 3
 DRAIN_S = 0.5
 """How long what drains has before it is killed."""
 
@@ -55,14 +50,14 @@ class SimClock:
 class SimGateway:
     """One address of a gateway; each start is a new life of its process."""
 
-    def __init__(self, world: World, address: str, credit: int, window: int) -> None:
+    def __init__(self, world: World, address: str) -> None:
         self.address = address
         self.ready = False
         self._world = world
         self._limits = SessionLimits(
-            window=window,
+            window=world.schedule.window,
             buffer=8,
-            credit=credit,
+            credit=world.schedule.credit,
             item_drafts=MOST_DRAFT_TOKENS,
             target_timeout_ns=3 * SECOND,
             max_draft_cooldown_ns=SECOND,
@@ -78,26 +73,49 @@ class SimGateway:
         self.process.spawn(self._get_ready())
 
     def _build(self) -> None:
-        world = self._world
+        world, asked = self._world, self._world.schedule
         registry: Any = SimRegistry(world.redis, self.process)
         channel: Any = self._channel
         self.store = SimStore(world.redis, self.process, world.ledger)
         self.targets = Targets(
-            Registered(registry, TARGET_POOL), TOKENIZER, channel, self.clock, MOST_DRAFT_TOKENS
+            Registered(registry, TARGET_POOL),
+            TOKENIZER,
+            channel,
+            self.clock,
+            MOST_DRAFT_TOKENS,
+            asked.slow_factor,
+            asked.hedge_quantile,
         )
-        self.drafts = Drafts(
+        self.drafts = CountedDrafts(
             Registered(registry, DRAFT_POOL), TOKENIZER, channel, self.clock, TIMEOUTS.draft_ns
         )
-        self.streams = Streams(
-            self.store, self.clock, self._ports_of, decode, self._limits, TIMEOUTS, MAX_STREAMS
+        self.drafts.ledger = world.ledger
+        self.streams = CountedStreams(
+            self.store, self.clock, self._ports_of, decode, self._limits, TIMEOUTS, asked.places
         )
+        self.streams.watch(world.ledger, self.address)
 
     def _channel(self, address: str) -> SimChannel:
         return SimChannel(self._world.network, self._world.servers, self.process, address)
 
     def _ports_of(self, stored: StoredSession, session: Session) -> Ports:
-        target = SessionTarget(self.targets, session.answer.fingerprint or "", stored.directory.target)
-        return Ports(self.store, SessionDraft(self.drafts, stored.directory.draft), target, self.clock)
+        target = CountedTarget(self.targets, session.answer.fingerprint or "", stored.directory.target)
+        held, looks_up = stored.directory.draft, self._world.schedule.looks_up
+        draft = CountedDraft(self.drafts, held, may_look_up=looks_up)
+        target.ledger = draft.ledger = self._world.ledger
+        return Ports(self.store, draft, target, self.clock)
+
+    def _serve(self) -> None:
+        """From now on; nobody tokenizes, for prompts come as tokens."""
+        tokenizer: Any = None
+        limits = Limits(default_max_tokens=1, max_draft_tokens=MOST_DRAFT_TOKENS)
+        places = self._world.schedule.places
+        model = ServedModel(
+            "sim", self.targets, tokenizer, self.drafts, limits, places, MOST_DRAFT_TOKENS, ""
+        )
+        client_ns = int(self._world.schedule.client_s * SECOND)
+        servicer = GenerationServicer(self.streams, model, self.clock, ID_SECRET, client_ns)
+        self._world.servers[self.address] = Server(self.process, behind(self._world, self.process, servicer))
 
     async def _get_ready(self) -> None:
         """As a supervisor does: start again until there is a target."""
@@ -108,49 +126,8 @@ class SimGateway:
             except TargetUnavailable:
                 continue
         await self.drafts.start()
+        self._serve()
         self.ready = True
-
-    # ------------------------------------------------------------------------------- a stream --
-
-    async def serve(self, call: ClientCall, asked: Asked) -> None:
-        """What the servicer does with a Generate or a Resume."""
-        end: GalleyError | ev.End
-        try:
-            with self.streams.admit(Principal(PRINCIPAL), 0):
-                runner = await self._runner(asked)
-                with self.streams.running(runner):
-                    end = await self._run(runner, call)
-        except GalleyError as error:
-            end = error
-        except Exception as error:  # noqa: BLE001  # as the outermost guard of a call
-            self._world.ledger.violate(f"{self.address}: a stream raised {error!r}")
-        call.end(end)
-
-    async def _run(self, runner: SessionRunner, call: ClientCall) -> ev.End:
-        sender = _Sender(self._world, self.process, runner.session.spec.session_id, call)
-        end = await runner.run(sender.send)
-        if isinstance(end.error, Broken):
-            self._world.ledger.violate(f"{self.address}: {end.error}")
-        return end
-
-    async def _runner(self, asked: Asked) -> SessionRunner:
-        deadline_ns = None if asked.within_s is None else self.clock.now_ns() + int(asked.within_s * SECOND)
-        if not self.ready:
-            raise Unavailable("this gateway is not ready")
-        if asked.resume_at is None:
-            return await self.streams.create(asked.spec, PRINCIPAL, asked.body_hash, deadline_ns)
-        return await self.streams.claim(
-            asked.spec.session_id, PRINCIPAL, asked.resume_at, asked.seen_hash, deadline_ns
-        )
-
-    async def abort(self, call: ClientCall, session_id: str) -> None:
-        """What the servicer does with an Abort."""
-        try:
-            await self.streams.abort(session_id, PRINCIPAL, None)
-        except GalleyError as error:
-            call.end(error)
-        else:
-            call.end(ev.End())
 
     # ---------------------------------------------------------------------------- at the end --
 
@@ -163,25 +140,3 @@ class SimGateway:
         """As the service closes once it has drained."""
         await self.targets.close()
         await self.drafts.close()
-
-
-class _Sender:
-    """Checks what a runner sends against the log, then gives it to the call."""
-
-    def __init__(self, world: World, process: Process, session_id: str, call: ClientCall) -> None:
-        self._world = world
-        self._process = process
-        self._session_id = session_id
-        self._call = call
-        self._told: int | None = None
-
-    async def send(self, item: Item) -> None:
-        """Returns when the client's transport has room again."""
-        if not self._process.alive:
-            return
-        if isinstance(item, NumericsChanged):
-            self._told = item.index
-        elif isinstance(item, Chunk):
-            told = self._told == item.index
-            self._world.ledger.streamed(self._session_id, item.index, item.tokens, told=told)
-        await self._call.push(item)

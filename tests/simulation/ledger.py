@@ -66,6 +66,9 @@ class Ledger:
         self.met: Counter[str] = Counter()
         self.drafted_at: dict[str, float] = {}
         self.grew_at: dict[str, float] = {}
+        self.owned_at: dict[str, float] = {}
+        self.was_streamed: set[str] = set()
+        self.rests_until_s = 0.0
         self.roll_backs = 0
         self.forgotten: set[str] = set()
         self.violation: str | None = None
@@ -104,6 +107,12 @@ class Ledger:
             with suppress(Violation):
                 self.violate(f"unhandled: {context.get('message')}: {error!r}")
 
+    def rests(self, draft: str, for_s: float) -> None:
+        """A gateway leaves a draft alone for so long, from now on."""
+        self.met["breaker opened"] += 1
+        self.note(f"{draft} is left alone for {for_s:.3f} s")
+        self.rests_until_s = max(self.rests_until_s, asyncio.get_running_loop().time() + for_s)
+
     def drafted(self, session_id: str) -> None:
         """A draft was asked to propose for a session."""
         self.drafted_at[session_id] = asyncio.get_running_loop().time()
@@ -138,6 +147,7 @@ class Ledger:
         """Somebody has claimed a session."""
         owner = stored.ownership
         book = self._books[owner.session_id]
+        self.owned_at[owner.session_id] = asyncio.get_running_loop().time()
         self.note(f"{by} owns {owner.session_id} epoch {owner.epoch} at {len(stored.tokens)}")
         book.latest = max(book.latest, owner.epoch)
         self._has_one_owner(owner)
@@ -212,6 +222,7 @@ class Ledger:
         """A gateway sends output tokens; `told` that another build computed these."""
         book = self._books[session_id]
         end = index + len(tokens)
+        self.was_streamed.add(session_id)
         self.note(f"stream {session_id} [{index}, {end})")
         if not book.held(index, tokens):
             self.violate(f"{session_id}: streamed [{index}, {end}), which the log never held")

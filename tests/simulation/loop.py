@@ -7,6 +7,7 @@ again: `Deadlock`. Work for another thread is done in the loop, when the time th
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -29,12 +30,18 @@ _CLOCKED = (
     "services.draft.loop",
     "services.draft.servicer",
     "services.gateway.spans",
+    "services.gateway.servicer",
+    "services.client.streams",
 )
 """Modules of the shells that look at the clock by themselves."""
 
 
 class _VirtualTime:
     """In place of the module `time`."""
+
+    @staticmethod
+    def monotonic() -> float:
+        return asyncio.get_running_loop().time()
 
     @staticmethod
     def monotonic_ns() -> int:
@@ -47,8 +54,9 @@ class _VirtualTime:
 
 @contextmanager
 def virtual_time() -> Iterator[None]:
-    """Within, the shells' clocks are the loop's."""
+    """Within, the shells' clocks are the loop's, and so is what they draw at random."""
     with ExitStack() as patches:
+        patches.enter_context(mock.patch("services.client.streams.random", random.Random(0)))
         for name in _CLOCKED:
             patches.enter_context(mock.patch(f"{name}.time", _VirtualTime))
         yield

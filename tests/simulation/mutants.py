@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from unittest import mock
 
+from services.core.breaker import Breaker
 from services.core.drafting import Drafting
 from services.core.errors import LogLost, UnknownSession
 from services.core.session import Session
@@ -110,6 +111,13 @@ class NeverAgain(Drafting):
         self._off_until = math.inf  # type: ignore[assignment]  # beyond all time
 
 
+class NeverCloses(Breaker):
+    """A probe that succeeds is not believed."""
+
+    def succeeded(self, attempt: int) -> bool:
+        return not self._probing and super().succeeded(attempt)
+
+
 def _met_once(draft: Draft) -> bool:
     return not draft.fits
 
@@ -122,14 +130,14 @@ async def _no_renewal(_runner: SessionRunner) -> None:
 class Mutant:
     """`breaks` is the rule by which it is found, in its words.
 
-    `patches` replaces by name; `wandering` says which schedules find it.
+    `patches` replaces by name; `theme` says which schedules find it.
     """
 
     name: str
     breaks: str
     kinds: Kinds = field(default_factory=Kinds)
     patches: Mapping[str, object] = field(default_factory=dict)
-    wandering: bool = False
+    theme: str = ""
 
     @contextmanager
     def put_in(self) -> Iterator[None]:
@@ -154,10 +162,16 @@ MUTANTS = (
         "trusts a cache by length",
         "the truth is",
         patches={"services.core.kv_session.KvSession.keep_or_attach": _trusting_length},
-        wandering=True,
+        theme="wandering",
     ),
     Mutant(
-        "never closes a session's breaker",
+        "never closes a breaker",
+        "was not drafted for again",
+        patches={"services.gateway.drafts.Breaker": NeverCloses},
+        theme="failing draft",
+    ),
+    Mutant(
+        "never asks a draft again that failed a session",
         "was not drafted for again",
         patches={"services.core.session.Drafting": NeverAgain},
     ),

@@ -94,10 +94,6 @@ class Network:
         slow = max(self._slow.get(sender, 1.0), self._slow.get(receiver, 1.0))
         return (0.0002 + self.link(sender, receiver).expovariate(1.0 / _MEAN_DELAY_S)) * slow
 
-    def is_cut(self, one: str, other: str) -> bool:
-        """Whether nothing passes between them now."""
-        return self._cut_until.get(frozenset((one, other)), 0.0) > asyncio.get_running_loop().time()
-
     def cut(self, one: str, other: str, for_s: float) -> None:
         """Nothing passes between them for a while."""
         loop = asyncio.get_running_loop()

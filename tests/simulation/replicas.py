@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -20,6 +21,7 @@ from services.target.engine import EngineInfo
 from services.target.servicer import Limits, TargetService
 from tests.simulation.loop import Process
 from tests.simulation.redis import LEASE_S, SimRegistry
+from tests.simulation.schedule import MOST_K
 from tests.simulation.truth import STOP, VOCAB, true_token
 from tests.simulation.wire import Server
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 TOKENIZER = "tokenizer-1"
-MOST_DRAFT_TOKENS = 8
+MOST_DRAFT_TOKENS = MOST_K
 BLOCK_TOKENS = 8
 BLOCKS = 24
 WINDOW = BLOCKS * BLOCK_TOKENS
@@ -102,11 +104,22 @@ class SimEngine:
         return true_token(self.info.fingerprint, seed, position, history)
 
 
+class Failing:
+    """Whether a draft does, whichever life of it."""
+
+    until_s = 0.0
+
+
 class HalfRight:
-    """A strategy whose guesses are mostly those of the first build's target."""
+    """A strategy whose guesses are mostly those of the first build's target; `failing`, it raises."""
+
+    def __init__(self, failing: Failing) -> None:
+        self._failing = failing
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
         """See `Strategy.begin`."""
+        if asyncio.get_running_loop().time() < self._failing.until_s:
+            raise OSError("the device is lost")
         return [self._guess(job) for job in jobs]
 
     def advance(self, guesses: Sequence[Guess]) -> None:
@@ -162,6 +175,7 @@ class SimDraft:
 
     def __init__(self, world: World, address: str) -> None:
         self.address = address
+        self.failing = Failing()
         self._world = world
         self.start()
 
@@ -173,7 +187,7 @@ class SimDraft:
 
     def _start(self) -> None:
         world, process = self._world, self.process
-        drafter = Drafter({"sim": HalfRight()}, max_sessions=64, max_tokens=65536, max_batch=16)
+        drafter = Drafter({"sim": HalfRight(self.failing)}, max_sessions=64, max_tokens=65536, max_batch=16)
         info = DraftInfo("", TOKENIZER, ("sim",), "sim", MOST_DRAFT_TOKENS, VOCAB)
         self.service = _NotedDraft(drafter, info, _TRACER, max_waiting=64)
         self.service.world = world

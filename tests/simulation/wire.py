@@ -1,18 +1,22 @@
-"""gRPC channels over the simulated network: the stubs of the gateway call the servicers of the replicas.
+"""gRPC channels over the simulated network: the stubs of clients and gateways call servicers behind them.
 
-As grpc.aio does it: what a servicer raises ends the call with its status, a call that is cancelled cancels
-its handler, a process that dies breaks the calls that it had.
+As grpc.aio does it: what a servicer raises ends the call with its status, a call that is cancelled or past
+its deadline cancels its handler, a process that dies breaks the calls that it had. A response of a server's
+stream waits until the transport has room, and a status until all responses before it have gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections import deque
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from services.common.status import code_of, message_of
+from tests.simulation.context import SimContext, error_of
 from tests.simulation.network import Connection
 
 if TYPE_CHECKING:
@@ -22,6 +26,16 @@ if TYPE_CHECKING:
     from tests.simulation.network import Network
 
 _REFUSED = "failed to connect to all addresses"
+_ROOM = 2
+"""Responses of a server's stream that the transport takes before its client has."""
+
+
+class Kind(enum.Enum):
+    """Of a method."""
+
+    UNARY = "one request, one response"
+    STREAM = "one request, many responses"
+    BOTH = "many of both"
 
 
 class Server:
@@ -32,20 +46,22 @@ class Server:
         self.servicer = servicer
 
 
-def _error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
-
-
 class SimChannel:
-    """A `grpc.aio.Channel` as far as the stubs use one."""
+    """A `grpc.aio.Channel` as far as the stubs use one; `metadata` goes with every call."""
 
     def __init__(
-        self, network: Network, servers: Mapping[str, Server], client: Process, address: str
+        self,
+        network: Network,
+        servers: Mapping[str, Server],
+        client: Process,
+        address: str,
+        metadata: tuple[tuple[str, str], ...] = (),
     ) -> None:
         self._network = network
         self._servers = servers
         self._client = client
         self._address = address
+        self._metadata = metadata
 
     def unary_unary(self, method: str, **_serialization: object) -> Any:
         """A multi-callable of a method with one response."""
@@ -56,7 +72,7 @@ class SimChannel:
             *,
             wait_for_ready: bool = False,
         ) -> object:
-            made = self._call(method)
+            made = self._call(method, Kind.UNARY, timeout)
             made.begin()
             try:
                 async with asyncio.timeout(timeout):
@@ -66,7 +82,20 @@ class SimChannel:
                     return response
             except TimeoutError:
                 made.cancel()
-                raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
+                raise error_of(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
+
+        return call
+
+    def unary_stream(self, method: str, **_serialization: object) -> Any:
+        """A multi-callable of a method with many responses to one request."""
+
+        def call(request: object, timeout: float | None = None) -> Call:
+            made = self._call(method, Kind.STREAM, timeout)
+            made.begin()
+            made.ask(request)
+            if timeout is not None:
+                asyncio.get_running_loop().call_later(max(0.0, timeout), made.expire)
+            return made
 
         return call
 
@@ -74,16 +103,18 @@ class SimChannel:
         """A multi-callable of a method with streams both ways."""
 
         def call() -> Call:
-            made = self._call(method)
+            made = self._call(method, Kind.BOTH, None)
             made.begin()
             return made
 
         return call
 
-    def _call(self, method: str) -> Call:
-        return Call(self._network, self._servers, self._client, self._address, method.rpartition("/")[2])
+    def _call(self, method: str, kind: Kind, timeout_s: float | None) -> Call:
+        name = method.rpartition("/")[2]
+        context = SimContext(self._metadata, timeout_s)
+        return Call(self._network, self._servers, self._client, self._address, name, kind, context)
 
-    async def close(self, _grace: float | None) -> None:
+    async def close(self, _grace: float | None = None) -> None:
         """Nothing is held."""
 
 
@@ -97,15 +128,25 @@ class Call(Connection):
         client: Process,
         address: str,
         method: str,
+        kind: Kind,
+        context: SimContext,
     ) -> None:
         super().__init__(network, client, address)
         self._servers = servers
         self._method = method
+        self._kind = kind
+        self._context = context
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
         self._responses: deque[Any] = deque()
         self._there = asyncio.Event()
         self._end: BaseException | None = None
         self._handler: asyncio.Task[None] | None = None
+        self._given_up = False
+        self._room = _ROOM
+        self._unsent: deque[tuple[Any, asyncio.Future[None]]] = deque()
+        self._status: BaseException | None = None
+        self._status_sent = False
+        context.finish = self._finish
 
     # ------------------------------------------------------------------------- the near end --
 
@@ -117,7 +158,17 @@ class Call(Connection):
         """Raises asyncio.InvalidStateError once the call is over."""
         if self._end is not None:
             raise asyncio.InvalidStateError("the call is over")
+        self.ask(request)
+
+    def ask(self, request: object) -> None:
+        """Send a request."""
         self.send(lambda: self._requests.put_nowait(request), forth=True)
+
+    def expire(self) -> None:
+        """Its deadline has passed."""
+        if self._end is None:
+            self.send(self._cancel_handler, forth=True)
+            self._end_with(error_of(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
 
     def cancel(self) -> bool:
         """End it; the far end is told."""
@@ -136,6 +187,8 @@ class Call(Connection):
                 raise self._end
             self._there.clear()
             await self._there.wait()
+        if self._kind is Kind.STREAM:
+            self.send(self._make_room, forth=True)
         return self._responses.popleft()
 
     def _take(self, response: object) -> None:
@@ -150,7 +203,7 @@ class Call(Connection):
 
     def broke(self, reason: str) -> None:
         """Each end learns of it by itself."""
-        self._end_with(_error(grpc.StatusCode.UNAVAILABLE, reason))
+        self._end_with(error_of(grpc.StatusCode.UNAVAILABLE, reason))
         self._cancel_handler()
 
     # -------------------------------------------------------------------------- the far end --
@@ -161,31 +214,45 @@ class Call(Connection):
             self.give_up(_REFUSED)
             return
         self.server = server.process
-        self._handler = server.process.spawn(self._handle(server.servicer))
+        self._handler = server.process.spawn(self._handle(getattr(server.servicer, self._method)))
+        self._handler.add_done_callback(self._context.ended)
 
     def _cancel_handler(self) -> None:
+        self._given_up = True
         if self._handler is not None:
             self._handler.cancel()
 
-    async def _handle(self, servicer: Any) -> None:
+    async def _handle(self, serve: Any) -> None:
         try:
-            if self._method.endswith("Stream"):
-                responses = getattr(servicer, self._method)(self._iterate(), None)
-                try:
+            await self._serve(serve)
+        except asyncio.CancelledError:
+            if self.server is not None and self.server.alive:  # else nobody is told
+                self._was_cancelled()
+            raise
+        except grpc.aio.AbortError:
+            return  # its status has been sent
+        except Exception as error:  # noqa: BLE001  # the outermost guard of a call
+            self._finish(error_of(code_of(error), message_of(error)))
+        else:
+            self._finish(StopAsyncIteration())
+
+    async def _serve(self, serve: Any) -> None:
+        match self._kind:
+            case Kind.UNARY:
+                self._respond(await serve(await self._requests.get(), self._context))
+            case Kind.STREAM:  # what it iterates over is left as it is, when the handler is cancelled
+                async for response in serve(await self._requests.get(), self._context):
+                    await self._respond_in_turn(response)
+            case Kind.BOTH:
+                async with aclosing(serve(self._iterate(), self._context)) as responses:
                     async for response in responses:
                         self._respond(response)
-                finally:
-                    await responses.aclose()
-            else:
-                self._respond(await getattr(servicer, self._method)(await self._requests.get(), None))
-            end: BaseException = StopAsyncIteration()
-        except asyncio.CancelledError:
-            if self.server is not None and self.server.alive:  # given up by the near end; else nobody is told
-                self.close()
-            raise
-        except Exception as error:  # noqa: BLE001  # the outermost guard of a call
-            end = _error(code_of(error), message_of(error))
-        self.send(lambda: self._finish(end), forth=False)
+
+    def _was_cancelled(self) -> None:
+        if self._given_up:
+            self.close()
+        else:  # by the servicer; a status that it sent before counts
+            self._finish(asyncio.CancelledError())
 
     async def _iterate(self) -> AsyncIterator[Any]:
         while True:
@@ -194,6 +261,37 @@ class Call(Connection):
     def _respond(self, response: object) -> None:
         self.send(lambda: self._take(response), forth=False)
 
-    def _finish(self, end: BaseException) -> None:
-        self._end_with(end)
+    async def _respond_in_turn(self, response: object) -> None:
+        """Returns when the transport has taken it."""
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unsent.append((response, taken))
+        self._flow()
+        await taken
+
+    def _make_room(self) -> None:
+        self._room += 1
+        self._flow()
+
+    def _flow(self) -> None:
+        while self._unsent and self._room:
+            response, taken = self._unsent.popleft()
+            self._room -= 1
+            self._respond(response)
+            if not taken.done():
+                taken.set_result(None)
+        status = self._status
+        if status is not None and not (self._unsent or self._status_sent):
+            self._status_sent = True
+            self.send(lambda: self._ended(status), forth=False)
+
+    def _finish(self, status: BaseException) -> bool:
+        """Send a status, if none was sent before; whether it is this one."""
+        if self._status is not None:
+            return False
+        self._status = status
+        self._flow()
+        return True
+
+    def _ended(self, status: BaseException) -> None:
+        self._end_with(status)
         self.close()

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -19,22 +19,26 @@ from tests.simulation.loop import Deadlock, Livelock, SimLoop, virtual_time
 from tests.simulation.network import Network
 from tests.simulation.redis import Sessions, SimRedis
 from tests.simulation.replicas import SimDraft, SimEngine, SimTarget
-from tests.simulation.schedule import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from services.core.answer import SessionSpec
     from tests.simulation.loop import SimTask
-    from tests.simulation.schedule import Fault, Schedule
+    from tests.simulation.schedule import Fault, Schedule, Wanted
     from tests.simulation.wire import Server
 
 TTL_S = 6.0
 FINISHED_TTL_S = 120.0
 _READY_S = 5.0
-_LEAVE_OWNERS = frozenset({"stall", "jump", "engine-fails", "repeat", "abort", "leave"})
+_LEAVE_OWNERS = frozenset({"stall", "jump", "engine-fails", "draft-fails", "repeat", "abort", "leave"})
 """Faults that neither take a stream from its gateway nor the store from an owner."""
-_HEALED_S = 30.0
+_LEAVE_ALONE = _LEAVE_OWNERS - {"stall", "jump"}
+"""Faults that do not keep a session from going on without its client."""
+_DELAY_READERS = frozenset({"stall", "cut", "freeze", "slow"})
+_DELAY_RENEWALS = frozenset({"redis-crash", "lossy", "cut", "freeze", "slow", "kill"})
+_FENCED_S = 3.0
+"""Who is fenced knows it within this time, for it renews its session more often."""
+_HEALED_S = 60.0
 """How long the faults may take to end by themselves, and then everything to come right."""
 _SETTLE_S = 1.0
 _MENDED_S = 1.5
@@ -81,10 +85,7 @@ class World:
             f"target-{i}": SimTarget(self, f"target-{i}", build) for i, build in enumerate(schedule.builds)
         }
         self.drafts = {f"draft-{i}": SimDraft(self, f"draft-{i}") for i in range(schedule.drafts)}
-        self.gateways = [
-            SimGateway(self, f"gateway-{i}", schedule.credit, schedule.window)
-            for i in range(schedule.gateways)
-        ]
+        self.gateways = [SimGateway(self, f"gateway-{i}") for i in range(schedule.gateways)]
         self.nodes: dict[str, SimTarget | SimDraft | SimGateway] = {
             **self.targets,
             **self.drafts,
@@ -108,15 +109,16 @@ class World:
         self.healed_s = loop.time() + self.schedule.healed_s
         await asyncio.sleep(self.schedule.healed_s)
         await self._until(self._all_answered, _HEALED_S, "an answer never came")
+        await self._until(self._orphans_ended, _HEALED_S, "what goes on without its client never ends")
         self._check_drafts()
         await self._audit()
         await asyncio.sleep(_SETTLE_S)
         await self._until(self._replicas_rest, _HEALED_S, "a replica works for nobody, or holds its blocks")
         await self._check_leaks()
 
-    def add_client(self, name: str, spec: SessionSpec, *, yields: bool = False) -> SimClient:
+    def add_client(self, name: str, wanted: Wanted, *, yields: bool = False) -> SimClient:
         """One more, which asks at once; one that `yields` leaves the session to whoever takes it from it."""
-        client = SimClient(self, name, Wanted(spec, at_s=0.0), yields=yields)
+        client = SimClient(self, name, replace(wanted, at_s=0.0, within_s=None), yields=yields)
         if name not in self.clients:
             self.clients[name] = client
             client.start()
@@ -125,11 +127,45 @@ class World:
     def forgotten(self, client: SimClient) -> None:
         """A session has expired, or went in a roll-back; one whose owner could renew it may not expire.
 
-        A call that ended at its deadline leaves none, nor does one that broke while its client stalled.
+        It has no owner once a call has ended at its deadline, was left unread, or found no place; nor where
+        one broke while its client stalled.
         """
-        owned = client.wanted.within_s is None and not self.ledger.roll_backs
-        if owned and all(fault.kind in _LEAVE_OWNERS for fault in self.schedule.faults):
+        owned = client.wanted.within_s is None and not client.refused and not self.ledger.roll_backs
+        read = all(fault.kind != "stall" or fault.for_s < self._unread_s for fault in self.schedule.faults)
+        if owned and read and self._only(_LEAVE_OWNERS):
             self.ledger.violate(f"{client.process.name}: its session has expired")
+
+    def told_unread(self, gateway: str, session_id: str, began_s: float) -> None:
+        """A gateway says that a stream was left unread, which it had begun then."""
+        kinds = {fault.kind for fault in self.schedule.faults}
+        slowest_s = max(wanted.pause_s for wanted in self.schedule.sessions)
+        if not kinds & _DELAY_READERS and slowest_s < self._unread_s:
+            self.ledger.violate(f"{gateway} ended a stream that was read in time")
+        owned_s = self.ledger.owned_at[session_id]
+        fenced_for_s = asyncio.get_running_loop().time() - owned_s
+        if owned_s > began_s and fenced_for_s > _FENCED_S and not kinds & _DELAY_RENEWALS:
+            self.ledger.violate(f"{gateway} says unread of a stream that is fenced for {fenced_for_s:.1f} s")
+
+    @property
+    def _unread_s(self) -> float:
+        """Who takes a message as often is not said to leave its stream unread; a little for the network."""
+        return 0.9 * self.schedule.client_s
+
+    def _only(self, kinds: frozenset[str]) -> bool:
+        return all(fault.kind in kinds for fault in self.schedule.faults)
+
+    def _orphans_ended(self) -> bool:
+        """What goes on without its client has come to its end, where nothing kept it from that."""
+        if not self._only(_LEAVE_ALONE):
+            return True
+        return all(
+            self.redis.sessions.is_finished(client.spec.session_id)
+            for client in self.clients.values()
+            if client.left
+            and client.spec.continue_without_client
+            and client.wanted.within_s is None
+            and client.spec.session_id in self.ledger.was_streamed
+        )
 
     def data_lost(self, client: SimClient, what: str) -> None:
         """May cost an answer: a store that has lost some of it, where another build says something else.
@@ -159,8 +195,9 @@ class World:
     def _check_drafts(self) -> None:
         """A stream that goes on for long after the last fault uses drafts again, if it wants any."""
         for wanted in self.schedule.sessions if self.drafts else ():
-            client, session_id = self.clients[wanted.client], wanted.spec.session_id
-            since_s = max(self.healed_s, client.began_s) + _MENDED_S
+            session_id = wanted.spec.session_id
+            owned_s = self.ledger.owned_at.get(session_id, 0.0)
+            since_s = max(self.healed_s, owned_s, self.ledger.rests_until_s) + _MENDED_S
             grew_s = self.ledger.grew_at.get(session_id, 0.0)
             if wanted.long and grew_s > since_s + _LONG_S:
                 self.ledger.met["drafts again"] += 1
@@ -170,7 +207,7 @@ class World:
     async def _audit(self) -> None:
         """All is healed: whoever asks now has the whole answer, be it finished or left in the middle."""
         auditors = [
-            self.add_client(f"auditor of {wanted.spec.session_id}", wanted.spec)
+            self.add_client(f"auditor of {wanted.name}", replace(wanted, pause_s=0.0, checks_seen=True))
             for wanted in self.schedule.sessions
         ]
         await self._until(lambda: all(it.done for it in auditors), _HEALED_S, "cannot be resumed")
@@ -192,10 +229,14 @@ class World:
             await self._check_gateway(gateway)
 
     async def _check_gateway(self, gateway: SimGateway) -> None:
-        if gateway.streams._admission.held or gateway.streams._running:
-            self.ledger.violate(
-                f"{gateway.address} has {gateway.streams._admission.held} streams that nobody reads"
-            )
+        if gateway.streams.left:
+            self.ledger.violate(f"{gateway.address} has {gateway.streams.left} that nobody uses")
+        for target in gateway.targets._members.values():
+            if target.items or target._rows:
+                counted = f"{target.items} items and {target._rows} rows at {target.address}"
+                self.ledger.violate(f"{gateway.address} counts {counted}, and nothing is there")
+        for pool, moves in (("target", gateway.targets.moves), ("draft", gateway.drafts.moves)):
+            self.ledger.met.update({f"{pool} {why}": count for why, count in moves.counts.items()})
         gateway.process.spawn(gateway.close())
         await asyncio.sleep(0.5)
         left = [_name(task) for task in gateway.process.tasks.values()]
@@ -271,3 +312,4 @@ async def _end_all() -> None:
             if task is not mine:
                 task.cancel()
         await asyncio.sleep(0.001)
+    await asyncio.get_running_loop().shutdown_asyncgens()

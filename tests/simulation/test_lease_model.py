@@ -1,0 +1,104 @@
+"""The simulated registry against the real scripts on a real server: the same calls have the same answers."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from redis import asyncio as redis_asyncio
+
+from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.common.registry import TARGET_POOL, Replaced, ReplicaRegistry, target_lease
+from tests.gateway.servers import VALKEY, running
+from tests.simulation.leases import Leases
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from services.core.routing import TargetLease
+    from tests.gateway.servers import Server
+
+_RUNS = 10
+_CALLS = 60
+_ADDRESSES = ("one:1", "two:2")
+_LEASE_S = 1000.0
+
+
+class _Leases(Leases):
+    """The model, and leases that end when the test says."""
+
+    def __init__(self) -> None:
+        super().__init__(_LEASE_S, lambda: 0.0)
+
+    def end(self, address: str) -> None:
+        self._held.pop((TARGET_POOL.name, address), None)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running(VALKEY, "--appendfsync", "no") as server:
+        yield server
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[redis_asyncio.Redis]:
+    client = redis_asyncio.Redis.from_url(server.url)
+    yield client
+    await client.aclose()
+
+
+def _lease(rng: random.Random, address: str) -> TargetLease:
+    life, depth = rng.choice("aaabbbcd"), rng.randrange(4)
+    return target_lease(address, pb.GetTargetInfoResponse(incarnation=life, queue_depth=depth))
+
+
+async def test_leases_are_kept_as_by_the_scripts(server: Server, client: redis_asyncio.Redis) -> None:
+    refused = 0
+    registry = ReplicaRegistry(server.url, lease_s=_LEASE_S)
+    for seed in range(_RUNS):
+        await client.flushall()
+        rng, model = random.Random(seed), _Leases()
+        for number in range(_CALLS):
+            refused += await _same(rng, model, registry, client)
+            read = await registry.read(TARGET_POOL)
+            assert sorted(read, key=_address) == model.read(TARGET_POOL.name), (seed, number)
+    await registry.close()
+    assert refused > _RUNS
+
+
+async def _same(
+    rng: random.Random, model: _Leases, registry: ReplicaRegistry, client: redis_asyncio.Redis
+) -> bool:
+    """One call of both; whether it was refused, by both."""
+    address = rng.choice(_ADDRESSES)
+    lease = _lease(rng, address)
+    match rng.choice(["publish", "publish", "publish", "withdraw", "end"]):
+        case "publish":
+            refused = _refused(model, lease)
+            try:
+                await registry.publish(TARGET_POOL, lease)
+            except Replaced:
+                assert refused, lease
+            else:
+                assert not refused, lease
+            return refused
+        case "withdraw":
+            model.withdraw(TARGET_POOL.name, address, lease.incarnation)
+            await registry.withdraw(TARGET_POOL, address, lease.incarnation)
+        case _:
+            model.end(address)
+            await client.delete(f"galley:replicas:{{{TARGET_POOL.name}}}:{address}")
+    return False
+
+
+def _refused(model: _Leases, lease: TargetLease) -> bool:
+    try:
+        model.publish(TARGET_POOL.name, lease)
+    except Replaced:
+        return True
+    return False
+
+
+def _address(lease: TargetLease) -> str:
+    return lease.address

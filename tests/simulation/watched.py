@@ -1,0 +1,224 @@
+"""Where the simulation looks into a gateway: what it sends and refuses, its places, and what it counts."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from services.common.handlers import WrappingInterceptor, wrap_handler
+from services.common.status import StatusInterceptor
+from services.core import events as ev
+from services.core.admission import Admission
+from services.core.breaker import LONGEST_PAUSE_NS
+from services.core.errors import Broken, GalleyError, InvalidField
+from services.gateway.authentication import PrincipalInterceptor
+from services.gateway.drafts import Drafts, SessionDraft
+from services.gateway.patience import SECOND
+from services.gateway.router import SessionTarget
+from services.gateway.streams import Streams
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from services.common.handlers import Behavior, Handler
+    from services.common.pb.galley.v1 import galley_pb2 as pb
+    from services.core.admission import Place
+    from services.core.answer import SessionSpec
+    from services.core.breaker import Breaker
+    from services.core.principal import Principal
+    from services.gateway.authentication import Presented
+    from services.gateway.drafts import Draft
+    from services.gateway.servicer import GenerationServicer
+    from services.gateway.targets import Target
+    from tests.simulation.ledger import Ledger
+    from tests.simulation.loop import Process
+    from tests.simulation.world import World
+
+_SERVICE = "/galley.v1.Generation/"
+
+
+def behind(world: World, process: Process, servicer: GenerationServicer) -> SimpleNamespace:
+    """The servicer behind the interceptors that a gateway has, and one that looks what it does."""
+    streamed: dict[str, Any] = {"Generate": servicer.Generate, "Resume": servicer.Resume}
+    handlers: dict[str, Handler] = {
+        name: grpc.unary_stream_rpc_method_handler(it) for name, it in streamed.items()
+    }
+    handlers["Abort"] = grpc.unary_unary_rpc_method_handler(servicer.Abort)
+    for interceptor in (_Watch(world, process), PrincipalInterceptor(_Keys(world)), StatusInterceptor()):
+        handlers = {name: interceptor.wrap(it, _SERVICE + name) for name, it in handlers.items()}
+    return SimpleNamespace(**{name: it.unary_stream or it.unary_unary for name, it in handlers.items()})
+
+
+class _Keys:
+    """A principal's key is its name."""
+
+    def __init__(self, world: World) -> None:
+        self._known = {principal.name: principal for principal in world.schedule.principals}
+
+    async def authenticate(self, presented: Presented) -> Principal:
+        """See `services.gateway.authentication.Authenticator`."""
+        return self._known[presented.key]
+
+
+class _Watch(WrappingInterceptor):
+    """Checks what a servicer streams against the log, and what it raises."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self._world = world
+        self._process = process
+
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """Look on."""
+        return wrap_handler(handler, unary=self._unary, stream=self._stream)
+
+    def _unary(self, behavior: Behavior) -> Behavior:
+        async def watched(request: object, context: Any) -> Any:
+            try:
+                return await behavior(request, context)
+            except Exception as error:
+                self._raised(error)
+                raise
+
+        return watched
+
+    def _stream(self, behavior: Behavior) -> Behavior:
+        async def watched(request: object, context: Any) -> AsyncIterator[Any]:
+            sent = _Sent(self._world.ledger)
+            context.told = partial(self._told, sent)
+            try:
+                async with aclosing(behavior(request, context)) as responses:
+                    async for response in responses:
+                        if self._process.alive:
+                            sent.check(response.event)
+                        yield response
+            except Exception as error:
+                self._raised(error)
+                raise
+
+        return watched
+
+    def _raised(self, error: Exception) -> None:
+        self._world.ledger.met[f"client: {type(error).__name__}"] += 1
+        if not isinstance(error, GalleyError) or isinstance(error, Broken | InvalidField):
+            self._world.ledger.violate(f"{self._process.name}: a call raised {error!r}")
+
+    def _told(self, sent: _Sent, code: grpc.StatusCode, details: str) -> None:
+        if self._process.alive:
+            self._world.ledger.note(f"{self._process.name} says {code.name}: {details}")
+            if "left unread" in details:
+                self._world.ledger.met["client: Unread"] += 1
+                self._world.told_unread(self._process.name, sent.session_id, sent.began_s)
+
+
+class _Sent:
+    """What one call has sent."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.session_id = ""
+        self.began_s = 0.0
+        self._ledger = ledger
+        self._told: int | None = None
+
+    def check(self, event: pb.StreamEvent) -> None:
+        """What comes next."""
+        match event.WhichOneof("event"):
+            case "started":
+                self.session_id = event.started.session_id
+                self.began_s = asyncio.get_running_loop().time()
+            case "numerics_changed":
+                self._told = event.numerics_changed.index
+            case "chunk":
+                index, tokens = event.chunk.index, list(event.chunk.token_ids)
+                self._ledger.streamed(self.session_id, index, tokens, told=self._told == index)
+            case _:
+                pass
+
+
+class CheckedAdmission(Admission):
+    """Its sums agree, and no place is given back twice."""
+
+    ledger: Ledger
+
+    def enter(self, principal: Principal, tokens: int, now: int) -> Place:
+        place = super().enter(principal, tokens, now)
+        self._check()
+        return place
+
+    def leave(self, place: Place, now: int) -> None:
+        super().leave(place, now)
+        self._check()
+
+    def _check(self) -> None:
+        held = [account.held for account in self._accounts.values()]
+        bounds = [(account.limits.max_sessions, account.held) for account in self._accounts.values()]
+        over = any(most is not None and has > most for most, has in bounds)
+        if over or min(held, default=0) < 0 or not sum(held) == self.held <= self._places:
+            self.ledger.violate(f"{self.held} of {self._places} places are held, by each {held}")
+
+
+class CountedStreams(Streams):
+    """Counts the sessions that went on without their client, and checks places."""
+
+    def watch(self, ledger: Ledger, address: str) -> None:
+        """Before any stream is admitted."""
+        self._ledger, self._address = ledger, address
+        for name in ("_admission", "_aborts"):
+            checked = CheckedAdmission(getattr(self, name)._places)
+            checked.ledger = ledger
+            setattr(self, name, checked)
+
+    def keep(self, work: asyncio.Task[None], place: Place, used: Callable[[], int]) -> None:
+        self._ledger.met["went on alone"] += 1
+        super().keep(work, place, used)
+
+    @property
+    def left(self) -> str:
+        """What is open that should not be; empty where nothing is."""
+        held, aborting, running = self._admission.held, self._aborts.held, len(self._running)
+        return f"{held} places, {aborting} aborts, {running} sessions" if held or aborting or running else ""
+
+
+class CountedDrafts(Drafts):
+    """Notes until when a draft is left alone."""
+
+    ledger: Ledger
+
+    def failed(self, draft: Draft, breaker: Breaker, attempt: int) -> None:
+        before = breaker._open_until
+        super().failed(draft, breaker, attempt)
+        if breaker._open_until is not None and breaker._open_until != before:
+            pause_ns = min(breaker._open_until - self._clock.now_ns(), LONGEST_PAUSE_NS)
+            self.ledger.rests(draft.address, pause_ns / SECOND)
+
+
+class CountedDraft(SessionDraft):
+    """Counts what the gateway looked up itself."""
+
+    ledger: Ledger
+
+    def _look_up(
+        self, spec: SessionSpec, request: ev.Propose, failed: ev.Failed
+    ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
+        answer = super()._look_up(spec, request, failed)
+        self.ledger.met["guessed by a gateway"] += isinstance(answer, ev.Proposed) and bool(answer.tokens)
+        return answer
+
+
+class CountedTarget(SessionTarget):
+    """Counts how often another target could be asked too."""
+
+    ledger: Ledger
+
+    def warm_other(self, spec: SessionSpec, request: ev.Verify, at: Target) -> Target | None:
+        other = super().warm_other(spec, request, at)
+        self.ledger.met["asked of another target too"] += other is not None
+        return other
+
+    def go_to(self, member: Target, why: str) -> None:
+        self.ledger.met[f"another target has {why}"] += 1
+        super().go_to(member, why)
