@@ -33,7 +33,7 @@ class Relay:
     def __init__(self, target: str | Callable[[], str], link: Link | Callable[[int], Link]) -> None:
         """A target that moves is asked for at each connection; OSError or LookupError while there is none.
 
-        So is the link that a connection goes over, by the port that it comes from.
+        So is the link that a connection goes over, by the port that it comes from; LookupError resets it.
         """
         self._target = target
         self._link = link
@@ -74,7 +74,12 @@ class Relay:
         return _End(self._ends, self._begin)
 
     def _begin(self, near: _End, port: int) -> None:
-        link = self._link if isinstance(self._link, Link) else self._link(port)
+        try:
+            link = self._link if isinstance(self._link, Link) else self._link(port)
+        except LookupError:
+            near.over(Link(), near)
+            near.drop()
+            return
         far = _End(self._ends)
         near.over(link, far)
         far.over(link, near)

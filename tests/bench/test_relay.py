@@ -399,3 +399,14 @@ async def test_a_target_that_is_not_there_yet_is_asked_for_at_each_connection() 
         writer.write(b"?")
         assert await reader.readexactly(1) == b"?"
         await closed(writer)
+
+
+async def test_a_connection_that_goes_over_no_link_is_reset() -> None:
+    def nowhere(port: int) -> Link:
+        raise LookupError(port)
+
+    async with serving(echo) as server, Relay(server.address, nowhere) as relay:
+        reader, writer = await connect(relay.address)
+        with pytest.raises(ConnectionResetError):
+            await reader.readexactly(1)
+        await closed(writer)

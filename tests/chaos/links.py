@@ -78,16 +78,15 @@ class Links:
         return self._stack.address(part)
 
     def _by_gateway(self, replica: str) -> Callable[[int], Link]:
-        strangers = Link()  # of a gateway that has just died
+        return lambda port: self[self._gateway_at(port), replica]
 
-        def link_of(port: int) -> Link:
-            running = [name for name in GATEWAYS if self._stack is not None and name in self._stack.running]
-            for gateway in running:
-                if self._stack is not None and _has_port(self._stack.pid(gateway), port):
-                    return self[gateway, replica]
-            return strangers
-
-        return link_of
+    def _gateway_at(self, port: int) -> str:
+        """LookupError where it has just died, or Linux' table of sockets, which changes meanwhile, left it out."""
+        if (stack := self._stack) is not None:
+            for gateway in GATEWAYS:
+                if gateway in stack.running and _has_port(stack.pid(gateway), port):
+                    return gateway
+        raise LookupError(port)
 
     # --------------------------------------------------------------------------------- the stack --
 
