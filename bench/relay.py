@@ -1,7 +1,8 @@
-"""A slow link: passes TCP connections on, each byte later by the same time, in both directions.
+"""Passes TCP connections on over a link, which may be slow, lossy or cut (bench/link.py), in both directions.
 
 Order is kept, and as much may be on the way as its sender sends: a long link, not a narrow one. The end of
-one direction (half-close) and a reset are passed on as bytes are. Connecting itself is not delayed.
+one direction (half-close) and a reset are passed on as bytes are. Connecting itself is not delayed; over a link
+that is cut it hangs, as it does where SYNs are lost, though the caller's own system may take it for connected.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import socket
 import struct
 from collections import deque
 from typing import TYPE_CHECKING, Self
+
+from bench.link import Link
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,12 +27,16 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 class Relay:
     """Listens at `address` and passes on to `target`, "host:port" or the path of a unix socket.
 
-    Delays by `delay_s` seconds each way. Use with `async with`; at its end all connections are reset.
+    Use with `async with`; at its end all connections are reset.
     """
 
-    def __init__(self, target: str, delay_s: float) -> None:
+    def __init__(self, target: str | Callable[[], str], link: Link | Callable[[int], Link]) -> None:
+        """A target that moves is asked for at each connection; OSError or LookupError while there is none.
+
+        So is the link that a connection goes over, by the port that it comes from; LookupError resets it.
+        """
         self._target = target
-        self._delay_s = delay_s
+        self._link = link
         self._server: asyncio.Server | None = None
         self._ends: set[_End] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -60,58 +67,79 @@ class Relay:
         await asyncio.gather(*self._connecting, return_exceptions=True)
         ends = list(self._ends)
         for end in ends:
-            end.reset()
+            end.drop()
         await asyncio.gather(*(end.gone for end in ends))
 
     def _accepted(self) -> _End:
-        near, far = _End(self._delay_s, self._ends), _End(self._delay_s, self._ends)
-        near.other, far.other = far, near
-        task = asyncio.ensure_future(self._connect(near, far))
+        return _End(self._ends, self._begin)
+
+    def _begin(self, near: _End, port: int) -> None:
+        try:
+            link = self._link if isinstance(self._link, Link) else self._link(port)
+        except LookupError:
+            near.over(Link(), near)
+            near.drop()
+            return
+        far = _End(self._ends)
+        near.over(link, far)
+        far.over(link, near)
+        task = asyncio.ensure_future(self._connect(near, far, link))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
-        return near
 
-    async def _connect(self, near: _End, far: _End) -> None:
+    async def _connect(self, near: _End, far: _End, link: Link) -> None:
         """What `near` sends meanwhile is kept."""
         loop = asyncio.get_running_loop()
         try:
-            if self._target.startswith("/"):
-                await loop.create_unix_connection(lambda: far, self._target)
+            await link.whole()
+            target = self._target if isinstance(self._target, str) else self._target()
+            if target.startswith("/"):
+                await loop.create_unix_connection(lambda: far, target)
             else:
-                host, _, port = self._target.rpartition(":")
-                await loop.create_connection(lambda: far, host, int(port))
-        except OSError:
-            near.reset()
+                host, _, to_port = target.rpartition(":")
+                await loop.create_connection(lambda: far, host, int(to_port))
+        except (OSError, LookupError):
+            near.drop()
             return
+        link.begin(near)
+        link.begin(far)
         near.read_on()
 
 
 class _End(asyncio.Protocol):
-    """One end of a connection. What it sends waits in a line until it is due at the `other` end."""
+    """One end of a connection. What it sends waits in a line until it is due at the other end."""
 
-    other: _End
+    _link: Link
+    _other: _End
 
-    def __init__(self, delay_s: float, ends: set[_End]) -> None:
-        self._delay_s = delay_s
+    def __init__(self, ends: set[_End], on_made: Callable[[_End, int], None] | None = None) -> None:
+        """`on_made` is told the end that called, and the port that it called from."""
         self._ends = ends
+        self._on_made = on_made
         self._loop = asyncio.get_running_loop()
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
-        self._line: deque[tuple[asyncio.TimerHandle, Callable[[], None]]] = deque()
+        self._line: deque[tuple[float, Callable[[], None]]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
         self._silent = False
         self._all_delivered = False
+
+    def over(self, link: Link, other: _End) -> None:
+        """What it sends goes over this link, to that end."""
+        self._link, self._other = link, other
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if not isinstance(transport, asyncio.Transport):
             raise TypeError("a relay passes on streams")
         self._transport = transport
         self._ends.add(self)
-        if not self.other.connected:
+        if self._on_made is not None:
             # What is sent meanwhile waits in the socket.
             transport.pause_reading()
+            self._on_made(self, transport.get_extra_info("peername")[1])
 
     def data_received(self, data: bytes) -> None:
-        self._later(lambda: self.other.write(data))
+        self._later(lambda: self._other.write(data))
 
     def eof_received(self) -> bool:
         """True: its other direction stays open."""
@@ -122,24 +150,20 @@ class _End(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._ends.discard(self)
+        self.gone.set_result(None)
         # Bytes on their way to it are lost; on their way from it, only with the whole connection.
         if error is not None:
-            self._later(self.other.reset)
-        self.gone.set_result(None)
+            self._later(self._other.drop)
+        self._leave_link()
 
     def pause_writing(self) -> None:
         """It takes no more for now: neither do we of the other end."""
-        self.other.hold()
+        self._other.hold()
 
     def resume_writing(self) -> None:
-        self.other.read_on()
+        self._other.read_on()
 
     # ---------------------------------------------------------------------------- the other end --
-
-    @property
-    def connected(self) -> bool:
-        """From its connection on."""
-        return self._transport is not None
 
     def hold(self) -> None:
         """Read no more until `read_on`."""
@@ -164,7 +188,6 @@ class _End(asyncio.Protocol):
             self._transport.write_eof()
         except OSError:  # reset by its peer, which we had not read
             self.reset()
-            self.other.reset()
 
     def close(self) -> None:
         """Close once all is sent."""
@@ -172,33 +195,57 @@ class _End(asyncio.Protocol):
             self._transport.close()
 
     def reset(self) -> None:
+        """End at once, at both ends, as both peers shall see."""
+        self.drop()
+        self._other.drop()
+
+    def drop(self) -> None:
         """End at once, as the peer shall see; nothing more is delivered from here."""
-        for handle, _ in self._line:
-            handle.cancel()
         self._line.clear()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._transport is not None:
             sock = self._transport.get_extra_info("socket")
             if sock.family == socket.AF_INET and not self._transport.is_closing():
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             self._transport.abort()
+        self._leave_link()
 
     # ----------------------------------------------------------------------------------- the way --
 
     def _later(self, action: Callable[[], None]) -> None:
-        handle = self._loop.call_at(self._loop.time() + self._delay_s, self._next)
-        self._line.append((handle, action))
+        """In order: nothing comes before what was sent before it."""
+        due_s = self._loop.time() + self._link.lateness_s()
+        if self._line:
+            due_s = max(due_s, self._line[-1][0])
+        self._line.append((due_s, action))
+        if len(self._line) == 1:
+            self.pass_on()
 
-    def _next(self) -> None:
-        """By place in the line: timers of one instant come in no given order."""
-        _, action = self._line.popleft()
-        action()
+    def pass_on(self) -> None:
+        """What is due, if the link is not cut; `mend` comes back for what stays."""
+        if self._timer is not None:
+            self._timer.cancel()
+        while self._line and not self._link.is_cut:
+            due_s, action = self._line[0]
+            if due_s > self._loop.time():
+                self._timer = self._loop.call_at(due_s, self.pass_on)
+                return
+            self._line.popleft()
+            action()
+        self._leave_link()
+
+    def _leave_link(self) -> None:
+        """Nothing of it is on its way any more."""
+        if self.gone.done() and not self._line:
+            self._link.end(self)
 
     def _end_of_direction(self) -> None:
         self._all_delivered = True
-        self.other.end()
-        if self.other.all_delivered:
+        self._other.end()
+        if self._other.all_delivered:
             self.close()
-            self.other.close()
+            self._other.close()
 
     @property
     def all_delivered(self) -> bool:

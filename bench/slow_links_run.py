@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bench.arms import Cpu
 from bench.closed_loop import interleaved
 from bench.harness import MIN_PAIRS
+from bench.link import Link
 from bench.relay import Relay
 from bench.throughput import encoder
 from services.benching.closed_loop import WARM_UP, run_all
@@ -147,7 +148,7 @@ async def _places(options: LinkOptions, stack: Stack, model_dir: Path) -> AsyncI
     async with AsyncExitStack() as held:
 
         async def behind(part: str, late_s: float) -> str:
-            return (await held.enter_async_context(Relay(stack.address(part), late_s))).address
+            return (await held.enter_async_context(Relay(stack.address(part), Link(late_s)))).address
 
         commands = {}
         for place, late_s in ((NEAR, 0.0), (FAR, delay_s), (FAR_STORE, delay_s)):

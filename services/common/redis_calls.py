@@ -47,6 +47,8 @@ _PASSING_ERRORS = (
     redis_errors.OutOfMemoryError,
     OSError,
 )
+# What uvloop says, as RuntimeError, where the connection ended after it was taken from the pool.
+_CLOSED = "the handler is closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ class RedisCalls:
         asking = False
         for _ in range(_MAX_REDIRECTIONS):
             try:
-                return await _send(node, commands, asking=asking)
+                return await _sent(node, commands, asking=asking)
             except redis_errors.AskError as error:
                 asking = not isinstance(error, redis_errors.MovedError)
                 # An empty host means: where you asked.
@@ -177,6 +179,16 @@ class RedisCalls:
         self._running.discard(cast("asyncio.Task[Any]", task))
         if not task.cancelled():
             task.exception()  # seen: its caller may have gone away
+
+
+async def _sent(node: Node, commands: Sequence[Command], *, asking: bool) -> list[object]:
+    """The replies; a connection that is found closed when it is written to was lost as any other."""
+    try:
+        return await _send(node, commands, asking=asking)
+    except RuntimeError as error:
+        if _CLOSED not in str(error):
+            raise
+        raise redis_errors.ConnectionError("the connection ended before it was written to") from error
 
 
 async def _send(node: Node, commands: Sequence[Command], *, asking: bool) -> list[object]:

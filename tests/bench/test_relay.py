@@ -1,4 +1,4 @@
-"""The slow link of `make bench-slow-links`: late in both directions, else as if it were not there."""
+"""The link of `make bench-slow-links` and `make chaos`: slow, lossy or cut, else as if it were not there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bench.link import RESEND_S, Link
 from bench.relay import Relay
 
 pytestmark = pytest.mark.timeout(20)
@@ -92,7 +93,7 @@ def open_files() -> int:
 @pytest.mark.parametrize("delay_s", [0.0, DELAY_S])
 async def test_what_is_sent_comes_in_order_and_late_each_way(delay_s: float) -> None:
     loop = asyncio.get_running_loop()
-    async with serving(echo) as server, Relay(server.address, delay_s) as relay:
+    async with serving(echo) as server, Relay(server.address, Link(delay_s)) as relay:
         reader, writer = await connect(relay.address)
         for _ in range(2):
             began = loop.time()
@@ -107,7 +108,7 @@ async def test_what_is_sent_comes_in_order_and_late_each_way(delay_s: float) -> 
 
 async def test_as_much_is_on_its_way_as_is_sent() -> None:
     sent = os.urandom(1 << 16) * (MANY_BYTES >> 16)
-    async with serving(echo) as server, Relay(server.address, LONG_S) as relay:
+    async with serving(echo) as server, Relay(server.address, Link(LONG_S)) as relay:
         reader, writer = await connect(relay.address)
 
         async def send() -> None:
@@ -122,7 +123,7 @@ async def test_as_much_is_on_its_way_as_is_sent() -> None:
 
 
 async def test_connections_do_not_mix() -> None:
-    async with serving(echo) as server, Relay(server.address, DELAY_S) as relay:
+    async with serving(echo) as server, Relay(server.address, Link(DELAY_S)) as relay:
         ends = [await connect(relay.address) for _ in range(5)]
         for at, (_, writer) in enumerate(ends):
             writer.write(bytes([at]) * 1000)
@@ -138,7 +139,7 @@ async def test_who_has_said_all_still_hears() -> None:
         writer.write(b"heard: " + asked)
         writer.write_eof()
 
-    async with serving(answer) as server, Relay(server.address, DELAY_S) as relay:
+    async with serving(answer) as server, Relay(server.address, Link(DELAY_S)) as relay:
         reader, writer = await connect(relay.address)
         began = asyncio.get_running_loop().time()
         writer.write(b"that is all")
@@ -155,7 +156,7 @@ async def test_a_server_s_reset_reaches_the_client_after_what_was_said_before() 
         await reader.readexactly(1)
         reset(writer)
 
-    async with serving(say_and_reset) as server, Relay(server.address, DELAY_S) as relay:
+    async with serving(say_and_reset) as server, Relay(server.address, Link(DELAY_S)) as relay:
         reader, writer = await connect(relay.address)
         assert await reader.readexactly(10) == b"last words"
         writer.write(b".")
@@ -165,7 +166,7 @@ async def test_a_server_s_reset_reaches_the_client_after_what_was_said_before() 
 
 
 async def test_a_client_s_reset_reaches_the_server() -> None:
-    async with serving(echo) as server, Relay(server.address, DELAY_S) as relay:
+    async with serving(echo) as server, Relay(server.address, Link(DELAY_S)) as relay:
         reader, writer = await connect(relay.address)
         writer.write(b"?")
         assert await reader.readexactly(1) == b"?"
@@ -187,7 +188,7 @@ async def test_a_reset_that_nobody_read_ends_the_connection() -> None:
         else:
             writer.write(b".")
 
-    async with serving(end_and_reset) as server, Relay(server.address, DELAY_S) as relay:
+    async with serving(end_and_reset) as server, Relay(server.address, Link(DELAY_S)) as relay:
         reader, writer = await connect(relay.address)
         writer.write(b"!")
         with suppress(ConnectionResetError):
@@ -206,7 +207,7 @@ async def test_a_reset_that_nobody_read_ends_the_connection() -> None:
 async def test_where_nobody_listens_the_client_is_reset() -> None:
     async with serving(echo) as server:
         nobody = server.address
-    async with Relay(nobody, DELAY_S) as relay:
+    async with Relay(nobody, Link(DELAY_S)) as relay:
         reader, writer = await connect(relay.address)
         with pytest.raises(ConnectionResetError):
             await reader.readexactly(1)
@@ -217,7 +218,7 @@ async def test_a_unix_socket_is_reached(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     server = Server(echo)
     listening = await asyncio.start_unix_server(server.accept, path)
-    async with Relay(str(path), DELAY_S) as relay:
+    async with Relay(str(path), Link(DELAY_S)) as relay:
         reader, writer = await connect(relay.address)
         writer.write(b"across")
         writer.write_eof()
@@ -232,7 +233,7 @@ async def test_nothing_is_left_of_a_relay() -> None:
     """With bytes on their way, and an open connection that nobody uses."""
     async with serving(echo) as server:
         tasks, files = len(asyncio.all_tasks()), open_files()
-        async with Relay(server.address, DELAY_S) as relay:
+        async with Relay(server.address, Link(DELAY_S)) as relay:
             address = relay.address
             ends = [await connect(address) for _ in range(2)]
             for reader, writer in ends:
@@ -249,3 +250,163 @@ async def test_nothing_is_left_of_a_relay() -> None:
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == tasks
         assert open_files() == files
+
+
+async def test_a_link_is_used_while_a_server_is_at_the_other_end() -> None:
+    async def is_used() -> bool:
+        waiting = asyncio.ensure_future(link.used())
+        await asyncio.sleep(HELD_S)
+        return waiting.done() or not waiting.cancel()
+
+    link, told = Link(), dict[str, str]()
+    async with Relay(lambda: told["address"], link) as relay:
+        _, writer = await connect(relay.address)
+        assert not await is_used()
+        async with serving(echo) as server:
+            told["address"] = server.address
+            _, other = await connect(relay.address)
+            await link.used()
+            other.write_eof()
+            await server.ended.get()
+            assert not await is_used()
+            await closed(other)
+        await closed(writer)
+
+
+# ------------------------------------------------------------------------- a link that changes --
+
+HELD_S = 0.15
+
+
+async def test_a_delay_may_come_and_go() -> None:
+    loop = asyncio.get_running_loop()
+    link = Link()
+    async with serving(echo) as server, Relay(server.address, link) as relay:
+        reader, writer = await connect(relay.address)
+        took = []
+        for change in (lambda: None, lambda: link.delay(DELAY_S), link.mend):
+            change()
+            began = loop.time()
+            writer.write(b"?")
+            assert await reader.readexactly(1) == b"?"
+            took.append(loop.time() - began)
+        assert took[1] >= 2 * DELAY_S
+        assert max(took[0], took[2]) < 2 * DELAY_S
+        await closed(writer)
+
+
+async def test_order_is_kept_when_a_delay_goes() -> None:
+    link = Link(DELAY_S)
+    async with serving(echo) as server, Relay(server.address, link) as relay:
+        reader, writer = await connect(relay.address)
+        writer.write(b"?")
+        assert await reader.readexactly(1) == b"?"  # connected
+        writer.write(b"first")
+        await asyncio.sleep(DELAY_S / 5)
+        link.mend()
+        writer.write(b"then")
+        assert await reader.readexactly(9) == b"firstthen"
+        await closed(writer)
+
+
+async def test_what_is_lost_comes_later_and_keeps_its_place() -> None:
+    loop = asyncio.get_running_loop()
+    link = Link(seed=3)
+    async with serving(echo) as server, Relay(server.address, link) as relay:
+        reader, writer = await connect(relay.address)
+        link.lose(0.5)
+        began = loop.time()
+        for piece in PIECES[:20]:
+            writer.write(piece)
+            await asyncio.sleep(0)
+        sent = b"".join(PIECES[:20])
+        assert await reader.readexactly(len(sent)) == sent
+        assert loop.time() - began >= RESEND_S
+        await closed(writer)
+
+
+async def test_nothing_passes_a_link_that_is_cut_until_it_is_mended() -> None:
+    link = Link()
+    async with serving(echo) as server, Relay(server.address, link) as relay:
+        reader, writer = await connect(relay.address)
+        writer.write(b"before")
+        assert await reader.readexactly(6) == b"before"
+        link.cut()
+        writer.write(b"meanwhile")
+        fresh_reader, fresh_writer = await connect(relay.address)
+        fresh_writer.write(b"new")
+        for waits in (reader.read(1), fresh_reader.read(1)):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(HELD_S):
+                    await waits
+        link.mend()
+        assert await reader.readexactly(9) == b"meanwhile"
+        assert await fresh_reader.readexactly(3) == b"new"
+        await closed(writer)
+        await closed(fresh_writer)
+
+
+async def test_who_was_reset_behind_a_cut_hears_it_when_it_is_mended() -> None:
+    link = Link()
+    async with serving(echo) as server, Relay(server.address, link) as relay:
+        reader, writer = await connect(relay.address)
+        writer.write(b"?")
+        assert await reader.readexactly(1) == b"?"
+        link.cut()
+        reset(writer)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(HELD_S):
+                await server.ended.get()
+        link.mend()
+        assert isinstance(await server.ended.get(), ConnectionResetError)
+        await closed(writer)
+
+
+async def test_a_link_may_reset_its_connections_and_no_other_s() -> None:
+    links = {True: Link(), False: Link()}
+    made = 0
+
+    def by_turns(port: int) -> Link:
+        nonlocal made
+        made += 1
+        assert port > 0
+        return links[made == 1]
+
+    async with serving(echo) as server, Relay(lambda: server.address, by_turns) as relay:
+        ends = [await connect(relay.address) for _ in range(2)]
+        for reader, writer in ends:
+            writer.write(b"?")
+            assert await reader.readexactly(1) == b"?"
+        links[True].reset()
+        assert isinstance(await server.ended.get(), ConnectionResetError)
+        with pytest.raises(ConnectionResetError):
+            await ends[0][0].readexactly(1)
+        ends[1][1].write(b"!")
+        assert await ends[1][0].readexactly(1) == b"!"
+        for _, writer in ends:
+            await closed(writer)
+
+
+async def test_a_target_that_is_not_there_yet_is_asked_for_at_each_connection() -> None:
+    told: dict[str, str] = {}
+    async with serving(echo) as server, Relay(lambda: told["address"], Link()) as relay:
+        reader, writer = await connect(relay.address)
+        with pytest.raises(ConnectionResetError):
+            await reader.readexactly(1)
+        await closed(writer)
+        told["address"] = server.address
+        reader, writer = await connect(relay.address)
+        writer.write(b"?")
+        assert await reader.readexactly(1) == b"?"
+        await closed(writer)
+
+
+async def test_a_connection_that_goes_over_no_link_is_reset() -> None:
+    def nowhere(port: int) -> Link:
+        raise LookupError(port)
+
+    async with serving(echo) as server, Relay(server.address, nowhere) as relay:
+        reader, writer = await connect(relay.address)
+        with pytest.raises(ConnectionResetError):
+            await reader.readexactly(1)
+        await closed(writer)

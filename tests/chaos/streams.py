@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
+from services.client.client import GalleyClient, Retries
 from services.client.options import GenerateOptions, Speculation
 from services.core.strategies import NGRAM
 from tests.service.waiting import Watch
 from tests.target.tiny import POISON
 
 if TYPE_CHECKING:
-    from services.client.client import GalleyClient
+    from services.client.streams import TokenStream
 
 PROMPT_TOKENS = 24
+PATIENCE_S = 60.0
 
 
 class WrongToken(Exception):
@@ -47,33 +49,40 @@ def options(max_tokens: int, number: int) -> GenerateOptions:
 
 @dataclass
 class Stream:
-    """One of those that are disturbed."""
+    """One of those that are disturbed.
 
-    client: GalleyClient
+    A client of its own for each answer: it begins at the first of its gateways, also where that had died before.
+    """
+
     prompt: list[int]
     options: GenerateOptions
+    gateways: tuple[str, ...]
     reference: list[int] = field(default_factory=list)
     answers: int = 0
     tokens: int = 0
-    heard_at_s: float = 0.0
+    heard_s: list[float] = field(default_factory=lambda: [0.0])
     over: bool = False
     watch: Watch = field(default_factory=Watch)
 
     async def learn(self) -> None:
         """The reference, while nothing is disturbed."""
-        stream = self.client.generate(self.prompt, **self.options)
-        async for _ in stream:
-            pass
-        self.reference = list(stream.token_ids)
+        async with self._client() as client:
+            stream = client.generate(self.prompt, **self.options)
+            async for _ in stream:
+                pass
+            self.reference = list(stream.token_ids)
 
     async def run(self) -> None:
         """Ask until it is over. Raises WrongToken, or GalleyRpcError where a stream is lost."""
         while not self.over:
-            await self._ask()
+            async with self._client() as client:
+                await self._hear(client.generate(self.prompt, **self.options))
             self.answers += 1
 
-    async def _ask(self) -> None:
-        stream = self.client.generate(self.prompt, **self.options)
+    def _client(self) -> GalleyClient:
+        return GalleyClient(self.gateways, retries=Retries(PATIENCE_S, PATIENCE_S))
+
+    async def _hear(self, stream: TokenStream) -> None:
         async for event in stream:
             if not event.chunk.token_ids:
                 continue
@@ -82,14 +91,15 @@ class Stream:
             if stream.token_ids[start:end] != self.reference[start:end]:
                 raise WrongToken(f"{stream.session_id}: other tokens at {start}")
             self.tokens += end - start
-            self.heard_at_s = time.monotonic()
+            self.heard_s.append(time.monotonic())
             self.watch.changed()
         if stream.token_ids != self.reference or stream.finished is None:
             raise WrongToken(f"{stream.session_id}: ended after {len(stream.token_ids)} tokens")
 
-    async def next_token_s(self, since_s: float, patience_s: float) -> float:
-        """How long after `since_s` its next token came. Raises TimeoutError."""
-        async with asyncio.timeout(patience_s):
-            while self.heard_at_s <= since_s:
-                await self.watch.until(lambda: self.heard_at_s > since_s)
-        return self.heard_at_s - since_s
+    async def heard_after(self, since_s: float) -> None:
+        """Wait for a token that comes after `since_s`. Raises TimeoutError."""
+        await self.watch.until(lambda: self.heard_s[-1] > since_s, PATIENCE_S)
+
+    def forget(self, before_s: float) -> None:
+        """Of when tokens came, what is long ago."""
+        self.heard_s = [time_s for time_s in self.heard_s[:-1] if time_s >= before_s] + self.heard_s[-1:]

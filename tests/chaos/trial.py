@@ -1,8 +1,10 @@
 """The full stack of processes under streams, and what is done to it: each disturbance is measured and mended.
 
-Two gateways, two targets, two drafts and a Valkey; the streams' clients know both gateways. A disturbance
-strikes one process: SIGKILL, SIGTERM (both are followed by a restart), or SIGSTOP and, some time later,
-SIGCONT. The next comes once that process is back and every stream has had a token.
+Two gateways, two targets, two drafts and a Valkey, every link between them and from the streams' clients behind
+a relay. A disturbance strikes a process (SIGKILL; SIGTERM; SIGSTOP and, some time later, SIGCONT) or a link
+(delay, loss, partition, reset). A process that died is started again once every stream goes on without it, the
+store at once, as it has no other. The next disturbance may come before it is back, unless it strikes the same
+pool: there is always another to stand in.
 """
 
 from __future__ import annotations
@@ -10,74 +12,67 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections import defaultdict
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
-from random import Random
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from services.cli.parts import stack_parts
-from services.cli.stack import Facts, Stack, StackOptions
-from services.client.client import GalleyClient, Retries
-from tests.chaos.streams import Stream, options, prompts
+from services.cli.stack import Stack, StackOptions
+from services.gateway.members import POLL_S
+from tests.chaos.disturbances import KILL, STOP, TERM, killed, pool_of
+from tests.chaos.gaps import longest_wait, longest_within, usual_wait
+from tests.chaos.links import GATEWAYS, REPLICAS, STORE, Links
+from tests.chaos.streams import PATIENCE_S, Stream, options, prompts
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Coroutine
     from pathlib import Path
 
-    from services.cli.stack import PartSpec, StackDirs
+    from tests.chaos.disturbances import Disturbance
 
-PATIENCE_S = 60.0
-SETTLE_S = 1.0
-"""Gateways look twice a second who is there."""
-KILL, TERM, STOP = "SIGKILL", "SIGTERM", "SIGSTOP"
-PARTS = ("gateway", "gateway-2", "target", "target-2", "draft", "draft-2", "valkey")
-_FROZEN_S = (0.2, 3.0)
+WATCHED_S = 1.0
+"""How long streams are watched after a disturbance is over."""
+DRAFT_KILL = killed("draft").kind
+_TOKENS_AGO_S = 10.0
+_KNOWN_S = POLL_S + 0.1
+"""From when a gateway reaches a replica to when it has met it."""
 
-
-@dataclass(frozen=True, slots=True)
-class Disturbance:
-    """What is done to which process; one that is stopped goes on after `frozen_s`."""
-
-    part: str
-    what: str
-    frozen_s: float = 0.0
-
-    @property
-    def kind(self) -> str:
-        """The same for all processes of a pool."""
-        return f"{self.part.removesuffix('-2')} {self.what}"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """How long after a disturbance the last stream had its next token, and each of them."""
+    """What a disturbance did to streams. All in seconds.
+
+    `waits_s` are the longest of each stream, from the strike until WATCHED_S after what was done is over.
+    `before_s` and `after_s` are the longest of any stream within WATCHED_S before and after the strike, and
+    `round_s` is the median between two tokens of a stream before it: of a draft's kill, for nothing else was
+    done then. `restart_s` is from a kill of the store until it answers again.
+    """
 
     disturbance: Disturbance
-    next_token_s: tuple[float, ...]
+    waits_s: tuple[float, ...]
+    before_s: float
+    after_s: float
+    round_s: float
+    restart_s: float = 0.0
 
     @property
     def worst_s(self) -> float:
-        return max(self.next_token_s)
-
-
-def disturbances(count: int, seed: int, whats: Sequence[str] = (KILL, TERM, STOP)) -> list[Disturbance]:
-    """The same for the same seed; each kind as often as any other, in random order."""
-    chance = Random(seed)
-    kinds = [(part, what) for part in PARTS for what in whats]
-    drawn: list[tuple[str, str]] = []
-    while len(drawn) < count:
-        chance.shuffle(kinds)
-        drawn += kinds
-    return [Disturbance(part, what, chance.uniform(*_FROZEN_S)) for part, what in drawn[:count]]
+        return max(self.waits_s)
 
 
 class Trial:
     """A stack under streams."""
 
-    def __init__(self, stack: Stack, streams: list[Stream]) -> None:
+    def __init__(self, stack: Stack, links: Links, streams: list[Stream]) -> None:
         self.stack = stack
+        self.links = links
         self.streams = streams
+        self.mended_s: dict[str, list[float]] = defaultdict(list)
         self._running: list[asyncio.Task[None]] = []
+        self._mending: dict[str, asyncio.Task[None]] = {}
 
     async def learn(self) -> None:
         """What each stream must hear, while nothing is disturbed."""
@@ -87,8 +82,10 @@ class Trial:
         """Let the streams run."""
         self._running = [asyncio.create_task(stream.run()) for stream in self.streams]
 
-    async def finish(self) -> None:
-        """Let each come to its end; raises what went wrong with any."""
+    async def finish(self, *, mended: bool = True) -> None:
+        """Let each stream come to its end; raises what went wrong with any, or with the mending before."""
+        if mended:
+            await self._unless_one_fails(self._whole(frozenset(self._mending)))
         for stream in self.streams:
             stream.over = True
         async with asyncio.timeout(PATIENCE_S):
@@ -96,46 +93,131 @@ class Trial:
 
     async def stop(self) -> None:
         """Whatever is still under way."""
-        for task in self._running:
+        tasks = [*self._running, *self._mending.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------ disturbances --
 
     async def disturb(self, disturbance: Disturbance) -> Measured:
-        """Raises what went wrong with a stream, or TimeoutError if one hears nothing any more."""
+        """Raises what went wrong with a stream, or TimeoutError if one hears nothing any more.
+
+        PartFailed if a part does not come back.
+        """
+        return await self._unless_one_fails(self._disturb(disturbance))
+
+    async def _disturb(self, disturbance: Disturbance) -> Measured:
+        await self._whole(disturbance.pools)
+        if disturbance.kind == DRAFT_KILL:
+            await asyncio.sleep(WATCHED_S)
         struck_s = time.monotonic()
-        mending = asyncio.create_task(self._strike(disturbance))
-        try:
-            waits = await self._unless_one_fails(
-                asyncio.gather(*(stream.next_token_s(struck_s, PATIENCE_S) for stream in self.streams))
-            )
-        finally:
-            await mending
-        await asyncio.sleep(SETTLE_S)
-        return Measured(disturbance, tuple(waits))
+        restart_s = await self._strike(disturbance)
+        over_s = time.monotonic() + WATCHED_S
+        await self._heard_after(over_s)
+        measured = self._measured(disturbance, struck_s, over_s, restart_s)
+        self._mend(disturbance)
+        for stream in self.streams:
+            stream.forget(time.monotonic() - _TOKENS_AGO_S)
+        return measured
 
-    async def _unless_one_fails(self, waiting: asyncio.Future[list[float]]) -> list[float]:
-        """A stream that has failed will hear nothing: say why instead of waiting for it."""
-        pending: set[asyncio.Future[Any]] = {waiting, *self._running}
-        await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        for task in self._running:
-            if task.done():
-                waiting.cancel()
-                task.result()
-        return await waiting
+    async def _heard_after(self, since_s: float) -> None:
+        await asyncio.gather(*(stream.heard_after(since_s) for stream in self.streams))
 
-    async def _strike(self, disturbance: Disturbance) -> None:
-        part, stack = disturbance.part, self.stack
+    def _measured(
+        self, disturbance: Disturbance, struck_s: float, over_s: float, restart_s: float
+    ) -> Measured:
+        heard = [stream.heard_s for stream in self.streams]
+        since_s = struck_s - WATCHED_S
+        usual = [usual_wait(times, since_s, struck_s) for times in heard]
+        return Measured(
+            disturbance,
+            tuple(longest_wait(times, struck_s, over_s) for times in heard),
+            max(longest_within(times, since_s, struck_s) for times in heard),
+            max(longest_within(times, struck_s, struck_s + WATCHED_S) for times in heard),
+            median([wait for wait in usual if wait is not None] or [0.0]),
+            restart_s,
+        )
+
+    async def _strike(self, disturbance: Disturbance) -> float:
+        """Do it, until it is over; how long the store was away, if it was."""
+        if len(disturbance.where) > 1:
+            await self._strike_link(disturbance)
+            return 0.0
+        [part] = disturbance.where
         if disturbance.what == STOP:
-            stack.send(part, signal.SIGSTOP)
-            await asyncio.sleep(disturbance.frozen_s)
-            stack.send(part, signal.SIGCONT)
-            return
+            await self._freeze(part, disturbance.lasts_s)
+            return 0.0
+        struck_s = time.monotonic()
         if disturbance.what == TERM:
-            stack.send(part, signal.SIGTERM)
-            await stack.ended(part)
+            self.stack.send(part, signal.SIGTERM)
+            await self.stack.ended(part)
         else:
-            await stack.kill(part)
-        await stack.restart(part)
+            await self.stack.kill(part)
+        if part != STORE:
+            return 0.0
+        await self.stack.restart(part)
+        return time.monotonic() - struck_s
+
+    async def _freeze(self, part: str, for_s: float) -> None:
+        self.stack.send(part, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(for_s)
+        finally:
+            self.stack.send(part, signal.SIGCONT)
+
+    async def _strike_link(self, disturbance: Disturbance) -> None:
+        source, to = disturbance.where
+        link = self.links[source, to]
+        try:
+            match disturbance.what:
+                case "DELAY":
+                    link.delay(disturbance.amount)
+                case "LOSS":
+                    link.lose(disturbance.amount)
+                case "PARTITION":
+                    link.cut()
+                case _:
+                    link.reset()
+            await asyncio.sleep(disturbance.lasts_s)
+        finally:
+            link.mend()
+
+    # ----------------------------------------------------------------------------------- mending --
+
+    def _mend(self, disturbance: Disturbance) -> None:
+        """Start again, beside what comes next, who has died."""
+        [part, *rest] = disturbance.where
+        if not rest and part != STORE and disturbance.what in {KILL, TERM}:
+            self._mending[pool_of(part)] = asyncio.create_task(self._bring_back(part))
+
+    async def _bring_back(self, part: str) -> None:
+        since_s = time.monotonic()
+        await self.stack.restart(part)
+        if part in REPLICAS:
+            await asyncio.gather(*(self.links[gateway, part].used() for gateway in self._gateways()))
+            await asyncio.sleep(_KNOWN_S)
+        self.mended_s[pool_of(part)].append(time.monotonic() - since_s)
+
+    def _gateways(self) -> list[str]:
+        return [gateway for gateway in GATEWAYS if gateway in self.stack.running]
+
+    async def _whole(self, pools: frozenset[str]) -> None:
+        """Wait until nothing of them is being mended; raises PartFailed."""
+        await asyncio.gather(*(self._mending[pool] for pool in pools if pool in self._mending))
+
+    async def _unless_one_fails(self, work: Coroutine[Any, Any, T]) -> T:
+        """A stream that has failed will hear nothing: say why instead of waiting for it."""
+        working = asyncio.create_task(work)
+        try:
+            await asyncio.wait({working, *self._running}, return_when=asyncio.FIRST_COMPLETED)
+            for task in self._running:
+                if task.done():
+                    task.result()
+            return await working
+        finally:
+            working.cancel()
+            await asyncio.wait({working})
 
 
 @asynccontextmanager
@@ -149,33 +231,18 @@ async def trial(model: Path, streams: int, max_tokens: int, seed: int, log_dir: 
         replicas=2,
         drafts=2,
         log_dir=log_dir,
+        # What the store has to load when it comes back is a minute's, not that of the whole run.
+        extra_args={"gateway": ("--finished-ttl-s", "60")},
     )
     async with AsyncExitStack() as opened:
-        stack = await opened.enter_async_context(Stack(asked, parts=_parts))
-        clients = [
-            await opened.enter_async_context(GalleyClient(addresses, retries=Retries(PATIENCE_S, PATIENCE_S)))
-            for addresses in (stack.gateways, stack.gateways[::-1])
-        ]
+        links = await opened.enter_async_context(Links(seed))
+        stack = Stack(asked, parts=links.parts)
+        links.of(stack)
+        await opened.enter_async_context(stack)
         made = [
-            Stream(clients[number % 2], prompt, options(max_tokens, number))
+            Stream(prompt, options(max_tokens, number), links.fronts[:: 1 if number % 2 else -1])
             for number, prompt in enumerate(prompts(streams, seed))
         ]
-        running = Trial(stack, made)
+        running = Trial(stack, links, made)
         opened.push_async_callback(running.stop)
         yield running
-
-
-def _parts(asked: StackOptions, dirs: StackDirs) -> list[PartSpec]:
-    """Gateways come back at their addresses, which clients know."""
-    return [_at_home(spec) if spec.name.startswith("gateway") else spec for spec in stack_parts(asked, dirs)]
-
-
-def _at_home(spec: PartSpec) -> PartSpec:
-    def command(facts: Facts) -> list[str]:
-        words = list(spec.command(facts))
-        if spec.name in facts:  # of its former life
-            port = str(facts[spec.name]["address"]).rpartition(":")[2]
-            words[words.index("--port") + 1] = port
-        return words
-
-    return replace(spec, command=command)

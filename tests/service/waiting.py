@@ -21,8 +21,8 @@ class Watch:
         self._event.set()
         self._event = asyncio.Event()
 
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
+    async def until(self, holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+        async with asyncio.timeout(patience_s):
             while not holds():
                 await self._event.wait()
 

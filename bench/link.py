@@ -1,0 +1,108 @@
+"""What becomes of bytes between two processes: a `Relay` asks it of each piece, and it may change at any time.
+
+The disturbances are those that TCP makes of what networks do, at any distance and without privileges:
+
+- delay: each piece comes later by the same time.
+- loss: TCP sends again what is lost, after a timeout that doubles each time (RFC 6298: no less than a second,
+  on Linux 200 ms), and gives nothing out of order. So a lost piece is late, and all behind it are.
+- a partition (`cut`): nothing passes, neither bytes nor ends of connections; new connections hang. Once
+  mended, what waited is passed on, as TCP then sends it again.
+- `reset`: all connections end at once, as where a middlebox has forgotten them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RESEND_S = 0.2
+"""Linux' least retransmission timeout (TCP_RTO_MIN)."""
+_MOST_LOSSES = 4
+
+
+class Connection(Protocol):
+    """What a link knows of those that go over it."""
+
+    def pass_on(self) -> None:
+        """Pass on what is due; the link was mended."""
+
+    def reset(self) -> None:
+        """End at once, at both ends."""
+
+
+class Link:
+    """As good as none at first."""
+
+    def __init__(self, delay_s: float = 0.0, seed: int = 0) -> None:
+        """`delay_s` is each way; `seed` is for which pieces are lost."""
+        self._delay_s = delay_s
+        self._loss = 0.0
+        self._chance = Random(seed)
+        self._whole = asyncio.Event()
+        self._whole.set()
+        self._connections: set[Connection] = set()
+        self._used = asyncio.Event()
+
+    @property
+    def is_cut(self) -> bool:
+        """Nothing passes."""
+        return not self._whole.is_set()
+
+    def delay(self, delay_s: float) -> None:
+        """Pass pieces on later by so much, each way, from now on."""
+        self._delay_s = delay_s
+
+    def lose(self, share: float) -> None:
+        """Lose so many of the pieces at each try, from now on; at least 0 and less than 1."""
+        self._loss = share
+
+    def cut(self) -> None:
+        """Pass nothing on until `mend`."""
+        self._whole.clear()
+
+    def mend(self) -> None:
+        """Be as good as none again; what waits is passed on as it is due."""
+        self._delay_s = self._loss = 0.0
+        self._whole.set()
+        for connection in list(self._connections):
+            connection.pass_on()
+
+    def reset(self) -> None:
+        """End all connections at once."""
+        for connection in list(self._connections):
+            connection.reset()
+
+    async def used(self) -> None:
+        """Wait until somebody is connected over it, with a server at the other end."""
+        await self._used.wait()
+
+    # ------------------------------------------------------------------------------ for a relay --
+
+    async def whole(self) -> None:
+        """Wait until it is not cut."""
+        await self._whole.wait()
+
+    def lateness_s(self) -> float:
+        """Of the piece that comes now."""
+        return self._delay_s + sum(self._resends())
+
+    def _resends(self) -> Iterator[float]:
+        for losses in range(_MOST_LOSSES):
+            if self._chance.random() >= self._loss:
+                return
+            yield RESEND_S * 2**losses
+
+    def begin(self, connection: Connection) -> None:
+        """It goes over this link from now on."""
+        self._connections.add(connection)
+        self._used.set()
+
+    def end(self, connection: Connection) -> None:
+        """It is gone."""
+        self._connections.discard(connection)
+        if not self._connections:
+            self._used.clear()

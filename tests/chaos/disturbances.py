@@ -1,0 +1,99 @@
+"""What is done to which process or link, in which order: all from a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from random import Random
+from typing import TYPE_CHECKING
+
+from tests.chaos.links import CLIENT, GATEWAYS, LINKS, PARTS, REPLICAS, STORE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+KILL, TERM, STOP = "SIGKILL", "SIGTERM", "SIGSTOP"
+DELAY, LOSS, PARTITION, RESET = "DELAY", "LOSS", "PARTITION", "RESET"
+POOLS = ("gateway", "target", "draft", STORE)
+
+_KILLS = 0.75
+"""Their share: they are what must be survived a certain number of times."""
+_STOPPED_S = (0.2, 3.0)
+_LINK_S = (0.5, 3.0)
+_PARTITION_S = (0.2, 8.0)
+"""The store's leases end after 3 s, and those who had them are let go 3 s later."""
+_DELAY_S = (0.02, 0.2)
+_LOSS = (0.01, 0.2)
+
+Where = tuple[str, ...]
+"""A part, or the two ends of a link."""
+
+
+def pool_of(part: str) -> str:
+    """Which parts are like it."""
+    return part.removesuffix("-2")
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """`lasts_s` is for how long, of what goes on; `amount` how late (seconds) or how much is lost (share)."""
+
+    where: Where
+    what: str
+    lasts_s: float = 0.0
+    amount: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """The same for all processes of a pool."""
+        return f"{'->'.join(pool_of(part) for part in self.where)} {self.what}"
+
+    @property
+    def pools(self) -> frozenset[str]:
+        """Those that must be whole before: then another can stand in."""
+        return frozenset(pool_of(part) for part in self.where if part != CLIENT)
+
+
+def killed(part: str) -> Disturbance:
+    """A SIGKILL."""
+    return Disturbance((part,), KILL)
+
+
+_Kind = tuple[Where, str]
+
+# Each pool as often as any other; there is one store.
+_OF_KILLS: list[_Kind] = [((part,), KILL) for part in (*GATEWAYS, *REPLICAS, STORE, STORE)]
+_OTHERS: list[_Kind] = [
+    *(((part,), what) for part in PARTS for what in (TERM, STOP)),
+    *((ends, what) for ends in LINKS for what in (DELAY, LOSS, PARTITION, RESET)),
+]
+
+
+def disturbances(count: int, seed: int, *, kills_only: bool = False) -> list[Disturbance]:
+    """The same for the same seed; of kills, and of the others, each as often as any other."""
+    chance = Random(seed)
+    kills = count if kills_only else ceil(_KILLS * count)
+    drawn = _drawn(_OF_KILLS, kills, chance) + _drawn(_OTHERS, count - kills, chance)
+    chance.shuffle(drawn)
+    return [_disturbance(where, what, chance) for where, what in drawn]
+
+
+def _drawn(kinds: Sequence[_Kind], count: int, chance: Random) -> list[_Kind]:
+    drawn: list[_Kind] = []
+    while len(drawn) < count:
+        drawn += chance.sample(kinds, len(kinds))
+    return drawn[:count]
+
+
+def _disturbance(where: Where, what: str, chance: Random) -> Disturbance:
+    match what:
+        case "SIGSTOP":
+            return Disturbance(where, what, chance.uniform(*_STOPPED_S))
+        case "PARTITION":
+            return Disturbance(where, what, chance.uniform(*_PARTITION_S))
+        case "DELAY":
+            return Disturbance(where, what, chance.uniform(*_LINK_S), chance.uniform(*_DELAY_S))
+        case "LOSS":
+            return Disturbance(where, what, chance.uniform(*_LINK_S), chance.uniform(*_LOSS))
+        case _:
+            return Disturbance(where, what)

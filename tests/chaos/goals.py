@@ -1,0 +1,83 @@
+"""What `make chaos` is to show, and whether a run showed it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import median, quantiles
+from typing import TYPE_CHECKING
+
+from bench.harness import Goal, at_most
+from services.benching.stats import median_interval
+from tests.chaos.disturbances import KILL, POOLS, killed
+from tests.chaos.links import STORE
+from tests.chaos.trial import DRAFT_KILL
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.chaos.trial import Measured
+
+KILLS = 500
+SPARED_S = 3.0
+"""Where another can stand in."""
+STORE_S = 1.0
+"""Beyond the restart of the store."""
+_MS = 1000
+_P95 = 94
+
+
+def goals(measured: Sequence[Measured], streams: int, answers: int, problem: str) -> list[Goal]:
+    """A line each."""
+    found = [_killed(measured, streams), _unharmed(answers, problem)]
+    for pool in ("target", "gateway"):
+        waits = [one.worst_s for one in _of(measured, pool)]
+        what = f"wait of the slowest stream for its next token after a {pool} is killed, another stands in"
+        found += [_longest(f"{pool}-killed", what, waits, SPARED_S)] if waits else []
+    found += _draft(measured)
+    away = [one.worst_s - one.restart_s for one in _of(measured, STORE)]
+    what = "the same after the store is killed, beyond its restart"
+    found += [_longest("store-killed", what, away, STORE_S)] if away else []
+    return found
+
+
+def _of(measured: Sequence[Measured], pool: str) -> list[Measured]:
+    return [one for one in measured if one.disturbance.kind == killed(pool).kind]
+
+
+def _killed(measured: Sequence[Measured], streams: int) -> Goal:
+    kills = Counter(pool for pool in POOLS for _ in _of(measured, pool))
+    said = ", ".join(f"{pool} {kills[pool]}" for pool in POOLS)
+    met = kills.total() >= KILLS and all(kills[pool] for pool in POOLS)
+    return Goal("kills", f"{KILL}s under {streams} streams", f"{kills.total()} ({said})", f">= {KILLS}", met)
+
+
+def _unharmed(answers: int, problem: str) -> Goal:
+    harmed = 1 if problem else 0  # a run ends with the first
+    what = "streams that differ from their undisturbed reference, or are lost, or have a token twice"
+    return Goal("streams", what, f"{harmed} in {answers} whole answers", "0", not harmed)
+
+
+def _longest(name: str, what: str, waits: Sequence[float], bound_s: float) -> Goal:
+    """Each one counts, not their median."""
+    said = f"longest {max(waits):.2f} s (median {median(waits):.2f}, p95 {p95(waits):.2f})"
+    return Goal(name, what, said, f"<= {bound_s:g} s", max(waits) <= bound_s)
+
+
+def _draft(measured: Sequence[Measured]) -> list[Goal]:
+    """A draft is only a hint: what its end costs is small beside how waits differ anyway, so it is paired.
+
+    The longest wait of any of many streams in a second is many rounds long on a busy machine, whatever is
+    done; compared are the second before a kill and the one after it.
+    """
+    kills = [one for one in measured if one.disturbance.kind == DRAFT_KILL]
+    if not kills:
+        return []
+    more = median_interval([(one.after_s - one.before_s) * _MS for one in kills])
+    a_round = median(one.round_s for one in kills) * _MS
+    what = "longest wait of any stream in the second after a draft is killed, less that in the second before"
+    return [at_most("draft-killed", what, more, round(a_round, 1), " ms")]
+
+
+def p95(values: Sequence[float]) -> float:
+    """No more than the largest."""
+    return min(quantiles(values, n=100)[_P95], max(values)) if len(values) > 1 else values[0]

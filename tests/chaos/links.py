@@ -1,0 +1,122 @@
+"""Every link of a stack behind a relay: who calls whom over it may be slow, lossy or cut off, while it runs.
+
+A replica has one address, which all gateways are told; whose connection it is says the process that has the
+socket at its other end. So one gateway may lose a replica that the other still has.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Self
+
+import psutil
+
+from bench.link import Link
+from bench.relay import Relay
+from services.cli.parts import stack_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from services.cli.stack import Facts, PartSpec, Stack, StackDirs, StackOptions
+
+GATEWAYS = ("gateway", "gateway-2")
+REPLICAS = ("target", "target-2", "draft", "draft-2")
+STORE = "valkey"
+PARTS = (*GATEWAYS, *REPLICAS, STORE)
+CLIENT = "client"
+
+Ends = tuple[str, str]
+"""Who calls, and who is called."""
+
+LINKS: tuple[Ends, ...] = (
+    *((CLIENT, gateway) for gateway in GATEWAYS),
+    *((gateway, replica) for gateway in GATEWAYS for replica in REPLICAS),
+    *((part, STORE) for part in (*GATEWAYS, *REPLICAS)),
+)
+
+
+class Links:
+    """The relays, from `async with` on; the stack that they are of is told once it is made."""
+
+    def __init__(self, seed: int) -> None:
+        self._links = {ends: Link(seed=seed + number) for number, ends in enumerate(LINKS)}
+        self._stack: Stack | None = None
+        self._relays: dict[str, Relay] = {}
+        self._to_store: dict[str, Relay] = {}
+        self._held = AsyncExitStack()
+
+    def __getitem__(self, ends: Ends) -> Link:
+        return self._links[ends]
+
+    async def __aenter__(self) -> Self:
+        for gateway in GATEWAYS:
+            self._relays[gateway] = await self._relay(gateway, self[CLIENT, gateway])
+        for replica in REPLICAS:
+            self._relays[replica] = await self._relay(replica, self._by_gateway(replica))
+        for part in (*GATEWAYS, *REPLICAS):
+            self._to_store[part] = await self._relay(STORE, self[part, STORE])
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._held.aclose()
+
+    async def _relay(self, to: str, link: Link | Callable[[int], Link]) -> Relay:
+        return await self._held.enter_async_context(Relay(lambda: self._at(to), link))
+
+    def _at(self, part: str) -> str:
+        """LookupError while it is not there."""
+        if self._stack is None:
+            raise LookupError(part)
+        return self._stack.address(part)
+
+    def _by_gateway(self, replica: str) -> Callable[[int], Link]:
+        return lambda port: self[self._gateway_at(port), replica]
+
+    def _gateway_at(self, port: int) -> str:
+        """LookupError where it has just died, or Linux' table of sockets, which changes meanwhile, left it out."""
+        if (stack := self._stack) is not None:
+            for gateway in GATEWAYS:
+                if gateway in stack.running and _has_port(stack.pid(gateway), port):
+                    return gateway
+        raise LookupError(port)
+
+    # --------------------------------------------------------------------------------- the stack --
+
+    def of(self, stack: Stack) -> None:
+        """From now on they lead to its parts."""
+        self._stack = stack
+
+    @property
+    def fronts(self) -> tuple[str, ...]:
+        """Where clients find the gateways."""
+        return tuple(self._relays[gateway].address for gateway in GATEWAYS)
+
+    def parts(self, asked: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
+        """The stack's own, told to use the relays."""
+        return [self._behind(spec) if spec.name in self._to_store else spec for spec in stack_parts(asked, dirs)]
+
+    def _behind(self, spec: PartSpec) -> PartSpec:
+        def command(facts: Facts) -> list[str]:
+            words = list(spec.command(facts))
+            words[words.index("--redis-url") + 1] = f"redis://{self._to_store[spec.name].address}"
+            if spec.name in REPLICAS:
+                words += ["--advertise", self._relays[spec.name].address]
+            return words
+
+        # Drafts without a model have little to do: behind all others they would take long to come back.
+        return replace(spec, command=command, niceness=0)
+
+
+def _has_port(pid: int, port: int) -> bool:
+    try:
+        return any(one.laddr.port == port for one in psutil.Process(pid).net_connections("tcp"))
+    except psutil.Error:  # it has just died
+        return False
