@@ -28,8 +28,8 @@ def draw(path: Path, samples: Sequence[Sample], spans: dict[str, Span], rates: S
     series["free blocks of the target"] = [float(sample.blocks_free) for sample in samples]
     series["tokens/s"] = list(rates)
     series["keys of sessions"] = [float(sample.session_keys) for sample in samples]
-    panels = figure.subplots(4, 2, sharex=True).flat
-    for axes, (name, values) in zip(panels, series.items(), strict=True):
+    panels = figure.subplots(-(-len(series) // 2), 2, sharex=True).flat
+    for axes, (name, values) in zip(panels, series.items(), strict=False):
         axes.plot(at_min, values, lw=0.9)
         axes.set_ylim(bottom=0)
         axes.set_title(name, fontsize=9)
