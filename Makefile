@@ -26,6 +26,8 @@ help: ## this list
 SCHEDULES ?= 100000
 SEED ?= 1
 WORKERS ?= 2
+# How long `make soak` soaks.
+MINUTES ?= 30
 
 # ------------------------------------------------------------------------------------- environment --
 
@@ -48,7 +50,7 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 	@$(BIN)/galley demo
 
 .PHONY: bench-round bench-engine bench-throughput bench-speculation bench-slow-links bench-gpu bench-peers
-.PHONY: bench-sessions simulate chaos
+.PHONY: bench-sessions simulate chaos soak
 .PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
@@ -85,6 +87,9 @@ prove-ownership: setup ## two gateways told to own one session at once, 1,000 ti
 
 chaos: setup ## kill, stop and restart every process under 16 streams; each must hear what it must
 	@$(BIN)/python -m tests.chaos.run
+
+soak: setup ## half an hour at the highest load that holds, an overload, and what is left (MINUTES)
+	@$(BIN)/python -m bench.soak --minutes $(MINUTES)
 
 prove-noise: setup ## no noise is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise

@@ -156,7 +156,8 @@ async def run_service(
         await stopped.wait()
         _LOG.info("stopping")
         await running.stop()
-        _LOG.info("stopped")
+        # Of a service that has given everything back: none but the transport's own.
+        _LOG.info("stopped", tasks=len(asyncio.all_tasks()) - 1)
     finally:
         parts.readiness.close()
         await asyncio.to_thread(parts.telemetry.shutdown)

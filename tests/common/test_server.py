@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import signal
+import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -178,3 +181,25 @@ async def test_a_taken_port_is_told_at_once() -> None:
         port = int(running.address.rsplit(":", 1)[1])
         with pytest.raises(CannotBind, match=str(port)):
             await start_server(settings(port=port), building(EchoService()))
+
+
+@pytest.mark.parametrize("left", [0, 3])
+async def test_a_process_says_at_its_end_how_many_tasks_outlived_its_service(left: int) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.common.leaking", str(left)), stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(30):
+            events = []
+            async for line in process.stderr:
+                events.append(json.loads(line))
+                if events[-1]["event"] == "serving":
+                    process.send_signal(signal.SIGTERM)
+            await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert events[-1]["event"] == "stopped"
+    assert events[-1]["tasks"] == left

@@ -1,0 +1,134 @@
+"""What each process of a stack holds over time, and by how much that has grown.
+
+Growth is the median of the last fifth of the samples over the median of the first, less 1. A process is
+judged by its USS, what would come back to the machine if it ended: pages that it shares with others, such as
+libraries and weights mapped from a file, would only dilute it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from redis import asyncio as redis_asyncio
+
+    from services.common.pb.galley.v1 import galley_pb2 as pb
+    from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+
+REDIS_MEMORY = "redis used_memory"
+WINDOWS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one process holds; bytes."""
+
+    uss: int
+    rss: int
+    threads: int
+    descriptors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look at all of them, `at_s` (monotonic)."""
+
+    at_s: float
+    processes: Mapping[str, Held]
+    redis_bytes: int
+    session_keys: int
+    blocks_free: int
+    blocks_total: int
+    queue_depth: int
+
+    def megabytes(self, name: str) -> float:
+        """Of a process, or REDIS_MEMORY."""
+        return (self.redis_bytes if name == REDIS_MEMORY else self.processes[name].uss) / 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Megabytes in the first window and in the last."""
+
+    first: float
+    last: float
+
+    @property
+    def share(self) -> float:
+        """0.05 is five per cent more than at first."""
+        return self.last / self.first - 1
+
+    def __str__(self) -> str:
+        return f"{self.share:+.1%} ({self.first:.1f} to {self.last:.1f} MiB)"
+
+
+def growth(values: Sequence[float]) -> Growth:
+    """Of values over time. ValueError if there are fewer than two for each window."""
+    size = len(values) // WINDOWS
+    if size < 2:
+        raise ValueError(f"{len(values)} samples make no {WINDOWS} windows")
+    return Growth(median(values[:size]), median(values[-size:]))
+
+
+@dataclass(slots=True)
+class Watcher:
+    """Looks every `every_s`, from the first to the last moment of a run; `samples` are in order."""
+
+    pids: Mapping[str, int]
+    redis: redis_asyncio.Redis
+    target: rpc.TargetAsyncStub
+    info: pb.GetTargetInfoRequest
+    every_s: float
+    samples: list[Sample] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            self.samples.append(await self.look())
+            await asyncio.sleep(self.every_s)
+
+    async def look(self) -> Sample:
+        """Now."""
+        # In a thread: of gigabytes, the kernel takes some time to tell.
+        processes = await asyncio.to_thread(lambda: {name: held(pid) for name, pid in self.pids.items()})
+        told = await self.redis.info("memory")
+        info = await self.target.GetTargetInfo(self.info)
+        return Sample(
+            at_s=time.monotonic(),
+            processes=processes,
+            redis_bytes=int(told["used_memory"]),
+            session_keys=len(await session_keys(self.redis)),
+            blocks_free=info.kv_blocks_free,
+            blocks_total=info.kv_blocks_total,
+            queue_depth=info.queue_depth,
+        )
+
+    def between(self, first_s: float, last_s: float) -> list[Sample]:
+        """Those of a span of time."""
+        return [sample for sample in self.samples if first_s <= sample.at_s <= last_s]
+
+
+def held(pid: int) -> Held:
+    """What a process holds, and its children with it."""
+    process = psutil.Process(pid)
+    family = [process, *process.children(recursive=True)]
+    memory = [one.memory_full_info() for one in family]
+    return Held(
+        uss=sum(one.uss for one in memory),
+        rss=sum(one.rss for one in memory),
+        threads=sum(one.num_threads() for one in family),
+        descriptors=sum(one.num_fds() for one in family),
+    )
+
+
+async def session_keys(redis: redis_asyncio.Redis) -> list[bytes]:
+    """All keys of all sessions in the store: a few for each."""
+    return [key async for key in redis.scan_iter("galley:{*}*", count=1000)]

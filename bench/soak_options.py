@@ -1,0 +1,94 @@
+"""The command line of `make soak`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.harness import BENCH, MIN_PAIRS
+from services.common.defaults import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LEAST_MINUTES = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class SoakOptions:
+    """`streams` 0: as many as hold. `pairs` of blocks with and without misreaders make the soak."""
+
+    minutes: float = 30.0
+    warm_up_s: float = 180.0
+    probe_s: float = 45.0
+    before_s: float = 60.0
+    overload_s: float = 60.0
+    after_s: float = 90.0
+    fold: int = 20
+    streams: int = 0
+    misreaders: int = 2
+    known: int = 48
+    pairs: int = MIN_PAIRS
+    every_s: float = 3.0
+    client_timeout_s: float = 10.0
+    ttl_s: float = 30.0
+    threads: int | None = None
+    dtype: str = "bfloat16"
+    model: str = DEFAULT_MODEL
+    seed: int = 20261121
+    quick: bool = False
+
+    @property
+    def block_s(self) -> float:
+        """Of one block of the soak."""
+        return 60 * self.minutes / (2 * self.pairs)
+
+
+_QUICK = {
+    "minutes": 0.5,
+    "warm_up_s": 5.0,
+    "probe_s": 5.0,
+    "before_s": 10.0,
+    "overload_s": 10.0,
+    "after_s": 20.0,
+    "known": 6,
+    "pairs": 1,
+    "every_s": 1.0,
+    "client_timeout_s": 2.0,
+    "ttl_s": 10.0,
+}
+
+
+def parse_options(argv: Sequence[str], description: str | None) -> tuple[SoakOptions, Path | None]:
+    """Read it; exits 2 with a message if a value is wrong. The path is None for no record."""
+    default = SoakOptions()
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.soak",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--minutes", type=float, default=default.minutes, help=f"at least {_LEAST_MINUTES:g}")
+    add("--warm-up-s", type=float, default=default.warm_up_s, help="after the target's pool was filled")
+    add("--streams", type=int, default=default.streams, help="default: the most that hold")
+    add("--misreaders", type=int, default=default.misreaders, help="so many slow ones and never-readers")
+    add("--fold", type=int, default=default.fold, help="of the overload")
+    add("--threads", type=int, default=default.threads, help="a service; default: the stack's own")
+    add("--dtype", default=default.dtype)
+    add("--model", default=default.model, help="default: the stack's own, with its draft")
+    add("--seed", type=int, default=default.seed)
+    add("--quick", action="store_true", help="some minutes in all, no record, no goals")
+    add("--results", type=Path, default=BENCH / "results")
+    given = vars(parser.parse_args(argv))
+    root: Path | None = given.pop("results")
+    options = SoakOptions(**given)
+    if options.quick:
+        return dataclasses.replace(options, **_QUICK), None  # type: ignore[arg-type]  # floats and integers
+    if options.minutes < _LEAST_MINUTES:
+        parser.error(f"--minutes: at least {_LEAST_MINUTES:g}, or --quick")
+    if min(options.misreaders, options.fold) < 1 or options.streams < 0:
+        parser.error("--misreaders and --fold: at least 1; --streams: at least 0")
+    return options, root

@@ -1,0 +1,40 @@
+"""A service process whose service leaves so many tasks behind: `python -m tests.common.leaking COUNT`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING
+
+from services.common.config import ServiceSettings
+from services.common.server import main_of
+from tests.common.service import EchoService, building
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    import grpc
+
+    from services.common.server import Parts
+
+
+class Leaking(EchoService):
+    """Begins as many tasks as it is told, and forgets them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.forgotten = [asyncio.ensure_future(asyncio.Event().wait()) for _ in range(count)]
+
+
+def build(_: ServiceSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[EchoService]]:
+    """How the server makes its service, within its loop."""
+
+    async def built(server: grpc.aio.Server, parts: Parts) -> EchoService:
+        service: EchoService = await building(Leaking(int(sys.argv[1])))(server, parts)
+        return service
+
+    return built
+
+
+if __name__ == "__main__":
+    main_of(ServiceSettings, "leaking", "for tests", build, argv=())
