@@ -108,7 +108,6 @@ class SimRedis:
         if state is not None:
             self.sessions.restore(state)
             self.leases.clear()
-            self.lives.clear()
             self._ledger.rolled_back()
 
     # ----------------------------------------------------------------------------- its calls --
