@@ -97,7 +97,7 @@ class SimGateway:
 
     def _ports_of(self, stored: StoredSession, session: Session) -> Ports:
         target = SessionTarget(self.targets, session.answer.fingerprint or "", stored.directory.target)
-        return Ports(self.store, SessionDraft(self.drafts, stored.directory.draft), target, self.clock)
+        return Ports(SessionDraft(self.drafts, stored.directory.draft), target, self.clock)
 
     async def _get_ready(self) -> None:
         """As a supervisor does: start again until there is a target."""
