@@ -78,6 +78,9 @@ class InstantStore(SessionStore):
         """Forget it."""
         self._logs.pop(owner.session_id, None)
 
+    async def recreate(self, owner: Ownership, new: NewSession) -> None:
+        """Nothing is ever lost."""
+
     async def renew(self, owner: Ownership) -> None:
         """It does not expire."""
 
@@ -129,6 +132,10 @@ class TimedStore(SessionStore):
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
         """The other's."""
         await self._store.finish(owner, expected_len, finish)
+
+    async def recreate(self, owner: Ownership, new: NewSession) -> None:
+        """The other's."""
+        await self._store.recreate(owner, new)
 
     async def renew(self, owner: Ownership) -> None:
         """The other's."""

@@ -111,7 +111,18 @@ class StoredSession:
     state: State = "live"
     finish: bytes = b""
     created_ms: int = 0
+    body_hash: bytes = b""
     directory: Directory = field(default_factory=Directory)
+
+    def as_new(self) -> NewSession:
+        """As it was asked for."""
+        return NewSession(
+            self.ownership.session_id,
+            self.principal,
+            self.body_hash,
+            self.fields,
+            self.tokens[: self.prompt_len],
+        )
 
 
 class SessionStore(Protocol):
@@ -149,6 +160,14 @@ class SessionStore(Protocol):
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
         """End a session whose log has `expected_len` tokens. Raises as `commit` does; repeatable."""
+        ...
+
+    async def recreate(self, owner: Ownership, new: NewSession) -> None:
+        """Make anew, for its owner, a session that the store has lost: with its prompt alone in the log.
+
+        Nothing if it is there and the owner's. Raises Fenced, ClaimLost, SessionEnded or LogLost where it is
+        there and is not. Whether it was lost, and has not just expired, is the owner's to know.
+        """
         ...
 
     async def renew(self, owner: Ownership) -> None:

@@ -22,7 +22,8 @@ _LAST_CALL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Of one stream; `renew_ns` is how often its session is kept from expiring.
+    """Of one stream; `renew_ns` is how often its session is kept from expiring. The store keeps all that it
+    holds, an ended session too, for three times as long.
 
     `client_ns` is how long the client may leave what was sent unread.
     """
@@ -30,8 +31,13 @@ class Timeouts:
     store_ns: int = 10 * SECOND
     verify_ns: int = 120 * SECOND
     draft_ns: int = SECOND // 2
-    renew_ns: int = 600 * SECOND
+    renew_ns: int = 300 * SECOND
     client_ns: int = 60 * SECOND
+
+    @property
+    def trusted_ns(self) -> int:
+        """For how long the store is sure to hold what it held; the last third is for calls on their way."""
+        return 2 * self.renew_ns
 
     def store_deadline_ns(self, now_ns: int, deadline_ns: int | None) -> int:
         """When to give up on the store: a second before the client's deadline, so that it hears why."""

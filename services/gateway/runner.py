@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from services.core.ports import Clock, DraftPort, Replica, TargetPort, Verification
     from services.core.session import Session
-    from services.core.store import Ownership, SessionStore
+    from services.gateway.owned import OwnedSession
     from services.gateway.patience import Timeouts
 
 _SEND_GRACE_S = 5.0
@@ -48,7 +48,6 @@ Send: TypeAlias = Callable[[Item], Awaitable[None]]
 class Ports:
     """What a runner needs of the world."""
 
-    store: SessionStore
     draft: DraftPort
     target: TargetPort
     clock: Clock
@@ -60,14 +59,14 @@ class SessionRunner:
     def __init__(
         self,
         session: Session,
-        owner: Ownership,
+        owned: OwnedSession,
         ports: Ports,
         timeouts: Timeouts,
         deadline_ns: int | None,
     ) -> None:
         """`deadline_ns` is a time of the clock port, None for none."""
         self.session = session
-        self.owner = owner
+        self.owned = owned
         self._ports = ports
         self._timeouts = timeouts
         self._deadline_ns = deadline_ns
@@ -183,9 +182,7 @@ class SessionRunner:
         directory = self._directory(effect)
 
         async def commit() -> int:
-            return await self._ports.store.commit(
-                self.owner, effect.expected_len, effect.tokens, meta, directory
-            )
+            return await self.owned.commit(effect.expected_len, effect.tokens, meta, directory)
 
         await self._store_op(commit, ev.Committed)
 
@@ -193,7 +190,7 @@ class SessionRunner:
         record = encode_ending(effect.ending)
 
         async def finish() -> None:
-            await self._ports.store.finish(self.owner, effect.log_len, record)
+            await self.owned.finish(effect.log_len, record)
 
         await self._store_op(finish, lambda _: ev.FinishStored())
 
@@ -216,12 +213,8 @@ class SessionRunner:
         """Renew the session's life in the store, however slow its client is."""
         while True:
             await asyncio.sleep(self._timeouts.renew_ns / SECOND)
-
-            async def renew() -> None:
-                await self._ports.store.renew(self.owner)
-
             try:
-                await patiently(renew, self._store_deadline_ns(), self._ports.clock)
+                await patiently(self.owned.renew, self._store_deadline_ns(), self._ports.clock)
             except GalleyError as error:
                 self.tell(ev.StoreFailed(error))
                 return

@@ -168,7 +168,7 @@ def _streams(
     def ports_of(stored: StoredSession, session: Session) -> Ports:
         target = SessionTarget(targets, session.answer.fingerprint or "", stored.directory.target)
         draft = SessionDraft(drafts, stored.directory.draft, may_look_up=may_look_up)
-        return Ports(store, draft, target, clock)
+        return Ports(draft, target, clock)
 
     return Streams(
         store,
@@ -271,7 +271,7 @@ def _timeouts(settings: GatewaySettings) -> Timeouts:
         store_ns=int(settings.store_timeout_s * SECOND),
         verify_ns=int(settings.verify_timeout_s * SECOND),
         draft_ns=int(settings.draft_timeout_s * SECOND),
-        renew_ns=int(settings.session_ttl_s * SECOND / 3),
+        renew_ns=int(min(settings.session_ttl_s, settings.finished_ttl_s) * SECOND / 3),
         client_ns=int(settings.client_timeout_s * SECOND),
     )
 

@@ -100,6 +100,7 @@ class RedisStore(SessionStore):
         self._finish = _load("finish")
         self._abort = _load("abort")
         self._renew = _load("renew")
+        self._recreate = _load("recreate")
 
     async def ping(self) -> None:
         """Raise StoreUnavailable unless the server answers."""
@@ -107,13 +108,7 @@ class RedisStore(SessionStore):
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
         """See `SessionStore`. Raises ValueError if a field has a name that the store uses itself."""
-        if not new.prompt or not new.body_hash:
-            raise ValueError("a session needs a prompt and a body hash")
-        fields = [part for pair in _pieces(new.fields) for part in pair]
-        prompt = token_bytes(new.prompt)
-        return await self._own(
-            new.session_id, new.principal, nonce, new.body_hash, len(new.prompt), prompt, *fields
-        )
+        return await self._own(new.session_id, new.principal, nonce, *_content(new))
 
     async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
         """See `SessionStore`."""
@@ -151,6 +146,10 @@ class RedisStore(SessionStore):
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
         """See `SessionStore`."""
         await self._run_owned(self._finish, owner, expected_len, finish, self._finished_ttl_ms)
+
+    async def recreate(self, owner: Ownership, new: NewSession) -> None:
+        """See `SessionStore`."""
+        await self._run_owned(self._recreate, owner, self._ttl_ms, new.principal, *_content(new))
 
     async def renew(self, owner: Ownership) -> None:
         """See `SessionStore`."""
@@ -205,6 +204,14 @@ async def retrying(
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
+def _content(new: NewSession) -> list[bytes | str | int]:
+    """What a session is made of, as the scripts take it."""
+    if not new.prompt or not new.body_hash:
+        raise ValueError("a session needs a prompt and a body hash")
+    fields = [part for pair in _pieces(new.fields) for part in pair]
+    return [new.body_hash, len(new.prompt), token_bytes(new.prompt), *fields]
+
+
 def _pieces(fields: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
     """The fields as they are kept: what is long in several, named `spec`, `spec#1`, `spec#2` ..."""
     if taken := [name for name in fields if name in _OWN_FIELDS or _PIECE in name]:
@@ -256,6 +263,7 @@ def _stored(session_id: str, flat: list[bytes], log: bytes, meta: bytes) -> Stor
         state=cast("State", values["state"].decode()),
         finish=values["finish"],
         created_ms=int(values["created_ms"]),
+        body_hash=values["body_hash"],
         directory=Directory(*(_held(values, pool) for pool in _POOLS)),
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from services.core import events as ev
 from services.core.admission import Admission
 from services.core.answer import Answer, Ending, Reason
-from services.core.errors import Fenced, InvalidField, LogLost, Unavailable
+from services.core.errors import Fenced, InvalidField, LogLost, Unavailable, UnknownSession
 from services.core.finish import decode_ending, encode_ending
 from services.core.principal import Principal
 from services.core.records import decode_records
@@ -18,6 +18,7 @@ from services.core.session import Session, SessionLimits
 from services.core.spec_codec import decode_spec, encode_spec
 from services.core.speculation import Book
 from services.core.store import NewSession
+from services.gateway.owned import OwnedSession
 from services.gateway.patience import Timeouts, patiently
 from services.gateway.runner import SessionRunner
 from services.gateway.store import NONCE_BYTES
@@ -105,8 +106,9 @@ class Streams:
         """Store a new session, or join the one of its id and body. Raises KeyReused, StoreUnavailable."""
         new = NewSession(spec.session_id, principal, body_hash, {SPEC_FIELD: encode_spec(spec)}, spec.prompt)
         nonce = secrets.token_bytes(NONCE_BYTES)
+        asked_ns = self._clock.now_ns()
         stored = await self._store_call(lambda: self._store.create(new, nonce), deadline_ns)
-        return self._runner(self._session(stored), stored, deadline_ns)
+        return self._runner(self._session(stored), stored, asked_ns, deadline_ns)
 
     async def claim(
         self, session_id: str, principal: str, next_index: int, seen_hash: bytes, deadline_ns: int | None
@@ -116,12 +118,13 @@ class Streams:
         Raises UnknownSession, StoreUnavailable, InvalidField, or LogLost if what is stored cannot be read.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
+        asked_ns = self._clock.now_ns()
         stored = await self._store_call(lambda: self._store.claim(session_id, principal, nonce), deadline_ns)
         session = self._session(stored, next_index, seen_hash)
         longest = session.spec.max_position - stored.prompt_len
         if next_index > longest:
             raise InvalidField("next_index", f"must be <= the {longest} tokens that the answer may have")
-        return self._runner(session, stored, deadline_ns)
+        return self._runner(session, stored, asked_ns, deadline_ns)
 
     async def abort(self, session_id: str, principal: str, deadline_ns: int | None) -> None:
         """End a session for good, here and in the store.
@@ -130,7 +133,11 @@ class Streams:
         """
         record = encode_ending(Ending(Reason.ABORTED))
         with self._aborting(principal):
-            await self._store_call(lambda: self._store.abort(session_id, principal, record), deadline_ns)
+            try:
+                await self._store_call(lambda: self._store.abort(session_id, principal, record), deadline_ns)
+            except UnknownSession:  # one that the store has lost is not to be made anew by its owner here
+                if not any(runner.owned.new.principal == principal for runner in self._of(session_id)):
+                    raise
         for runner in self._of(session_id):
             runner.tell(ev.Aborted())
 
@@ -142,7 +149,7 @@ class Streams:
         """
         session_id = runner.session.spec.session_id
         for before in self._of(session_id):
-            if before.owner.epoch < runner.owner.epoch:
+            if before.owned.owner.epoch < runner.owned.owner.epoch:
                 before.tell(ev.Interrupted(Fenced(session_id)))
         self._running.add(runner)
         if self._draining:
@@ -207,9 +214,13 @@ class Streams:
             raise LogLost("what is stored of this session cannot be read") from error
         return answer
 
-    def _runner(self, session: Session, stored: StoredSession, deadline_ns: int | None) -> SessionRunner:
+    def _runner(
+        self, session: Session, stored: StoredSession, held_ns: int, deadline_ns: int | None
+    ) -> SessionRunner:
+        """The store held the session at `held_ns`, or later."""
+        owned = OwnedSession(self._store, stored, self._clock, held_ns, self._timeouts.trusted_ns)
         ports = self._ports_of(stored, session)
-        return SessionRunner(session, stored.ownership, ports, self._timeouts, deadline_ns)
+        return SessionRunner(session, owned, ports, self._timeouts, deadline_ns)
 
     async def _store_call(self, call: Callable[[], Awaitable[_T]], deadline_ns: int | None) -> _T:
         clock = self._clock

@@ -73,21 +73,24 @@ class MemoryStore(SessionStore):
         nonce = nonce or self._new_nonce()
         record = self._find(new.session_id)
         if record is None:
-            record = _Record(
-                new.principal,
-                new.body_hash,
-                dict(new.fields),
-                len(new.prompt),
-                list(new.prompt),
-                self._clock() + self._ttl_s,
-                int(self._clock() * 1000),
-                nonce=nonce,
-            )
-            self._records[new.session_id] = record
-            return _stored(new.session_id, record)
+            return _stored(new.session_id, self._make(new, 1, nonce))
         if record.principal != new.principal or record.body_hash != new.body_hash:
             raise KeyReused
         return self._own(new.session_id, record, nonce)
+
+    def _make(self, new: NewSession, epoch: int, nonce: bytes) -> _Record:
+        record = self._records[new.session_id] = _Record(
+            new.principal,
+            new.body_hash,
+            dict(new.fields),
+            len(new.prompt),
+            list(new.prompt),
+            self._clock() + self._ttl_s,
+            int(self._clock() * 1000),
+            epoch,
+            nonce,
+        )
+        return record
 
     async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
         record = self._of(session_id, principal)
@@ -132,6 +135,12 @@ class MemoryStore(SessionStore):
         if len(record.tokens) > expected_len:
             raise LogLost(owner.session_id)
         self._end(record, finish)
+
+    async def recreate(self, owner: Ownership, new: NewSession) -> None:
+        if self._find(owner.session_id) is None:
+            self._make(new, owner.epoch, owner.nonce)
+        else:
+            self._touch(self._owned(owner))
 
     async def renew(self, owner: Ownership) -> None:
         self._touch(self._owned(owner))
@@ -206,5 +215,6 @@ def _stored(session_id: str, record: _Record) -> StoredSession:
         state=record.state,
         finish=record.finish,
         created_ms=record.created_ms,
+        body_hash=record.body_hash,
         directory=record.directory,
     )

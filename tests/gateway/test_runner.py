@@ -15,6 +15,7 @@ from services.core.ports import Replica
 from services.core.session import Session, SessionLimits
 from services.core.store import UNCHANGED, Directory, NewSession
 from services.gateway.clock import MonotonicClock
+from services.gateway.owned import OwnedSession
 from services.gateway.patience import SECOND, Timeouts
 from services.gateway.runner import Ports, SessionRunner
 from tests.fakes.store import MemoryStore
@@ -93,8 +94,9 @@ async def runner_of(targets: Targets, store: Store, deadline_ns: int | None = No
     session = Session(
         Answer(SPEC, lambda tokens: "x" * len(tokens)), replace(SessionLimits(), credit=0, window=8)
     )
-    ports = Ports(store, NoDraft(), targets, MonotonicClock())
-    return SessionRunner(session, stored.ownership, ports, Timeouts(), deadline_ns)
+    clock, timeouts = MonotonicClock(), Timeouts()
+    owned = OwnedSession(store, stored, clock, clock.now_ns(), timeouts.trusted_ns)
+    return SessionRunner(session, owned, Ports(NoDraft(), targets, clock), timeouts, deadline_ns)
 
 
 async def nothing(_: object) -> None:

@@ -26,6 +26,7 @@ from services.core.errors import (
 )
 from services.core.store import (
     SESSION_TTL_S,
+    ClaimLost,
     Directory,
     Held,
     LogBehind,
@@ -109,7 +110,9 @@ async def test_create_returns_what_was_stored(store: RedisStore) -> None:
         prompt_len=3,
         tokens=PROMPT,
         created_ms=made.created_ms,
+        body_hash=BODY,
     )
+    assert made.as_new() == new
     assert len(made.ownership.nonce) == 16
     assert made.created_ms > 1_600_000_000_000
 
@@ -297,6 +300,55 @@ async def test_two_owners_never_both_extend_the_log(shared_server: Server | Clus
         # Every commit that was acknowledged is there, at its place, and nothing else.
         assert dict(enumerate(end.tokens[3:], start=3)) == written
         assert end.meta == b"." * len(written)
+
+
+# ---------------------------------------------------------------------------------- making one anew --
+
+
+async def lose(raw: redis_asyncio.Redis, owner: Ownership) -> None:
+    """As a store does that comes back from before the session was made."""
+    key = key_of(owner.session_id)
+    await raw.delete(key, f"{key}:log", f"{key}:meta")
+
+
+async def test_an_owner_makes_anew_what_was_lost(store: RedisStore, raw: redis_asyncio.Redis) -> None:
+    first = await store.create(a_session())
+    made = await store.claim(first.ownership.session_id, ALICE)
+    owner = made.ownership
+    await store.commit(owner, 3, [7, 8], b"ab")
+    await lose(raw, owner)
+    for _ in range(2):  # the answer to the first was lost
+        await store.recreate(owner, made.as_new())
+    with pytest.raises(LogBehind) as behind:
+        await store.commit(owner, 5, [9], b"c")
+    assert behind.value.have == 3
+    assert await store.commit(owner, 3, [7, 8, 9], b"abc") == 6
+    await store.recreate(owner, made.as_new())  # delivered late
+    with pytest.raises(Fenced):
+        await store.recreate(first.ownership, first.as_new())
+    seen = await store.claim(owner.session_id, ALICE, nonce=owner.nonce)
+    assert (seen.tokens, seen.meta, seen.fields) == ([*PROMPT, 7, 8, 9], b"abc", made.fields)
+    assert (seen.ownership, seen.principal, seen.body_hash) == (owner, ALICE, BODY)
+    assert await raw.pttl(key_of(owner.session_id)) > 1000 * SESSION_TTL_S - 1000
+
+
+async def test_nothing_that_is_there_is_made_anew(store: RedisStore, raw: redis_asyncio.Redis) -> None:
+    lost = await store.create(a_session())
+    owner, session_id = lost.ownership, lost.ownership.session_id
+    later = (await store.claim(session_id, ALICE)).ownership
+    await lose(raw, owner)
+    other = await store.create(a_session(session_id, fields={"request": b"another seed"}))
+    with pytest.raises(Fenced):
+        await store.recreate(owner, lost.as_new())
+    with pytest.raises(ClaimLost):
+        await store.recreate(later, lost.as_new())
+    await store.abort(session_id, ALICE, b"aborted")
+    with pytest.raises(SessionEnded):
+        await store.recreate(other.ownership, other.as_new())
+    with pytest.raises(Fenced):
+        await store.recreate(owner, lost.as_new())
+    seen = await store.claim(session_id, ALICE)
+    assert (seen.fields, seen.finish) == ({"request": b"another seed"}, b"aborted")
 
 
 # ---------------------------------------------------------------------------- lengths and repetition --
@@ -662,6 +714,7 @@ _operations = st.one_of(
     st.tuples(st.just("commit_next"), _ids, _owners, _tokens, _directories),
     st.tuples(st.just("finish"), _ids, _owners, _lengths, st.sampled_from([b"x", b"y"])),
     st.tuples(st.just("renew"), _ids, _owners),
+    st.tuples(st.just("recreate"), _ids, _owners),
     st.tuples(st.just("abort"), _ids, st.sampled_from([ALICE, BOB])),
 )
 
@@ -725,6 +778,10 @@ class Driver:
 
     async def _renew(self, name: str, who: int) -> None:
         await self._store.renew(self._owner(name, who))
+
+    async def _recreate(self, name: str, who: int) -> None:
+        new = NewSession(name + self._salt, ALICE, BODY, {"f": b"v"}, [1, 2])
+        await self._store.recreate(self._owner(name, who), new)
 
     async def _abort(self, name: str, principal: str) -> None:
         await self._store.abort(name + self._salt, principal, b"aborted")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.core.content import prefix_hash
 from tests.service.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
 
@@ -141,20 +142,75 @@ async def test_an_owner_whose_claim_was_lost_is_not_told_that_another_has_the_se
     await log_must_be_true(first, stream)
 
 
+class Lost:
+    """A stream of HEARD tokens, of whose session the store is about to lose all."""
+
+    def __init__(self, gateway: Gateway, stream: TokenStream, heard: Heard) -> None:
+        self.gateway = gateway
+        self.stream = stream
+        self.heard = heard
+
+
+async def about_to_be_lost(world: World, store: Server) -> Lost:
+    gateway = await world.gateway(draft="none")
+    must_be_true(await hear(gateway.ask()))
+    store.keep()
+    world.target.gate.close()
+    world.target.gate.permit(HEARD)
+    stream = gateway.ask(idempotency_key="key")
+    return Lost(gateway, stream, await hear(stream, until=HEARD))
+
+
 @any_credit
-async def test_a_session_that_began_in_the_lost_moments_is_gone(
+async def test_an_owner_makes_a_session_anew_that_began_in_the_lost_moments(
     frail_world: World, own_store: Server
 ) -> None:
-    gateway = await frail_world.gateway(draft="none")
-    must_be_true(await hear(gateway.ask()))
-    own_store.keep()
-    frail_world.target.gate.close()
-    frail_world.target.gate.permit(1)
-    stream = gateway.ask()
-    heard = await hear(stream, until=1)
+    lost = await about_to_be_lost(frail_world, own_store)
+    own_store.roll_back()
+    answered = frail_world.target.answered
+    frail_world.target.gate.open()
+    must_be_true(await lost.heard.listen(lost.stream))
+    assert frail_world.target.answered - answered == MAX_TOKENS - HEARD, "from memory, not computed again"
+    await log_must_be_true(await frail_world.gateway(draft="none"), lost.stream)
+
+
+async def test_a_session_that_was_lost_and_made_by_another_meanwhile_is_the_others(
+    frail_world: World, own_store: Server
+) -> None:
+    lost = await about_to_be_lost(frail_world, own_store)
+    own_store.roll_back()
+    other = (await frail_world.gateway(draft="none")).ask(idempotency_key="key")
+    heard = Heard()
+    heard.hear(await anext(other))
+    frail_world.target.gate.open()
+    assert (await refused(lost.heard.listen(lost.stream))).code is grpc.StatusCode.FAILED_PRECONDITION
+    must_be_true(await heard.listen(other))
+    await log_must_be_true(lost.gateway, other)
+
+
+async def test_a_session_that_was_lost_and_is_ended_is_not_made_anew(
+    frail_world: World, own_store: Server
+) -> None:
+    lost = await about_to_be_lost(frail_world, own_store)
+    own_store.roll_back()
+    await lost.gateway.client.abort(lost.stream.session_id)
+    frail_world.target.gate.open()
+    await lost.heard.listen(lost.stream)
+    assert lost.heard.finished is not None
+    assert lost.heard.finished.reason == pb.Finished.REASON_ABORTED
+    gone = await refused(hear(lost.gateway.client.resume_stream(lost.stream)))
+    assert gone.code is grpc.StatusCode.NOT_FOUND
+
+
+@any_credit
+async def test_a_session_that_was_lost_and_has_no_owner_is_gone(
+    frail_world: World, own_store: Server
+) -> None:
+    lost = await about_to_be_lost(frail_world, own_store)
+    lost.stream.cancel()
+    await lost.gateway.idle()
     own_store.roll_back()
     frail_world.target.gate.open()
-    assert (await refused(heard.listen(stream))).code is grpc.StatusCode.NOT_FOUND
-    gone = await refused(hear(gateway.client.resume_stream(stream)))
+    gone = await refused(hear(lost.gateway.client.resume_stream(lost.stream)))
     assert gone.code is grpc.StatusCode.NOT_FOUND
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await hear(lost.gateway.ask()))

@@ -103,7 +103,7 @@ class SimGateway:
         held, looks_up = stored.directory.draft, self._world.schedule.looks_up
         draft = CountedDraft(self.drafts, held, may_look_up=looks_up)
         target.ledger = draft.ledger = self._world.ledger
-        return Ports(self.store, draft, target, self.clock)
+        return Ports(draft, target, self.clock)
 
     def _serve(self) -> None:
         """From now on; nobody tokenizes, for prompts come as tokens."""

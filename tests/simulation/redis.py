@@ -204,6 +204,16 @@ class SimStore(SessionStore):
 
         await self._redis.ask(self._caller, work)
 
+    async def recreate(self, owner: Ownership, new: NewSession) -> None:
+        def work() -> None:
+            lost = not self._redis.sessions.holds(owner.session_id)
+            at_once(self._redis.sessions.recreate(owner, new))
+            if lost:
+                self._ledger.made(owner.session_id)
+                self._ledger.met["made anew by its owner"] += 1
+
+        await self._redis.ask(self._caller, work)
+
     async def renew(self, owner: Ownership) -> None:
         await self._redis.ask(self._caller, lambda: at_once(self._redis.sessions.renew(owner)))
 

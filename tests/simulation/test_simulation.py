@@ -49,6 +49,7 @@ COPED_WITH = (
     "store: LogBehind",
     "store: Fenced",
     "store: UnknownSession",
+    "made anew by its owner",
     "kill",
     "cut",
     "freeze",

@@ -38,11 +38,16 @@ if TYPE_CHECKING:
 
     from tests.gateway.servers import Server
 
-_SCHEDULES = range(1000, 1025)
+# In the last two an owner makes anew what a roll-back took.
+_SCHEDULES = (*range(1000, 1025), 1059, 1082)
 _RANDOM_RUNS = 12
 _TTL_S, _FINISHED_TTL_S = 1000.0, 5000.0
 _NAMES = ("session-a", "session-b")
 _SLACK_S = 30.0
+_CALLS = (
+    *("create", "claim", "claim", *["commit"] * 6, "finish", "renew", "recreate", "recreate", "abort"),
+    "server",
+)
 
 T = TypeVar("T")
 
@@ -87,6 +92,9 @@ class Recorded(Sessions):
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
         await self._noted("finish", super().finish(owner, expected_len, finish), owner, expected_len, finish)
+
+    async def recreate(self, owner: Ownership, new: NewSession) -> None:
+        await self._noted("recreate", super().recreate(owner, new), owner, new)
 
     async def renew(self, owner: Ownership) -> None:
         await self._noted("renew", super().renew(owner), owner)
@@ -182,7 +190,7 @@ async def test_what_schedules_ask_is_answered_as_by_the_scripts(server: Server) 
                 assert await real.ask(asked) == asked.answer, (seed, number, asked)
                 names.add(asked.name)
                 refusals.update(asked.answer[:1] if isinstance(asked.answer, tuple) else ())
-    assert names >= {"create", "claim", "commit", "finish", "renew", "abort", "roll back"}
+    assert names >= {"create", "claim", "commit", "finish", "renew", "recreate", "abort", "roll back"}
     assert refusals >= {Fenced, SessionEnded, UnknownSession}
 
 
@@ -233,7 +241,7 @@ class Random:
     def ask(self) -> Asked:
         """One more."""
         rng = self._rng
-        match rng.choice(["create", "claim", "claim", *["commit"] * 6, "finish", "renew", "abort", "server"]):
+        match rng.choice(_CALLS):
             case "create":
                 fields, body = {"f": b"v"}, rng.choice([b"one", b"one", b"two"])
                 new = NewSession(self._name(), self._principal(), body, fields, (1, 2))
@@ -249,6 +257,10 @@ class Random:
                 self._do(self.store.finish(self._owner(), self._length, rng.choice([b"x", b"y"])))
             case "renew":
                 self._do(self.store.renew(self._owner()))
+            case "recreate":
+                owner = self._owner()
+                new = NewSession(owner.session_id, "me", b"one", {"f": b"v"}, (1, 2))
+                self._do(self.store.recreate(owner, new))
             case "abort":
                 self._do(self.store.abort(self._name(), self._principal(), b"aborted"))
             case _ if self._states and rng.random() < 0.5:

@@ -10,13 +10,7 @@ local held = redis.call('HMGET', SESSION, 'principal', 'nonce', 'state', 'body_h
 
 if not held[1] then
   if not creating then return {'unknown'} end
-  local now = redis.call('TIME')
-  local created_ms = string.format('%d%03d', now[1], math.floor(now[2] / 1000))
-  redis.call('DEL', LOG, META)
-  redis.call('HSET', SESSION, 'principal', principal, 'body_hash', body_hash, 'prompt_len', prompt_len,
-    'epoch', 1, 'nonce', nonce, 'state', 'live', 'finish', '', 'created_ms', created_ms, unpack(ARGV, 8))
-  redis.call('SET', LOG, prompt)
-  redis.call('SET', META, '')
+  make(principal, 1, nonce, body_hash, prompt_len, prompt, unpack(ARGV, 8))
 else
   if creating and (held[1] ~= principal or held[4] ~= body_hash) then return {'reused'} end
   if held[1] ~= principal then return {'unknown'} end

@@ -19,6 +19,17 @@ local function whole()
   return redis.call('STRLEN', LOG) >= prompt_len * TOKEN_BYTES and redis.call('EXISTS', META) == 1
 end
 
+-- Make a session whose log is its prompt; `...` is name, value of each field to store.
+local function make(principal, epoch, nonce, body_hash, prompt_len, prompt, ...)
+  local now = redis.call('TIME')
+  local created_ms = string.format('%d%03d', now[1], math.floor(now[2] / 1000))
+  redis.call('DEL', LOG, META)
+  redis.call('HSET', SESSION, 'principal', principal, 'body_hash', body_hash, 'prompt_len', prompt_len,
+    'epoch', epoch, 'nonce', nonce, 'state', 'live', 'finish', '', 'created_ms', created_ms, ...)
+  redis.call('SET', LOG, prompt)
+  redis.call('SET', META, '')
+end
+
 -- nil if (epoch, nonce) is the session's owner and may change it, else the refusal; 'fenced' with its epoch.
 local function refusal(epoch, nonce)
   local held = redis.call('HMGET', SESSION, 'epoch', 'nonce', 'state')
