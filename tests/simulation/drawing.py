@@ -46,7 +46,7 @@ def plain(seed: int, rng: random.Random) -> Schedule:
         sessions=tuple(wanted),
         faults=(),
     )
-    return whole.withfaults_of(faults_of(whole, rng, rng.choice([1, 2, 3, 4, 6, 8])))
+    return whole.with_faults(faults_of(whole, rng, rng.choice([1, 2, 3, 4, 6, 8])))
 
 
 def faults_of(schedule: Schedule, rng: random.Random, count: int) -> tuple[Fault, ...]:

@@ -38,7 +38,7 @@ def _wandering(drawn: Schedule, rng: random.Random) -> Schedule:
         principals=without_limits(drawn.principals),
         sessions=(long_of(drawn.sessions[0]),),
     )
-    return whole.withfaults_of(tuple(Drawer(rng, whole).partings()))
+    return whole.with_faults(tuple(Drawer(rng, whole).partings()))
 
 
 def _failing_draft(drawn: Schedule, rng: random.Random) -> Schedule:
@@ -52,7 +52,7 @@ def _failing_draft(drawn: Schedule, rng: random.Random) -> Schedule:
         sessions=(long_of(drawn.sessions[0]), *drawn.sessions[1:]),
     )
     failing = Fault(rng.uniform(0.3, 1.5), "draft-fails", ("draft-0",), rng.uniform(1.0, 2.5))
-    return whole.withfaults_of((*faults_of(whole, rng, rng.choice([0, 0, 1, 2])), failing))
+    return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1, 2])), failing))
 
 
 def _crowd(drawn: Schedule, rng: random.Random) -> Schedule:
@@ -72,7 +72,7 @@ def _crowd(drawn: Schedule, rng: random.Random) -> Schedule:
         sessions=tuple(short),
     )
     slow = Fault(rng.uniform(0.8, 2.0), "slow", ("target-0",), rng.uniform(0.2, 1.5), 20.0)
-    return whole.withfaults_of((*faults_of(whole, rng, rng.choice([0, 1, 2, 4])), slow))
+    return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 1, 2, 4])), slow))
 
 
 def _short(spec: SessionSpec) -> SessionSpec:
@@ -85,7 +85,7 @@ def _orphans(drawn: Schedule, rng: random.Random) -> Schedule:
     wanted = [replace(it, spec=replace(it.spec, continue_without_client=True)) for it in drawn.sessions]
     whole = replace(drawn, sessions=tuple(wanted))
     leaving = tuple(Fault(it.at_s + rng.uniform(0.1, 0.8), "leave", (it.client,)) for it in wanted)
-    return whole.withfaults_of((*faults_of(whole, rng, rng.choice([0, 0, 1, 3])), *leaving))
+    return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1, 3])), *leaving))
 
 
 def _slow_readers(drawn: Schedule, rng: random.Random) -> Schedule:
@@ -95,7 +95,7 @@ def _slow_readers(drawn: Schedule, rng: random.Random) -> Schedule:
         for it in drawn.sessions
     ]
     whole = replace(drawn, sessions=tuple(short), client_s=2.0, principals=without_limits(drawn.principals))
-    return whole.withfaults_of(faults_of(whole, rng, rng.choice([0, 0, 1, 2])))
+    return whole.with_faults(faults_of(whole, rng, rng.choice([0, 0, 1, 2])))
 
 
 def _taken_over(drawn: Schedule, rng: random.Random) -> Schedule:
@@ -109,7 +109,7 @@ def _taken_over(drawn: Schedule, rng: random.Random) -> Schedule:
             Fault(it.at_s + rng.uniform(0.5, 2.0), "rival", (it.client,)),
         )
     ]
-    return whole.withfaults_of((*faults_of(whole, rng, rng.choice([0, 0, 1, 2])), *faults))
+    return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1, 2])), *faults))
 
 
 _THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
