@@ -112,6 +112,20 @@ def _taken_over(drawn: Schedule, rng: random.Random) -> Schedule:
     return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1, 2])), *faults))
 
 
+def _standing_still(drawn: Schedule, rng: random.Random) -> Schedule:
+    """Clients take nothing for longer than a session lives that nobody renews."""
+    wanted = [replace(long_of(it), long=False) for it in drawn.sessions]
+    whole = replace(
+        drawn,
+        client_s=30.0,
+        pass_s=0.05,
+        principals=without_limits(drawn.principals),
+        sessions=tuple(wanted),
+    )
+    stalls = [Fault(it.at_s + rng.uniform(0.1, 0.5), "stall", (it.client,), 9.0) for it in wanted]
+    return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1])), *stalls))
+
+
 _THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "wandering": _wandering,
     "failing draft": _failing_draft,
@@ -119,4 +133,5 @@ _THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "orphans": _orphans,
     "slow readers": _slow_readers,
     "taken over": _taken_over,
+    "standing still": _standing_still,
 }
