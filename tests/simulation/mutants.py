@@ -184,5 +184,6 @@ MUTANTS = (
         "does not renew a session",
         "its session has expired",
         patches={"services.gateway.runner.SessionRunner._keep_alive": _no_renewal},
+        theme="standing still",
     ),
 )

@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from bench.harness import commit, result_path, write_record
-from tests.simulation.schedule import schedule_of
+from tests.simulation.seeds import schedule_of
 from tests.simulation.shrink import shrink
 from tests.simulation.world import quiet, run_schedule
 

@@ -12,7 +12,7 @@ import pytest
 from tests.simulation.loop import Deadlock, SimLoop
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.run import part_of, play
-from tests.simulation.schedule import schedule_of
+from tests.simulation.seeds import schedule_of
 from tests.simulation.shrink import shrink
 from tests.simulation.world import quiet, run_schedule
 
@@ -95,7 +95,7 @@ def test_a_mutant_is_found(mutant: Mutant) -> None:
 # --------------------------------------------------------------------------------------- a seed --
 
 _TRACES = """
-from tests.simulation.schedule import schedule_of
+from tests.simulation.seeds import schedule_of
 from tests.simulation.world import quiet, run_schedule
 with quiet():
     print([run_schedule(schedule_of(seed)).trace for seed in range(12)])

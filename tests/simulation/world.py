@@ -14,6 +14,7 @@ import structlog
 from tests.simulation.client import SimClient
 from tests.simulation.faults import Faults
 from tests.simulation.gateway import SimGateway
+from tests.simulation.leaks import check_leaks, replicas_rest
 from tests.simulation.ledger import Ledger, Violation
 from tests.simulation.loop import Deadlock, Livelock, SimLoop, virtual_time
 from tests.simulation.network import Network
@@ -23,7 +24,6 @@ from tests.simulation.replicas import SimDraft, SimEngine, SimTarget
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from tests.simulation.loop import SimTask
     from tests.simulation.schedule import Fault, Schedule, Wanted
     from tests.simulation.wire import Server
 
@@ -113,8 +113,10 @@ class World:
         self._check_drafts()
         await self._audit()
         await asyncio.sleep(_SETTLE_S)
-        await self._until(self._replicas_rest, _HEALED_S, "a replica works for nobody, or holds its blocks")
-        await self._check_leaks()
+        await self._until(
+            lambda: replicas_rest(self), _HEALED_S, "a replica works for nobody, or holds its blocks"
+        )
+        await check_leaks(self)
 
     def add_client(self, name: str, wanted: Wanted, *, yields: bool = False) -> SimClient:
         """One more, which asks at once; one that `yields` leaves the session to whoever takes it from it."""
@@ -211,41 +213,6 @@ class World:
             for wanted in self.schedule.sessions
         ]
         await self._until(lambda: all(it.done for it in auditors), _HEALED_S, "cannot be resumed")
-
-    # ----------------------------------------------------------------------------------- leaks --
-
-    def _replicas_rest(self) -> bool:
-        """No item is left, nor a block of one, when the pass that it took part in is over."""
-        targets = [target.service for target in self.targets.values()]
-        return not (
-            any(service._scheduler.queue_depth or service._table.live_blocks for service in targets)
-            or any(draft.service._loop.queue_depth for draft in self.drafts.values())
-        )
-
-    async def _check_leaks(self) -> None:
-        for target in self.targets.values():
-            target.service._table.check()
-        for gateway in self.gateways:
-            await self._check_gateway(gateway)
-
-    async def _check_gateway(self, gateway: SimGateway) -> None:
-        if gateway.streams.left:
-            self.ledger.violate(f"{gateway.address} has {gateway.streams.left} that nobody uses")
-        for target in gateway.targets._members.values():
-            if target.items or target._rows:
-                counted = f"{target.items} items and {target._rows} rows at {target.address}"
-                self.ledger.violate(f"{gateway.address} counts {counted}, and nothing is there")
-        for pool, moves in (("target", gateway.targets.moves), ("draft", gateway.drafts.moves)):
-            self.ledger.met.update({f"{pool} {why}": count for why, count in moves.counts.items()})
-        gateway.process.spawn(gateway.close())
-        await asyncio.sleep(0.5)
-        left = [_name(task) for task in gateway.process.tasks.values()]
-        if left:
-            self.ledger.violate(f"{gateway.address} leaves tasks behind: {left}")
-
-
-def _name(task: SimTask) -> str:
-    return getattr(task.get_coro(), "__qualname__", "a task")
 
 
 def run_schedule(schedule: Schedule, kinds: Kinds | None = None, *, keep: bool = False) -> Outcome:
