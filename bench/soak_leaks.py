@@ -48,6 +48,7 @@ class Left:
     drained_s: float = 0.0
     tasks: Mapping[str, int | None] | None = None
     errors: tuple[str, ...] = ()
+    errors_of_grpc: int = 0
 
 
 async def left_idle(
@@ -120,10 +121,20 @@ def tasks_left(log: Path) -> int | None:
 
 
 def errors_in(log: Path) -> list[str]:
-    """What a service logged as an error, and what never was a line of its log."""
+    """What a service logged as an error, and what asyncio had to say of tasks that were lost."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     strange = [line for line in lines if "Task was destroyed" in line or "never retrieved" in line]
-    return strange + [str(line["event"]) for line in _lines(log) if line.get("level") in _LOUD]
+    loud = [line for line in _lines(log) if line.get("level") in _LOUD and not _of_grpc(line)]
+    return strange + [str(line["event"]) for line in loud]
+
+
+def errors_of_grpc(log: Path) -> int:
+    """How often gRPC itself logged one: it does for a client who leaves while an event is being written."""
+    return sum(line.get("level") in _LOUD and _of_grpc(line) for line in _lines(log))
+
+
+def _of_grpc(line: dict[str, Any]) -> bool:
+    return str(line.get("logger", "")).startswith("grpc")
 
 
 def _lines(log: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """What each process of a stack holds over time, and by how much that has grown.
 
 Growth is the median of the last fifth of the samples over the median of the first, less 1. A process is
-judged by its USS, what would come back to the machine if it ended: pages that it shares with others, such as
-libraries and weights mapped from a file, would only dilute it.
+judged by its anonymous memory, all that it has allocated. Pages of files, such as libraries and mapped
+weights, would dilute it, and a process that starts or ends elsewhere moves them: shared pages are nobody's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ WINDOWS = 5
 class Held:
     """What one process holds; bytes."""
 
-    uss: int
+    anonymous: int
     rss: int
     threads: int
     descriptors: int
@@ -51,7 +52,7 @@ class Sample:
 
     def megabytes(self, name: str) -> float:
         """Of a process, or REDIS_MEMORY."""
-        return (self.redis_bytes if name == REDIS_MEMORY else self.processes[name].uss) / 2**20
+        return (self.redis_bytes if name == REDIS_MEMORY else self.processes[name].anonymous) / 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +121,20 @@ def held(pid: int) -> Held:
     """What a process holds, and its children with it."""
     process = psutil.Process(pid)
     family = [process, *process.children(recursive=True)]
-    memory = [one.memory_full_info() for one in family]
+    memory = [_rollup(one.pid) for one in family]
     return Held(
-        uss=sum(one.uss for one in memory),
-        rss=sum(one.rss for one in memory),
+        anonymous=sum(one["Anonymous"] for one in memory),
+        rss=sum(one["Rss"] for one in memory),
         threads=sum(one.num_threads() for one in family),
         descriptors=sum(one.num_fds() for one in family),
     )
+
+
+def _rollup(pid: int) -> dict[str, int]:
+    """What Linux sums up of all mappings of a process (proc_pid_smaps(5)); bytes."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+    lines = [line.split() for line in text.splitlines()[1:]]
+    return {words[0].removesuffix(":"): int(words[1]) * 1024 for words in lines}
 
 
 async def session_keys(redis: redis_asyncio.Redis) -> list[bytes]:

@@ -16,7 +16,7 @@ import grpc
 from redis import asyncio as redis_asyncio
 
 from bench.soak_clients import Caller, Heard, Misreader, calling
-from bench.soak_leaks import SERVICES, errors_in, left_idle, stop_services, tasks_left
+from bench.soak_leaks import SERVICES, errors_in, errors_of_grpc, left_idle, stop_services, tasks_left
 from bench.soak_memory import Watcher
 from bench.soak_outcome import Block, Outcome, Overload, Probe, Span, probe_of
 from bench.soak_requests import Mix, References, catalogue, speculations
@@ -292,4 +292,5 @@ def _read_logs(outcome: Outcome, logs: Path, drained_s: float) -> None:
             drained_s=drained_s,
             tasks={part: tasks_left(logs / f"{part}.log") for part in SERVICES},
             errors=tuple(error for part in SERVICES for error in errors_in(logs / f"{part}.log")),
+            errors_of_grpc=sum(errors_of_grpc(logs / f"{part}.log") for part in SERVICES),
         )

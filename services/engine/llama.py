@@ -17,7 +17,7 @@ from services.engine import openmp
 from services.engine.compiled import compiled
 from services.engine.int8 import Int8Product, int8_product
 from services.engine.kv_pool import declared
-from services.engine.packing import MIN_ROWS, Linears
+from services.engine.packing import MIN_ROWS, Linears, rows_of_product
 from services.engine.paged import CompiledAttention, Shape, as_array
 from services.engine.sharding import AddedLinear, JoinedLinear
 
@@ -144,7 +144,7 @@ class LlamaForward:
     def __call__(self, pages: Pages, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
         """See `Forward`."""
         rows = pages.rows
-        padded = max(rows, self._least_rows)
+        padded = self._padded(rows)
         hidden, residual = self._hidden[:padded], self._residual[:rows]
         residual.copy_(self._embedding[torch.tensor(tokens)])
         states, sums = as_array(hidden)[:rows], residual.numpy()
@@ -199,8 +199,14 @@ class LlamaForward:
     def _threads(self, work_ns: float) -> int:
         return openmp.worth(self.attention.threads, work_ns)
 
+    def _padded(self, rows: int) -> int:
+        """How many rows the products get; ours of int8 take any number alike."""
+        if self._least_rows == 1:
+            return rows
+        return max(self._least_rows, rows_of_product(rows, len(self._hidden)))
+
     def _logits(self, hidden: Tensor, wanted: Sequence[int]) -> Tensor:
-        filler = [0] * (self._least_rows - len(wanted))
+        filler = [0] * (self._padded(len(wanted)) - len(wanted))
         logits = self._head(hidden[torch.tensor([*wanted, *filler])])
         return logits[: len(wanted)].float()
 

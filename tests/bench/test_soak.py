@@ -14,7 +14,7 @@ from rich.console import Console
 from bench.soak import report
 from bench.soak_clients import NEVER, UNREAD, Arrival, Heard, Refusal
 from bench.soak_goals import goals_of
-from bench.soak_leaks import Left, errors_in, tasks_left
+from bench.soak_leaks import Left, errors_in, errors_of_grpc, tasks_left
 from bench.soak_memory import Held, Sample, growth, held
 from bench.soak_options import SoakOptions, parse_options
 from bench.soak_outcome import Block, Outcome, Overload, Probe, Span, back_after_s, harm
@@ -82,7 +82,7 @@ def test_growth_is_of_the_windows_medians() -> None:
 def test_what_a_process_holds_is_seen_to_grow() -> None:
     before = held(os.getpid())
     kept = bytearray(b"\1") * (64 << 20)
-    grown = held(os.getpid()).uss - before.uss
+    grown = held(os.getpid()).anonymous - before.anonymous
     assert grown == pytest.approx(len(kept), rel=0.1)
 
 
@@ -150,8 +150,8 @@ def test_back_is_when_the_next_half_minute_is_as_before() -> None:
 
 
 def sample(at_s: float, mib: float = 100.0) -> Sample:
-    uss = round(mib * 2**20)
-    return Sample(at_s, {"target": Held(uss, uss, 8, 30)}, 2**20, 9, 50, 100, 1)
+    size = round(mib * 2**20)
+    return Sample(at_s, {"target": Held(size, size, 8, 30)}, 2**20, 9, 50, 100, 1)
 
 
 def outcome(**changed: object) -> Outcome:
@@ -212,11 +212,13 @@ def test_what_a_log_says_of_leaks(tmp_path: Path) -> None:
     log = tmp_path / "gateway.log"
     log.write_text(
         '{"event": "stream ended", "level": "info"}\n'
-        '{"event": "session failed", "level": "error"}\n'
+        '{"event": "session failed", "level": "error", "logger": "services.gateway.servicer"}\n'
+        '{"event": "ExecuteBatchError raised", "level": "error", "logger": "grpc._cython.cygrpc"}\n'
         "Task was destroyed but it is pending!\n"
         '{"event": "stopped", "level": "info", "tasks": 3}\n'
     )
     assert tasks_left(log) == 3
+    assert errors_of_grpc(log) == 1
     assert errors_in(log) == ["Task was destroyed but it is pending!", "session failed"]
     log.write_text('{"event": "stream ended", "level": "info"}\n')
     assert tasks_left(log) is None
