@@ -85,7 +85,7 @@ prove-ray: setup ## replicas of three ranks: a killed rank, fewer replicas and a
 prove-ownership: setup ## two gateways told to own one session at once, 1,000 times: one log, one owner at a time
 	@$(BIN)/python -m bench.prove_ownership
 
-chaos: setup ## kill, stop and restart every process under 16 streams; each must hear what it must
+chaos: setup ## disturb every process and link under 16 streams, with 500 kills; each must hear what it must
 	@$(BIN)/python -m tests.chaos.run
 
 soak: setup ## half an hour at the highest load that holds, an overload, and what is left (MINUTES)

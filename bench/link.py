@@ -1,4 +1,4 @@
-"""What becomes of bytes between two processes: a `Relay` asks it of each piece, and it may change at any time.
+"""What becomes of bytes between two processes: a `Relay` asks it of each piece, and it may change any time.
 
 The disturbances are those that TCP makes of what networks do, at any distance and without privileges:
 

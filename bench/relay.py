@@ -1,8 +1,8 @@
 """Passes TCP connections on over a link, which may be slow, lossy or cut (bench/link.py), in both directions.
 
 Order is kept, and as much may be on the way as its sender sends: a long link, not a narrow one. The end of
-one direction (half-close) and a reset are passed on as bytes are. Connecting itself is not delayed; over a link
-that is cut it hangs, as it does where SYNs are lost, though the caller's own system may take it for connected.
+one direction (half-close) and a reset are passed on as bytes are. Connecting itself is not delayed; over a
+link that is cut it hangs, as where SYNs are lost, though to the caller's own system it looks connected.
 """
 
 from __future__ import annotations

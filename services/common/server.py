@@ -117,7 +117,7 @@ async def start_server(
             # Peers ping as often as we do, also while nothing is called.
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.http2.max_pings_without_data", 0),
-            # A process that was stopped or starved reads at once what came over seconds: no reason to hang up.
+            # A process that was stopped or starved reads at once what came over seconds: no reason to go.
             ("grpc.http2.max_ping_strikes", 100),
         ],
     )

@@ -97,7 +97,7 @@ class Streams:
 
     def charge_prompt(self, place: Place, runner: SessionRunner) -> None:
         """Count its prompt, unless the session is one that was joined: then it has had an owner before."""
-        if runner.owner.epoch == 1:
+        if runner.owned.owner.epoch == 1:
             self._admission.charge(place, len(runner.session.spec.prompt), self._clock.now_ns())
 
     async def create(

@@ -258,7 +258,8 @@ async def test_a_link_is_used_while_a_server_is_at_the_other_end() -> None:
         await asyncio.sleep(HELD_S)
         return waiting.done() or not waiting.cancel()
 
-    link, told = Link(), dict[str, str]()
+    link = Link()
+    told: dict[str, str] = {}
     async with Relay(lambda: told["address"], link) as relay:
         _, writer = await connect(relay.address)
         assert not await is_used()
@@ -284,8 +285,11 @@ async def test_a_delay_may_come_and_go() -> None:
     async with serving(echo) as server, Relay(server.address, link) as relay:
         reader, writer = await connect(relay.address)
         took = []
-        for change in (lambda: None, lambda: link.delay(DELAY_S), link.mend):
-            change()
+        for delay_s in (0.0, DELAY_S, None):
+            if delay_s is None:
+                link.mend()
+            else:
+                link.delay(delay_s)
             began = loop.time()
             writer.write(b"?")
             assert await reader.readexactly(1) == b"?"

@@ -81,7 +81,7 @@ class Links:
         return lambda port: self[self._gateway_at(port), replica]
 
     def _gateway_at(self, port: int) -> str:
-        """LookupError where it has just died, or Linux' table of sockets, which changes meanwhile, left it out."""
+        """LookupError where it has just died, or the table of sockets changed meanwhile and left it out."""
         if (stack := self._stack) is not None:
             for gateway in GATEWAYS:
                 if gateway in stack.running and _has_port(stack.pid(gateway), port):
@@ -101,7 +101,9 @@ class Links:
 
     def parts(self, asked: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
         """The stack's own, told to use the relays."""
-        return [self._behind(spec) if spec.name in self._to_store else spec for spec in stack_parts(asked, dirs)]
+        return [
+            self._behind(spec) if spec.name in self._to_store else spec for spec in stack_parts(asked, dirs)
+        ]
 
     def _behind(self, spec: PartSpec) -> PartSpec:
         def command(facts: Facts) -> list[str]:

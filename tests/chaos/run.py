@@ -1,10 +1,10 @@
-"""Kill, stop, cut off and restart every process and link of a stack under streams, again and again: `make chaos`.
+"""Disturb every process and link of a stack under streams, again and again: `make chaos`.
 
 Sixteen streams are compared, token by token, with what they were before anything was disturbed; none may be
 lost, none doubled. How long each kind of disturbance keeps the slowest stream waiting for its next token is
-measured and written to bench/results/chaos/<commit>.json, and a last line per goal says whether it is met. The
-same seed gives the same disturbances in the same order. Exits 1 if a stream differs, is lost, or waits for
-longer than a minute; a missed goal is a finding.
+measured and written to bench/results/chaos/<commit>.json, and a last line per goal says whether it is met.
+The same seed gives the same disturbances in the same order. Exits 1 if a stream differs, is lost, or waits
+for longer than a minute; a missed goal is a finding.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ async def run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         "name": "chaos",
         "commit": where,
         "machine": about,
-        "options": {name: str(value) for name, value in vars(given).items() if name not in {"results", "logs"}},
+        "options": {
+            name: str(value) for name, value in vars(given).items() if name not in {"results", "logs"}
+        },
         "held": not problem,
         "problem": problem,
         "goals": [dataclasses.asdict(goal) for goal in goals(measured, given.streams, answers, problem)],

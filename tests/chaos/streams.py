@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from random import Random
@@ -51,7 +50,7 @@ def options(max_tokens: int, number: int) -> GenerateOptions:
 class Stream:
     """One of those that are disturbed.
 
-    A client of its own for each answer: it begins at the first of its gateways, also where that had died before.
+    A client of its own for each answer: it begins at the first of its gateways, though that had died before.
     """
 
     prompt: list[int]

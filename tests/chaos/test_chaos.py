@@ -1,4 +1,4 @@
-"""Processes die, hang and drain and links fail under streams, and none of them shows: short of `make chaos`."""
+"""Processes die, hang and drain, links fail, and no stream shows it: the short form of `make chaos`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The full stack of processes under streams, and what is done to it: each disturbance is measured and mended.
 
-Two gateways, two targets, two drafts and a Valkey, every link between them and from the streams' clients behind
-a relay. A disturbance strikes a process (SIGKILL; SIGTERM; SIGSTOP and, some time later, SIGCONT) or a link
-(delay, loss, partition, reset). A process that died is started again once every stream goes on without it, the
-store at once, as it has no other. The next disturbance may come before it is back, unless it strikes the same
-pool: there is always another to stand in.
+Two gateways, two targets, two drafts and a Valkey; every link between them, and from the streams' clients, is
+behind a relay. A disturbance strikes a process (SIGKILL; SIGTERM; SIGSTOP and, some time later, SIGCONT) or a
+link (delay, loss, partition, reset). A process that died is started again once every stream goes on without
+it; the store at once, for there is no other. The next disturbance may come before it is back, unless it
+strikes the same pool: there is always another to stand in.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ async def test_a_session_that_goes_on_keeps_its_place_though_only_its_generator_
     spec = replace(SPEC, continue_without_client=True)
     fields = {SPEC_FIELD: encode_spec(spec)}
     await store.create(NewSession(SESSION, ANONYMOUS_NAME, b"body", fields, spec.prompt))
-    ports = Ports(store, target, target, clock)
+    ports = Ports(target, target, clock)
     limits = SessionLimits(credit=0)
     streams = Streams(
         store, clock, lambda _stored, _session: ports, lambda ids: "x" * len(ids), limits, Timeouts(), 1
