@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
     from tests.gateway.servers import Server
 
-_SCHEDULES = range(1000, 1020)
+# In the last two an owner makes anew what a roll-back took.
+_SCHEDULES = (*range(1000, 1020), 1066, 1131)
 _TAKEN_OVER_EVERY = 4
 """Of these schedules, one in so many is of sessions that others take over."""
 _RANDOM_RUNS = 12
