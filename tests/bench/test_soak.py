@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -81,9 +82,12 @@ def test_growth_is_of_the_windows_medians() -> None:
 
 def test_what_a_process_holds_is_seen_to_grow() -> None:
     before = held(os.getpid())
-    kept = bytearray(b"\1") * (64 << 20)
-    grown = held(os.getpid()).anonymous - before.anonymous
-    assert grown == pytest.approx(len(kept), rel=0.1)
+    size = 64 << 20
+    # Fresh from the system: an allocator may have as much left over.
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as kept:
+        kept.write(b"\1" * size)
+        grown = held(os.getpid()).anonymous - before.anonymous
+    assert grown >= 0.9 * size
 
 
 @pytest.mark.parametrize(
