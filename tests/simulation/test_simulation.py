@@ -41,7 +41,6 @@ COPED_WITH = (
     "target late",
     "breaker opened",
     "guessed by a gateway",
-    "store: Replaced",
     "commit or claim of what is there",
     "another build",
     "drafts again",
