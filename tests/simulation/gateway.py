@@ -59,7 +59,7 @@ class SimGateway:
             buffer=8,
             credit=world.schedule.credit,
             item_drafts=MOST_DRAFT_TOKENS,
-            target_timeout_ns=3 * SECOND,
+            target_timeout_ns=2 * SECOND,
             max_draft_cooldown_ns=SECOND,
         )
         self.start()

@@ -30,6 +30,10 @@ class Leases:
             lives.append(lease.incarnation)
         self._held[pool, lease.address] = lease, self._clock() + self._lease_s
 
+    def knows(self, pool: str, lease: ReplicaLease) -> bool:
+        """Whether this life has ever been registered."""
+        return lease.incarnation in self._lives.get((pool, lease.address), ())
+
     def withdraw(self, pool: str, address: str, incarnation: str) -> None:
         """Of that life alone."""
         held = self._held.get((pool, address))

@@ -31,11 +31,11 @@ REDIS = "redis"
 CALL_TIMEOUT_S = 0.6
 LEASE_S = 2.0
 LATE_LIVES = False
-"""Whether what a replica published before it died may come after its successor's first word.
+"""Whether a replica's first word may come after it died, and after its successor's.
 
-It may: where Redis stood still meanwhile. Then the dead one is taken for the later life and the living one is
-refused for good, as lives are known to follow one another by when they come alone. Set it, and schedules of
-that kind fail (53 is one).
+It may, where Redis stood still meanwhile. Then the dead one is taken for the later life and the living one is
+refused for good: lives follow one another in the order in which they come, and have no other. Set it, and
+such schedules fail (of seeds, 53 is one).
 """
 
 
@@ -235,8 +235,9 @@ class SimRegistry:
 
     async def publish(self, pool: LeasePool[Any], lease: ReplicaLease) -> None:
         def work() -> None:
-            if LATE_LIVES or self._caller.alive:
-                self._redis.leases.publish(pool.name, lease)
+            leases = self._redis.leases
+            if LATE_LIVES or self._caller.alive or leases.knows(pool.name, lease):
+                leases.publish(pool.name, lease)
 
         await self._redis.ask(self._caller, work)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from services.core.answer import SessionSpec
     from tests.simulation.schedule import Schedule
 
-_THEMED = 0.15
+_THEMED = 0.2
 """Share of the schedules that have one."""
 
 
@@ -71,7 +71,7 @@ def _crowd(drawn: Schedule, rng: random.Random) -> Schedule:
         principals=principals,
         sessions=tuple(short),
     )
-    slow = Fault(rng.uniform(0.8, 2.0), "slow", ("target-0",), rng.uniform(0.2, 1.5), 20.0)
+    slow = Fault(rng.uniform(0.8, 1.6), "slow", ("target-0",), rng.uniform(1.0, 2.0), 20.0)
     return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 1, 2, 4])), slow))
 
 
@@ -126,6 +126,13 @@ def _standing_still(drawn: Schedule, rng: random.Random) -> Schedule:
     return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1])), *stalls))
 
 
+def _no_target(drawn: Schedule, rng: random.Random) -> Schedule:
+    """The only target is away for longer than streams wait."""
+    away = Fault(rng.uniform(0.3, 1.0), "freeze", ("target-0",), rng.uniform(2.6, 3.4))
+    whole = replace(drawn, builds=("build-1",))
+    return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 1, 2])), away))
+
+
 _THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "wandering": _wandering,
     "failing draft": _failing_draft,
@@ -134,4 +141,5 @@ _THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "slow readers": _slow_readers,
     "taken over": _taken_over,
     "standing still": _standing_still,
+    "no target": _no_target,
 }

@@ -30,6 +30,7 @@ from services.core.store import (
 from services.gateway.store import RedisStore
 from tests.gateway.servers import VALKEY, running
 from tests.simulation.redis import Sessions, at_once
+from tests.simulation.schedule import Fault
 from tests.simulation.seeds import schedule_of
 from tests.simulation.world import Kinds, quiet, run_schedule
 
@@ -37,11 +38,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 
     from tests.gateway.servers import Server
+    from tests.simulation.schedule import Schedule
 
-# In the last two an owner makes anew what a roll-back took.
-_SCHEDULES = (*range(1000, 1020), 1066, 1131)
-_TAKEN_OVER_EVERY = 4
-"""Of these schedules, one in so many is of sessions that others take over."""
+_SCHEDULES = range(1000, 1020)
 _RANDOM_RUNS = 12
 _TTL_S, _FINISHED_TTL_S = 1000.0, 5000.0
 _NAMES = ("session-a", "session-b")
@@ -203,8 +202,7 @@ def asked_in(seed: int) -> list[Asked]:
         asked: ClassVar[list[Asked]] = []
 
     with quiet():
-        theme = "" if seed % _TAKEN_OVER_EVERY else "taken over"
-        outcome = run_schedule(schedule_of(seed, theme), Kinds(sessions=Once))
+        outcome = run_schedule(_schedule(seed), Kinds(sessions=Once))
     assert outcome.violation is None
     return Once.asked
 
@@ -229,6 +227,13 @@ async def _expires_alike(real: Real, model: Random) -> None:
         lives_s = [await real.client.pttl(of) / 1000 for of in (key, f"{key}:log", f"{key}:meta")]
         due_s = model.store.expires_s(name)
         assert all(abs(life_s - due_s) < _SLACK_S for life_s in lives_s) or due_s < 0 > max(lives_s)
+
+
+def _schedule(seed: int) -> Schedule:
+    """In turn: one of sessions that others take over, one whose clients abort, two that are any."""
+    whole = schedule_of(seed, "" if seed % 4 else "taken over")
+    aborts = (Fault(it.at_s + 0.4, "abort", (it.client,)) for it in whole.sessions)
+    return whole.with_faults((*whole.faults, *aborts)) if seed % 4 == 1 else whole
 
 
 class Random:
