@@ -126,6 +126,15 @@ def _standing_still(drawn: Schedule, rng: random.Random) -> Schedule:
     return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1])), *stalls))
 
 
+def _lost(drawn: Schedule, rng: random.Random) -> Schedule:
+    """The store comes back as it was before a session began that still streams."""
+    whole = replace(drawn, pass_s=0.1, principals=without_limits(drawn.principals))
+    chosen = rng.choice(whole.sessions)
+    since_s = rng.uniform(0.2, 0.8)
+    crash = Fault(chosen.at_s + since_s, "redis-crash", (), rng.uniform(0.1, 0.5), since_s + 0.1)
+    return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1, 2])), crash))
+
+
 def _no_target(drawn: Schedule, rng: random.Random) -> Schedule:
     """The only target is away for longer than streams wait."""
     away = Fault(rng.uniform(0.3, 1.0), "freeze", ("target-0",), rng.uniform(2.6, 3.4))
@@ -142,4 +151,5 @@ _THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "taken over": _taken_over,
     "standing still": _standing_still,
     "no target": _no_target,
+    "lost": _lost,
 }
