@@ -4,10 +4,11 @@ Keys (those of one pool share a hash tag, so that a cluster keeps them together)
 
     galley:replicas:{pool}                  set of the addresses that are or were registered
     galley:replicas:{pool}:<address>        hash, one field a fact; expires with the lease
-    galley:replicas:{pool}:<address>:lives  hash, the latest lives there by number, and `last`, which that is;
-                                            expires a day after the last publication
+    galley:replicas:{pool}:<address>:born   when the latest life there was born; expires a day after its last
+                                            publication
 
-A life that another has come after stays replaced, whatever became of its successors.
+A life is born when it asks for the server's time, before it publishes: so lives have an order whatever comes
+late of one that has died, and one that another has come after stays replaced.
 
 Nothing in it is secret.
 """
@@ -47,32 +48,25 @@ MAX_CACHED_PREFIXES = 512
 
 _log = get_logger(__name__)
 
-_LIVES_MS = 24 * 3600 * 1000
-_MAX_LIVES = 100
+_BORN_MS = 24 * 3600 * 1000
 
-# KEYS: set, hash, lives. ARGV: lease_ms, incarnation, lives_ms, max_lives, then name, value of each fact.
+# KEYS: born. Answers when a life that asks now is born, in microseconds: after all that have registered.
+_BEAR = script_of("""
+local now = redis.call('TIME')
+local last = tonumber(redis.call('GET', KEYS[1]) or 0)
+return math.max(now[1] * 1000000 + now[2], last + 1)
+""")
+
+# KEYS: set, hash, born. ARGV: lease_ms, incarnation, its birth, born_ms, then name, value of each fact.
 # Answers 1 if this life of the replica was registered already, 0 if not, -1 if another has come after it.
 _PUBLISH = script_of("""
-local life = ARGV[2]
-local known = redis.call('HGET', KEYS[2], 'incarnation') == life
-if not known then
-  local last, number = 0, nil
-  local flat = redis.call('HGETALL', KEYS[3])
-  for at = 1, #flat, 2 do
-    if flat[at] == 'last' then last = tonumber(flat[at + 1])
-    elseif flat[at + 1] == life then number = tonumber(flat[at]) end
-  end
-  if number and number < last then return -1 end
-  if not number then
-    redis.call('HDEL', KEYS[3], last + 1 - ARGV[4])
-    redis.call('HSET', KEYS[3], 'last', last + 1, last + 1, life)
-  end
-  redis.call('DEL', KEYS[2])
-end
+if tonumber(ARGV[3]) < tonumber(redis.call('GET', KEYS[3]) or 0) then return -1 end
+local known = redis.call('HGET', KEYS[2], 'incarnation') == ARGV[2]
+if not known then redis.call('DEL', KEYS[2]) end
+redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4])
 redis.call('SADD', KEYS[1], string.sub(KEYS[2], #KEYS[1] + 2))
-redis.call('HSET', KEYS[2], 'incarnation', life, unpack(ARGV, 5))
+redis.call('HSET', KEYS[2], 'incarnation', ARGV[2], unpack(ARGV, 5))
 redis.call('PEXPIRE', KEYS[2], ARGV[1])
-redis.call('PEXPIRE', KEYS[3], ARGV[3])
 return known and 1 or 0
 """)
 
@@ -122,6 +116,7 @@ class ReplicaRegistry:
         self._calls = RedisCalls(url, call_timeout_s=call_timeout_s, max_connections=2)
         self._lease_ms = max(1, math.ceil(lease_s * 1000))
         self._published: dict[tuple[str, str], dict[str, bytes]] = {}
+        self._born: dict[tuple[str, str, str], int] = {}
 
     async def publish(self, pool: LeasePool[LeaseT], lease: LeaseT) -> None:
         """Register the replica, or renew its lease with what it says now.
@@ -141,12 +136,19 @@ class ReplicaRegistry:
         self, pool: LeasePool[LeaseT], lease: LeaseT, facts: Mapping[str, bytes | str]
     ) -> bool:
         flat = [part for pair in facts.items() for part in pair]
-        keys = (*_keys(pool, lease.address), f"{_hash(pool, lease.address)}:lives")
-        how = (self._lease_ms, lease.incarnation, _LIVES_MS, _MAX_LIVES)
+        keys = (*_keys(pool, lease.address), _born_key(pool, lease.address))
+        how = (self._lease_ms, lease.incarnation, await self._born_at(pool, lease), _BORN_MS)
         known = await self._calls.run(_PUBLISH, keys, *how, *flat)
         if known == -1:
             raise Replaced(lease.address)
         return bool(known)
+
+    async def _born_at(self, pool: LeasePool[LeaseT], lease: LeaseT) -> int:
+        life = (pool.name, lease.address, lease.incarnation)
+        if life not in self._born:
+            answer = await self._calls.run(_BEAR, (_born_key(pool, lease.address),))
+            self._born[life] = cast("int", answer)
+        return self._born[life]
 
     async def withdraw(self, pool: LeasePool[Any], address: str, incarnation: str) -> None:
         """End the lease now, if it is of this life of the replica."""
@@ -217,6 +219,10 @@ def _set(pool: LeasePool[Any]) -> str:
 
 def _hash(pool: LeasePool[Any], address: str) -> str:
     return f"{_set(pool)}:{address}"
+
+
+def _born_key(pool: LeasePool[Any], address: str) -> str:
+    return f"{_hash(pool, address)}:born"
 
 
 def _keys(pool: LeasePool[Any], address: str) -> tuple[str, str]:

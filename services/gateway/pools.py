@@ -67,6 +67,7 @@ class TargetPool:
         )
         self.info = pb.GetTargetInfoResponse()
         self._met = False
+        self._closed = 0
 
     @property
     def replica(self) -> Replica | None:
@@ -95,12 +96,18 @@ class TargetPool:
         return PoolVerification(self, spec, request, remaining_ns)
 
     async def open(self, item: pb.VerifyItem) -> OpenItem[pb.VerifyAnswer]:
-        """Send an item once it is known who serves. Raises what `meet` does."""
+        """Send an item once it is known who serves.
+
+        Raises what `meet` does, and Unavailable if the pool was closed meanwhile.
+        """
         if self._items.broken:
             self.lost()  # though no item was open to notice
         if not self._met:
             # However long the item may take: who does not say who it is keeps nobody from asking another.
+            closed = self._closed
             await self.meet(min(_seconds(item.slice.remaining_ns) or MEET_TIMEOUT_S, MEET_TIMEOUT_S))
+            if self._closed != closed:  # nobody would end a stream that is opened now
+                raise Unavailable(f"the target at {self._address} was let go")
             self._came_back()
         return self._items.open(item)
 
@@ -109,7 +116,8 @@ class TargetPool:
         self._met = False
 
     async def close(self) -> None:
-        """End the stream."""
+        """End the stream, and open none for an item that waits to be sent; a later one may be sent again."""
+        self._closed += 1
         await self._items.close()
 
 

@@ -410,6 +410,28 @@ async def test_a_replica_that_does_not_say_who_it_is_is_left_long_before_the_dea
     home.spoken.open()
 
 
+async def test_who_is_let_go_while_he_is_met_is_sent_nothing_more(here: Here) -> None:
+    """There would be nobody to end that stream."""
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, _ = here.home()
+    at = target.place(SPEC, here.request(confirmed(1)))
+    assert at is not None
+    pool = cast("Any", at.pool)
+    home.spoken.close()
+    pool.lost()
+    item = pool.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)
+    answers = asyncio.create_task(anext(aiter(item)))
+    await home.spoken.has_somebody()
+    await pool.close()
+    home.spoken.open()
+    async with asyncio.timeout(PATIENCE_S):
+        assert isinstance(await answers, ev.Failed)
+    assert pool._items._current.broken
+    assert len(home.calls) == 1
+    await item.aclose()
+
+
 class Hedging:
     """Both replicas are warm for the prompt, by their leases; the first verdicts so far came at once."""
 

@@ -34,6 +34,7 @@ class Gate:
         self._watch = Watch()
         self._open = True
         self._permits = 0
+        self._entering = 0
 
     def close(self) -> None:
         self._open = False
@@ -46,7 +47,16 @@ class Gate:
         self._permits += count
         self._watch.changed()
 
+    async def has_somebody(self) -> None:
+        """Wait until somebody is there, for whom it may be closed."""
+        await self._watch.until(lambda: self._entering > 0)
+
     async def enter(self) -> None:
-        await self._watch.until(lambda: self._open or self._permits > 0)
+        self._entering += 1
+        self._watch.changed()
+        try:
+            await self._watch.until(lambda: self._open or self._permits > 0)
+        finally:
+            self._entering -= 1
         if not self._open:
             self._permits -= 1

@@ -19,20 +19,20 @@ class Leases:
         self._lease_s = lease_s
         self._clock = clock
         self._held: dict[tuple[str, str], tuple[ReplicaLease, float]] = {}
-        self._lives: dict[tuple[str, str], list[str]] = {}
+        self._latest: dict[tuple[str, str], int] = {}
+        self._births = 0
 
-    def publish(self, pool: str, lease: ReplicaLease) -> None:
+    def bear(self) -> int:
+        """When a life that asks now is born: after all that have asked before."""
+        self._births += 1
+        return self._births
+
+    def publish(self, pool: str, lease: ReplicaLease, born: int) -> None:
         """Raises Replaced."""
-        lives = self._lives.setdefault((pool, lease.address), [])
-        if lease.incarnation in lives[:-1]:
+        if born < self._latest.get((pool, lease.address), 0):
             raise Replaced(lease.address)
-        if lease.incarnation not in lives:
-            lives.append(lease.incarnation)
+        self._latest[pool, lease.address] = born
         self._held[pool, lease.address] = lease, self._clock() + self._lease_s
-
-    def knows(self, pool: str, lease: ReplicaLease) -> bool:
-        """Whether this life has ever been registered."""
-        return lease.incarnation in self._lives.get((pool, lease.address), ())
 
     def withdraw(self, pool: str, address: str, incarnation: str) -> None:
         """Of that life alone."""
@@ -52,4 +52,4 @@ class Leases:
     def clear(self) -> None:
         """All is lost."""
         self._held.clear()
-        self._lives.clear()
+        self._latest.clear()

@@ -30,13 +30,6 @@ T = TypeVar("T")
 REDIS = "redis"
 CALL_TIMEOUT_S = 0.6
 LEASE_S = 2.0
-LATE_LIVES = False
-"""Whether a replica's first word may come after it died, and after its successor's.
-
-It may, where Redis stood still meanwhile. Then the dead one is taken for the later life and the living one is
-refused for good: lives follow one another in the order in which they come, and have no other. Set it, and
-such schedules fail (of seeds, 53 is one).
-"""
 
 
 class Sessions(MemoryStore):
@@ -232,14 +225,14 @@ class SimRegistry:
     def __init__(self, redis: SimRedis, caller: Process) -> None:
         self._redis = redis
         self._caller = caller
+        self._born: dict[str, int] = {}
 
     async def publish(self, pool: LeasePool[Any], lease: ReplicaLease) -> None:
-        def work() -> None:
-            leases = self._redis.leases
-            if LATE_LIVES or self._caller.alive or leases.knows(pool.name, lease):
-                leases.publish(pool.name, lease)
-
-        await self._redis.ask(self._caller, work)
+        leases = self._redis.leases
+        if lease.incarnation not in self._born:
+            self._born[lease.incarnation] = await self._redis.ask(self._caller, leases.bear)
+        born = self._born[lease.incarnation]
+        await self._redis.ask(self._caller, lambda: leases.publish(pool.name, lease, born))
 
     async def withdraw(self, pool: LeasePool[Any], address: str, incarnation: str) -> None:
         await self._redis.ask(
