@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from tests.gateway.servers import Server
     from tests.simulation.schedule import Schedule
 
-_SCHEDULES = range(1000, 1020)
+# The last because of what they are refused.
+_SCHEDULES = (*range(1000, 1020), 1033, 1042, 1049, 1055)
 _RANDOM_RUNS = 12
 _TTL_S, _FINISHED_TTL_S = 1000.0, 5000.0
 _NAMES = ("session-a", "session-b")
