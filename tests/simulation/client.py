@@ -119,8 +119,10 @@ class SimClient:
         try:
             async for event in stream:
                 await self._linger()
-                if not self.done:  # what had come before it gave up is of no more interest
-                    self._take(event)
+                if self.done:  # it has given up
+                    stream.cancel()
+                    break
+                self._take(event)
         except GalleyRpcError as error:
             self._world.ledger.note(f"{self.process.name} is told {error}")
             self._note_error(error)
