@@ -5,7 +5,9 @@ becomes the command, under the same pid. The parent may have ended before the re
 process has another parent by now, and nothing is started. Elsewhere than on Linux the command runs unguarded.
 
 It is made nicer by NICENESS first, and its session with it: Linux shares cores out between sessions, and what
-counts between these is theirs (sched(7), on autogroups). So other work of the machine goes before it.
+counts between these is theirs (sched(7), on autogroups). And it becomes idle work (SCHED_IDLE there): what
+wakes takes a core from that at once, and does not queue on another behind work that is not nice at all. So
+other work of the machine goes before it.
 
 Run by path, without site-packages (`python -I -S`), so that it costs some 10 ms: the standard library only.
 """
@@ -39,7 +41,11 @@ def main(argv: list[str]) -> int:
 
 
 def _give_way(niceness: int) -> None:
+    if not niceness:
+        return
     os.nice(niceness)
+    if sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:  # noqa: PTH123  # see above
         group.write(str(niceness))
 

@@ -13,12 +13,12 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from services.core.errors import InvalidField
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 MAX_K = 256
 _BISECTIONS = 50
@@ -195,6 +195,13 @@ def _check_ratio(draft_cost_ratio: float) -> None:
         raise InvalidField("draft_cost_ratio", f"must be > 0, is {draft_cost_ratio:g}")
 
 
+class PassNs(Protocol):
+    """What a pass takes, in nanoseconds."""
+
+    def __call__(self, rows: int, drafts: int) -> float:
+        """Over `rows` >= 1 rows, of which `drafts` are draft tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class PassTimes:
     """What a pass over so many rows takes on a replica, in nanoseconds; looked up, so cheap in a loop."""
@@ -236,20 +243,18 @@ class PassTimes:
         return tuple((rows, round(cost * self.one_row_ns)) for rows, cost in self.curve.points)
 
 
-def rows_that_pay(
-    worth: Sequence[float], *, tokens: float, rows: int, pass_ns: Callable[[int], float], room: int
-) -> int:
+def rows_that_pay(worth: Sequence[float], *, tokens: float, rows: int, pass_ns: PassNs, room: int) -> int:
     """How many draft rows to add to a pass so that it confirms most expected tokens per time.
 
     `worth` is what each adds, most first; without them the pass confirms `tokens` over `rows` >= 1 rows.
     Every count up to `room` is looked at: the curve has steps, after which a row may pay where the one before
     it did not. The smallest of equals. No row makes a pass shorter, whatever `pass_ns` says.
     """
-    took_ns = pass_ns(rows)
+    took_ns = pass_ns(rows, 0)
     best, best_rate = 0, tokens / took_ns
     for count, gained in enumerate(worth[: max(0, room)], 1):
         tokens += gained
-        took_ns = max(took_ns, pass_ns(rows + count))
+        took_ns = max(took_ns, pass_ns(rows + count, count))
         rate = tokens / took_ns
         if rate > best_rate:
             best, best_rate = count, rate

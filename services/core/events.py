@@ -60,8 +60,8 @@ class Proposed:
 class Verified:
     """The target's verdict: `accepted` draft tokens, then at most one token of its own.
 
-    With `more`, further verdicts of the same request follow. `sessions` shared the pass; a
-    draft token more adds `row_ns` to one.
+    With `more`, further verdicts of the same request follow. `sessions` shared the pass, of which the rows of
+    prompts took `prefill_ns`; a draft token more adds `row_ns` to one.
     """
 
     request_id: int
@@ -76,6 +76,7 @@ class Verified:
     more: bool = False
     sessions: int = 1
     row_ns: int = 0
+    prefill_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from services.core.cost import PassNs
     from services.core.target_item import Item
 
 # Of a session whose drafts have not been seen yet: optimistic, so that they are tried.
@@ -180,13 +181,12 @@ def linger_until(
     sessions: int,
     now: int,
     latest: int,
-    pass_ns: Callable[[int], float],
+    pass_ns: PassNs,
     here: Sequence[float] = (),
 ) -> int | None:
     """Until when a pass of `sessions` rows had better wait for some of the `due`; None: not at all.
 
-    Never beyond `latest`. `pass_ns` is the time of a pass over so many rows; `here` are the chances of the
-    other sessions' draft tokens, which are here already.
+    Never beyond `latest`. `here` are the chances of the other sessions' draft tokens, which are here already.
     """
     best: int | None = None
     best_gain = 1.0
@@ -210,7 +210,7 @@ def _gain(
     due: Sequence[Due],
     wait_ns: float,
     sessions: int,
-    pass_ns: Callable[[int], float],
+    pass_ns: PassNs,
     here: Sequence[float],
 ) -> float:
     """How many times as many tokens per time lingering confirms as going on does."""
@@ -228,13 +228,13 @@ def _left(due: Sequence[Due], late: int) -> list[float]:
     return [chance for one in due for chance in one.survival(late)]
 
 
-def _pass(chances: Sequence[float], sessions: int, pass_ns: Callable[[int], float]) -> tuple[float, float]:
+def _pass(chances: Sequence[float], sessions: int, pass_ns: PassNs) -> tuple[float, float]:
     """The tokens of a pass with such of these draft rows as pay, and its time; not every count is tried."""
     tokens = list(accumulate(sorted(chances, reverse=True), initial=float(sessions)))
     most = len(chances)
     tried = [*range(0, most, 1 + most // _TRIED_ROWS), most]
-    rows = max(tried, key=lambda rows: tokens[rows] / pass_ns(sessions + rows))
-    return tokens[rows], pass_ns(sessions + rows)
+    rows = max(tried, key=lambda rows: tokens[rows] / pass_ns(sessions + rows, rows))
+    return tokens[rows], pass_ns(sessions + rows, rows)
 
 
 class Lingering:
@@ -243,7 +243,7 @@ class Lingering:
     `waited_ns` is how long the last pass asked about has been put off so far.
     """
 
-    def __init__(self, max_ns: int, pass_ns: Callable[[int], float]) -> None:
+    def __init__(self, max_ns: int, pass_ns: PassNs) -> None:
         self._max_ns = max_ns
         self._pass_ns = pass_ns
         self.waited_ns = 0

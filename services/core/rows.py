@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from services.core.cost import rows_that_pay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from services.core.cost import PassNs
     from services.core.target_item import Item
 
 # Of the budget, what a waiting prefill gets at least, however much there is to verify.
@@ -30,11 +31,11 @@ class Grant:
         return self.rows == self.item.missing
 
 
-def share_rows(items: Sequence[Item], pass_ns: Callable[[int], int], max_rows: int) -> list[Grant]:
+def share_rows(items: Sequence[Item], pass_ns: PassNs, max_rows: int) -> list[Grant]:
     """What each of the items, oldest first, gets of a pass of about `max_rows` rows, in that order.
 
     Every item whose KV reaches its position gets its one row, whatever the budget. Draft rows come next, as
-    many as pay by `pass_ns` (the time of a pass over so many rows), and prefill takes what is left, but at
+    many as pay by `pass_ns`, and prefill takes what is left, but at
     least a quarter of the budget.
     """
     standing = sum(item.missing == 1 for item in items)
@@ -58,19 +59,37 @@ def _reaching(items: Sequence[Item], prefill: int) -> list[Item]:
     return reaching
 
 
-def _draft_counts(
-    offering: Sequence[Item], rows: int, room: int, pass_ns: Callable[[int], int]
-) -> dict[int, int]:
+def _draft_counts(offering: Sequence[Item], rows: int, room: int, pass_ns: PassNs) -> dict[int, int]:
     """How many draft tokens of each item, by its id, are verified beside `rows` other rows."""
     worth = [(chance, item.id) for item in offering for chance in item.survival()]
     # Of one session the chances fall, so that the best of all are the first of each.
     worth.sort(key=lambda one: -one[0])
     chances = [chance for chance, _ in worth]
-    pays = rows_that_pay(chances, tokens=len(offering), rows=rows, pass_ns=pass_ns, room=room)
+    pays = rows_that_pay(
+        chances,
+        tokens=len(offering),
+        rows=rows,
+        pass_ns=_beside_prompts(len(offering), rows, pass_ns),
+        room=room,
+    )
     counts: dict[int, int] = {}
     for _, item_id in worth[:pays]:
         counts[item_id] = counts.get(item_id, 0) + 1
     return counts
+
+
+def _beside_prompts(drawing: int, rows: int, pass_ns: PassNs) -> PassNs:
+    """Times of passes without what the rows of prompts take, which have to be fed sooner or later anyhow.
+
+    With it, a row's time would look small beside the pass's, and next to a long prompt each draft token would
+    pay. `drawing` of the `rows` are not of prompts.
+    """
+    prompts_ns = pass_ns(rows, 0) - pass_ns(drawing, 0) if rows > drawing > 0 else 0.0
+
+    def without(rows: int, drafts: int) -> float:
+        return pass_ns(rows, drafts) - prompts_ns
+
+    return without
 
 
 def _grants(items: Sequence[Item], counts: dict[int, int], prefill: int) -> list[Grant]:

@@ -64,6 +64,14 @@ class _Pass:
     begun_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What the sessions of a pass had in common: their number, and how long the rows of prompts took."""
+
+    sessions: int
+    prefill_ns: int
+
+
 class Scheduler:
     """Schedules the items of one replica; see the module for the rules."""
 
@@ -307,11 +315,25 @@ class Scheduler:
         done = self._end(plan)
         if len(outcomes) != len(plan.chunks):
             raise Broken(f"a pass of {len(plan.chunks)} chunks had {len(outcomes)} outcomes")
-        self._times.saw(plan.rows, now - done.begun_ns)
+        took_ns = now - done.begun_ns
+        shared = _Shared(len(done.grants), self._learn(done, took_ns))
         for grant, outcome in zip(done.grants.values(), outcomes, strict=True):
-            grant.item.compute_ns += now - done.begun_ns
-            self._settle(grant, outcome, len(done.grants), now)
+            grant.item.compute_ns += took_ns
+            self._settle(grant, outcome, shared, now)
         self._admit_arrived(done)
+
+    def _learn(self, done: _Pass, took_ns: int) -> int:
+        """What the rows of prompts took of the pass.
+
+        They cost less, for nothing is drawn from them: what a row costs is learnt where there are none.
+        """
+        grants = done.grants.values()
+        drafts = sum(len(grant.draft_tokens) for grant in grants)
+        drawn = drafts + sum(grant.final for grant in grants)
+        if drawn == done.plan.rows:
+            self._times.saw(drawn, drafts, took_ns)
+            return 0
+        return max(0, took_ns - self._times(drawn, drafts)) if drawn else took_ns
 
     def fail(self, plan: StepPlan, error: GalleyError) -> None:
         """The pass came to nothing: its sessions get `error`, and keep what KV they had before it."""
@@ -333,7 +355,7 @@ class Scheduler:
             for item in self._arriving.pop(key, ()):
                 self._admit(item)
 
-    def _settle(self, grant: Grant, outcome: StepOutcome, sessions: int, now: int) -> None:
+    def _settle(self, grant: Grant, outcome: StepOutcome, shared: _Shared, now: int) -> None:
         """One session's outcome; an error costs it what the pass computed, and no other anything."""
         item = grant.item
         if grant.final and (outcome is None or (isinstance(outcome, Sampled) and not outcome.tokens)):
@@ -344,7 +366,7 @@ class Scheduler:
             return
         start = item.kv_len or 0
         if isinstance(outcome, Sampled) and grant.final and not item.cancelled:
-            self._confirm(grant, outcome, sessions, now)
+            self._confirm(grant, outcome, shared, now)
             return
         # A prompt's part; or a cancelled item's tokens, which nobody will be told: theirs is only the KV.
         self._computed(item, min(start + grant.rows, len(item.tokens)))
@@ -357,7 +379,7 @@ class Scheduler:
         self._table.truncate(item.key, length)
         item.kv_len = length
 
-    def _confirm(self, grant: Grant, sampled: Sampled, sessions: int, now: int) -> None:
+    def _confirm(self, grant: Grant, sampled: Sampled, shared: _Shared, now: int) -> None:
         item, request, position = grant.item, grant.item.request, grant.item.position
         verdict = confirm(
             grant.draft_tokens,
@@ -382,12 +404,13 @@ class Scheduler:
                 verified=checked,
                 logprobs=sampled.logprobs[: len(verdict.tokens)],
                 kv_len=len(item.tokens) - 1,
-                batch_sessions=sessions,
+                batch_sessions=shared.sessions,
                 more=self._goes_on(item, stopped=stopped),
                 queue_ns=queue_ns,
                 compute_ns=compute_ns,
                 linger_ns=linger_ns,
-                row_ns=self._times.of_a_row(sessions),
+                row_ns=self._times.of_a_row(shared.sessions),
+                prefill_ns=shared.prefill_ns,
             ),
         )
 

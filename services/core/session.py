@@ -34,9 +34,10 @@ from services.core import events as ev
 from services.core.answer import Ending, Reason
 from services.core.drafting import Asked, Drafting, rest_of
 from services.core.errors import Broken, LogLost, TargetUnavailable, Unavailable
+from services.core.habits import Book
 from services.core.hints import NOTHING, Hint, Rest
 from services.core.records import TokenRecord
-from services.core.speculation import Book, Speculation
+from services.core.speculation import Speculation
 from services.core.standing import Standing
 from services.core.stats import SpeculationStats
 from services.core.store import LogBehind, SessionEnded
@@ -234,7 +235,8 @@ class Session:
     def _wanted(self, rest: Rest) -> int:
         ready = len(rest.draft_tokens)
         sure = rest.survival[-1] if ready else 1.0
-        return self._speculation.wanted(ready, sure, self._room() - 1 - ready)
+        unread = len(self.answer.tokens) - self._drafting.cache_len
+        return self._speculation.wanted(ready, sure, self._room() - 1 - ready, unread)
 
     def _ask_draft(self, k: int, rest: Rest, now: int) -> None:
         """For what follows the confirmed tokens and the `rest` of the hint."""
@@ -259,9 +261,10 @@ class Session:
         # A draft may say anything.
         timing = ev.Timing(min(event.timing.queue_ns, latency_ns), min(event.timing.compute_ns, latency_ns))
         self._round.draft_came(timing, now)
+        unread = asked.position - self._drafting.cache_len
         came = self._drafting.take(event, self.answer, self._speculation.alpha, now)
         self.stats.proposed += len(event.tokens)
-        self._speculation.saw_proposal(came, latency_ns, timing.compute_ns, event.sessions)
+        self._speculation.saw_proposal(came, unread, latency_ns, timing.compute_ns, event.sessions)
         self._after_draft(came, asked.position, now)
 
     def _on_draft_failed(self, now: int) -> None:
@@ -398,7 +401,9 @@ class Session:
         confirmed = self._absorb(event)
         self._target_cache_len = min(max(0, event.cache_len), len(self.answer.tokens))
         if not standing.prefills:
-            self._speculation.saw_pass(event.timing.compute_ns, event.sessions, event.row_ns, confirmed)
+            # Prompts have to be read whatever is drafted: no token that is confirmed sooner saves that time.
+            pass_ns = max(0, event.timing.compute_ns - event.prefill_ns)
+            self._speculation.saw_pass(pass_ns, event.sessions, event.row_ns, confirmed)
         standing.prefills = False
         self._speculation.saw_verdict(offered=offered, verified=event.verified)
         self._give_up_draft(self._drafting.confirm(self.answer.tokens))

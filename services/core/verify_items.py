@@ -71,7 +71,8 @@ class Confirmed:
 
     `kv_len` is how far the cache reaches; `batch_sessions` shared the forward pass; `more` results follow.
     The times are of what led to this result alone; `linger_ns`, of `queue_ns`, went on waiting for hints.
-    `row_ns` is what a draft row more adds to a pass of so many sessions.
+    `row_ns` is what a draft row more adds to a pass of so many sessions, and `prefill_ns` what the rows of
+    prompts took of this one.
     """
 
     position: int
@@ -86,6 +87,7 @@ class Confirmed:
     compute_ns: int
     linger_ns: int = 0
     row_ns: int = 0
+    prefill_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,6 +340,7 @@ def _verified(request_id: int, result: pb.VerifyResult) -> ev.Verified:
         more=result.more,
         sessions=max(1, result.batch_sessions),
         row_ns=result.row_ns,
+        prefill_ns=result.prefill_ns,
     )
 
 

@@ -12,11 +12,11 @@ from services.core.admission import Admission
 from services.core.answer import Answer, Ending, Reason
 from services.core.errors import Fenced, InvalidField, LogLost, Unavailable, UnknownSession
 from services.core.finish import decode_ending, encode_ending
+from services.core.habits import Book
 from services.core.principal import Principal
 from services.core.records import decode_records
 from services.core.session import Session, SessionLimits
 from services.core.spec_codec import decode_spec, encode_spec
-from services.core.speculation import Book
 from services.core.store import NewSession
 from services.gateway.owned import OwnedSession
 from services.gateway.patience import Timeouts, patiently

@@ -123,4 +123,5 @@ def _result_of(outcome: Confirmed, fingerprint: str) -> pb.VerifyResult:
         batch_sessions=outcome.batch_sessions,
         more=outcome.more,
         row_ns=outcome.row_ns,
+        prefill_ns=outcome.prefill_ns,
     )

@@ -238,15 +238,17 @@ def test_the_guard_starts_nothing_for_a_parent_that_has_gone() -> None:
 
 
 def test_a_nicer_part_goes_behind_the_others() -> None:
-    script = "import os; print(os.nice(0))"
+    script = "import os; print(os.nice(0), os.sched_getscheduler(0) == os.SCHED_IDLE)"
     told = []
     for niceness in (0, 3):
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(niceness)]
         ended = subprocess.run(
             [*guarded, sys.executable, "-c", script], capture_output=True, check=True, timeout=30
         )
-        told.append(int(ended.stdout))
-    assert told[1] == min(19, told[0] + 3)
+        told.append(ended.stdout.decode().split())
+    (plain, before), (nicer, idle) = told
+    assert int(nicer) == min(19, int(plain) + 3)
+    assert (before, idle) == ("False", "True")
 
 
 def test_the_real_parts_are_wired_to_one_another(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from services.core import events as ev
 from services.core.answer import Answer, Chunk, SessionSpec
 from services.core.content import prefix_hash
+from services.core.habits import Book
 from services.core.hints import Hint
 from services.core.kv_table import KvTable
 from services.core.params import SamplingParams
 from services.core.scheduler import Linger, Scheduler
 from services.core.session import Session, SessionLimits
-from services.core.speculation import Book
 from services.core.step import Sampled, StepPlan
 from services.core.verify_items import Confirmed, Extend, VerifyRequest
 
@@ -318,5 +318,6 @@ class Pool:
                     more=outcome.more,
                     sessions=outcome.batch_sessions,
                     row_ns=outcome.row_ns,
+                    prefill_ns=outcome.prefill_ns,
                 ),
             )

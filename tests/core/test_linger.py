@@ -7,6 +7,7 @@ import pytest
 from services.core.content import prefix_hash
 from services.core.hints import Hint
 from services.core.linger import PRIOR_ALPHA, Acceptance, Due, HintHabits, linger_until
+from services.core.live_times import LivePassTimes
 from services.core.scheduler import Linger
 from services.core.step import StepPlan
 from tests.core.scheduler_world import FLAT, MS, Bench, request, result_of, true_answer
@@ -120,19 +121,19 @@ def test_the_wait_must_pay_for_all_sessions_of_the_pass() -> None:
     due = Due(at_ns=4 * MS, mean_ns=4 * MS, length=4, alpha=0.8, trust=1.0)
 
     def until(sessions: int) -> int | None:
-        return linger_until([due], sessions=sessions, now=0, latest=50 * MS, pass_ns=FLAT)
+        return linger_until([due], sessions=sessions, now=0, latest=50 * MS, pass_ns=LivePassTimes(FLAT))
 
     assert until(1) == 4 * MS
     assert until(16) is None
     many = [due] * 16
-    assert linger_until(many, sessions=16, now=0, latest=50 * MS, pass_ns=FLAT) == 4 * MS
+    assert linger_until(many, sessions=16, now=0, latest=50 * MS, pass_ns=LivePassTimes(FLAT)) == 4 * MS
 
 
 def test_it_waits_for_the_rest_where_some_hints_are_here() -> None:
     def until(coming: int, at_ns: int) -> int | None:
         due = [Due(at_ns=at_ns, mean_ns=at_ns, length=4, alpha=0.8, trust=1.0)] * coming
         here = [0.8, 0.64, 0.5, 0.4] * (16 - coming)
-        return linger_until(due, sessions=16, now=0, latest=50 * MS, pass_ns=FLAT, here=here)
+        return linger_until(due, sessions=16, now=0, latest=50 * MS, pass_ns=LivePassTimes(FLAT), here=here)
 
     assert until(8, 1 * MS) == 1 * MS
     assert until(1, 1 * MS) is None, "all others pay for it"

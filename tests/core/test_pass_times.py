@@ -48,7 +48,7 @@ def test_no_other_number_of_rows_confirms_more_tokens_per_time(
     worth: list[float], sessions: int, prompt_rows: int, room: int
 ) -> None:
     rows = sessions + prompt_rows
-    chosen = rows_that_pay(worth, tokens=sessions, rows=rows, pass_ns=CURVE, room=room)
+    chosen = rows_that_pay(worth, tokens=sessions, rows=rows, pass_ns=LivePassTimes(CURVE), room=room)
 
     def rate(count: int) -> float:
         return (sessions + sum(worth[:count])) / CURVE(rows + count)
@@ -61,7 +61,9 @@ def test_no_other_number_of_rows_confirms_more_tokens_per_time(
 
 def test_a_row_never_makes_a_pass_shorter() -> None:
     falling = {1: 100, 2: 100, 3: 60}
-    assert rows_that_pay([0.0, 0.0], tokens=1, rows=1, pass_ns=falling.__getitem__, room=2) == 0
+    assert (
+        rows_that_pay([0.0, 0.0], tokens=1, rows=1, pass_ns=lambda rows, drafts: falling[rows], room=2) == 0
+    )
 
 
 # ------------------------------------------------------------------------------- while it runs --
@@ -70,9 +72,12 @@ def test_a_row_never_makes_a_pass_shorter() -> None:
 def test_what_is_not_contradicted_is_as_measured() -> None:
     live = LivePassTimes(CURVE)
     for rows in (1, 2, 3, 8, 100, 5000):
-        live.saw(rows, CURVE(rows))
-        live.saw(rows, 0)
-    assert [live(rows) for rows in (1, 8, 12, 2000, 5000)] == [CURVE(rows) for rows in (1, 8, 12, 2000, 5000)]
+        live.saw(rows, 0, CURVE(rows))
+        live.saw(rows, 2, CURVE(rows))
+        live.saw(rows, 0, 0)
+    assert [live(rows, 0) for rows in (1, 8, 12, 2000, 5000)] == [
+        CURVE(rows) for rows in (1, 8, 12, 2000, 5000)
+    ]
 
 
 def test_a_bad_start_is_made_good() -> None:
@@ -80,30 +85,51 @@ def test_a_bad_start_is_made_good() -> None:
     noisy = PassTimes.measured([(1, 30_000), (8, 30_000), (64, 60_000)])
     live = LivePassTimes(noisy)
     for _ in range(200):
-        live.saw(1, 10_000)
-        live.saw(8, 12_000)
-    assert live(1) == pytest.approx(10_000, rel=0.02)
-    assert live(8) == pytest.approx(12_000, rel=0.02)
+        live.saw(1, 0, 10_000)
+        live.saw(8, 0, 12_000)
+    assert live(1, 0) == pytest.approx(10_000, rel=0.02)
+    assert live(8, 0) == pytest.approx(12_000, rel=0.02)
     worth = [0.02] * 7
-    assert rows_that_pay(worth, tokens=1, rows=1, pass_ns=noisy, room=7) == 7
+    assert rows_that_pay(worth, tokens=1, rows=1, pass_ns=LivePassTimes(noisy), room=7) == 7
     assert rows_that_pay(worth, tokens=1, rows=1, pass_ns=live, room=7) == 0
 
 
 def test_what_was_never_seen_goes_along_and_what_was_seen_stays() -> None:
     live = LivePassTimes(CURVE)
     for _ in range(200):
-        live.saw(64, 120_000)
-    assert live(1) == pytest.approx(20_000, rel=0.02), "all of the machine may be slower"
+        live.saw(64, 0, 120_000)
+    assert live(1, 0) == pytest.approx(20_000, rel=0.02), "all of the machine may be slower"
     for _ in range(200):
-        live.saw(1, 10_000)
-    assert live(1) == pytest.approx(10_000, rel=0.02)
-    assert live(64) == pytest.approx(120_000, rel=0.02)
+        live.saw(1, 0, 10_000)
+    assert live(1, 0) == pytest.approx(10_000, rel=0.02)
+    assert live(64, 0) == pytest.approx(120_000, rel=0.02)
 
 
 def test_one_pass_that_was_interrupted_changes_little() -> None:
     live = LivePassTimes(CURVE)
-    live.saw(1, 10_000_000_000)
-    assert live(1) < 1.2 * CURVE(1)
+    live.saw(1, 0, 10_000_000_000)
+    assert live(1, 0) < 1.2 * CURVE(1)
+
+
+def test_what_draft_rows_cost_is_told_from_what_others_do() -> None:
+    live = LivePassTimes(CURVE)
+    for _ in range(200):
+        live.saw(64, 0, 90_000)  # most of them of a prompt
+        live.saw(64, 16, 110_000)
+    assert live(64, 0) == pytest.approx(90_000, rel=0.02)
+    assert live(64, 16) == pytest.approx(110_000, rel=0.02)
+    assert live(1, 1) == live(1, 0), "as others, where none was seen"
+
+
+def test_draft_rows_that_were_dear_are_tried_again() -> None:
+    live = LivePassTimes(CURVE)
+    for _ in range(100):
+        live.saw(8, 0, CURVE(8))
+        live.saw(8, 4, 3 * CURVE(8))
+    assert live(8, 4) > 2.5 * CURVE(8)
+    for _ in range(3000):
+        live.saw(8, 0, CURVE(8))
+    assert live(8, 4) == pytest.approx(CURVE(8), rel=0.02)
 
 
 def test_a_row_costs_what_it_does_where_a_step_is_filled() -> None:

@@ -103,7 +103,7 @@ def test_where_hints_recover_from_refused_tokens_more_of_the_rest_is_verified() 
     after_refusals = [
         now for before, now in pairwise(results) if before.accepted < before.verified and now.verified
     ]
-    assert len(after_refusals) >= 3
+    assert len(after_refusals) >= 2
     assert all(result.accepted for result in after_refusals), "all of them were right again"
 
 
@@ -182,6 +182,22 @@ def test_rows_go_to_the_drafts_that_are_likeliest_to_survive() -> None:
     }
     verified = {items[answer.item]: result_of(answer).verified for answer in bench.step()}
     assert verified == {"good": 2, "bad": 0}
+
+
+def test_a_doubtful_draft_pays_no_more_beside_a_long_prompt() -> None:
+    """The prompt has to be fed anyhow: what a row takes is weighed against the pass without it."""
+    times = PassTimes.measured([(1, 12 * MS), (101, 212 * MS)])
+    bench = Bench(times=times, max_rows=128, blocks=128)
+    bench.submit(request(PROMPT, session="a"))
+    bench.step()
+    drawn = bench.submit(
+        request(PROMPT, start=4, session="a", draft_tokens=tuple(ANSWER[:1]), survival=(0.2,))
+    )
+    bench.submit(request(prompt(80), session="b"))
+    results = {answer.item: result_of(answer) for answer in bench.step()}
+    assert results[drawn].verified == 0
+    assert results[drawn].compute_ns == times(81)
+    assert results[drawn].prefill_ns == times(81) - times(2)
 
 
 def test_a_session_whose_drafts_fail_is_given_no_rows_until_they_are_seen_to_be_right_again() -> None:

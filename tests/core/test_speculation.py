@@ -9,8 +9,9 @@ import pytest
 
 from services.core.answer import SessionSpec
 from services.core.cost import PassTimes
+from services.core.habits import Book
 from services.core.params import SamplingParams
-from services.core.speculation import Book, Speculation
+from services.core.speculation import Speculation
 from tests.core.pool_world import MS, Pool, Scenario
 
 MEASURED = PassTimes.measured(
@@ -149,7 +150,7 @@ def taught(
     for _ in range(400):
         session.saw_token(chance.random() < alpha)
         session.saw_pass(round(pass_ms * MS), 1, round(row_ms * MS), 1)
-        session.saw_proposal(4, round((4 * token_ms + 0.4) * MS), round(4 * token_ms * MS), sharing)
+        session.saw_proposal(4, 0, round((4 * token_ms + 0.4) * MS), round(4 * token_ms * MS), sharing)
     return session
 
 
@@ -222,21 +223,46 @@ def test_a_workload_that_collapses_is_soon_noticed_by_its_sessions_and_its_retur
 def test_rows_ahead_of_a_guess_are_spent_only_if_it_comes_true() -> None:
     """What is drafted there is worth it at the price that rows have then, however doubtful the guess."""
     session = taught(Book(), 0.8, pass_ms=20, token_ms=1, row_ms=12)
-    assert session.wanted(0, 1.0, 60) > 0
-    assert session.wanted(1, 0.5, 60) > 0
+    assert session.wanted(0, 1.0, 60, 0) > 0
+    assert session.wanted(1, 0.5, 60, 0) > 0
 
 
 def test_no_more_is_asked_for_at_once_than_is_drafted_in_a_pass() -> None:
-    long = taught(Book(), 0.98, pass_ms=40, token_ms=1.5).wanted(0, 1.0, 60)
-    short = taught(Book(), 0.98, pass_ms=9, token_ms=1.5).wanted(0, 1.0, 60)
+    long = taught(Book(), 0.98, pass_ms=40, token_ms=1.5).wanted(0, 1.0, 60, 0)
+    short = taught(Book(), 0.98, pass_ms=9, token_ms=1.5).wanted(0, 1.0, 60, 0)
     assert long >= 16
     assert 6 <= short <= 8, "and what is confirmed while messages are on their way"
+
+
+def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
+    """While drafting is as cheap as ever, and worth it for whom the draft has read already."""
+    book = Book()
+    session = taught(book, 0.8, pass_ms=20, token_ms=1)
+    session.saw_proposal(4, 500, 5 * MS + 500 * MS, 4 * MS + 500 * MS, 1)
+    new = session_of(book, "new")
+    assert new.wanted(0, 1.0, 60, 4) > 0
+    assert new.wanted(0, 1.0, 60, 500) > 0, "in 60 tokens it will have been worth it"
+    assert new.wanted(0, 1.0, 4, 4) > 0
+    assert new.wanted(0, 1.0, 4, 500) == 0
+
+
+def test_where_drafts_are_of_no_use_few_sessions_have_their_prompts_read() -> None:
+    """Of many short answers, one now and again finds out for all whether drafts have become good."""
+    book = Book()
+    taught(book, 0.0, pass_ms=20, token_ms=1).saw_proposal(4, 500, 205 * MS, 204 * MS, 1)
+    asked = 0
+    for i in range(200):
+        session = session_of(book, f"s{i}")
+        for _ in range(10):
+            asked += session.wanted(0, 1.0, 10, 500) > 0
+            session.saw_verdict(offered=False, verified=0)
+    assert 1 <= asked <= 12, "reading 200 ms, for 3 % of 40 s"
 
 
 def test_ahead_of_a_doubtful_guess_a_draft_works_if_nobody_else_wants_it() -> None:
     def ahead(sharing: int) -> int:
         session = taught(Book(), 0.5, pass_ms=10, token_ms=4, sharing=sharing)
-        return session.wanted(1, 0.2, 60)
+        return session.wanted(1, 0.2, 60, 0)
 
     assert ahead(1) > 0
     assert ahead(2) == 0

@@ -1526,6 +1526,7 @@ class VerifyResult(_message.Message):
     BATCH_SESSIONS_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     ROW_NS_FIELD_NUMBER: _builtins.int
+    PREFILL_NS_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """The position of tokens[0]."""
     accepted: _builtins.int
@@ -1541,6 +1542,8 @@ class VerifyResult(_message.Message):
     """Further results of this item follow."""
     row_ns: _builtins.int
     """What one draft token more adds to a pass of so many sessions, on this replica now."""
+    prefill_ns: _builtins.int
+    """Of timing.compute_ns, about what the rows of prompts took that were in the same pass."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Confirmed: `accepted` draft tokens, then at most one of the target's own."""
@@ -1564,10 +1567,11 @@ class VerifyResult(_message.Message):
         batch_sessions: _builtins.int = ...,
         more: _builtins.bool = ...,
         row_ns: _builtins.int = ...,
+        prefill_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "batch_sessions", b"batch_sessions", "features", b"features", "fingerprint", b"fingerprint", "kv_len", b"kv_len", "logprobs", b"logprobs", "more", b"more", "position", b"position", "row_ns", b"row_ns", "timing", b"timing", "tokens", b"tokens", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "batch_sessions", b"batch_sessions", "features", b"features", "fingerprint", b"fingerprint", "kv_len", b"kv_len", "logprobs", b"logprobs", "more", b"more", "position", b"position", "prefill_ns", b"prefill_ns", "row_ns", b"row_ns", "timing", b"timing", "tokens", b"tokens", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
