@@ -243,18 +243,29 @@ class PassTimes:
         return tuple((rows, round(cost * self.one_row_ns)) for rows, cost in self.curve.points)
 
 
-def rows_that_pay(worth: Sequence[float], *, tokens: float, rows: int, pass_ns: PassNs, room: int) -> int:
+def rows_that_pay(
+    worth: Sequence[float],
+    *,
+    tokens: float,
+    rows: int,
+    pass_ns: PassNs,
+    room: int,
+    prompts_ns: float = 0.0,
+) -> int:
     """How many draft rows to add to a pass so that it confirms most expected tokens per time.
 
     `worth` is what each adds, most first; without them the pass confirms `tokens` over `rows` >= 1 rows.
     Every count up to `room` is looked at: the curve has steps, after which a row may pay where the one before
     it did not. The smallest of equals. No row makes a pass shorter, whatever `pass_ns` says.
+
+    `prompts_ns` of each pass are taken by rows that have to be fed sooner or later anyhow, and do not count:
+    with them a row's time would look small, and next to a long prompt each draft token would pay.
     """
-    took_ns = pass_ns(rows, 0)
+    took_ns = pass_ns(rows, 0) - prompts_ns
     best, best_rate = 0, tokens / took_ns
     for count, gained in enumerate(worth[: max(0, room)], 1):
         tokens += gained
-        took_ns = max(took_ns, pass_ns(rows + count, count))
+        took_ns = max(took_ns, pass_ns(rows + count, count) - prompts_ns)
         rate = tokens / took_ns
         if rate > best_rate:
             best, best_rate = count, rate

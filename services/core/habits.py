@@ -75,10 +75,13 @@ class Habits:
         """
         self.voice += weight * ((came > 0) - self.voice)
         share = 1.0 / max(1, sessions)
-        if came and unread > came:
-            reading_ns = max(0.0, compute_ns - came * self.token_ns) if self.token_ns else 0.0
-            self.read_ns = _mean(self.read_ns, reading_ns * share / unread, weight)
-        elif came:
+        if not came:
+            return
+        if unread > came:
+            if self.token_ns:
+                reading_ns = max(0.0, compute_ns - came * self.token_ns)
+                self.read_ns = _mean(self.read_ns, reading_ns * share / unread, weight)
+        else:
             token_ns = compute_ns / came
             self.token_ns = _mean(self.token_ns, token_ns, weight)
             self.share_ns = _mean(self.share_ns, token_ns * share, weight)

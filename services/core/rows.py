@@ -35,8 +35,7 @@ def share_rows(items: Sequence[Item], pass_ns: PassNs, max_rows: int) -> list[Gr
     """What each of the items, oldest first, gets of a pass of about `max_rows` rows, in that order.
 
     Every item whose KV reaches its position gets its one row, whatever the budget. Draft rows come next, as
-    many as pay by `pass_ns`, and prefill takes what is left, but at
-    least a quarter of the budget.
+    many as pay by `pass_ns`, and prefill takes what is left, but at least a quarter of the budget.
     """
     standing = sum(item.missing == 1 for item in items)
     demand = sum(item.missing for item in items if item.missing > 1)
@@ -65,31 +64,15 @@ def _draft_counts(offering: Sequence[Item], rows: int, room: int, pass_ns: PassN
     # Of one session the chances fall, so that the best of all are the first of each.
     worth.sort(key=lambda one: -one[0])
     chances = [chance for chance, _ in worth]
+    drawing = len(offering)
+    prompts_ns = pass_ns(rows, 0) - pass_ns(drawing, 0) if rows > drawing > 0 else 0.0
     pays = rows_that_pay(
-        chances,
-        tokens=len(offering),
-        rows=rows,
-        pass_ns=_beside_prompts(len(offering), rows, pass_ns),
-        room=room,
+        chances, tokens=drawing, rows=rows, pass_ns=pass_ns, room=room, prompts_ns=prompts_ns
     )
     counts: dict[int, int] = {}
     for _, item_id in worth[:pays]:
         counts[item_id] = counts.get(item_id, 0) + 1
     return counts
-
-
-def _beside_prompts(drawing: int, rows: int, pass_ns: PassNs) -> PassNs:
-    """Times of passes without what the rows of prompts take, which have to be fed sooner or later anyhow.
-
-    With it, a row's time would look small beside the pass's, and next to a long prompt each draft token would
-    pay. `drawing` of the `rows` are not of prompts.
-    """
-    prompts_ns = pass_ns(rows, 0) - pass_ns(drawing, 0) if rows > drawing > 0 else 0.0
-
-    def without(rows: int, drafts: int) -> float:
-        return pass_ns(rows, drafts) - prompts_ns
-
-    return without
 
 
 def _grants(items: Sequence[Item], counts: dict[int, int], prefill: int) -> list[Grant]:

@@ -66,9 +66,10 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What the sessions of a pass had in common: their number, and how long the rows of prompts took."""
+    """What the results of a pass have in common; see `Confirmed`."""
 
     sessions: int
+    row_ns: int
     prefill_ns: int
 
 
@@ -316,24 +317,26 @@ class Scheduler:
         if len(outcomes) != len(plan.chunks):
             raise Broken(f"a pass of {len(plan.chunks)} chunks had {len(outcomes)} outcomes")
         took_ns = now - done.begun_ns
-        shared = _Shared(len(done.grants), self._learn(done, took_ns))
+        shared = self._learn(done, took_ns)
         for grant, outcome in zip(done.grants.values(), outcomes, strict=True):
             grant.item.compute_ns += took_ns
             self._settle(grant, outcome, shared, now)
         self._admit_arrived(done)
 
-    def _learn(self, done: _Pass, took_ns: int) -> int:
-        """What the rows of prompts took of the pass.
+    def _learn(self, done: _Pass, took_ns: int) -> _Shared:
+        """What its results tell of the pass.
 
-        They cost less, for nothing is drawn from them: what a row costs is learnt where there are none.
+        Rows of prompts cost less, for nothing is drawn from them: what a row costs is learnt without them.
         """
         grants = done.grants.values()
         drafts = sum(len(grant.draft_tokens) for grant in grants)
         drawn = drafts + sum(grant.final for grant in grants)
+        prefill_ns = 0
         if drawn == done.plan.rows:
             self._times.saw(drawn, drafts, took_ns)
-            return 0
-        return max(0, took_ns - self._times(drawn, drafts)) if drawn else took_ns
+        else:
+            prefill_ns = max(0, took_ns - self._times(drawn, drafts)) if drawn else took_ns
+        return _Shared(len(grants), self._times.of_a_row(len(grants)), prefill_ns)
 
     def fail(self, plan: StepPlan, error: GalleyError) -> None:
         """The pass came to nothing: its sessions get `error`, and keep what KV they had before it."""
@@ -409,7 +412,7 @@ class Scheduler:
                 queue_ns=queue_ns,
                 compute_ns=compute_ns,
                 linger_ns=linger_ns,
-                row_ns=self._times.of_a_row(shared.sessions),
+                row_ns=shared.row_ns,
                 prefill_ns=shared.prefill_ns,
             ),
         )

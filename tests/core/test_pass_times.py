@@ -114,7 +114,7 @@ def test_one_pass_that_was_interrupted_changes_little() -> None:
 def test_what_draft_rows_cost_is_told_from_what_others_do() -> None:
     live = LivePassTimes(CURVE)
     for _ in range(200):
-        live.saw(64, 0, 90_000)  # most of them of a prompt
+        live.saw(64, 0, 90_000)
         live.saw(64, 16, 110_000)
     assert live(64, 0) == pytest.approx(90_000, rel=0.02)
     assert live(64, 16) == pytest.approx(110_000, rel=0.02)
