@@ -116,6 +116,7 @@ class Session:
         self._finished = finished
         self._logged = len(answer.tokens)
         self._committing = False
+        self._asked_to_finish = False
         self._emitted = 0
         self._taken = 0
         self._draining = False
@@ -588,8 +589,12 @@ class Session:
         if self._finished is not None:
             self._conclude(self._finished)
         elif self.answer.ending is not None:
-            self.phase = Phase.FINISHING
-            self._emit_effect(ev.StoreFinish(self.answer.ending, self._logged))
+            self._store_finish(self.answer.ending)
+
+    def _store_finish(self, ending: Ending) -> None:
+        self.phase = Phase.FINISHING
+        self._asked_to_finish = True
+        self._emit_effect(ev.StoreFinish(ending, self._logged))
 
     def _on_finish_stored(self, _event: ev.FinishStored, _now: int) -> None:
         self._conclude(self.answer.ending)
@@ -614,9 +619,23 @@ class Session:
         if isinstance(event.error, LogBehind):
             self._repair_log(event.error.have)
         elif isinstance(event.error, SessionEnded):
-            self._on_aborted(ev.Aborted(), now)  # only the owner finishes a session: it was aborted elsewhere
+            self._on_ended_in_store(now)
         else:
             self._end_with(event.error)
+
+    def _on_ended_in_store(self, now: int) -> None:
+        """Only the owner finishes a session, so it was aborted elsewhere.
+
+        Unless the owner's own call did it, late: one that was on its way when the store came back shorter,
+        and found the log repaired. Then the same call again is answered as the first, and all is logged.
+        """
+        ending = self.answer.ending
+        if self.phase is Phase.SEALING and self._asked_to_finish and ending is not None:
+            self._logged = len(self.answer.tokens)
+            self._committing = False
+            self._store_finish(ending)
+        else:
+            self._on_aborted(ev.Aborted(), now)
 
     def _repair_log(self, have: int) -> None:
         """The store came back without its last moments, but agrees: commit again what it lost.

@@ -51,6 +51,25 @@ def test_an_abort_that_comes_while_the_end_is_being_stored_leaves_the_word_to_th
     assert session.step(refusal, 0) == [ev.End(ending=Ending(Reason.ABORTED))]
 
 
+def test_an_end_that_was_stored_late_is_not_taken_for_an_abort() -> None:
+    """The store had come back shorter; then it took a finish that had been on its way since before."""
+    world = finishing()
+    world.lose_log_tail(1)
+    world.store()
+    assert "commit" in world.waiting, "the tail that was lost"
+    refusal = ev.StoreFailed(SessionEnded("s"))
+    [again] = world.session.step(refusal, world.now)
+    assert isinstance(again, ev.StoreFinish), "who ended it is for the store to say"
+    assert again.log_len == len(world.session.answer.tokens)
+    assert world.session.step(ev.FinishStored(), world.now) == [ev.End(ending=Ending(Reason.LENGTH))]
+
+    world = finishing()
+    world.lose_log_tail(1)
+    world.store()
+    world.session.step(refusal, world.now)
+    assert world.session.step(refusal, world.now) == [ev.End(ending=Ending(Reason.ABORTED))]
+
+
 def test_an_owner_goes_on_from_a_log_that_holds_a_part_of_its_commit() -> None:
     """A fail-over after a fail-over: the log is behind the commit, and ahead of where it was to append."""
     world = World(spec(k=0), SessionLimits(credit=0))
