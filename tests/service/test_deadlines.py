@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.service.world import World, any_credit, hear, must_be_true
 
 SECOND = 1_000_000_000
+# gRPC writes a deadline in few digits and rounds it up: of 20 s, up to 20.1 s are seen behind a quick hop.
+ROUNDED_UP = 1.005
 
 
 @any_credit
@@ -14,7 +16,7 @@ async def test_every_item_is_told_what_is_left_of_the_calls_deadline(world: Worl
     for calls in (world.draft.calls, world.target.calls):
         left = [call.slice.remaining_ns for call in calls]
         assert left
-        assert all(0 < ns <= 20 * SECOND for ns in left)
+        assert all(0 < ns <= 20 * SECOND * ROUNDED_UP for ns in left)
         assert left == sorted(left, reverse=True)
 
 
