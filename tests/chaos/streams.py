@@ -60,6 +60,7 @@ class Stream:
     answers: int = 0
     tokens: int = 0
     heard_s: list[float] = field(default_factory=lambda: [0.0])
+    asked_s: list[float] = field(default_factory=list)
     over: bool = False
     watch: Watch = field(default_factory=Watch)
 
@@ -74,6 +75,7 @@ class Stream:
     async def run(self) -> None:
         """Ask until it is over. Raises WrongToken, or GalleyRpcError where a stream is lost."""
         while not self.over:
+            self.asked_s.append(time.monotonic())
             async with self._client() as client:
                 await self._hear(client.generate(self.prompt, **self.options))
             self.answers += 1
@@ -100,5 +102,6 @@ class Stream:
         await self.watch.until(lambda: self.heard_s[-1] > since_s, PATIENCE_S)
 
     def forget(self, before_s: float) -> None:
-        """Of when tokens came, what is long ago."""
+        """Of when tokens came and answers were asked for, what is long ago."""
+        self.asked_s = [time_s for time_s in self.asked_s if time_s >= before_s]
         self.heard_s = [time_s for time_s in self.heard_s[:-1] if time_s >= before_s] + self.heard_s[-1:]

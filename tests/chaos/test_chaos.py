@@ -132,6 +132,8 @@ def test_waits_are_counted_from_the_strike_and_to_their_end() -> None:
     assert longest_wait(heard, since=1.05, until=2.0) == pytest.approx(3.0)
     assert longest_wait(heard, since=2.0, until=3.0) == pytest.approx(2.1)
     assert longest_within(heard, 1.05, 2.05) == pytest.approx(0.95)
+    assert longest_within(heard, 1.05, 6.0, asked=[4.15]) == pytest.approx(3.0)
+    assert longest_within(heard, 1.05, 6.0, asked=[2.0, 5.0]) == pytest.approx(0.1)
     assert usual_wait(heard, 0.0, 4.3) == pytest.approx(0.55)
     assert usual_wait(heard, 5.0, 6.0) is None
 
