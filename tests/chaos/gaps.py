@@ -19,9 +19,7 @@ def longest_wait(heard: Sequence[float], since: float, until: float) -> float:
     return max((after - before for before, after in pairwise(times) if before < until), default=0.0)
 
 
-def longest_within(
-    heard: Sequence[float], since: float, until: float, asked: Sequence[float] = ()
-) -> float:
+def longest_within(heard: Sequence[float], since: float, until: float, asked: Sequence[float] = ()) -> float:
     """The longest time between the two in which none came: the same for any span of that length.
 
     A wait in which an answer was `asked` for is none for a next token, and does not count.

@@ -47,8 +47,8 @@ class Measured:
     """What a disturbance did to streams. All in seconds.
 
     `waits_s` are the longest of each stream, from the strike until WATCHED_S after what was done is over.
-    `before_s` and `after_s` are the longest of any stream within WATCHED_S before and after the strike, in the
-    midst of an answer, and `round_s` is the median between two tokens of a stream before it: of a draft's
+    `before_s` and `after_s` are the longest of any stream within WATCHED_S before and after the strike, in
+    the midst of an answer, and `round_s` is the median between two tokens of a stream before it: of a draft's
     kill, for nothing else was done then. `restart_s` is from a kill of the store until it answers again.
     """
 
