@@ -43,7 +43,7 @@ T = TypeVar("T")
 NONCE_BYTES = 16
 DEFAULT_MAX_CONNECTIONS = 32
 FIRST_PAUSE_S = 0.02
-LONGEST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 0.2
 
 # hash-max-listpack-value, as servers have it by default. A hash of none but shorter values is kept in one
 # block, a quarter as large; one longer value, and every field of it is an allocation of its own.
