@@ -46,6 +46,8 @@ class Server:
             binary(kind),
             *("--port", "0", "--unixsocket", str(directory / "s"), "--dir", str(directory), "--save", ""),
             *("--appendonly", "yes", "--appendfsync", "always", "--daemonize", "no"),
+            # Asked to end, it would wait for replicas that lag behind, 10 s by default.
+            *("--shutdown-timeout", "0"),
             *options,
         ]
         self._directory = directory
