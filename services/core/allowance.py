@@ -6,6 +6,8 @@ _SECOND = 1_000_000_000
 _LEAST_WAIT_NS = 50_000_000
 _MOST_WAIT_NS = 60 * _SECOND
 _FIRST_LENGTH_NS = 1 * _SECOND
+# Of a token: by how much sums of floats may be off, and not the caller, who came when it was told to.
+_ROUNDING = 1e-6
 # Of what is known of a stream's length, how much the latest counts.
 _NEWEST = 0.2
 
@@ -32,7 +34,7 @@ class TokenBucket:
         """
         self._fill(now)
         needed = min(float(tokens), self.burst)
-        if self._level >= needed:
+        if self._level >= needed - _ROUNDING:
             self._level -= tokens
             return 0
         ready = now + int((needed - self._level) / self.per_s * _SECOND) + 1

@@ -6,7 +6,7 @@ import heapq
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.core.admission import Admission, Place
@@ -146,6 +146,7 @@ def test_new_limits_of_a_principal_hold_from_its_next_call_and_its_streams_still
     st.sampled_from([1.0, 7.0, 300.0]),
     st.sampled_from([1, 50, 1000]),
 )
+@example(calls=[(157, 0, 0.2109375), (1, 501, 0.0)], per_s=1.0, burst=1)
 @settings(max_examples=60)
 def test_a_wait_that_was_told_is_true_and_the_rate_is_kept(
     calls: list[tuple[int, int, float]], per_s: float, burst: int
