@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from services.core.answer import Chunk, Ending, NumericsChanged
     from services.core.errors import GalleyError
     from services.core.hints import Hint
     from services.core.records import PositionLogprobs, TokenRecord
+
+
+NO_STRATEGY = "none"
+"""No draft token was sent."""
+
+Overlap = Literal["hit", "miss", "none"]
+"""Draft tokens were ready; they were still being drafted; none were wanted or to be had."""
 
 
 class Pool(enum.Enum):
@@ -42,7 +49,8 @@ class Proposed:
     """The draft's guesses for positions [position, position + len(tokens)).
 
     `survival`, of each: the chance that it and all before it are accepted; empty if the draft does not say.
-    `sessions` shared the draft's steps. `most` is what it was asked for, where it takes no more.
+    `sessions` shared the draft's steps. `most` is what it was asked for, where it takes no more. `strategy`
+    is how they were guessed; empty if that is not known.
     """
 
     request_id: int
@@ -54,6 +62,7 @@ class Proposed:
     survival: tuple[float, ...] = ()
     sessions: int = 1
     most: int | None = None
+    strategy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,8 @@ class Verified:
     """The target's verdict: `accepted` draft tokens, then at most one token of its own.
 
     With `more`, further verdicts of the same request follow. `sessions` shared the pass, of which the rows of
-    prompts took `prefill_ns`; a draft token more adds `row_ns` to one.
+    prompts took `prefill_ns`; a draft token more adds `row_ns` to one. The others are as in
+    `services.core.verify_items.Confirmed`.
     """
 
     request_id: int
@@ -77,6 +87,10 @@ class Verified:
     sessions: int = 1
     row_ns: int = 0
     prefill_ns: int = 0
+    plain_ns: int = 0
+    batch_rows: int = 0
+    kv_reused: int = 0
+    batch_span: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +289,10 @@ class RoundEnded:
     `exposed_draft_ns` is how long the target was held up: the wait for a proposal, or its lingering.
     `orchestration_ns` is what neither of the two accounts for: without credit the round less their computing,
     with it the wait for the verdict less the target's queueing and computing.
+
+    `k` is how many tokens the draft was last asked for, 0 if none were wanted; `strategy` guessed those that
+    were sent ("none" if none were). `overlap` says whether draft tokens were ready when the round began.
+    `plain_ns`, `kv_reused`, `batch_span` and `batch_sessions` are the verdict's.
     """
 
     position: int
@@ -290,6 +308,38 @@ class RoundEnded:
     orchestration_ns: int
     draft: Timing
     target: Timing
+    k: int = 0
+    strategy: str = NO_STRATEGY
+    overlap: Overlap = "none"
+    plain_ns: int = 0
+    kv_reused: int = 0
+    batch_span: bytes = b""
+    batch_sessions: int = 1
+
+    @property
+    def parts(self) -> RoundParts:
+        """What its time went into; the parts sum to it."""
+        left = max(0, self.ended_ns - self.started_ns)
+        compute_ns = min(self.target.compute_ns, left)
+        left -= compute_ns
+        draft_ns = min(self.exposed_draft_ns, left)
+        left -= draft_ns
+        queue_ns = min(max(0, self.target.queue_ns - self.target.linger_ns), left)
+        return RoundParts(draft_ns, queue_ns, compute_ns, wire_ns=left - queue_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundParts:
+    """The time of a round: a draft was awaited, the target had it wait, computed, and all the rest.
+
+    A target that lingers awaits a draft. What it did before the round began (under credit a pass may begin
+    before the last verdict has arrived) is not of the round.
+    """
+
+    draft_ns: int
+    queue_ns: int
+    compute_ns: int
+    wire_ns: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,11 +66,14 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What the results of a pass have in common; see `Confirmed`."""
+    """What the results of a pass have in common; see `Confirmed`. `drafts_ns` is what draft rows added."""
 
     sessions: int
+    rows: int
     row_ns: int
     prefill_ns: int
+    drafts_ns: int
+    span: bytes
 
 
 class Scheduler:
@@ -251,7 +254,7 @@ class Scheduler:
     def _open(self, item: Item) -> None:
         """Where there is no place left for a session, the youngest makes it, if it is younger than this."""
         try:
-            item.kv_len = self._open_blocks(item)
+            self._hold(item)
         except Overloaded as error:
             opened = (other for other in self._standing.values() if other.kv_len is not None)
             youngest = max(opened, key=_age, default=item)
@@ -259,7 +262,11 @@ class Scheduler:
                 self._answer(item, error)
                 return
             self._answer(youngest, self._table.held(youngest.key))
-            item.kv_len = self._open_blocks(item)
+            self._hold(item)
+
+    def _hold(self, item: Item) -> None:
+        """Raises Overloaded."""
+        item.kv_len = item.kv_reused = self._open_blocks(item)
 
     def _open_blocks(self, item: Item) -> int:
         """How far they hold it already. Raises Overloaded."""
@@ -311,19 +318,24 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------ the outcomes --
 
-    def conclude(self, plan: StepPlan, outcomes: Sequence[StepOutcome], now: int) -> None:
-        """The pass is over: confirm, cut, answer. Raises Broken if this is not the pass under way."""
+    def conclude(
+        self, plan: StepPlan, outcomes: Sequence[StepOutcome], now: int, batch_span: bytes = b""
+    ) -> None:
+        """The pass is over: confirm, cut, answer. Raises Broken if this is not the pass under way.
+
+        `batch_span` names it in a trace.
+        """
         done = self._end(plan)
         if len(outcomes) != len(plan.chunks):
             raise Broken(f"a pass of {len(plan.chunks)} chunks had {len(outcomes)} outcomes")
         took_ns = now - done.begun_ns
-        shared = self._learn(done, took_ns)
+        shared = self._learn(done, took_ns, batch_span)
         for grant, outcome in zip(done.grants.values(), outcomes, strict=True):
             grant.item.compute_ns += took_ns
             self._settle(grant, outcome, shared, now)
         self._admit_arrived(done)
 
-    def _learn(self, done: _Pass, took_ns: int) -> _Shared:
+    def _learn(self, done: _Pass, took_ns: int, batch_span: bytes) -> _Shared:
         """What its results tell of the pass.
 
         Rows of prompts cost less, for nothing is drawn from them: what a row costs is learnt without them.
@@ -336,7 +348,15 @@ class Scheduler:
             self._times.saw(drawn, drafts, took_ns)
         else:
             prefill_ns = max(0, took_ns - self._times(drawn, drafts)) if drawn else took_ns
-        return _Shared(len(grants), self._times.of_a_row(len(grants)), prefill_ns)
+        drafts_ns = max(0, self._times(drawn, drafts) - self._times(drawn - drafts, 0)) if drafts else 0
+        return _Shared(
+            sessions=len(grants),
+            rows=done.plan.rows,
+            row_ns=self._times.of_a_row(len(grants)),
+            prefill_ns=prefill_ns,
+            drafts_ns=min(drafts_ns, took_ns),
+            span=batch_span,
+        )
 
     def fail(self, plan: StepPlan, error: GalleyError) -> None:
         """The pass came to nothing: its sessions get `error`, and keep what KV they had before it."""
@@ -414,6 +434,10 @@ class Scheduler:
                 linger_ns=linger_ns,
                 row_ns=shared.row_ns,
                 prefill_ns=shared.prefill_ns,
+                plain_ns=max(0, compute_ns - shared.drafts_ns),
+                batch_rows=shared.rows,
+                kv_reused=item.take_reused(),
+                batch_span=shared.span,
             ),
         )
 

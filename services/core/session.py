@@ -127,6 +127,8 @@ class Session:
             self._limits.draft_cooldown_ns, self._limits.max_draft_cooldown_ns, self._speculation
         )
         self._hint_due = False
+        self._k = 0
+        self._strategy = ev.NO_STRATEGY
         self._standing: Standing | None = None
         self._target_misses = 0
         self._target_cache_len = 0
@@ -196,8 +198,7 @@ class Session:
         return min(self._limits.window - unlogged, self._limits.buffer - untaken, left)
 
     def _start_round(self, now: int) -> None:
-        self._round = _Round(now)
-        self._draft_ahead(now)
+        self._begin_round(now)
         awaited = self._drafting.asked is not None and not self._rest_of_hint().draft_tokens
         if awaited and not self._credit:
             self.phase = Phase.DRAFTING
@@ -206,9 +207,17 @@ class Session:
 
     def _go_on(self, now: int) -> None:
         """The target does: let the draft keep up with it."""
-        self._round = _Round(now)
-        self._draft_ahead(now)
+        self._begin_round(now)
         self._tell_target()
+
+    def _begin_round(self, now: int) -> None:
+        self._round = _Round(now)
+        ready = bool(self._rest_of_hint().draft_tokens)
+        self._draft_ahead(now)
+        if ready:
+            self._round.overlap = "hit"
+        elif self._drafting.asked is not None:
+            self._round.overlap = "miss"
 
     def _next_request(self) -> int:
         self._request_id += 1
@@ -228,6 +237,8 @@ class Session:
             k = 0 if rest.draft_tokens and drafting.spent else self._wanted(rest)
             if k > 0:
                 self._ask_draft(k, rest, now)
+            elif not rest.draft_tokens:
+                self._k = 0
         # After silence the target is not made to wait, nor told of each question: a hint is taken any time.
         # While it has one, another will follow as soon as that has its verdict.
         coming = drafting.asked is not None and not drafting.silent
@@ -247,6 +258,7 @@ class Session:
         position, prefix = len(self.answer.tokens) + len(guesses), self.answer.hash_beyond(guesses)
         asked = Asked(self._next_request(), position, prefix, k, now)
         self._drafting.asked = asked
+        self._k = k
         self._emit_effect(ev.Propose(asked.request_id, part, k, self.spec.strategy, len(guesses)))
 
     def _give_up_draft(self, asked: Asked | None) -> None:
@@ -265,6 +277,7 @@ class Session:
         unread = asked.position - self._drafting.cache_len
         came = self._drafting.take(event, self.answer, self._speculation.alpha, now)
         self.stats.proposed += len(event.tokens)
+        self._strategy = event.strategy or self.spec.strategy or ev.NO_STRATEGY
         self._speculation.saw_proposal(came, unread, latency_ns, timing.compute_ns, event.sessions)
         self._after_draft(came, asked.position, now)
 
@@ -462,6 +475,13 @@ class Session:
             orchestration_ns=max(0, unaccounted),
             draft=of.draft,
             target=event.timing,
+            k=self._k,
+            strategy=self._strategy if of.drafted or event.verified else ev.NO_STRATEGY,
+            overlap=of.overlap,
+            plain_ns=event.plain_ns,
+            kv_reused=event.kv_reused,
+            batch_span=event.batch_span,
+            batch_sessions=event.sessions,
         )
         self.stats.count(done)
         self._emit_effect(done)
@@ -698,6 +718,7 @@ class _Round:
         self.draft_wait_ns = 0
         self.exposed_ns = 0
         self.drafted = 0
+        self.overlap: ev.Overlap = "none"
         self.draft = ev.Timing()
 
     def draft_came(self, timing: ev.Timing, now: int) -> None:

@@ -32,7 +32,8 @@ class SessionMemory:
 class Item:
     """One item; `tokens` are all that are confirmed, from absolute position 0, of which [0, kv_len) have KV.
 
-    `kv_len` is None until the session's blocks are opened. `rest` is what the hint offers at the present
+    `kv_len` is None until the session's blocks are opened, when `kv_reused` had KV; of that the first result
+    tells, and then it is 0. `rest` is what the hint offers at the present
     position, as `look` found it.
     """
 
@@ -49,6 +50,7 @@ class Item:
         self.cancelled = False
         self.compute_ns = 0
         self.linger_ns = 0
+        self.kv_reused = 0
         self._since_ns = now
         self._unhinted = not request.draft_tokens
         self._hasher = PrefixHasher()
@@ -146,6 +148,11 @@ class Item:
         if self._unhinted and asked_ns is not None:
             self.memory.habits.came(now - asked_ns, len(hint.draft_tokens))
         self._unhinted = False
+
+    def take_reused(self) -> int:
+        """Once."""
+        reused, self.kv_reused = self.kv_reused, 0
+        return reused
 
     def confirmed(self, tokens: tuple[int, ...], now: int) -> tuple[int, int, int]:
         """Append them; the (queue_ns, compute_ns, linger_ns) of what led to this result."""

@@ -72,7 +72,9 @@ class Confirmed:
     `kv_len` is how far the cache reaches; `batch_sessions` shared the forward pass; `more` results follow.
     The times are of what led to this result alone; `linger_ns`, of `queue_ns`, went on waiting for hints.
     `row_ns` is what a draft row more adds to a pass of so many sessions, and `prefill_ns` what the rows of
-    prompts took of this one.
+    prompts took of this one, which fed `batch_rows` rows. `plain_ns` is about what `compute_ns` would have
+    been had no session of the pass had a draft token. `kv_reused`: of an item's first result, how many
+    tokens of its prefix had their KV before. `batch_span` names the pass in a trace; empty where it has none.
     """
 
     position: int
@@ -88,6 +90,10 @@ class Confirmed:
     linger_ns: int = 0
     row_ns: int = 0
     prefill_ns: int = 0
+    plain_ns: int = 0
+    batch_rows: int = 0
+    kv_reused: int = 0
+    batch_span: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -341,6 +341,10 @@ def _verified(request_id: int, result: pb.VerifyResult) -> ev.Verified:
         sessions=max(1, result.batch_sessions),
         row_ns=result.row_ns,
         prefill_ns=result.prefill_ns,
+        plain_ns=result.plain_ns,
+        batch_rows=result.batch_rows,
+        kv_reused=result.kv_reused,
+        batch_span=result.batch_span,
     )
 
 

@@ -124,4 +124,8 @@ def _result_of(outcome: Confirmed, fingerprint: str) -> pb.VerifyResult:
         more=outcome.more,
         row_ns=outcome.row_ns,
         prefill_ns=outcome.prefill_ns,
+        plain_ns=outcome.plain_ns,
+        batch_rows=outcome.batch_rows,
+        kv_reused=outcome.kv_reused,
+        batch_span=outcome.batch_span,
     )

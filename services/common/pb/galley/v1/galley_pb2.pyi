@@ -1527,6 +1527,10 @@ class VerifyResult(_message.Message):
     MORE_FIELD_NUMBER: _builtins.int
     ROW_NS_FIELD_NUMBER: _builtins.int
     PREFILL_NS_FIELD_NUMBER: _builtins.int
+    BATCH_SPAN_FIELD_NUMBER: _builtins.int
+    KV_REUSED_FIELD_NUMBER: _builtins.int
+    PLAIN_NS_FIELD_NUMBER: _builtins.int
+    BATCH_ROWS_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """The position of tokens[0]."""
     accepted: _builtins.int
@@ -1544,6 +1548,14 @@ class VerifyResult(_message.Message):
     """What one draft token more adds to a pass of so many sessions, on this replica now."""
     prefill_ns: _builtins.int
     """Of timing.compute_ns, about what the rows of prompts took that were in the same pass."""
+    batch_span: _builtins.bytes
+    """The span of the forward pass: its trace id (16 bytes) and span id (8 bytes); empty where it has none."""
+    kv_reused: _builtins.int
+    """Tokens of the item's prefix whose KV the replica held already; of an item's first result."""
+    plain_ns: _builtins.int
+    """About what timing.compute_ns would have been had no session of the pass had a draft token."""
+    batch_rows: _builtins.int
+    """Tokens fed to the forward pass, of all its sessions."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Confirmed: `accepted` draft tokens, then at most one of the target's own."""
@@ -1568,10 +1580,14 @@ class VerifyResult(_message.Message):
         more: _builtins.bool = ...,
         row_ns: _builtins.int = ...,
         prefill_ns: _builtins.int = ...,
+        batch_span: _builtins.bytes = ...,
+        kv_reused: _builtins.int = ...,
+        plain_ns: _builtins.int = ...,
+        batch_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "batch_sessions", b"batch_sessions", "features", b"features", "fingerprint", b"fingerprint", "kv_len", b"kv_len", "logprobs", b"logprobs", "more", b"more", "position", b"position", "prefill_ns", b"prefill_ns", "row_ns", b"row_ns", "timing", b"timing", "tokens", b"tokens", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "batch_rows", b"batch_rows", "batch_sessions", b"batch_sessions", "batch_span", b"batch_span", "features", b"features", "fingerprint", b"fingerprint", "kv_len", b"kv_len", "kv_reused", b"kv_reused", "logprobs", b"logprobs", "more", b"more", "plain_ns", b"plain_ns", "position", b"position", "prefill_ns", b"prefill_ns", "row_ns", b"row_ns", "timing", b"timing", "tokens", b"tokens", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
