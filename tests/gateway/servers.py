@@ -46,8 +46,9 @@ class Server:
             binary(kind),
             *("--port", "0", "--unixsocket", str(directory / "s"), "--dir", str(directory), "--save", ""),
             *("--appendonly", "yes", "--appendfsync", "always", "--daemonize", "no"),
-            # Asked to end, it would wait for replicas that lag behind, 10 s by default.
-            *("--shutdown-timeout", "0"),
+            # Asked to end, it would wait for replicas that lag behind (10 s by default); and would not end at
+            # all while it writes its first log of what it took from a master.
+            *("--shutdown-on-sigterm", "now", "force"),
             *options,
         ]
         self._directory = directory
