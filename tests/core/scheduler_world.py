@@ -27,6 +27,7 @@ VOCAB = 7
 MS = 1_000_000
 FLAT = PassTimes.measured([(1, 10 * MS), (512, 10 * MS + 511)])
 STEEP = PassTimes.measured([(1, 10 * MS), (2, 20 * MS)])
+RISING = PassTimes.measured([(1, 10 * MS), (64, 11 * MS)])
 
 
 def truth(tokens: Sequence[int]) -> int:
@@ -112,8 +113,12 @@ class Bench:
         return plan
 
     def finish(self, plan: StepPlan) -> list[Answer]:
+        return self.finish_as(plan, b"")
+
+    def finish_as(self, plan: StepPlan, batch_span: bytes) -> list[Answer]:
+        """As a pass that has this span."""
         self.now += self.times(plan.rows)
-        self.scheduler.conclude(plan, self.engine.run(plan), self.now)
+        self.scheduler.conclude(plan, self.engine.run(plan), self.now, batch_span)
         self.table.check()
         return self.scheduler.take_answers()
 

@@ -114,6 +114,7 @@ class World:
         self.end: ev.End | None = None
         self.now = 0
         self.accepted_counts: set[int] = set()
+        self.rounds: list[ev.RoundEnded] = []
         self.extensions = 0
         self.asked = 0
         self._session_type = session_type
@@ -159,6 +160,7 @@ class World:
                     self.waiting["wake"] = effect
                 case ev.RoundEnded():
                     self.accepted_counts.add(effect.accepted)
+                    self.rounds.append(effect)
                 case ev.Emit():
                     self._receive(effect)
                 case ev.End():

@@ -13,7 +13,18 @@ from services.core.errors import Broken, DeadlinePassed, InvalidField, Overloade
 from services.core.hints import Hint
 from services.core.step import Sampled
 from services.core.verify_items import Confirmed, Overtaken
-from tests.core.scheduler_world import FLAT, MS, STEEP, VOCAB, Bench, request, result_of, true_answer, truth
+from tests.core.scheduler_world import (
+    FLAT,
+    MS,
+    RISING,
+    STEEP,
+    VOCAB,
+    Bench,
+    request,
+    result_of,
+    true_answer,
+    truth,
+)
 
 if TYPE_CHECKING:
     from services.core.verify_items import Answer
@@ -507,6 +518,29 @@ def test_times_are_of_what_led_to_each_result() -> None:
     assert first.queue_ns == 3 * MS
     assert first.compute_ns == FLAT(5)
     assert (second.queue_ns, second.compute_ns) == (0, FLAT(1))
+
+
+def test_a_result_tells_what_its_pass_was_and_what_it_would_have_been_without_drafts() -> None:
+    bench = Bench(times=RISING)
+    bench.submit(request(PROMPT, credit=2, draft_tokens=tuple(ANSWER[:3])))
+    plan = bench.begin()
+    [answer] = bench.finish_as(plan, b"span")
+    drafted, plain = result_of(answer), only(bench.step())
+    assert drafted.batch_rows == plan.rows
+    assert drafted.batch_span == b"span"
+    rows = plan.rows - drafted.verified
+    assert drafted.verified > 0
+    assert drafted.compute_ns - drafted.plain_ns == RISING(plan.rows) - RISING(rows)
+    assert plain.plain_ns == plain.compute_ns
+
+
+def test_the_first_result_tells_how_much_of_the_prefix_was_held() -> None:
+    bench = Bench()
+    bench.submit(request(prompt(16), session="a"))
+    bench.step()
+    bench.submit(request([*prompt(16), 1], session="b", credit=1))
+    first, second = only(bench.step()), only(bench.step())
+    assert (first.kv_reused, second.kv_reused) == (16, 0)
 
 
 def test_after_a_fault_of_its_own_everything_ends_and_begins_anew() -> None:
