@@ -10,7 +10,7 @@ from pydantic import Field
 from bench.session_store import InstantStore, TimedStore
 from services.common.config import settings_config
 from services.common.server import main_of
-from services.gateway.service import build, open_redis
+from services.gateway.service import build, interceptors, open_redis
 from services.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -44,4 +44,10 @@ def build_measured(
 
 
 if __name__ == "__main__":
-    main_of(MeasuredSettings, "gateway", "A gateway whose store is measured.", build_measured)
+    main_of(
+        MeasuredSettings,
+        "gateway",
+        "A gateway whose store is measured.",
+        build_measured,
+        interceptors=interceptors,
+    )

@@ -1,5 +1,7 @@
 """Calls to Redis (7.0's command set; Valkey too), and server-side scripts kept by their hash.
 
+Calls that are made at the same moment go together (`redis_batches.py`).
+
 A cancelled caller never leaves a connection with an unread reply: each command runs in a task of its own
 that is shielded from its caller and ends when the reply is read or the socket times out.
 """
@@ -22,10 +24,10 @@ if TYPE_CHECKING:
 
     from redis.asyncio import Redis
 
+    from services.common.redis_batches import Command
     from services.common.redis_nodes import Node
 
 T = TypeVar("T")
-Command = tuple[bytes | str | int, ...]
 
 DEFAULT_CALL_TIMEOUT_S = 2.0
 
@@ -192,18 +194,24 @@ async def _sent(node: Node, commands: Sequence[Command], *, asking: bool) -> lis
 
 
 async def _send(node: Node, commands: Sequence[Command], *, asking: bool) -> list[object]:
-    with node.in_use() as client:
-        if len(commands) == 1 and not asking:
-            return [await client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]  # is untyped
-        # Without MULTI: a pipeline is what goes over one connection, in order.
-        pipeline = client.pipeline(transaction=False)
-        for command in [("ASKING",), *commands] if asking else commands:
-            pipeline.execute_command(*command)
-        replies = await pipeline.execute(raise_on_error=False)
+    with node.in_use():
+        whole = [("ASKING",), *commands] if asking else commands
+        replies = await (_traced(node, whole) if node.batches is None else node.batches.ask(whole))
     for reply in replies:
         if isinstance(reply, Exception):
             raise reply
     return replies[1:] if asking else replies
+
+
+async def _traced(node: Node, commands: Sequence[Command]) -> list[object]:
+    """One call at a time, by the client whose calls are spans."""
+    if len(commands) == 1:
+        return [await node.client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]  # is untyped
+    # Without MULTI: a pipeline is what goes over one connection, in order.
+    pipeline = node.client.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command)
+    return await pipeline.execute(raise_on_error=False)
 
 
 def _passes(error: Exception) -> bool:

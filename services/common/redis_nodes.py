@@ -23,6 +23,8 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 
+from services.common.redis_batches import Batches
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
@@ -40,11 +42,12 @@ _ONCE: dict[str, Any] = {
 
 
 class Node:
-    """One server, and the connections to it."""
+    """One server, and the connections to it; `batches` is None where each call is traced by itself."""
 
-    def __init__(self, address: Address, client: redis_asyncio.Redis) -> None:
+    def __init__(self, address: Address, client: redis_asyncio.Redis, *, traced: bool = False) -> None:
         self.address = address
         self.client = client
+        self.batches = None if traced else Batches(client.connection_pool)
         self.busy = 0
 
     @contextmanager
@@ -87,7 +90,7 @@ class Connector:
         client = redis_asyncio.Redis.from_pool(pool)
         if self._on_open is not None:
             self._on_open(client)
-        return Node((host, port), client)
+        return Node((host, port), client, traced=self._on_open is not None)
 
     def sentinel(self) -> Sentinel:
         """The sentinels that the URL names."""

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 import uvloop
 
 from bench.link import Link
 from bench.relay import Relay
-from services.common.redis_calls import RedisCalls
-from services.core.errors import StoreUnavailable
+from services.common.redis_calls import RedisCalls, script_of
+from services.core.errors import Broken, StoreUnavailable
 from tests.gateway.servers import VALKEY, running
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 pytestmark = pytest.mark.timeout(60)
 
 CALLERS = 8
+MANY = 100
 RESETS = 200
 
 
@@ -37,6 +42,60 @@ async def test_a_connection_that_ends_at_any_moment_is_a_store_that_is_away() ->
                 over.set()
                 answers = await callers
     assert answers > RESETS
+
+
+@pytest.fixture
+async def calls() -> AsyncIterator[RedisCalls]:
+    with running(VALKEY) as server:
+        here = RedisCalls(server.url, call_timeout_s=5.0, max_connections=MANY)
+        yield here
+        await here.close()
+
+
+async def connections_made(calls: RedisCalls) -> int:
+    told = await calls.command("INFO", "stats")
+    assert isinstance(told, bytes)
+    [line] = [line for line in told.splitlines() if line.startswith(b"total_connections_received")]
+    return int(line.partition(b":")[2])
+
+
+async def test_calls_that_are_made_at_once_share_a_connection_and_each_has_its_own_answer(
+    calls: RedisCalls,
+) -> None:
+    before = await connections_made(calls)
+    answers = await asyncio.gather(*(calls.command("ECHO", str(number)) for number in range(MANY)))
+    assert answers == [str(number).encode() for number in range(MANY)]
+    assert await connections_made(calls) - before <= 1 + MANY // 64
+
+
+async def test_an_error_is_the_callers_own(calls: RedisCalls) -> None:
+    await calls.command("SET", "text", "x")
+    there, refused, also = await asyncio.gather(
+        calls.command("ECHO", "a"),
+        calls.command("INCR", "text"),
+        calls.command("ECHO", "b"),
+        return_exceptions=True,
+    )
+    assert (there, also) == (b"a", b"b")
+    assert isinstance(refused, Broken)
+
+
+async def test_a_script_that_the_server_has_forgotten_is_sent_again_by_each(calls: RedisCalls) -> None:
+    script = script_of("return redis.call('INCRBY', KEYS[1], ARGV[1])")
+    await calls.command("SCRIPT", "FLUSH")
+    answers = await asyncio.gather(*(calls.run(script, [f"k{number}"], number) for number in range(8)))
+    assert answers == list(range(8))
+
+
+async def test_who_is_cancelled_leaves_the_others_theirs(calls: RedisCalls) -> None:
+    tasks = [asyncio.create_task(calls.command("ECHO", str(number))) for number in range(8)]
+    await asyncio.sleep(0)  # all have asked
+    tasks[0].cancel()
+    tasks[5].cancel()
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    left = [number for number in range(8) if number not in {0, 5}]
+    assert [answers[number] for number in left] == [str(number).encode() for number in left]
+    assert await calls.command("ECHO", "after") == b"after"
 
 
 def _keep_calling(url: str, over: threading.Event) -> int:

@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def gateway_process(
-    world: World, log: Path, environment: Mapping[str, str], more: Mapping[str, str] = MappingProxyType({})
+    world: World,
+    log: Path,
+    environment: Mapping[str, str],
+    more: Mapping[str, str] = MappingProxyType({}),
+    module: str = "services.gateway",
 ) -> AsyncIterator[str]:
     """Its address; it writes its log to `log`, and is stopped by SIGTERM, which must end it in order.
 
-    `more` flags go before those of the world.
+    `more` flags are added to those of the world.
     """
     settings = world.settings()
     flags = {
@@ -41,7 +45,7 @@ async def gateway_process(
     with log.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "services.gateway", "--die-with-parent", "--ready-fd", str(write_fd)),
+            *("-m", module, "--die-with-parent", "--ready-fd", str(write_fd)),
             *(part for name, value in flags.items() for part in (f"--{name}", value)),
             pass_fds=(write_fd,),
             env={**os.environ, **environment},

@@ -1,0 +1,31 @@
+"""The gateway that `make bench-sessions` measures is the real one: it answers, over either store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench.session_store import read_ms
+from bench.sessions import ARMS
+from services.client.client import GalleyClient
+from tests.service.process import gateway_process
+from tests.service.world import MAX_TOKENS, PROMPT, SEED, World, hear, must_be_true
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("store", ARMS)
+async def test_it_answers_and_times_each_commit(world: World, tmp_path: Path, store: str) -> None:
+    timings = tmp_path / "timings"
+    flags = {"bench-store": store, "bench-timings": str(timings)}
+    async with (
+        gateway_process(world, tmp_path / "log", {}, flags, module="bench.session_gateway") as address,
+        GalleyClient(address) as client,
+    ):
+        stream = client.generate(PROMPT, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True)
+        must_be_true(await hear(stream))
+    commits_ms, _ = read_ms(timings, 0)
+    assert commits_ms
+    assert all(took_ms > 0 for took_ms in commits_ms)
