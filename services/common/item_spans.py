@@ -49,13 +49,10 @@ class ItemSpan:
             return None
         return trace.Link(self.span.get_span_context(), {names.LINK: names.LINK_ITEM})
 
-    def missed(self, pool: str, miss: Miss, wanted: int, *, preempted: bool = False) -> None:
-        """The cache of a replica of this pool does not hold the `wanted` tokens, or, preempted, no more."""
+    def missed(self, pool: str, miss: Miss, wanted: int) -> None:
+        """The cache of this replica, of the pool, does not hold the `wanted` tokens that it builds on."""
         self.outcome = CACHE_MISS
-        self.span.add_event(
-            names.KV_PREEMPTED if preempted else names.KV_MISSED,
-            {names.POOL: pool, names.HAVE: miss.have, names.WANTED: wanted},
-        )
+        self.span.add_event(names.KV_MISSED, {names.POOL: pool, names.HAVE: miss.have, names.WANTED: wanted})
 
     def failed(self, error: BaseException) -> None:
         """It is answered with the status of this."""

@@ -59,23 +59,18 @@ class Linger:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The pass under way; `grants[i]` is what chunk i of the plan is for. See `PassFacts`."""
+    """The pass under way; `grants[i]` is what chunk i of the plan is for.
+
+    After `drawn_rows` a token is drawn: after `draft_rows` draft tokens, and one a session. See `PassFacts`.
+    """
 
     plan: StepPlan
     grants: dict[SessionKey, Grant]
     begun_ns: int
+    draft_rows: int
+    drawn_rows: int
     preempted: tuple[str, ...]
     evicted: tuple[SessionKey, ...]
-
-    @property
-    def draft_rows(self) -> int:
-        """Draft tokens fed."""
-        return sum(len(grant.draft_tokens) for grant in self.grants.values())
-
-    @property
-    def drawn_rows(self) -> int:
-        """Those after which a token is drawn: the draft tokens, and one a session."""
-        return self.draft_rows + sum(grant.final for grant in self.grants.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +342,16 @@ class Scheduler:
             grant.item.linger_ns += self._lingering.waited_ns
         chunks = tuple(_chunk(grant, self._table.blocks_of(key)) for key, grant in grants.items())
         plan = StepPlan(chunks, tuple(copies))
-        self._under_way = _Pass(plan, grants, now, tuple(self._preempted), self._table.take_evicted())
+        drafts = sum(len(grant.draft_tokens) for grant in grants.values())
+        self._under_way = _Pass(
+            plan,
+            grants,
+            now,
+            draft_rows=drafts,
+            drawn_rows=drafts + sum(grant.final for grant in grants.values()),
+            preempted=tuple(self._preempted),
+            evicted=self._table.take_evicted(),
+        )
         self._preempted.clear()
         return plan
 

@@ -85,11 +85,10 @@ class ProcessGroup:
 
         Both raise RankLost.
         """
-        numbers = torch.empty(self.size, dtype=torch.int64)
+        numbers = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        own = torch.tensor([number], dtype=torch.int64)
         try:
-            work: Any = dist.all_gather(
-                list(numbers.split(1)), torch.tensor([number], dtype=torch.int64), async_op=True
-            )
+            work: Any = dist.all_gather(numbers, own, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -98,8 +97,7 @@ class ProcessGroup:
                 work.wait()
             except RuntimeError as error:
                 raise self._lost(error) from error
-            found: list[int] = numbers.tolist()
-            return found
+            return [int(one) for one in numbers]
 
         return gathered
 

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 from opentelemetry import trace
 from opentelemetry.context import Context
 
-from services.common.item_spans import RESULT, SUPERSEDED, ItemSpan, packed, tell_failure, unpacked
+from services.common.item_spans import (
+    CACHE_MISS,
+    RESULT,
+    SUPERSEDED,
+    ItemSpan,
+    packed,
+    tell_failure,
+    unpacked,
+)
 from services.core import trace_names as names
 from services.core.content import Miss
 from services.core.step import Watch
@@ -48,8 +56,11 @@ class VerifySpan(ItemSpan):
         outcome = answer.outcome
         if isinstance(outcome, Confirmed):
             self._count(outcome)
+        elif isinstance(outcome, Miss) and answer.preempted:
+            self.outcome = CACHE_MISS
+            self.span.add_event(names.KV_PREEMPTED, {names.POOL: POOL, names.HAVE: outcome.have})
         elif isinstance(outcome, Miss):
-            self.missed(POOL, outcome, self._start, preempted=answer.preempted)
+            self.missed(POOL, outcome, self._start)
         elif isinstance(outcome, Overtaken):
             self.outcome = SUPERSEDED
 

@@ -16,6 +16,10 @@ def prompt(count: int, seed: int) -> list[int]:
     return [(7 * i + 13 * seed) % 97 for i in range(count)]
 
 
+def facts_of(bench: Bench) -> PassFacts:
+    return bench.scheduler.under_way
+
+
 def test_rows_are_told_apart_by_what_they_are_for() -> None:
     bench = Bench(blocks=64, block_tokens=4)
     drafting = bench.submit(request(PROMPT, session="drafting", arrival_ns=1, draft_tokens=(1, 2)))
@@ -45,13 +49,13 @@ def test_a_session_that_makes_place_for_an_older_one_is_told_and_named_once() ->
     bench.step()
     old = bench.submit(request(PROMPT, session="old", arrival_ns=1, credit=1))
     plan = bench.begin()
-    assert bench.scheduler.under_way.preempted == ("young",)
+    assert facts_of(bench).preempted == ("young",)
     answers = {answer.item: answer for answer in bench.finish(plan)}
     assert isinstance(answers[young].outcome, Miss)
     assert answers[young].preempted
     assert not answers[old].preempted
     bench.begin()
-    assert bench.scheduler.under_way.preempted == ()
+    assert facts_of(bench).preempted == ()
 
 
 def test_a_session_whose_blocks_are_taken_in_a_pass_is_preempted() -> None:
