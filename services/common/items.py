@@ -6,13 +6,15 @@ import asyncio
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from opentelemetry.trace import use_span
+
 from services.common.status import item_status, log_internal
 from services.core.errors import InvalidField, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-    from contextlib import AbstractContextManager
 
+    from services.common.item_spans import ItemSpan
     from services.common.pb.galley.v1 import galley_pb2 as pb
 
 I = TypeVar("I")  # noqa: E741  # item
@@ -26,17 +28,18 @@ async def answer_or_status(
     answer: Coroutine[Any, Any, A],
     refuse: Callable[[pb.ItemStatus], A],
     session_id: str,
-    span: AbstractContextManager[object],
+    span: ItemSpan,
 ) -> A:
-    """The answer, made within `span`; or the status of what it raised, given to `refuse`.
+    """The answer; or the status of what it raised, given to `refuse`, which the item's span tells too.
 
     Cancellation passes.
     """
     try:
-        with span:
-            return await answer
+        return await answer
     except Exception as error:  # noqa: BLE001  # one item must not fail its batch
-        log_internal(error, session_id=session_id)
+        span.failed(error)
+        with use_span(span.span):
+            log_internal(error, session_id=session_id)
         return refuse(item_status(error))
 
 

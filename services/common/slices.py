@@ -33,7 +33,6 @@ class Slice:
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     min_tokens: int
-    traceparent: str = ""
 
     @property
     def position(self) -> int:
@@ -53,7 +52,6 @@ def read_slice(message: pb.SessionSlice, *, vocab_size: int, context_window: int
         sampling=sampling_from(message.sampling),
         stop_token_ids=frozenset(message.stop_token_ids),
         min_tokens=message.min_tokens,
-        traceparent=message.traceparent,
     )
     _check_identity(read)
     _check_positions(read, context_window)

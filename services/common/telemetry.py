@@ -18,9 +18,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from services.common.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from contextlib import AbstractContextManager
-
     from opentelemetry.sdk.trace import TracerProvider
 
 _LOG = logging.getLogger(__name__)
@@ -109,18 +106,6 @@ def context_from(parent: str) -> Context:
     if not parent:
         return Context()
     return _PROPAGATOR.extract({"traceparent": parent}, context=Context())
-
-
-def item_span(tracer: trace.Tracer, name: str, parent: str) -> AbstractContextManager[trace.Span]:
-    """The server's span of one item that brings its own `traceparent`; else of the call that brought it."""
-    context = context_from(parent) if parent else None
-    return tracer.start_as_current_span(name, context=context, kind=trace.SpanKind.SERVER)
-
-
-def links_to(parents: Iterable[str]) -> list[trace.Link]:
-    """Links to the spans that `traceparent`s name, for a span that serves several requests at once."""
-    spans = (trace.get_current_span(context_from(parent)).get_span_context() for parent in parents if parent)
-    return [trace.Link(span) for span in spans if span.is_valid]
 
 
 def _wanted() -> bool:

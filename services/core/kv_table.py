@@ -21,7 +21,7 @@ adds a token costs O(1), and O(block) when a block gets full.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from services.core.content import SessionKey
 
 _RETRY_AFTER_S = 1.0
+# Evicted sessions that are named, should nobody ask for a while.
+_NAMED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class KvTable:
             raise ValueError(f"block_tokens {block_tokens}, max_sessions {max_sessions}: at least 1 each")
         self.block_tokens = block_tokens
         self._max_sessions = max_sessions
+        self._lost: deque[SessionKey] = deque(maxlen=_NAMED)
         self._forget_all(blocks)
 
     def _forget_all(self, blocks: int) -> None:
@@ -115,6 +118,12 @@ class KvTable:
     def cached_prefixes(self, limit: int) -> list[bytes]:
         """Up to `limit` hashes of blocks that a new session could attach, most recently used first."""
         return self._pool.recent(limit)
+
+    def take_evicted(self) -> tuple[SessionKey, ...]:
+        """The last idle sessions that have lost their blocks to others since this was asked."""
+        evicted = tuple(self._lost)
+        self._lost.clear()
+        return evicted
 
     def held(self, key: SessionKey) -> Miss:
         """The session's longest prefix that is in its blocks, or still cached: what a cache_miss says."""
@@ -259,6 +268,8 @@ class KvTable:
 
     def _evict(self, session: KvSession) -> None:
         """Takes its blocks; remembers what may stay cached."""
+        if not session.live:
+            self._lost.append(session.key)
         hashes = list(session.hashes)
         tokens = session.tokens[: len(hashes) * self.block_tokens]
         self._remove(session)

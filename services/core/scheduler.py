@@ -19,7 +19,7 @@ Answers are collected and taken with `take_answers` after any call.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from services.core.live_times import LivePassTimes
 from services.core.rows import Grant, share_rows
 from services.core.step import Chunk, Draw, Sampled, StepPlan
 from services.core.target_item import Item, SessionMemory
-from services.core.verify_items import Answer, Confirmed, Outcome, Overtaken
+from services.core.verify_items import Answer, Confirmed, Outcome, Overtaken, PassFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +46,8 @@ MAX_ROWS = 256
 _RETRY_AFTER_S = 0.5
 # Sessions whose acceptance and hint delays are remembered: a few numbers each.
 _MEMORIES = 4096
+# Preempted sessions that are named of a pass.
+_NAMED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,18 @@ class Linger:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The pass under way; `grants[i]` is what chunk i of the plan is for."""
+    """The pass under way; `grants[i]` is what chunk i of the plan is for.
+
+    After `drawn_rows` a token is drawn: after `draft_rows` draft tokens, and one a session. See `PassFacts`.
+    """
 
     plan: StepPlan
     grants: dict[SessionKey, Grant]
     begun_ns: int
+    draft_rows: int
+    drawn_rows: int
+    preempted: tuple[str, ...]
+    evicted: tuple[SessionKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +109,7 @@ class Scheduler:
         self._memories: OrderedDict[SessionKey, SessionMemory] = OrderedDict()
         self._overall = SessionMemory()
         self._under_way: _Pass | None = None
+        self._preempted: deque[str] = deque(maxlen=_NAMED)
         self._answers: list[Answer] = []
         self._last_id = 0
         self._draining = False
@@ -112,10 +122,21 @@ class Scheduler:
         return len(self._items)
 
     @property
-    def under_way(self) -> tuple[VerifyRequest, ...]:
-        """The requests that share the pass under way."""
-        grants = self._under_way.grants.values() if self._under_way else ()
-        return tuple(grant.item.request for grant in grants)
+    def under_way(self) -> PassFacts:
+        """What there is to tell of the pass under way. Raises Broken if there is none."""
+        now = self._under_way
+        if now is None:
+            raise Broken("no pass is under way")
+        return PassFacts(
+            items=tuple(grant.item.id for grant in now.grants.values()),
+            rows=now.plan.rows,
+            draft_rows=now.draft_rows,
+            prefill_rows=now.plan.rows - now.drawn_rows,
+            free_blocks=self._table.free,
+            queue_depth=self.queue_depth,
+            preempted=now.preempted,
+            evicted=tuple(session_id for _, session_id in now.evicted),
+        )
 
     def take_answers(self) -> list[Answer]:
         """All answers since the last time."""
@@ -261,7 +282,7 @@ class Scheduler:
             if youngest.age <= item.age:
                 self._answer(item, error)
                 return
-            self._answer(youngest, self._table.held(youngest.key))
+            self._preempt(youngest)
             self._hold(item)
 
     def _hold(self, item: Item) -> None:
@@ -285,13 +306,21 @@ class Scheduler:
                 granted, reservation = self._reserve_for(grant, frozenset(grants))
             except Overloaded as error:
                 # What it has computed stays until somebody needs it; it goes on from there when asked again.
-                self._answer(item, self._table.held(item.key) if item.begun else error)
+                if item.begun:
+                    self._preempt(item)
+                else:
+                    self._answer(item, error)
                 continue
             for key in reservation.preempted:
-                self._answer(self._standing[key], self._table.held(key))
+                self._preempt(self._standing[key])
             grants[item.key] = granted
             copies += reservation.copies
         return grants, copies
+
+    def _preempt(self, item: Item) -> None:
+        """It cannot go on; its caller is told what of it is left."""
+        self._preempted.append(item.key[1])
+        self._answer(item, self._table.held(item.key), preempted=True)
 
     def _reserve_for(self, grant: Grant, busy: frozenset[SessionKey]) -> tuple[Grant, Reservation]:
         """With its draft tokens, or without where only these do not fit. Raises Overloaded."""
@@ -313,7 +342,17 @@ class Scheduler:
             grant.item.linger_ns += self._lingering.waited_ns
         chunks = tuple(_chunk(grant, self._table.blocks_of(key)) for key, grant in grants.items())
         plan = StepPlan(chunks, tuple(copies))
-        self._under_way = _Pass(plan, grants, now)
+        drafts = sum(len(grant.draft_tokens) for grant in grants.values())
+        self._under_way = _Pass(
+            plan,
+            grants,
+            now,
+            draft_rows=drafts,
+            drawn_rows=drafts + sum(grant.final for grant in grants.values()),
+            preempted=tuple(self._preempted),
+            evicted=self._table.take_evicted(),
+        )
+        self._preempted.clear()
         return plan
 
     # ------------------------------------------------------------------------------ the outcomes --
@@ -340,9 +379,7 @@ class Scheduler:
 
         Rows of prompts cost less, for nothing is drawn from them: what a row costs is learnt without them.
         """
-        grants = done.grants.values()
-        drafts = sum(len(grant.draft_tokens) for grant in grants)
-        drawn = drafts + sum(grant.final for grant in grants)
+        drafts, drawn, sessions = done.draft_rows, done.drawn_rows, len(done.grants)
         prefill_ns = 0
         if drawn == done.plan.rows:
             self._times.saw(drawn, drafts, took_ns)
@@ -350,9 +387,9 @@ class Scheduler:
             prefill_ns = max(0, took_ns - self._times(drawn, drafts)) if drawn else took_ns
         drafts_ns = max(0, self._times(drawn, drafts) - self._times(drawn - drafts, 0)) if drafts else 0
         return _Shared(
-            sessions=len(grants),
+            sessions=sessions,
             rows=done.plan.rows,
-            row_ns=self._times.of_a_row(len(grants)),
+            row_ns=self._times.of_a_row(sessions),
             prefill_ns=prefill_ns,
             drafts_ns=min(drafts_ns, took_ns),
             span=batch_span,
@@ -444,9 +481,9 @@ class Scheduler:
     def _goes_on(self, item: Item, *, stopped: bool) -> bool:
         return not (stopped or self._draining) and item.request.credit > 0 and item.position < item.limit
 
-    def _answer(self, item: Item, outcome: Outcome) -> None:
+    def _answer(self, item: Item, outcome: Outcome, *, preempted: bool = False) -> None:
         """Say it, unless the item was given up; close the item unless more follows."""
-        answer = Answer(item.id, outcome)
+        answer = Answer(item.id, outcome, preempted)
         if not item.cancelled:
             self._answers.append(answer)
         if answer.last:

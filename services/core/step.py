@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from services.core.errors import GalleyError
     from services.core.params import SamplingParams
@@ -73,6 +73,19 @@ class Sampled:
 
     tokens: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(slots=True)
+class Watch:
+    """Has a pass say what its forward took; only of one that is traced, as span `span` (trace id, span id).
+
+    The engine fills in `forward_ns`, and `rank_ns`: called once the pass is over, it gives what each rank
+    computed in its forward, without waiting for the others.
+    """
+
+    span: bytes
+    forward_ns: int = 0
+    rank_ns: Callable[[], Sequence[int]] = tuple
 
 
 # Of each chunk, in order: None where nothing was to be drawn; an error is that chunk's own.

@@ -63,7 +63,19 @@ DRAFT_REPLICA: Final = "galley.draft.replica"
 TARGET_REPLICA: Final = "galley.target.replica"
 KV_REUSED: Final = "galley.kv.reused"
 
+# Of items, at the replica.
+OUTCOME: Final = "galley.outcome"
+CREDIT: Final = "galley.credit"
+VERDICTS: Final = "galley.verdicts"
+CONFIRMED: Final = "galley.confirmed"
+K: Final = "galley.k"
+STRATEGY: Final = "galley.strategy"
+KV_LEN: Final = "galley.kv.len"
+QUEUE_NS: Final = "galley.queue_ns"
+COMPUTE_NS: Final = "galley.compute_ns"
+
 # Of calls and batches.
+RPC_SYSTEM: Final = "rpc.system"
 REPLICA: Final = "galley.replica"
 STORE_OPERATION: Final = "galley.store.operation"
 STORE_ATTEMPTS: Final = "galley.store.attempts"
@@ -76,6 +88,7 @@ BATCH_STEPS: Final = "galley.batch.steps"
 FORWARD_NS: Final = "galley.batch.forward_ns"
 RANK_FORWARD_NS: Final = "galley.batch.rank_forward_ns"
 RANK: Final = "galley.rank"
+RANK_WAITED_NS: Final = "galley.rank.waited_ns"
 FREE_BLOCKS: Final = "galley.kv.free_blocks"
 QUEUE_DEPTH: Final = "galley.queue.depth"
 

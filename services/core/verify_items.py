@@ -43,7 +43,6 @@ class VerifyRequest:
     arrival_ns: int = 0
     priority: int = 0
     deadline_ns: int | None = None
-    traceparent: str = ""
 
     @property
     def position(self) -> int:
@@ -110,12 +109,35 @@ Outcome: TypeAlias = "Confirmed | Overtaken | Miss | GalleyError"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An outcome of the item that `Scheduler.submit` named `item`."""
+    """An outcome of the item that `Scheduler.submit` named `item`.
+
+    `preempted`: a cache miss because its blocks went to an older session, or there were none for it.
+    """
 
     item: int
     outcome: Outcome
+    preempted: bool = False
 
     @property
     def last(self) -> bool:
         """Nothing further comes of this item."""
         return not (isinstance(self.outcome, Confirmed) and self.outcome.more)
+
+
+@dataclass(frozen=True, slots=True)
+class PassFacts:
+    """What is worth telling of a pass that is under way: which `items` share it, and what its rows are for.
+
+    Of its `rows`, `draft_rows` are draft tokens, and after `prefill_rows` nothing is drawn: those of prompts,
+    and of sessions that come from elsewhere. The sessions named have lost their blocks since the pass before:
+    the `preempted` while they had an item, the `evicted` while they had none.
+    """
+
+    items: tuple[int, ...]
+    rows: int
+    draft_rows: int
+    prefill_rows: int
+    free_blocks: int
+    queue_depth: int
+    preempted: tuple[str, ...]
+    evicted: tuple[str, ...]

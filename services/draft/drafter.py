@@ -132,11 +132,6 @@ class Drafter:
         self._conclude(taking, stepped)
         return stepped
 
-    @property
-    def next_traces(self) -> list[str]:
-        """The traceparents of the items that the next step takes."""
-        return [one.job.slice.traceparent for one in self._next()]
-
     def _next(self) -> list[_Open]:
         return list(islice(self._open.values(), self._max_batch))
 

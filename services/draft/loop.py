@@ -15,15 +15,14 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from services.common.status import log_internal
-from services.common.telemetry import links_to
 from services.core.errors import DeadlinePassed, Overloaded, Unavailable
 from services.draft.drafter import Proposed
+from services.draft.spans import BatchSpans
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Mapping
 
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Link, Tracer
 
     from services.core.errors import GalleyError
     from services.draft.drafter import Drafter, ProposeJob, ProposeOutcome, Stepped
@@ -45,7 +44,10 @@ class Done:
 
 
 class _Ticket:
-    """An item until it is answered; `ready` is what its last step left, `used` what of it was answered."""
+    """An item until it is answered; `ready` is what its last step left, `used` what of it was answered.
+
+    `link` is to its span, if it is traced.
+    """
 
     __slots__ = (
         "_submitted_ns",
@@ -54,14 +56,16 @@ class _Ticket:
         "future",
         "job",
         "late",
+        "link",
         "ready",
         "session_ns",
         "used",
     )
 
-    def __init__(self, job: ProposeJob, remaining_ns: int) -> None:
+    def __init__(self, job: ProposeJob, remaining_ns: int, link: Link | None) -> None:
         loop = asyncio.get_running_loop()
         self.job = job
+        self.link = link
         self.future: asyncio.Future[Done] = loop.create_future()
         self.begun = False
         self.late = False
@@ -104,7 +108,7 @@ class DraftLoop:
 
     def __init__(self, drafter: Drafter, tracer: Tracer, *, max_waiting: int) -> None:
         self._drafter = drafter
-        self._tracer = tracer
+        self._batches = BatchSpans(tracer)
         self._max_waiting = max_waiting
         self._numbers = count()
         self._new: dict[int, _Ticket] = {}
@@ -121,7 +125,9 @@ class DraftLoop:
         """Items that are not answered."""
         return len(self._new) + len(self._open)
 
-    def submit(self, job: ProposeJob, remaining_ns: int = 0) -> asyncio.Future[Done]:
+    def submit(
+        self, job: ProposeJob, remaining_ns: int = 0, link: Link | None = None
+    ) -> asyncio.Future[Done]:
         """The future outcome of `job`; cancel it to give the job up. `remaining_ns` 0 is no deadline.
 
         Raises Overloaded if too many wait, Unavailable once draining. The future raises DeadlinePassed if
@@ -131,7 +137,7 @@ class DraftLoop:
             raise Unavailable("the replica is draining")
         if self.queue_depth >= self._max_waiting:
             raise Overloaded(f"{self._max_waiting} items are waiting", _RETRY_AFTER_S)
-        item, ticket = next(self._numbers), _Ticket(job, remaining_ns)
+        item, ticket = next(self._numbers), _Ticket(job, remaining_ns, link)
         ticket.future.add_done_callback(lambda _: self._ended(item))
         self._new[item] = ticket
         self._idle.clear()
@@ -152,6 +158,7 @@ class DraftLoop:
         await asyncio.to_thread(self._worker.shutdown)
         for ticket in (*self._new.values(), *self._open.values()):
             ticket.fail(Unavailable("the replica has stopped"))
+        self._batches.end()
         self._idle.set()
 
     def _ended(self, item: int) -> None:
@@ -163,6 +170,8 @@ class DraftLoop:
         while True:
             self._changed.clear()
             ended, new = self._receive()
+            if new or not self._open:
+                self._batches.end()
             if ended or new:
                 await self._compute(partial(self._open_items, new, ended))
             elif self._open:
@@ -197,8 +206,7 @@ class DraftLoop:
     def _open_items(self, new: Mapping[int, ProposeJob], ended: Mapping[int, int]) -> Stepped:
         """On the worker thread."""
         began_ns = time.monotonic_ns()
-        with self._span("draft.open", [job.slice.traceparent for job in new.values()]):
-            stepped = self._drafter.open(new, ended)
+        stepped = self._drafter.open(new, ended)
         self._note(stepped, time.monotonic_ns() - began_ns)
         return stepped
 
@@ -206,23 +214,23 @@ class DraftLoop:
         """On the worker thread: steps, until there is something to deliver or to receive."""
         while True:
             began_ns = time.monotonic_ns()
-            with self._span("draft.step", self._drafter.next_traces) as span:
-                stepped = self._drafter.advance()
-                span.set_attribute("galley.batch_sessions", len(stepped.answers) + len(stepped.so_far))
-            self._note(stepped, time.monotonic_ns() - began_ns)
+            stepped = self._drafter.advance()
+            self._note(stepped, time.monotonic_ns() - began_ns, steps=1)
             if stepped.answers or self._changed.is_set():
                 return stepped
 
-    def _span(self, name: str, parents: Sequence[str]) -> AbstractContextManager[Span]:
-        """A span that links to those of its requests."""
-        return self._tracer.start_as_current_span(name, links=links_to(parents))
-
-    def _note(self, stepped: Stepped, took_ns: int) -> None:
+    def _note(self, stepped: Stepped, took_ns: int, steps: int = 0) -> None:
         """On the worker thread, while no ticket comes or goes: what is ready now, should a deadline come."""
         sessions = len(stepped.answers) + len(stepped.so_far)
+        links: list[Link] = []
         for item in (*stepped.answers, *stepped.so_far):
-            self._open[item].compute_ns += took_ns
-            self._open[item].session_ns += took_ns * sessions
+            ticket = self._open[item]
+            ticket.compute_ns += took_ns
+            ticket.session_ns += took_ns * sessions
+            if ticket.link is not None:
+                links.append(ticket.link)
+        if links:
+            self._batches.stepped(links, took_ns, sessions, steps)
         for item, ready in stepped.so_far.items():
             self._open[item].ready = ready
 

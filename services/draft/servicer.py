@@ -10,10 +10,10 @@ from services.common.items import answer_all, answer_or_status, answer_stream
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.registry import draft_lease
-from services.common.telemetry import item_span
 from services.core.recent import Recent
 from services.draft.items import DraftInfo, answer_of, read_item
 from services.draft.loop import DraftLoop
+from services.draft.spans import ProposeSpan
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -75,19 +75,25 @@ class DraftService(rpc.DraftServicer):
         await self._loop.close()
 
     async def _answer(self, item: pb.ProposeItem) -> pb.ProposeAnswer:
-        return await answer_or_status(
-            self._propose(item),
-            lambda status: pb.ProposeAnswer(
-                session_id=item.slice.session_id, request_id=item.slice.request_id, status=status
-            ),
-            item.slice.session_id,
-            item_span(self._tracer, "galley.v1.Draft/Propose", item.slice.traceparent),
-        )
+        span = ProposeSpan(self._tracer, item)
+        try:
+            return await answer_or_status(
+                self._propose(item, span),
+                lambda status: pb.ProposeAnswer(
+                    session_id=item.slice.session_id, request_id=item.slice.request_id, status=status
+                ),
+                item.slice.session_id,
+                span,
+            )
+        finally:
+            span.end()
 
-    async def _propose(self, item: pb.ProposeItem) -> pb.ProposeAnswer:
+    async def _propose(self, item: pb.ProposeItem, span: ProposeSpan) -> pb.ProposeAnswer:
         job = read_item(item, self._info)
+        span.asked(job)
         self._recent.note(job.slice.key, time.monotonic_ns())
-        done = await self._loop.submit(job, item.slice.remaining_ns)
+        done = await self._loop.submit(job, item.slice.remaining_ns, span.link)
+        span.answered(job, done)
         return answer_of(item, done)
 
     def _describe(self) -> pb.GetDraftInfoResponse:

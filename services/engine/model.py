@@ -23,6 +23,7 @@ from services.engine.kv_pool import KvPool, kv_shape
 from services.engine.paged import pool_for
 from services.engine.pages import Span
 from services.engine.ranks import ALONE
+from services.engine.watching import watched
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from services.core.step import Watch
     from services.engine.draft_directory import ReducedHead
     from services.engine.ranks import Ranks
 
@@ -66,9 +68,11 @@ class CausalModel:
         head: ReducedHead | None = None,
         *,
         max_rows: int = MAX_ROWS,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.info = info
         self.max_rows = max_rows
+        self._ranks = ranks
         self.kv = forward.attention.pool
         self._forward = forward
         self.head = head
@@ -120,7 +124,7 @@ class CausalModel:
         theirs = probe.eager_logits(module, probe.prompt_of(info)) if own else None
         max_rows = options.rows_of_pass(device, MAX_ROWS)
         forward = forward_of(module, pool, ranks, max_rows=max_rows, own=own, options=options)
-        model = cls(forward, info, loaded.head, max_rows=max_rows)
+        model = cls(forward, info, loaded.head, max_rows=max_rows, ranks=ranks)
         ours = probe.probe_logits(model)
         if loaded.head is not None:
             ours = ours[:, loaded.head.tokens]
@@ -143,14 +147,22 @@ class CausalModel:
         return type(self._forward.attention).__name__
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        copies: Sequence[tuple[int, int]] = (),
+        watch: Watch | None = None,
+    ) -> Tensor:
         """Copy blocks, feed the chunks, and put their keys and values into their blocks.
 
         Returns the wanted logits, float32 [sum of want_logits, vocab_size], in the order of the chunks, on
         the model's device. A row that is not finite is its own chunk's affair. Raises Broken, before any
-        work, if a chunk is out of bounds.
+        work, if a chunk is out of bounds. A `watch` is told what it took.
         """
-        logits = self._run(chunks, copies)
+        if watch is None:
+            logits = self._run(chunks, copies)
+        else:
+            logits = watched(lambda: self._run(chunks, copies), self._ranks, watch)
         return logits if self.head is None else self.head.spread(logits)
 
     @torch.inference_mode()

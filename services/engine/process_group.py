@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,8 +19,11 @@ import torch
 import torch.distributed as dist
 
 from services.core.errors import Unavailable
+from services.engine.ranks import Waits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from torch import Tensor
 
 # torch.distributed has them without saying so in its types.
@@ -50,6 +55,7 @@ class ProcessGroup:
         self.size = size
         self._device = torch.device(device)
         self._plans = plans
+        self._waits: Waits | None = None
 
     def add(self, part: Tensor) -> Tensor:
         """The sum of all parts, of any shape, in the parts' dtype. Raises RankLost.
@@ -74,12 +80,53 @@ class ProcessGroup:
         """Wait, for as long as rank 0 lives, for what it sends, of the same length. Raises RankLost."""
         self._broadcast(values)
 
+    def share(self, number: int) -> Callable[[], Sequence[int]]:
+        """Begin to tell all ranks a number of this one; all make the call. What it gives waits for theirs.
+
+        Both raise RankLost.
+        """
+        numbers = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        own = torch.tensor([number], dtype=torch.int64)
+        try:
+            work: Any = dist.all_gather(numbers, own, async_op=True)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+        def gathered() -> Sequence[int]:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(error) from error
+            return [int(one) for one in numbers]
+
+        return gathered
+
+    @contextmanager
+    def waits(self) -> Iterator[Waits]:
+        """Within, count what this rank waits for the others' parts, their way here included.
+
+        On CUDA that stays out of sight: the host only orders the exchange.
+        """
+        self._waits = waits = Waits()
+        try:
+            yield waits
+        finally:
+            self._waits = None
+
     def close(self) -> None:
         """Leave the others; they notice if they still wait for this one."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _gather(self, part: Tensor) -> Tensor:
+        if self._waits is None:
+            return self._exchange(part)
+        began_ns = time.perf_counter_ns()
+        parts = self._exchange(part)
+        self._waits.ns += time.perf_counter_ns() - began_ns
+        return parts
+
+    def _exchange(self, part: Tensor) -> Tensor:
         sent = part.contiguous()
         # As bytes: gloo knows few dtypes, and a gather adds nothing.
         parts = torch.empty(self.size, *sent.shape, dtype=sent.dtype, device=sent.device)
@@ -88,14 +135,17 @@ class ProcessGroup:
         try:
             dist.all_gather([_bytes(place) for place in parts], _bytes(sent))
         except RuntimeError as error:
-            raise RankLost(f"rank {self.rank} lost another rank: {error}") from error
+            raise self._lost(error) from error
         return parts
+
+    def _lost(self, error: RuntimeError) -> RankLost:
+        return RankLost(f"rank {self.rank} lost another rank: {error}")
 
     def _broadcast(self, values: Tensor) -> None:
         try:
             dist.broadcast(values, _LEADER, group=self._plans)
         except RuntimeError as error:
-            raise RankLost(f"rank {self.rank} lost another rank: {error}") from error
+            raise self._lost(error) from error
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import Tensor
+
+
+@dataclass(slots=True)
+class Waits:
+    """How long a rank has waited for what the others computed."""
+
+    ns: int = 0
 
 
 class Ranks(Protocol):
@@ -26,6 +36,9 @@ class Ranks(Protocol):
     def join_columns(self, part: Tensor) -> Tensor:
         """[rows, n / size] of each rank to [rows, n], in rank order."""
 
+    def waits(self) -> AbstractContextManager[Waits]:
+        """Within, what this rank waits for the others is counted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Alone:
@@ -41,6 +54,10 @@ class Alone:
     def join_columns(self, part: Tensor) -> Tensor:
         """The part is the whole."""
         return part
+
+    def waits(self) -> AbstractContextManager[Waits]:
+        """There is nobody to wait for."""
+        return nullcontext(Waits())
 
 
 ALONE = Alone()

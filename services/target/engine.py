@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from services.core.step import StepOutcome, StepPlan
+    from services.core.step import StepOutcome, StepPlan, Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class TargetEngine(Protocol):
     def info(self) -> EngineInfo:
         """Fixed for the life of the engine."""
 
-    def run(self, plan: StepPlan) -> list[StepOutcome]:
-        """Carry out one pass; the outcome of each chunk, in order.
+    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
+        """Carry out one pass; the outcome of each chunk, in order. A `watch` is told what it took.
 
         Raises if the whole pass came to nothing; what its chunks were to write is then unknown.
         """

@@ -53,7 +53,6 @@ def read_item(
         arrival_ns=item.slice.arrival_ns or epoch_ns,
         priority=item.slice.priority,
         deadline_ns=now_ns + item.slice.remaining_ns if item.slice.remaining_ns else None,
-        traceparent=read.traceparent,
     )
 
 

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from services.common.process import in_passing_thread
 from services.common.registration import Registered
 from services.common.server import Parts, start_server
-from services.common.telemetry import start_telemetry
+from services.common.telemetry import Telemetry, start_telemetry
 from services.core.errors import Unavailable
 from services.target.loading import kv_blocks, load_engine
 from services.target.paged_engine import PagedEngine
@@ -56,13 +56,15 @@ class Leader:
         self._model: ShardedModel | None = None
         self._service: TargetService | None = None
         self._server: RunningServer | None = None
+        self._telemetry = Telemetry()
 
     async def serve(self, store: Store | None) -> str:
         """Load and serve; the address. `store` is where the followers come; None with one rank."""
+        self._telemetry = start_telemetry("galley-target")
         self._server = await start_server(
             self._settings,
             lambda server, parts: self._build(server, parts, store),
-            Parts(telemetry=start_telemetry("galley-target")),
+            Parts(telemetry=self._telemetry),
         )
         return self._settings.advertise or self._server.address
 
@@ -71,15 +73,17 @@ class Leader:
         return self._built.facts()
 
     async def withdraw(self) -> None:
-        """Be no longer registered; what is under way is left to its fate."""
+        """Be no longer registered, and say last words to traces; what is under way is left to its fate."""
         if self._server is not None and isinstance(self._server.service, Registered):
             await self._server.service.withdraw()
+        await asyncio.to_thread(self._telemetry.shutdown)
 
     async def stop(self) -> None:
         """Drain, withdraw, and let the other ranks go."""
         if self._server is not None:
             await self._server.stop()
         await asyncio.to_thread(self._release)
+        await asyncio.to_thread(self._telemetry.shutdown)
 
     @property
     def _built(self) -> TargetService:

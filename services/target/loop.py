@@ -12,22 +12,25 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from opentelemetry.trace import INVALID_SPAN, use_span
+
 from services.common.status import log_internal
-from services.common.telemetry import links_to
 from services.core.errors import Unavailable
 from services.core.step import StepPlan
 from services.core.verify_items import Answer
+from services.target.spans import BatchSpans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from opentelemetry.trace import Tracer
+    from opentelemetry.trace import Link, Tracer
 
     from services.core.errors import GalleyError
     from services.core.scheduler import Linger, Scheduler
     from services.core.step import StepOutcome
     from services.core.verify_items import Extend, VerifyRequest
     from services.target.engine import TargetEngine
+    from services.target.spans import Batch
 
 
 class Ticket:
@@ -60,7 +63,7 @@ class StepLoop:
     def __init__(self, engine: TargetEngine, scheduler: Scheduler, tracer: Tracer) -> None:
         self._engine = engine
         self._scheduler = scheduler
-        self._tracer = tracer
+        self._batches = BatchSpans(tracer)
         self._tickets: dict[int, Ticket] = {}
         self._changed = asyncio.Event()
         self._arrived = asyncio.Event()
@@ -71,8 +74,8 @@ class StepLoop:
         self._task = asyncio.ensure_future(self._run())
         self.draining = asyncio.Event()
 
-    def submit(self, request: VerifyRequest) -> Ticket:
-        """Where the answers to `request` will be; `cancel` it to give it up.
+    def submit(self, request: VerifyRequest, link: Link | None = None) -> Ticket:
+        """Where the answers to `request` will be; `cancel` it to give it up. `link` is to its span, if any.
 
         Raises Unavailable once draining, Overloaded if too many wait, InvalidField if it can never be held.
         """
@@ -82,6 +85,7 @@ class StepLoop:
             raise Unavailable("the replica is draining")
         ticket = Ticket(self._scheduler.submit(request, time.monotonic_ns()))
         self._tickets[ticket.item] = ticket
+        self._batches.joins(ticket.item, link)
         self._idle.clear()
         self._arrived.set()
         self._deliver()
@@ -102,6 +106,7 @@ class StepLoop:
     def cancel(self, ticket: Ticket) -> None:
         """Give the item up, if it has not ended."""
         if self._tickets.pop(ticket.item, None) is not None:
+            self._batches.leaves(ticket.item)
             self._scheduler.cancel(ticket.item)
             self._changed.set()
 
@@ -169,24 +174,39 @@ class StepLoop:
             timer.cancel()
 
     async def _compute(self, plan: StepPlan) -> None:
-        parents = [request.traceparent for request in self._scheduler.under_way]
+        batch = self._batches.begin(self._scheduler)
         try:
-            outcomes = await asyncio.get_running_loop().run_in_executor(
-                self._worker, self._step, plan, parents
-            )
-        except Exception as error:  # noqa: BLE001  # one pass must not end the loop
-            log_internal(error)
-            self._scheduler.fail(plan, Unavailable("the step failed"))
-        else:
-            self._scheduler.conclude(plan, outcomes, time.monotonic_ns())
-        self._deliver()
+            await self._run_pass(plan, batch)
+            self._deliver()
+        finally:
+            if batch is not None:
+                batch.end()
 
-    def _step(self, plan: StepPlan, parents: Sequence[str]) -> Sequence[StepOutcome]:
-        """On the worker thread: one pass, in a span that links to those of its requests."""
-        with self._tracer.start_as_current_span("target.step", links=links_to(parents)) as span:
-            span.set_attribute("galley.batch_sessions", len(parents))
-            span.set_attribute("galley.rows", plan.rows)
+    async def _run_pass(self, plan: StepPlan, batch: Batch | None) -> None:
+        loop = asyncio.get_running_loop()
+        if batch is not None:
+            # Once the pass is under way, so that it need not wait for this.
+            loop.call_soon(batch.describe)
+        try:
+            outcomes = await loop.run_in_executor(self._worker, self._step, plan, batch)
+        except Exception as error:  # noqa: BLE001  # one pass must not end the loop
+            failed = Unavailable("the step failed")
+            if batch is not None:
+                batch.failed(failed)
+            with use_span(batch.span if batch is not None else INVALID_SPAN):
+                log_internal(error)
+            self._scheduler.fail(plan, failed)
+        else:
+            span = batch.packed if batch is not None else b""
+            self._scheduler.conclude(plan, outcomes, time.monotonic_ns(), span)
+
+    def _step(self, plan: StepPlan, batch: Batch | None) -> Sequence[StepOutcome]:
+        """On the worker thread: one pass."""
+        if batch is None:
             return self._engine.run(plan)
+        outcomes = self._engine.run(plan, batch.watch)
+        batch.ran()
+        return outcomes
 
     def _deliver(self) -> None:
         for answer in self._scheduler.take_answers():
@@ -195,6 +215,7 @@ class StepLoop:
                 continue
             if answer.last:
                 del self._tickets[answer.item]
+                self._batches.leaves(answer.item)
             ticket.put(answer)
 
     def _stop(self, error: Unavailable) -> None:

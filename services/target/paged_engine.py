@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from services.core.step import Chunk, StepOutcome, StepPlan
+    from services.core.step import Chunk, StepOutcome, StepPlan, Watch
     from services.engine.batch import ModelInfo
     from services.engine.model import KvPool
 
@@ -28,7 +28,12 @@ class PagedModel(Protocol):
     def kv(self) -> KvPool:
         """The pool whose blocks the chunks name."""
 
-    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        copies: Sequence[tuple[int, int]] = (),
+        watch: Watch | None = None,
+    ) -> Tensor:
         """Float32 [sum of want_logits, vocab], rows in the order of the chunks."""
 
 
@@ -45,9 +50,9 @@ class PagedEngine:
         """What the model is."""
         return self._info
 
-    def run(self, plan: StepPlan) -> list[StepOutcome]:
+    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
         """See `TargetEngine.run`; what cannot be sampled, such as NaN, is the outcome of its chunk alone."""
-        logits = self._model.run(plan.chunks, plan.copies)  # [sum(want_logits), vocab]
+        logits = self._model.run(plan.chunks, plan.copies, watch)  # [sum(want_logits), vocab]
         drawn = iter(draw_all(logits, [chunk.draw for chunk in plan.chunks if chunk.draw is not None]))
         return [None if chunk.draw is None else next(drawn) for chunk in plan.chunks]
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from services.common.process import limit_threads
+from services.common.telemetry import start_telemetry
+from services.target.spans import tell_rank
 
 if TYPE_CHECKING:
+    from services.common.telemetry import Telemetry
     from services.engine.model import CausalModel
     from services.engine.process_group import ProcessGroup
 
@@ -60,6 +64,14 @@ def run_follower(spec: RankSpec, rank: int, address: str) -> None:
     Raises RankLost when another rank has gone, UnsupportedModel where the model cannot be shared so.
     """
     limit_threads(spec.threads)
+    telemetry = start_telemetry("galley-target")
+    try:
+        _follow(spec, rank, address, telemetry)
+    finally:
+        telemetry.shutdown()
+
+
+def _follow(spec: RankSpec, rank: int, address: str, telemetry: Telemetry) -> None:
     from services.engine.process_group import Meeting, join  # noqa: PLC0415
     from services.target.sharded import agree, follow  # noqa: PLC0415
 
@@ -67,5 +79,5 @@ def run_follower(spec: RankSpec, rank: int, address: str) -> None:
         rank, spec.size, device=spec.device, meeting=Meeting(address=address), timeout_s=spec.timeout_s
     )
     loaded = load_rank(spec, group, agree(group, rank, 0))
-    follow(loaded.model, group)
+    follow(loaded.model, group, partial(tell_rank, telemetry.tracer(__name__), rank))
     group.close()

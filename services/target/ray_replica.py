@@ -36,6 +36,8 @@ _LOG = get_logger(__name__)
 _EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104
 # For the withdrawal and the last answers; then the process ends, whatever is still open.
 _LAST_WORDS_S = 2.0
+# For what the ranks have to send to a collector, at an end in order.
+_FLUSH_S = 4.0
 
 
 class Follower:
@@ -62,6 +64,7 @@ class TargetReplica:
         start_logging("galley-target", self._settings.log_level, self._settings.log_format)
         self._loop = asyncio.get_running_loop()
         self._lost: asyncio.Task[None] | None = None
+        self._ending = False
         self._address = ""
         self._leader: Leader | None = None
         self._watches: list[asyncio.Task[None]] = []
@@ -90,10 +93,14 @@ class TargetReplica:
 
     async def __del__(self) -> None:
         """Serve's graceful end: drain, withdraw, let the other ranks go."""
-        for watch in self._watches:
-            watch.cancel()
+        self._ending = True
         if self._leader is not None:
             await self._leader.stop()
+        if self._watches:
+            # The other ranks end with this process, and may have traces to send.
+            await asyncio.wait(self._watches, timeout=_FLUSH_S)
+        for watch in self._watches:
+            watch.cancel()
 
     async def _start(self, size: int) -> None:
         from services.engine.process_group import open_store  # noqa: PLC0415  # after limit_threads
@@ -116,7 +123,8 @@ class TargetReplica:
             await call
         except ray.exceptions.RayError as error:
             _LOG.error("a rank has died", rank=rank, problem=str(error))
-        self._lose()
+        if not self._ending:
+            self._lose()
 
     def _lose(self) -> None:
         """From any thread."""

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import secrets
 import time
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from services.common.items import answer_all, answer_or_status, answers_stream
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.telemetry import item_span
 from services.core.errors import GalleyError
 from services.core.kv_table import KvTable
 from services.core.scheduler import MAX_ROWS, Scheduler
 from services.target.items import answer_of, read_extension, read_item
 from services.target.loop import StepLoop
 from services.target.registration import Facts
+from services.target.spans import VerifySpan
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 
     from opentelemetry.trace import Tracer
 
@@ -116,24 +116,31 @@ class TargetService(rpc.TargetServicer):
         """End the loop and its thread."""
         await self._loop.close()
 
-    def submit(self, item: pb.VerifyItem, *, credit: bool) -> Ticket:
-        """Validate the item and give it to the loop. Raises GalleyError."""
-        request = self._read(item)
-        return self._loop.submit(request if credit else replace(request, credit=0))
+    def asked(self, item: pb.VerifyItem) -> Asked:
+        """An item that has come; to be given to `end`."""
+        return Asked(item, VerifySpan(self._tracer, item))
 
-    async def next_of(self, item: pb.VerifyItem, ticket: Ticket) -> pb.VerifyAnswer:
-        """The next answer of an item under way. Raises the outcome if it is an error."""
-        return answer_of(item, (await ticket.next()).outcome, self._engine.info.fingerprint)
-
-    async def first_or_status(self, item: pb.VerifyItem, asked: Asked, *, credit: bool) -> pb.VerifyAnswer:
-        """Begin the item; its first answer, made within the item's span."""
+    async def first_or_status(self, asked: Asked, *, credit: bool) -> pb.VerifyAnswer:
+        """Validate the item, give it to the loop, and say its first answer."""
 
         async def first() -> pb.VerifyAnswer:
-            asked.ticket = self.submit(item, credit=credit)
-            return await self.next_of(item, asked.ticket)
+            request = self._read(asked.item)
+            if not credit:
+                request = replace(request, credit=0)
+            asked.ticket = self._loop.submit(request, asked.span.link)
+            return await self._next_of(asked, asked.ticket)
 
-        span = item_span(self._tracer, "galley.v1.Target/Verify", item.slice.traceparent)
-        return await answer_or_status(first(), asked.refusal, item.slice.session_id, span)
+        return await asked.or_status(first())
+
+    async def next_or_status(self, asked: Asked, ticket: Ticket) -> pb.VerifyAnswer:
+        """The next answer of an item under way."""
+        return await asked.or_status(self._next_of(asked, ticket))
+
+    async def _next_of(self, asked: Asked, ticket: Ticket) -> pb.VerifyAnswer:
+        """Raises the outcome if it is an error."""
+        answer = await ticket.next()
+        asked.span.answered(answer)
+        return answer_of(asked.item, answer.outcome, self._engine.info.fingerprint)
 
     def extend(self, ticket: Ticket, message: pb.Extension) -> None:
         """Tell an item under way more; one that is told nonsense is closed with the status of that."""
@@ -144,17 +151,18 @@ class TargetService(rpc.TargetServicer):
         else:
             self._loop.extend(ticket, told)
 
-    def give_up(self, ticket: Ticket | None) -> None:
-        """End an item if it has begun and not ended."""
-        if ticket is not None:
-            self._loop.cancel(ticket)
+    def end(self, asked: Asked) -> None:
+        """Nothing more is wanted of it: give it up if it has begun and not ended."""
+        if asked.ticket is not None:
+            self._loop.cancel(asked.ticket)
+        asked.span.end()
 
     async def _answer(self, item: pb.VerifyItem) -> pb.VerifyAnswer:
-        asked = Asked(item)
+        asked = self.asked(item)
         try:
-            return await self.first_or_status(item, asked, credit=False)
+            return await self.first_or_status(asked, credit=False)
         finally:
-            self.give_up(asked.ticket)
+            self.end(asked)
 
     def _read(self, item: pb.VerifyItem) -> VerifyRequest:
         return read_item(
@@ -189,15 +197,19 @@ class TargetService(rpc.TargetServicer):
 
 
 class Asked:
-    """An item that was asked for, and its ticket once the loop has it."""
+    """An item that was asked for, its span, and its ticket once the loop has it."""
 
-    def __init__(self, item: pb.VerifyItem) -> None:
-        self._item = item
+    def __init__(self, item: pb.VerifyItem, span: VerifySpan) -> None:
+        self.item = item
+        self.span = span
         self.ticket: Ticket | None = None
 
-    def refusal(self, status: pb.ItemStatus) -> pb.VerifyAnswer:
-        """The answer that says no."""
-        named = self._item.slice
+    async def or_status(self, answer: Coroutine[Any, Any, pb.VerifyAnswer]) -> pb.VerifyAnswer:
+        """The answer, or the status of what it raises."""
+        return await answer_or_status(answer, self._refusal, self.item.slice.session_id, self.span)
+
+    def _refusal(self, status: pb.ItemStatus) -> pb.VerifyAnswer:
+        named = self.item.slice
         return pb.VerifyAnswer(session_id=named.session_id, request_id=named.request_id, status=status)
 
 
@@ -211,15 +223,13 @@ class _VerifyStream:
     async def answers(self, item: pb.VerifyItem) -> AsyncGenerator[pb.VerifyAnswer]:
         """All answers of an item, as they come; given up when this is closed."""
         name = (item.slice.session_id, item.slice.request_id)
-        asked = self._asked[name] = Asked(item)
+        asked = self._asked[name] = self._service.asked(item)
         try:
-            yield await self._service.first_or_status(item, asked, credit=True)
+            yield await self._service.first_or_status(asked, credit=True)
             while asked.ticket is not None and not asked.ticket.ended:
-                yield await answer_or_status(
-                    self._service.next_of(item, asked.ticket), asked.refusal, name[0], nullcontext()
-                )
+                yield await self._service.next_or_status(asked, asked.ticket)
         finally:
-            self._service.give_up(asked.ticket)
+            self._service.end(asked)
             if self._asked.get(name) is asked:
                 del self._asked[name]
 

@@ -7,12 +7,14 @@ refusals (GalleyError) do. After anything else the ranks no longer agree, and th
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from services.common.logs import get_logger
 from services.core.errors import GalleyError
+from services.core.step import Watch
 from services.engine.process_group import RankLost
 from services.target.plan_codec import decode, encode, encode_stop
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from services.core.step import Chunk
     from services.engine.model import CausalModel, KvPool, ModelInfo
+    from services.target.plan_codec import Pass
 
 _LOG = get_logger(__name__)
 
@@ -38,6 +41,9 @@ class Plans(Protocol):
 
     def receive(self, values: Tensor) -> None:
         """The others: fill `values`."""
+
+    def share(self, number: int) -> Callable[[], Sequence[int]]:
+        """All ranks: begin to tell the others a number; what it gives waits for theirs."""
 
 
 class ShardedModel:
@@ -59,18 +65,39 @@ class ShardedModel:
         """This rank's part of the pool; the others have as many blocks."""
         return self._model.kv
 
-    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
-        """As CausalModel.run. Raises RankLost, now and ever after, when a rank has gone."""
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        copies: Sequence[tuple[int, int]] = (),
+        watch: Watch | None = None,
+    ) -> Tensor:
+        """As CausalModel.run. Raises RankLost, now and ever after, when a rank has gone.
+
+        Of a pass with a `watch` the others say what it took while this rank samples.
+        """
         if self._lost:
             raise RankLost("this replica has lost a rank")
         try:
-            send_numbers(self._plans, encode(chunks, copies))
-            return self._model.run(chunks, copies)
+            return self._run(chunks, copies, watch)
         except GalleyError as error:
             if isinstance(error, RankLost):
                 self._lose()
             raise
         except BaseException:
+            self._lose()
+            raise
+
+    def _run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]], watch: Watch | None) -> Tensor:
+        send_numbers(self._plans, encode(chunks, copies, watch.span if watch else b""))
+        logits = self._model.run(chunks, copies, watch)
+        if watch is not None:
+            watch.rank_ns = partial(self._collect, self._plans.share(watch.rank_ns()[0]))
+        return logits
+
+    def _collect(self, told: Callable[[], Sequence[int]]) -> Sequence[int]:
+        try:
+            return told()
+        except RankLost:
             self._lose()
             raise
 
@@ -89,16 +116,30 @@ class ShardedModel:
             self._on_loss()
 
 
-def follow(model: CausalModel, plans: Plans) -> None:
-    """Run what rank 0 says until it says stop. Raises RankLost when rank 0, or another, has gone."""
+def follow(model: CausalModel, plans: Plans, tell: Callable[[Watch], None]) -> None:
+    """Run what rank 0 says until it says stop. Raises RankLost when rank 0, or another, has gone.
+
+    `tell` hears at once what a traced pass took here.
+    """
     while (work := decode(receive_numbers(plans))) is not None:
         try:
-            model.run(work.chunks, work.copies)
+            _run(model, plans, work, tell)
         except RankLost:
             raise
         except GalleyError as error:
             # Rank 0 raises the same, and answers it.
             _LOG.debug("a pass was refused", problem=str(error))
+
+
+def _run(model: CausalModel, plans: Plans, work: Pass, tell: Callable[[Watch], None]) -> None:
+    if not work.span:
+        model.run(work.chunks, work.copies)
+        return
+    watch = Watch(work.span)
+    model.run(work.chunks, work.copies, watch)
+    told = plans.share(watch.rank_ns()[0])
+    tell(watch)
+    told()
 
 
 def send_numbers(plans: Plans, numbers: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otl
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.server import Parts, start_server
-from services.common.telemetry import context_from, links_to, start_telemetry, traceparent
+from services.common.telemetry import context_from, start_telemetry, traceparent
 from tests.common.service import EchoService, building, settings
 
 if TYPE_CHECKING:
@@ -78,15 +78,6 @@ async def test_one_trace_goes_over_client_and_server(collector: Collector) -> No
     kinds = sorted((sent.name.rsplit("/", 1)[-1], sent.kind) for sent in collector.spans)
     assert kinds == [("Propose", 2), ("Propose", 3), ("ProposeStream", 2), ("ProposeStream", 3), ("round", 1)]
     assert collector.services == {"galley-test"}
-
-
-async def test_a_step_links_to_the_requests_that_it_serves(collector: Collector) -> None:
-    telemetry = start_telemetry("galley-test", as_global=False)
-    with telemetry.tracer("test").start_as_current_span("step", links=links_to([PARENT, "", "nonsense"])):
-        pass
-    telemetry.shutdown()
-    (step,) = collector.spans
-    assert [link.trace_id.hex() for link in step.links] == [PARENT.split("-")[1]]
 
 
 def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -447,13 +447,14 @@ def test_a_higher_priority_takes_the_place_of_an_older_session() -> None:
 def test_prompts_are_fed_by_priority_and_then_by_arrival() -> None:
     bench = Bench(max_rows=8)
     arrivals = {"late": (9, 0), "early": (1, 0), "urgent": (99, 5), "idle": (0, -5)}
+    items = {}
     for index, (name, (arrival_ns, priority)) in enumerate(arrivals.items()):
         asked = request(prompt(8, index), session=name, arrival_ns=arrival_ns, priority=priority)
-        bench.submit(asked)
+        items[bench.submit(asked)] = name
     fed = []
     for _ in arrivals:
         plan = bench.begin()
-        fed += [request.key[1] for request in bench.scheduler.under_way]
+        fed += [items[item] for item in bench.scheduler.under_way.items]
         bench.finish(plan)
     assert fed == ["urgent", "early", "late", "idle"]
 

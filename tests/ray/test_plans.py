@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.core.errors import Broken
-from services.core.step import Chunk
+from services.core.step import Chunk, Watch
 from services.engine.model import CausalModel
 from services.engine.process_group import RankLost
 from services.target.plan_codec import Pass, decode, encode
@@ -29,20 +29,22 @@ def lists(most: int) -> st.SearchStrategy[list[int]]:
 
 CHUNKS = st.builds(Chunk, NUMBERS, lists(9), lists(5), NUMBERS)
 COPIES = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=3)
+SPANS = st.just(b"") | st.binary(min_size=24, max_size=24)
 
 
 @settings(max_examples=100, derandomize=True)
-@given(st.lists(CHUNKS, max_size=4), COPIES)
-def test_a_plan_arrives_as_it_was(chunks: list[Chunk], copies: list[tuple[int, int]]) -> None:
-    assert decode(encode(chunks, copies)) == Pass(tuple(chunks), tuple(copies))
+@given(st.lists(CHUNKS, max_size=4), COPIES, SPANS)
+def test_a_plan_arrives_as_it_was(chunks: list[Chunk], copies: list[tuple[int, int]], span: bytes) -> None:
+    sent = torch.tensor(encode(chunks, copies, span), dtype=torch.int32)
+    assert decode(sent.tolist()) == Pass(tuple(chunks), tuple(copies), span)
 
 
 @settings(max_examples=100, derandomize=True)
-@given(st.lists(CHUNKS, min_size=1, max_size=3), COPIES, st.data())
+@given(st.lists(CHUNKS, min_size=1, max_size=3), COPIES, SPANS, st.data())
 def test_a_plan_cut_short_is_refused(
-    chunks: list[Chunk], copies: list[tuple[int, int]], data: st.DataObject
+    chunks: list[Chunk], copies: list[tuple[int, int]], span: bytes, data: st.DataObject
 ) -> None:
-    whole = encode(chunks, copies)
+    whole = encode(chunks, copies, span)
     with pytest.raises(Broken):
         decode(whole[: data.draw(st.integers(0, len(whole) - 1))])
 
@@ -70,6 +72,9 @@ class Wire:
             raise RankLost("rank 0 has gone")
         values.copy_(self.sent.popleft())
 
+    def share(self, number: int) -> Callable[[], Sequence[int]]:
+        raise AssertionError(f"no pass is traced here, and {number} ns are of no use")
+
 
 @pytest.mark.parametrize("count", [0, 1, 1022, 1023, 1024, 1025, 70_000])
 def test_numbers_of_any_count_arrive(count: int) -> None:
@@ -86,7 +91,9 @@ class StandIn:
         self.ran: list[Pass] = []
         self.failure = failure
 
-    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> Tensor:
+    def run(
+        self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]], watch: Watch | None = None
+    ) -> Tensor:
         self.ran.append(Pass(tuple(chunks), tuple(copies)))
         if self.failure is not None:
             raise self.failure
@@ -95,6 +102,10 @@ class StandIn:
 
 def model_of(stand_in: StandIn) -> CausalModel:
     return cast("CausalModel", stand_in)
+
+
+def untold(watch: Watch) -> None:
+    pytest.fail(f"no pass was traced, and this was heard: {watch}")
 
 
 CHUNK = Chunk(3, [5, 6], [0, 1], 1)
@@ -106,18 +117,19 @@ def test_all_ranks_run_what_rank_0_runs_until_it_stops() -> None:
     assert model.run([CHUNK], [(1, 2)]).tolist() == [1.0]
     model.run([CHUNK])
     model.stop()
-    follow(model_of(other), wire)
+    follow(model_of(other), wire, untold)
     assert other.ran == first.ran == [Pass((CHUNK,), ((1, 2),)), Pass((CHUNK,), ())]
 
 
-def test_a_refused_pass_is_refused_by_all_and_the_next_one_runs() -> None:
+@pytest.mark.parametrize("watch", [None, Watch(bytes(range(24)))], ids=["untraced", "traced"])
+def test_a_refused_pass_is_refused_by_all_and_the_next_one_runs(watch: Watch | None) -> None:
     wire, first, other = Wire(), StandIn(Broken("no")), StandIn(Broken("no"))
     model = ShardedModel(model_of(first), wire, on_loss=lambda: pytest.fail("nothing was lost"))
     for _ in range(2):
         with pytest.raises(Broken, match="no"):
-            model.run([CHUNK])
+            model.run([CHUNK], (), watch)
     model.stop()
-    follow(model_of(other), wire)
+    follow(model_of(other), wire, untold)
     assert len(other.ran) == 2
 
 
@@ -135,4 +147,4 @@ def test_after_a_loss_nothing_runs_any_more(failure: Exception) -> None:
     assert losses.acquire(blocking=False)
     assert not losses.acquire(blocking=False), "it was told twice"
     with pytest.raises(RankLost):
-        follow(model_of(StandIn(failure)), cast("Any", Wire()))
+        follow(model_of(StandIn(failure)), cast("Any", Wire()), untold)

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,9 @@ import pytest
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from tests.fakes.tracing import parent_of
 from tests.ray.leader import LOST
+from tests.service.collector import Collector
 from tests.target.items import generate, slice_of, verify
 from tests.target.tiny import greedy, save_tiny_model
 
@@ -45,11 +47,11 @@ class Replica:
 
 
 @asynccontextmanager
-async def running(model: Path) -> AsyncIterator[Replica]:
+async def running(model: Path, environment: Mapping[str, str] | None = None) -> AsyncIterator[Replica]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.ray.leader", str(model), str(SIZE)),
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
     )
     assert process.stdout is not None
     try:
@@ -89,3 +91,33 @@ async def test_two_ranks_serve_what_one_process_says_and_end_together(tiny: Path
         (answer,) = await verify(replica.target, pb.VerifyItem(slice=slice_of(PROMPT, session_id="new")))
         assert answer.WhichOneof("outcome") == "status", "a pass without a rank was answered"
         assert await replica.ended() == LOST
+
+
+async def test_each_rank_sends_its_spans_at_its_end(tiny: Path, tmp_path: Path) -> None:
+    async with Collector(tmp_path) as collector:
+        environment = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
+            "OTEL_EXPORTER_OTLP_INSECURE": "true",
+            # Nothing leaves before the end.
+            "OTEL_BSP_SCHEDULE_DELAY": "600000",
+        }
+        async with running(tiny, environment) as replica:
+            asked = slice_of(PROMPT, traceparent=parent_of(0xABC))
+            (answer,) = await verify(replica.target, pb.VerifyItem(slice=asked))
+            replica.process.terminate()
+            assert await replica.ended() == 0
+        span_of = {span.name: span for span in collector.spans}
+    item, batch, rank = (
+        span_of[name] for name in ("galley.v1.Target/Verify", "verify batch", "rank forward")
+    )
+    assert answer.result.batch_span == batch.trace_id + batch.span_id
+    assert [(link.trace_id, link.span_id) for link in batch.links] == [(item.trace_id, item.span_id)]
+    assert (rank.trace_id, rank.parent_span_id) == (batch.trace_id, batch.span_id)
+    told = {entry.key: entry.value for span in (batch, rank) for entry in span.attributes}
+    computed_ns = [value.int_value for value in told["galley.batch.rank_forward_ns"].array_value.values]
+    assert len(computed_ns) == SIZE
+    assert 0 < computed_ns[0] < told["galley.batch.forward_ns"].int_value
+    # The follower's own clock has the same to say as what rank 0 was told.
+    waited_ns = told["galley.rank.waited_ns"].int_value
+    assert waited_ns > 0
+    assert computed_ns[1] == rank.end_time_unix_nano - rank.start_time_unix_nano - waited_ns

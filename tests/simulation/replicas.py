@@ -28,7 +28,7 @@ from tests.simulation.wire import Server
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.core.step import Chunk, StepOutcome, StepPlan
+    from services.core.step import Chunk, StepOutcome, StepPlan, Watch
     from services.draft.strategies.base import DraftJob
     from tests.simulation.world import World
 
@@ -65,7 +65,7 @@ class SimEngine:
         self.passes = 0
         self._kv: dict[int, list[int]] = {}
 
-    def run(self, plan: StepPlan) -> list[StepOutcome]:
+    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
         """See `services.target.engine.TargetEngine`."""
         if self.failing:
             raise OSError("the device is lost")

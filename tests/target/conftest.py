@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from services.common.server import Parts
-    from services.core.step import StepOutcome, StepPlan
+    from services.core.step import StepOutcome, StepPlan, Watch
     from services.engine.model import CausalModel
-    from services.target.engine import EngineInfo
+    from services.target.engine import EngineInfo, TargetEngine
 
 # A pass takes what it takes however many rows it has, so that drafts always pay.
 FLAT = PassTimes.measured([(1, 1_000_000), (1024, 1_000_001)])
@@ -65,7 +65,7 @@ class Recording:
         """How many shared each pass."""
         return [len(plan.chunks) for plan in self.passes]
 
-    def run(self, plan: StepPlan) -> list[StepOutcome]:
+    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
         self.passes.append(plan)
         self.begun.release()
         if not self.gate.wait(10):
@@ -74,7 +74,7 @@ class Recording:
             failure, self.failure = self.failure, None
             raise failure
         missing, self.missing = self.missing, 0
-        return self.engine.run(plan)[missing:]
+        return self.engine.run(plan, watch)[missing:]
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ async def service(engine: Recording, limits: Limits, tracer: trace.Tracer) -> As
 class Served:
     """The service behind a real server."""
 
-    def __init__(self, engine: Recording, limits: Limits, tracer: trace.Tracer) -> None:
+    def __init__(self, engine: TargetEngine, limits: Limits, tracer: trace.Tracer) -> None:
         self._tracer = tracer
         self._engine = engine
         self._limits = limits

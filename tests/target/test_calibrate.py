@@ -9,7 +9,7 @@ from services.target.calibrate import ROWS, measure
 from services.target.paged_engine import PagedEngine
 
 if TYPE_CHECKING:
-    from services.core.step import StepOutcome, StepPlan
+    from services.core.step import StepOutcome, StepPlan, Watch
     from services.engine.model import CausalModel
     from services.target.engine import EngineInfo
 
@@ -25,7 +25,7 @@ class Timed:
         self.rows: list[int] = []
         self._row_ms = row_ms
 
-    def run(self, plan: StepPlan) -> list[StepOutcome]:
+    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
         noise = 1000 * MS if not self.rows else 5 * MS if self.rows[-1] != plan.rows else 0
         self.now += round((10 + self._row_ms * plan.rows) * MS) + noise
         self.rows.append(plan.rows)
