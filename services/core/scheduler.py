@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from services.core.acceptance import confirm
 from services.core.content import Miss
+from services.core.counts import SchedulerCounts
 from services.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
 from services.core.linger import Lingering
 from services.core.live_times import LivePassTimes
@@ -88,7 +89,12 @@ class Scheduler:
         max_waiting: int = 1024,
         max_linger_ns: int = 0,
     ) -> None:
-        """`max_waiting` items may wait for their first row; `max_linger_ns` 0 never waits for a hint."""
+        """`max_waiting` items may wait for their first row; `max_linger_ns` 0 never waits for a hint.
+
+        `waits_ns` is how long the items had waited that the last pass was the first of.
+        """
+        self.counts = SchedulerCounts()
+        self.waits_ns: Sequence[int] = ()
         self._table = table
         self._times = LivePassTimes(times)
         self._max_rows = max_rows
@@ -208,6 +214,7 @@ class Scheduler:
         request = item.request
         found = self._table.look_up(item.key, request.start, request.tokens, request.prefix_hash)
         if isinstance(found, Miss):
+            self.counts.missed += 1
             self._answer(item, found)
             return
         item.tokens = [*self._table.tokens_of(item.key)[: request.start], *request.tokens]
@@ -261,12 +268,17 @@ class Scheduler:
             if youngest.age <= item.age:
                 self._answer(item, error)
                 return
+            self.counts.preempted += 1
             self._answer(youngest, self._table.held(youngest.key))
             self._hold(item)
 
     def _hold(self, item: Item) -> None:
         """Raises Overloaded."""
+        is_new = not self._table.has_blocks(item.key)
         item.kv_len = item.kv_reused = self._open_blocks(item)
+        if is_new:
+            self.counts.prompt_tokens += len(item.tokens)
+            self.counts.reused_tokens += item.kv_reused
 
     def _open_blocks(self, item: Item) -> int:
         """How far they hold it already. Raises Overloaded."""
@@ -284,9 +296,12 @@ class Scheduler:
             try:
                 granted, reservation = self._reserve_for(grant, frozenset(grants))
             except Overloaded as error:
+                self.counts.out_of_blocks += 1
                 # What it has computed stays until somebody needs it; it goes on from there when asked again.
                 self._answer(item, self._table.held(item.key) if item.begun else error)
                 continue
+            self.counts.preempted += len(reservation.preempted)
+            self.counts.out_of_blocks += len(reservation.preempted)
             for key in reservation.preempted:
                 self._answer(self._standing[key], self._table.held(key))
             grants[item.key] = granted
@@ -308,9 +323,12 @@ class Scheduler:
     def _begin(
         self, grants: dict[SessionKey, Grant], copies: Sequence[tuple[int, int]], now: int
     ) -> StepPlan:
-        for grant in grants.values():
-            grant.item.begun = True
-            grant.item.linger_ns += self._lingering.waited_ns
+        items = [grant.item for grant in grants.values()]
+        self.waits_ns = [now - item.came_ns for item in items if not item.begun]
+        self.counts.linger_ns += self._lingering.waited_ns
+        for item in items:
+            item.begun = True
+            item.linger_ns += self._lingering.waited_ns
         chunks = tuple(_chunk(grant, self._table.blocks_of(key)) for key, grant in grants.items())
         plan = StepPlan(chunks, tuple(copies))
         self._under_way = _Pass(plan, grants, now)

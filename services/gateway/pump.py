@@ -12,6 +12,7 @@ from services.common import status
 from services.common.logs import get_logger
 from services.core import events as ev
 from services.core.errors import Broken, GalleyError, Unread
+from services.gateway.patience import SECOND
 
 if TYPE_CHECKING:
     from services.core.admission import Place
@@ -29,6 +30,8 @@ class Pump:
     no further and the call is ended: its handler, and with it its place; its status waits in gRPC for the
     client to read on. Once its client has left, the session stops, or goes on to its end with nobody to
     hear it.
+
+    `error` is why the call is ended, where its handler is cancelled for that.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Pump:
         place: Place,
         client_s: float,
     ) -> None:
+        self.error: GalleyError | None = None
         self._items: asyncio.Queue[Chunk | NumericsChanged | ev.End] = asyncio.Queue(maxsize=1)
         self._runner = runner
         self._context = context
@@ -104,11 +108,18 @@ class Pump:
     async def _send(self, item: Chunk | NumericsChanged) -> None:
         if self._left:
             return
+        if self._items.empty():
+            self._items.put_nowait(item)
+            return
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         try:
             async with asyncio.timeout(self._client_s):
                 await self._items.put(item)
         except TimeoutError:
             raise self._unread() from None
+        finally:
+            self._runner.meter.stalled(round((loop.time() - began_s) * SECOND))
 
     def _unread(self) -> Unread:
         return Unread(f"the stream was left unread for {self._client_s:g} s; resume to go on")
@@ -128,7 +139,7 @@ class Pump:
         """
         if not isinstance(end.error, Unread):
             await self._left_unread()
-        error = end.error or self._unread()
+        error = self.error = end.error or self._unread()
         _log.info("stream ended unread", error=str(error))
         status.log_internal(error)
         if self._handler is not None:

@@ -16,7 +16,8 @@ from services.common.status import log_internal
 from services.common.telemetry import links_to
 from services.core.errors import Unavailable
 from services.core.step import StepPlan
-from services.core.verify_items import Answer
+from services.core.verify_items import Answer, Confirmed
+from services.target.metrics import PassMeter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,10 +58,13 @@ class Ticket:
 class StepLoop:
     """Runs passes while there is work; to be made within the running event loop."""
 
-    def __init__(self, engine: TargetEngine, scheduler: Scheduler, tracer: Tracer) -> None:
+    def __init__(
+        self, engine: TargetEngine, scheduler: Scheduler, tracer: Tracer, meter: PassMeter | None = None
+    ) -> None:
         self._engine = engine
         self._scheduler = scheduler
         self._tracer = tracer
+        self._meter = meter or PassMeter()
         self._tickets: dict[int, Ticket] = {}
         self._changed = asyncio.Event()
         self._arrived = asyncio.Event()
@@ -170,6 +174,7 @@ class StepLoop:
 
     async def _compute(self, plan: StepPlan) -> None:
         parents = [request.traceparent for request in self._scheduler.under_way]
+        began_ns, waits_ns = time.monotonic_ns(), self._scheduler.waits_ns
         try:
             outcomes = await asyncio.get_running_loop().run_in_executor(
                 self._worker, self._step, plan, parents
@@ -177,9 +182,11 @@ class StepLoop:
         except Exception as error:  # noqa: BLE001  # one pass must not end the loop
             log_internal(error)
             self._scheduler.fail(plan, Unavailable("the step failed"))
+            self._deliver()
         else:
-            self._scheduler.conclude(plan, outcomes, time.monotonic_ns())
-        self._deliver()
+            now = time.monotonic_ns()
+            self._scheduler.conclude(plan, outcomes, now)
+            self._meter.passed(plan, self._deliver(), now - began_ns, waits_ns)
 
     def _step(self, plan: StepPlan, parents: Sequence[str]) -> Sequence[StepOutcome]:
         """On the worker thread: one pass, in a span that links to those of its requests."""
@@ -188,14 +195,19 @@ class StepLoop:
             span.set_attribute("galley.rows", plan.rows)
             return self._engine.run(plan)
 
-    def _deliver(self) -> None:
+    def _deliver(self) -> int:
+        """Hand over what is answered; how many tokens that confirms."""
+        confirmed = 0
         for answer in self._scheduler.take_answers():
+            if isinstance(answer.outcome, Confirmed):
+                confirmed += len(answer.outcome.tokens)
             ticket = self._tickets.get(answer.item)
             if ticket is None:
                 continue
             if answer.last:
                 del self._tickets[answer.item]
             ticket.put(answer)
+        return confirmed
 
     def _stop(self, error: Unavailable) -> None:
         self._stopped = error
