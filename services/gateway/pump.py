@@ -15,6 +15,8 @@ from services.core.errors import Broken, GalleyError, Unread
 from services.gateway.patience import SECOND
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from services.core.admission import Place
     from services.core.answer import Chunk, NumericsChanged
     from services.gateway.runner import SessionRunner
@@ -31,7 +33,7 @@ class Pump:
     client to read on. Once its client has left, the session stops, or goes on to its end with nobody to
     hear it.
 
-    `error` is why the call is ended, where its handler is cancelled for that.
+    `failed` is told why the call is ended, where its handler is cancelled for that.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class Pump:
         streams: Streams,
         place: Place,
         client_s: float,
+        *,
+        failed: Callable[[GalleyError], None] = lambda _: None,
     ) -> None:
-        self.error: GalleyError | None = None
+        self._failed = failed
         self._items: asyncio.Queue[Chunk | NumericsChanged | ev.End] = asyncio.Queue(maxsize=1)
         self._runner = runner
         self._context = context
@@ -139,9 +143,10 @@ class Pump:
         """
         if not isinstance(end.error, Unread):
             await self._left_unread()
-        error = self.error = end.error or self._unread()
+        error = end.error or self._unread()
         _log.info("stream ended unread", error=str(error))
         status.log_internal(error)
+        self._failed(error)
         if self._handler is not None:
             self._handler.cancel()
         with suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):

@@ -153,7 +153,8 @@ class GenerationServicer(rpc.GenerationServicer):
         current = partial(trace.use_span, span)
         with bound_contextvars(session_id=session_id):
             with current():
-                pump = Pump(runner, context, self.streams, place, self.client_ns / SECOND)
+                client_s = self.client_ns / SECOND
+                pump = Pump(runner, context, self.streams, place, client_s, failed=call.failed)
             try:
                 yield events_pb.started(runner.session, self.model.name)
                 while not isinstance(item := await pump.next(), ev.End):
@@ -163,8 +164,6 @@ class GenerationServicer(rpc.GenerationServicer):
                     ending = _ending(item)
                 yield events_pb.finished(runner.session, ending)
             finally:
-                if pump.error is not None:
-                    call.failed(pump.error)
                 pump.leave()
                 span.end()
 
