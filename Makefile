@@ -134,7 +134,7 @@ helm-lint: helm ## lint the chart
 
 # --------------------------------------------------------------------------------- generated files --
 
-.PHONY: proto manifests metrics check-generated
+.PHONY: proto manifests metrics monitoring check-generated
 proto: setup ## write the stubs in services/common/pb anew
 	@scripts/proto.sh .
 
@@ -144,6 +144,9 @@ manifests: helm ## render deploy/k8s from the chart
 metrics: setup ## write the tables of metrics into docs/telemetry.md anew
 	@$(BIN)/python scripts/metrics_table.py docs/telemetry.md
 
-check-generated: helm ## fail if committed stubs, manifests or tables are not what would be generated
+monitoring: setup ## write the dashboards in deploy/dashboards anew
+	@$(BIN)/python -m scripts.monitoring deploy/dashboards
+
+check-generated: helm ## fail if committed stubs, manifests, tables or dashboards are not what would be generated
 	@echo "== generated files"
 	@scripts/check_generated.sh

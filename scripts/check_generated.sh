@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates stubs, deploy/k8s and tables into a temporary folder and compares them with what is committed.
+# Generates stubs, manifests, tables and dashboards into a temporary folder and compares them with what is committed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,4 +21,7 @@ compare deploy/k8s "$fresh/k8s" manifests
 cp docs/telemetry.md "$fresh/telemetry.md"
 "${VENV:-.venv}/bin/python" scripts/metrics_table.py "$fresh/telemetry.md"
 compare docs/telemetry.md "$fresh/telemetry.md" metrics
+mkdir "$fresh/dashboards"
+"${VENV:-.venv}/bin/python" -m scripts.monitoring "$fresh/dashboards"
+compare deploy/dashboards "$fresh/dashboards" monitoring
 exit "$failed"

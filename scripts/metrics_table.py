@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from services.common.metrics.catalogue import METRICS, SERVICES  # found by the line above
+from services.common.metrics.catalogue import METRICS  # found by the line above
+from services.common.metrics.labels import SERVICES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
