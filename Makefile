@@ -134,13 +134,19 @@ helm-lint: helm ## lint the chart
 
 # --------------------------------------------------------------------------------- generated files --
 
-.PHONY: proto manifests check-generated
+.PHONY: proto manifests metrics monitoring check-generated
 proto: setup ## write the stubs in services/common/pb anew
 	@scripts/proto.sh .
 
 manifests: helm ## render deploy/k8s from the chart
 	@scripts/manifests.sh deploy/k8s
 
-check-generated: helm ## fail if committed stubs or manifests are not what would be generated
+metrics: setup ## write the tables of metrics into docs/telemetry.md anew
+	@$(BIN)/python scripts/metrics_table.py docs/telemetry.md
+
+monitoring: setup ## write the dashboards in deploy/dashboards anew
+	@$(BIN)/python -m scripts.monitoring deploy/dashboards
+
+check-generated: helm ## fail if committed stubs, manifests, tables or dashboards are not what would be generated
 	@echo "== generated files"
 	@scripts/check_generated.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates the stubs and deploy/k8s into a temporary folder and compares them with what is committed.
+# Generates stubs, manifests, tables and dashboards into a temporary folder and compares them with what is committed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,4 +18,10 @@ scripts/proto.sh "$fresh"
 compare services/common/pb "$fresh/services/common/pb" proto
 scripts/manifests.sh "$fresh/k8s"
 compare deploy/k8s "$fresh/k8s" manifests
+cp docs/telemetry.md "$fresh/telemetry.md"
+"${VENV:-.venv}/bin/python" scripts/metrics_table.py "$fresh/telemetry.md"
+compare docs/telemetry.md "$fresh/telemetry.md" metrics
+mkdir "$fresh/dashboards"
+"${VENV:-.venv}/bin/python" -m scripts.monitoring "$fresh/dashboards"
+compare deploy/dashboards "$fresh/dashboards" monitoring
 exit "$failed"

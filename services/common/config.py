@@ -38,6 +38,12 @@ class ServiceSettings(BaseSettings):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=0, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
+    metrics_port: int = Field(
+        default=-1,
+        ge=-1,
+        le=65535,
+        description="Port on which Prometheus fetches /metrics; 0 lets the system choose, -1 is none.",
+    )
     ready_fd: int | None = Field(
         default=None, ge=0, description="File descriptor that is told, in JSON lines, how the start goes."
     )

@@ -22,6 +22,7 @@ from services.common.channels import KEEPALIVE
 from services.common.config import ServiceSettings, parse_settings
 from services.common.deserialize import DeserializeInterceptor
 from services.common.logs import get_logger, start_logging
+from services.common.metrics.metering import start_metering
 from services.common.process import die_with_parent
 from services.common.readiness import Readiness
 from services.common.status import StatusInterceptor
@@ -31,6 +32,8 @@ from services.core.errors import GalleyError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+
+    from services.common.metrics.registry import Registry
 
 _LOG = get_logger(__name__)
 
@@ -62,6 +65,8 @@ class Parts:
     telemetry: Telemetry = field(default_factory=Telemetry)
     # host:port that the server is bound to.
     address: str = ""
+    # Where metrics are counted; None: they are not.
+    metrics: Registry | None = None
 
 
 class CannotBind(Exception):
@@ -142,7 +147,9 @@ async def run_service(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then stop gracefully."""
     stopped = _stop_signal()
-    parts = Parts(Readiness(settings.ready_fd), start_telemetry(f"galley-{name}"))
+    metering = await start_metering(name, settings.host, settings.metrics_port)
+    readiness, telemetry = Readiness(settings.ready_fd), start_telemetry(f"galley-{name}")
+    parts = Parts(readiness, telemetry, metrics=metering.registry)
     parts.readiness.stage("starting")
     try:
         running = await unless(stopped, start_server(settings, build, parts, interceptors))
@@ -151,15 +158,18 @@ async def run_service(
         # What a start leaves behind (modules, a model) lives as long as the process; do not walk it again.
         gc.collect()
         gc.freeze()
-        _LOG.info("serving", address=running.address)
-        parts.readiness.ready(running.address)
+        told = {"metrics": metering.address} if metering.address else {}
+        _LOG.info("serving", address=running.address, **told)
+        parts.readiness.ready(running.address, **told)
         await stopped.wait()
         _LOG.info("stopping")
         await running.stop()
+        await metering.close()
         # Of a service that has given everything back: none but the transport's own.
         _LOG.info("stopped", tasks=len(asyncio.all_tasks()) - 1)
     finally:
         parts.readiness.close()
+        await metering.close()
         await asyncio.to_thread(parts.telemetry.shutdown)
 
 

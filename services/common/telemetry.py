@@ -5,8 +5,6 @@ Off (no OTEL_EXPORTER_OTLP_ENDPOINT) costs next to nothing: no provider, no inte
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,15 +13,12 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from services.common.version import __version__
+from services.common.otlp import exports, resource_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-_LOG = logging.getLogger(__name__)
 _PROPAGATOR = TraceContextTextMapPropagator()
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _FLUSH_S = 3.0
 
 
@@ -71,21 +66,13 @@ class Telemetry:
 
 def start_telemetry(service_name: str, *, as_global: bool = True) -> Telemetry:
     """Read the `OTEL_*` environment; `as_global` makes the provider the process's own, for libraries."""
-    if not _wanted():
+    if not exports("traces"):
         return Telemetry()
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
-    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
     from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
-    resource = Resource.create(
-        {
-            "service.name": os.environ.get("OTEL_SERVICE_NAME") or service_name,
-            "service.namespace": "galley",
-            "service.version": __version__,
-        }
-    )
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider = TracerProvider(resource=resource_of(service_name), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     if as_global:
         trace.set_tracer_provider(provider)
@@ -106,17 +93,3 @@ def context_from(parent: str) -> Context:
     if not parent:
         return Context()
     return _PROPAGATOR.extract({"traceparent": parent}, context=Context())
-
-
-def _wanted() -> bool:
-    if not any(os.environ.get(name) for name in _ENDPOINTS):
-        return False
-    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return False
-    if os.environ.get("OTEL_TRACES_EXPORTER", "otlp").lower() == "none":
-        return False
-    protocol = next((os.environ[name] for name in _PROTOCOLS if os.environ.get(name)), "grpc")
-    if protocol != "grpc":
-        _LOG.warning("traces are off: OTEL_EXPORTER_OTLP_PROTOCOL is %s, only grpc is served", protocol)
-        return False
-    return True

@@ -27,6 +27,13 @@ _SECOND = 1_000_000_000
 _LATENESS_NS = 5 * _SECOND
 _MOST_ACCOUNTS = 1024
 
+# Why a call was refused: for want of places, by the caller's own limits, or for it may not begin here.
+NO_PLACE = "streams"
+NO_SHARE = "share"
+OWN_STREAMS = "own_streams"
+OWN_TOKENS = "own_tokens"
+DRAINING = "draining"
+
 
 @dataclass(slots=True)
 class _Account:
@@ -86,7 +93,8 @@ class Admission:
         wait_ns = account.bucket.try_take(tokens, now) if account.bucket and tokens else 0
         if wait_ns:
             rate = principal.limits.tokens_per_s
-            raise _overloaded(f"{principal.name} has used its {rate:g} tokens per second", wait_ns)
+            what = f"{principal.name} has used its {rate:g} tokens per second"
+            raise _overloaded(what, wait_ns, OWN_TOKENS)
         account.waits_until_ns = 0
         account.held += 1
         self.held += 1
@@ -113,17 +121,19 @@ class Admission:
         most = principal.limits.max_sessions
         if most is not None and account.held >= most:
             wait_ns = account.turnover.promise(most, now)
-            raise _overloaded(f"all {most} streams of {principal.name} are in use", wait_ns)
+            what = f"all {most} streams of {principal.name} are in use"
+            raise _overloaded(what, wait_ns, OWN_STREAMS)
 
     def _check_places(self, principal: Principal, account: _Account, now: int) -> None:
         if self.held >= self._places:
             wait_ns = account.await_place(self._turnover.promise(self._places, now), now)
-            raise _overloaded(f"all {self._places} {self._what} of this gateway are in use", wait_ns)
+            what = f"all {self._places} {self._what} of this gateway are in use"
+            raise _overloaded(what, wait_ns, NO_PLACE)
         share = self._share(account, now)
         if account.held >= share:
             wait_ns = account.await_place(account.turnover.promise(share, now), now)
             what = f"{principal.name} has its share of {share} {self._what}, and others wait"
-            raise _overloaded(what, wait_ns)
+            raise _overloaded(what, wait_ns, NO_SHARE)
 
     def _share(self, account: _Account, now: int) -> int:
         """The places that are its own while others wait; more than all where nobody does."""
@@ -159,5 +169,5 @@ def _bucket(limits: PrincipalLimits, now: int) -> TokenBucket | None:
     return None if limits.tokens_per_s is None else TokenBucket(limits.tokens_per_s, limits.burst, now)
 
 
-def _overloaded(what: str, wait_ns: int) -> Overloaded:
-    return Overloaded(what, wait_ns / _SECOND)
+def _overloaded(what: str, wait_ns: int, reason: str) -> Overloaded:
+    return Overloaded(what, wait_ns / _SECOND, reason)

@@ -32,10 +32,11 @@ class BlockPool:
     """A fixed number of blocks with reference counts and a cache by content."""
 
     def __init__(self, blocks: int) -> None:
-        """Raises ValueError if there is no block at all."""
+        """Raises ValueError if there is no block at all. `evicted` blocks have lost their cached content."""
         if blocks < 1:
             raise ValueError(f"blocks: {blocks} is no pool")
         self.total = blocks
+        self.evicted = 0
         self._references = [0] * blocks
         self._pins = [0] * blocks
         self._pinned = 0
@@ -48,6 +49,11 @@ class BlockPool:
     def available(self) -> int:
         """Blocks that `take` can still give: free and cached."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def empty(self) -> int:
+        """Blocks that hold nothing of worth."""
+        return len(self._free)
 
     @property
     def pinned(self) -> int:
@@ -77,6 +83,7 @@ class BlockPool:
         elif self._cached:
             block, _ = self._cached.popitem(last=False)
             self._unregister(block)
+            self.evicted += 1
         else:
             raise Broken("a block was taken from a pool without any")
         self._references[block] = 1

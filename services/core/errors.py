@@ -64,11 +64,15 @@ class Fenced(CallerFault):
 
 
 class Overloaded(CallerFault):
-    """No room for more work; nothing was done: RESOURCE_EXHAUSTED with RetryInfo."""
+    """No room for more work; nothing was done: RESOURCE_EXHAUSTED with RetryInfo.
 
-    def __init__(self, what: str, retry_after_s: float) -> None:
+    `reason` is of what there was too much, in a word, where metrics tell it.
+    """
+
+    def __init__(self, what: str, retry_after_s: float, reason: str = "") -> None:
         super().__init__(what)
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class DeadlinePassed(CallerFault):

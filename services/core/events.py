@@ -292,7 +292,8 @@ class RoundEnded:
 
     `k` is how many tokens the draft was last asked for, 0 if none were wanted; `strategy` guessed those that
     were sent ("none" if none were). `overlap` says whether draft tokens were ready when the round began.
-    `plain_ns`, `kv_reused`, `batch_span` and `batch_sessions` are the verdict's.
+    `plain_ns`, `prefill_ns`, `kv_reused`, `batch_span` and `batch_sessions` are the verdict's. With
+    `reads_prompt`, the target read more than the last token of the session before it came to this verdict.
     """
 
     position: int
@@ -312,9 +313,11 @@ class RoundEnded:
     strategy: str = NO_STRATEGY
     overlap: Overlap = "none"
     plain_ns: int = 0
+    prefill_ns: int = 0
     kv_reused: int = 0
     batch_span: bytes = b""
     batch_sessions: int = 1
+    reads_prompt: bool = False
 
     @property
     def parts(self) -> RoundParts:

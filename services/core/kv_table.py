@@ -74,6 +74,7 @@ class KvTable:
         self.block_tokens = block_tokens
         self._max_sessions = max_sessions
         self._lost: deque[SessionKey] = deque(maxlen=_NAMED)
+        self._evicted_before = 0
         self._forget_all(blocks)
 
     def _forget_all(self, blocks: int) -> None:
@@ -98,6 +99,20 @@ class KvTable:
     def free(self) -> int:
         """Blocks to be had without touching a live session: never used, cached, or idle sessions'."""
         return self.total - self.live_blocks
+
+    @property
+    def empty(self) -> int:
+        """Blocks that hold nothing; of the free ones, the others can be had back by content."""
+        return self._pool.empty
+
+    @property
+    def evicted_blocks(self) -> int:
+        """Cached blocks whose content went to make room, since the table was made."""
+        return self._evicted_before + self._pool.evicted
+
+    def has_blocks(self, key: SessionKey) -> bool:
+        """Whether the session holds any, live or idle."""
+        return self._session(key) is not None
 
     def is_live(self, key: SessionKey) -> bool:
         """Whether the session was opened, and not made idle, dropped or preempted since."""
@@ -208,6 +223,7 @@ class KvTable:
 
     def clear(self) -> None:
         """Forgets everything, and begins anew: what lies in the blocks is in doubt."""
+        self._evicted_before = self.evicted_blocks
         self._forget_all(self.total)
 
     def check(self) -> None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from services.core.acceptance import confirm
 from services.core.content import Miss
+from services.core.counts import SchedulerCounts
 from services.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
 from services.core.linger import Lingering
 from services.core.live_times import LivePassTimes
@@ -97,7 +98,12 @@ class Scheduler:
         max_waiting: int = 1024,
         max_linger_ns: int = 0,
     ) -> None:
-        """`max_waiting` items may wait for their first row; `max_linger_ns` 0 never waits for a hint."""
+        """`max_waiting` items may wait for their first row; `max_linger_ns` 0 never waits for a hint.
+
+        `waits_ns` is how long the items had waited that the last pass was the first of.
+        """
+        self.counts = SchedulerCounts()
+        self.waits_ns: Sequence[int] = ()
         self._table = table
         self._times = LivePassTimes(times)
         self._max_rows = max_rows
@@ -229,6 +235,7 @@ class Scheduler:
         request = item.request
         found = self._table.look_up(item.key, request.start, request.tokens, request.prefix_hash)
         if isinstance(found, Miss):
+            self.counts.missed += 1
             self._answer(item, found)
             return
         item.tokens = [*self._table.tokens_of(item.key)[: request.start], *request.tokens]
@@ -287,7 +294,11 @@ class Scheduler:
 
     def _hold(self, item: Item) -> None:
         """Raises Overloaded."""
+        is_new = not self._table.has_blocks(item.key)
         item.kv_len = item.kv_reused = self._open_blocks(item)
+        if is_new:
+            self.counts.prompt_tokens += len(item.tokens)
+            self.counts.reused_tokens += item.kv_reused
 
     def _open_blocks(self, item: Item) -> int:
         """How far they hold it already. Raises Overloaded."""
@@ -305,12 +316,14 @@ class Scheduler:
             try:
                 granted, reservation = self._reserve_for(grant, frozenset(grants))
             except Overloaded as error:
+                self.counts.out_of_blocks += 1
                 # What it has computed stays until somebody needs it; it goes on from there when asked again.
                 if item.begun:
                     self._preempt(item)
                 else:
                     self._answer(item, error)
                 continue
+            self.counts.out_of_blocks += len(reservation.preempted)
             for key in reservation.preempted:
                 self._preempt(self._standing[key])
             grants[item.key] = granted
@@ -319,6 +332,7 @@ class Scheduler:
 
     def _preempt(self, item: Item) -> None:
         """It cannot go on; its caller is told what of it is left."""
+        self.counts.preempted += 1
         self._preempted.append(item.key[1])
         self._answer(item, self._table.held(item.key), preempted=True)
 
@@ -337,9 +351,12 @@ class Scheduler:
     def _begin(
         self, grants: dict[SessionKey, Grant], copies: Sequence[tuple[int, int]], now: int
     ) -> StepPlan:
-        for grant in grants.values():
-            grant.item.begun = True
-            grant.item.linger_ns += self._lingering.waited_ns
+        items = [grant.item for grant in grants.values()]
+        self.waits_ns = [now - item.came_ns for item in items if not item.begun]
+        self.counts.linger_ns += self._lingering.waited_ns
+        for item in items:
+            item.begun = True
+            item.linger_ns += self._lingering.waited_ns
         chunks = tuple(_chunk(grant, self._table.blocks_of(key)) for key, grant in grants.items())
         plan = StepPlan(chunks, tuple(copies))
         drafts = sum(len(grant.draft_tokens) for grant in grants.values())

@@ -414,7 +414,8 @@ class Session:
         offered = self._was_offered(event, now)
         confirmed = self._absorb(event)
         self._target_cache_len = min(max(0, event.cache_len), len(self.answer.tokens))
-        if not standing.prefills:
+        reads_prompt = standing.prefills
+        if not reads_prompt:
             # Prompts have to be read whatever is drafted: no token that is confirmed sooner saves that time.
             pass_ns = max(0, event.timing.compute_ns - event.prefill_ns)
             self._speculation.saw_pass(pass_ns, event.sessions, event.row_ns, confirmed)
@@ -422,7 +423,7 @@ class Session:
         self._speculation.saw_verdict(offered=offered, verified=event.verified)
         self._give_up_draft(self._drafting.confirm(self.answer.tokens))
         standing.confirm(self.answer)
-        self._count_round(event, position, confirmed, now)
+        self._count_round(event, position, confirmed, now, reads_prompt=reads_prompt)
 
     def _was_offered(self, event: ev.Verified, now: int) -> bool:
         """Had the target a hint when the pass began?"""
@@ -455,7 +456,9 @@ class Session:
                 break
         return self.answer.output_len - before
 
-    def _count_round(self, event: ev.Verified, position: int, confirmed: int, now: int) -> None:
+    def _count_round(
+        self, event: ev.Verified, position: int, confirmed: int, now: int, *, reads_prompt: bool
+    ) -> None:
         of = self._round
         if self._credit:
             unaccounted = now - of.verify_ns - event.timing.queue_ns - event.timing.compute_ns
@@ -479,9 +482,11 @@ class Session:
             strategy=self._strategy if of.drafted or event.verified else ev.NO_STRATEGY,
             overlap=of.overlap,
             plain_ns=event.plain_ns,
+            prefill_ns=event.prefill_ns,
             kv_reused=event.kv_reused,
             batch_span=event.batch_span,
             batch_sessions=event.sessions,
+            reads_prompt=reads_prompt,
         )
         self.stats.count(done)
         self._emit_effect(done)

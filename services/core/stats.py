@@ -52,6 +52,20 @@ class SpeculationStats:
         _count_below(self.verified_at, done.verified)
 
 
+def plain_ns(done: RoundEnded) -> int:
+    """About what plain decoding would have taken for the tokens of a round.
+
+    For each of them: the round without its wait for a draft, and without what draft tokens added to the pass.
+    But the rows of prompts that were in the pass would have been in one of those passes, not in each.
+    """
+    elapsed_ns = max(0, done.ended_ns - done.started_ns)
+    computed_ns = done.target.compute_ns
+    for_drafts_ns = max(0, computed_ns - done.plain_ns) if done.plain_ns else 0
+    one_ns = max(0, elapsed_ns - done.parts.draft_ns - for_drafts_ns)
+    once_ns = min(done.prefill_ns, one_ns)
+    return done.confirmed * (one_ns - once_ns) + once_ns
+
+
 def mean_acceptance_length(accepted: int, rounds: int) -> float:
     """1 + accepted / rounds: the tokens that a round confirms in the mean; 0 before the first."""
     return 1 + accepted / rounds if rounds else 0.0

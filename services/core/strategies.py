@@ -7,5 +7,7 @@ NGRAM = "ngram"
 HYBRID = "hybrid"
 ORACLE = "oracle"
 NONE = "none"
+LOOKUP = "lookup"
+"""At the gateway, where no draft can be asked; not to be had by name."""
 
 STRATEGIES = (MODEL, NGRAM, HYBRID, ORACLE, NONE)

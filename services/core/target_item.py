@@ -46,6 +46,7 @@ class Item:
         self.limit = min(request.limit, request.max_position)
         self.hint_due = request.hint_due
         self.rest = NOTHING
+        self.came_ns = now
         self.begun = False
         self.cancelled = False
         self.compute_ns = 0

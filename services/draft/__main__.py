@@ -33,7 +33,13 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
             parts.readiness.stage("loading model", detail=settings.model)
         loaded = await in_passing_thread(load_drafter, settings)
         tracer = parts.telemetry.tracer(__name__)
-        service = DraftService(loaded.drafter, loaded.info, tracer, max_waiting=settings.max_waiting)
+        service = DraftService(
+            loaded.drafter,
+            loaded.info,
+            tracer,
+            max_waiting=settings.max_waiting,
+            metrics=parts.metrics,
+        )
         rpc.add_DraftServicer_to_server(service, server)
         address = settings.advertise or parts.address
         return registered(service, settings, DRAFT_POOL, lambda: service.lease(address))

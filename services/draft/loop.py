@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from services.common.status import log_internal
 from services.core.errors import DeadlinePassed, Overloaded, Unavailable
 from services.draft.drafter import Proposed
+from services.draft.metrics import CountingDraftMeter, DraftMeter
 from services.draft.spans import BatchSpans
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Link, Tracer
 
+    from services.common.metrics.registry import Registry
     from services.core.errors import GalleyError
     from services.draft.drafter import Drafter, ProposeJob, ProposeOutcome, Stepped
 
@@ -50,7 +52,6 @@ class _Ticket:
     """
 
     __slots__ = (
-        "_submitted_ns",
         "begun",
         "compute_ns",
         "future",
@@ -59,6 +60,7 @@ class _Ticket:
         "link",
         "ready",
         "session_ns",
+        "submitted_ns",
         "used",
     )
 
@@ -73,7 +75,7 @@ class _Ticket:
         self.used = 0
         self.compute_ns = 0
         self.session_ns = 0
-        self._submitted_ns = time.monotonic_ns()
+        self.submitted_ns = time.monotonic_ns()
         if remaining_ns:
             timer = loop.call_later(remaining_ns / 1e9, self.expire)
             self.future.add_done_callback(lambda _: timer.cancel())
@@ -93,7 +95,7 @@ class _Ticket:
     def answer(self, outcome: ProposeOutcome) -> None:
         """Deliver it, unless there is an answer or nobody wants one."""
         if not self.future.done():
-            queue_ns = max(0, time.monotonic_ns() - self._submitted_ns - self.compute_ns)
+            queue_ns = max(0, time.monotonic_ns() - self.submitted_ns - self.compute_ns)
             sessions = max(1, round(self.session_ns / max(1, self.compute_ns)))
             self.future.set_result(Done(outcome, queue_ns, self.compute_ns, sessions))
 
@@ -106,7 +108,12 @@ class _Ticket:
 class DraftLoop:
     """Steps while there is work; to be made within the running event loop."""
 
-    def __init__(self, drafter: Drafter, tracer: Tracer, *, max_waiting: int) -> None:
+    def __init__(
+        self, drafter: Drafter, tracer: Tracer, *, max_waiting: int, metrics: Registry | None = None
+    ) -> None:
+        self.meter = DraftMeter()
+        if metrics is not None:
+            self.meter = CountingDraftMeter(metrics, lambda: self.queue_depth, drafter.counts)
         self._drafter = drafter
         self._batches = BatchSpans(tracer)
         self._max_waiting = max_waiting
@@ -188,6 +195,8 @@ class DraftLoop:
         came = {item: ticket for item, ticket in self._new.items() if not ticket.future.done()}
         self._new.clear()
         self._open |= came
+        now = time.monotonic_ns()
+        self.meter.began(now - ticket.submitted_ns for ticket in came.values())
         for ticket in came.values():
             ticket.begun = True
         return ended, {item: ticket.job for item, ticket in came.items()}
@@ -222,6 +231,7 @@ class DraftLoop:
     def _note(self, stepped: Stepped, took_ns: int, steps: int = 0) -> None:
         """On the worker thread, while no ticket comes or goes: what is ready now, should a deadline come."""
         sessions = len(stepped.answers) + len(stepped.so_far)
+        self.meter.stepped(sessions, took_ns)
         links: list[Link] = []
         for item in (*stepped.answers, *stepped.so_far):
             ticket = self._open[item]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Tracer
 
+    from services.common.metrics.registry import Registry
     from services.core.routing import DraftLease
     from services.draft.drafter import Drafter
 
@@ -29,12 +31,21 @@ class DraftService(rpc.DraftServicer):
 
     grpc_services = ("galley.v1.Draft",)
 
-    def __init__(self, drafter: Drafter, info: DraftInfo, tracer: Tracer, *, max_waiting: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        info: DraftInfo,
+        tracer: Tracer,
+        *,
+        max_waiting: int,
+        metrics: Registry | None = None,
+    ) -> None:
         self._info = info
         self._tracer = tracer
         self._incarnation = secrets.token_hex(8)
         self._recent = Recent()
-        self._loop = DraftLoop(drafter, tracer, max_waiting=max_waiting)
+        self._loop = DraftLoop(drafter, tracer, max_waiting=max_waiting, metrics=metrics)
+        self._loop.meter.expect(info.strategies)
 
     async def Propose(
         self,
@@ -89,6 +100,19 @@ class DraftService(rpc.DraftServicer):
             span.end()
 
     async def _propose(self, item: pb.ProposeItem, span: ProposeSpan) -> pb.ProposeAnswer:
+        meter, strategy = self._loop.meter, item.strategy or self._info.default_strategy
+        try:
+            answer = await self._proposed(item, span)
+        except asyncio.CancelledError:
+            meter.ended(strategy, "cancelled")
+            raise
+        except Exception:
+            meter.ended(strategy, "error")
+            raise
+        meter.ended(strategy, answer.WhichOneof("outcome") or "error")
+        return answer
+
+    async def _proposed(self, item: pb.ProposeItem, span: ProposeSpan) -> pb.ProposeAnswer:
         job = read_item(item, self._info)
         span.asked(job)
         self._recent.note(job.slice.key, time.monotonic_ns())

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import grpc
 
     from services.core.answer import SessionSpec
+    from services.core.breaker import State
     from services.core.ports import Clock
     from services.core.store import Held
     from services.gateway.members import Source
@@ -104,6 +105,11 @@ class Drafts(Members[Draft]):
         """All that is offered by a draft that was met."""
         offered = {name for it in self._members.values() if it.fits for name in it.pool.info.strategies}
         return tuple(sorted(offered))
+
+    def breakers(self) -> list[tuple[str, State]]:
+        """Of each draft that was met: its address, and what its breaker lets through."""
+        now = self._clock.now_ns()
+        return [(it.address, it.breaker.state(now)) for it in self._members.values() if it.fits]
 
     def choose(self, strategy: str, home: Replica | None, avoid: Collection[str]) -> Draft | None:
         """The draft for a session whose tokens `home` has; None if none can be asked."""

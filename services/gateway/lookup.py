@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from services.core import events as ev
 from services.core.content import Miss, PrefixHasher, look_up
 from services.core.lookup import SessionLookup
+from services.core.strategies import LOOKUP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +48,7 @@ class Lookup:
             self._hasher.of(self._tokens, position),
             guesses,
             cache_len=position,
+            strategy=LOOKUP,
         )
 
     def _replace(self, start: int, tokens: Sequence[int]) -> None:

@@ -172,6 +172,11 @@ class Members(ABC, Generic[MemberT]):
         """Why there is no replica, in words."""
         return f"no {self._kind} {self._source}: {self._problem}"
 
+    def up_and_down(self) -> tuple[int, int]:
+        """How many that were met may be asked, and how many others are known."""
+        up = sum(member.fits and member.up for member in self._members.values())
+        return up, len(self._members) - up
+
     @property
     def mismatch(self) -> TokenizerMismatch | None:
         """Why each of those that are there was refused, if it was its tokenizer; of several, any."""

@@ -19,6 +19,7 @@ LEFT = "left"
 HEDGED = "hedged"
 """The other was asked too, and answered first."""
 RESTARTED = "restarted"
+REASONS = (FAILED, LATE, LEFT, HEDGED, RESTARTED)
 
 _log = get_logger(__name__)
 
@@ -28,7 +29,7 @@ class Moves:
 
     def __init__(self, pool: str) -> None:
         """`pool` is "draft" or "target"."""
-        self._pool = pool
+        self.pool = pool
         self.counts: Counter[str] = Counter()
 
     def note(self, session_id: str, source: Replica, to: Replica, reason: str) -> None:
@@ -36,6 +37,6 @@ class Moves:
         if source.address == to.address:
             reason = RESTARTED
         self.counts[reason] += 1
-        facts = {"pool": self._pool, "source": source.address, "to": to.address, "reason": reason}
+        facts = {"pool": self.pool, "source": source.address, "to": to.address, "reason": reason}
         _log.info("session moved", session_id=session_id, **facts)
         trace.get_current_span().add_event("session moved", {f"galley.{k}": v for k, v in facts.items()})

@@ -45,8 +45,16 @@ class Timeouts:
         return until if deadline_ns is None else min(until, max(now_ns, deadline_ns - SECOND))
 
 
-async def patiently(call: Callable[[], Awaitable[_T]], until_ns: int, clock: Clock) -> _T:
-    """Repeat a call to the store while it is away; raises StoreUnavailable at `until_ns` or just after."""
+async def patiently(
+    call: Callable[[], Awaitable[_T]],
+    until_ns: int,
+    clock: Clock,
+    on_retry: Callable[[], None] = lambda: None,
+) -> _T:
+    """Repeat a call to the store while it is away; raises StoreUnavailable at `until_ns` or just after.
+
+    `on_retry` is told before each repeat.
+    """
     left_s = max(0.0, (until_ns - clock.now_ns()) / SECOND)
     try:
         async with asyncio.timeout(left_s + _LAST_CALL_S):
@@ -55,6 +63,7 @@ async def patiently(call: Callable[[], Awaitable[_T]], until_ns: int, clock: Clo
                 until_s=until_ns / SECOND,
                 clock=lambda: clock.now_ns() / SECOND,
                 sleep=asyncio.sleep,
+                on_retry=on_retry,
             )
     except TimeoutError as error:
         raise StoreUnavailable("the session store does not answer") from error

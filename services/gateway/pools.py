@@ -241,7 +241,8 @@ class DraftPool:
             self.lost()
             return _failed(request.request_id, error)
         if answer.WhichOneof("outcome") == "result":
-            return _proposed(request.request_id, answer.result, self.info.max_draft_tokens)
+            strategy = request.strategy or self.info.default_strategy
+            return _proposed(request.request_id, answer.result, self.info.max_draft_tokens, strategy)
         return _other(request.request_id, answer)
 
     def _item(self, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None) -> pb.ProposeItem:
@@ -348,7 +349,7 @@ def _verified(request_id: int, result: pb.VerifyResult) -> ev.Verified:
     )
 
 
-def _proposed(request_id: int, result: pb.ProposeResult, most: int) -> ev.Proposed:
+def _proposed(request_id: int, result: pb.ProposeResult, most: int, strategy: str) -> ev.Proposed:
     return ev.Proposed(
         request_id=request_id,
         position=result.position,
@@ -359,6 +360,7 @@ def _proposed(request_id: int, result: pb.ProposeResult, most: int) -> ev.Propos
         survival=tuple(result.survival),
         sessions=max(1, result.batch_sessions),
         most=most,
+        strategy=strategy,
     )
 
 

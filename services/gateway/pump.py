@@ -12,8 +12,11 @@ from services.common import status
 from services.common.logs import get_logger
 from services.core import events as ev
 from services.core.errors import Broken, GalleyError, Unread
+from services.gateway.patience import SECOND
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from services.core.admission import Place
     from services.core.answer import Chunk, NumericsChanged
     from services.gateway.runner import SessionRunner
@@ -29,6 +32,8 @@ class Pump:
     no further and the call is ended: its handler, and with it its place; its status waits in gRPC for the
     client to read on. Once its client has left, the session stops, or goes on to its end with nobody to
     hear it.
+
+    `failed` is told why the call is ended, where its handler is cancelled for that.
     """
 
     def __init__(
@@ -38,7 +43,10 @@ class Pump:
         streams: Streams,
         place: Place,
         client_s: float,
+        *,
+        failed: Callable[[GalleyError], None] = lambda _: None,
     ) -> None:
+        self._failed = failed
         self._items: asyncio.Queue[Chunk | NumericsChanged | ev.End] = asyncio.Queue(maxsize=1)
         self._runner = runner
         self._context = context
@@ -104,11 +112,18 @@ class Pump:
     async def _send(self, item: Chunk | NumericsChanged) -> None:
         if self._left:
             return
+        if self._items.empty():
+            self._items.put_nowait(item)
+            return
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         try:
             async with asyncio.timeout(self._client_s):
                 await self._items.put(item)
         except TimeoutError:
             raise self._unread() from None
+        finally:
+            self._runner.meter.stalled(round((loop.time() - began_s) * SECOND))
 
     def _unread(self) -> Unread:
         return Unread(f"the stream was left unread for {self._client_s:g} s; resume to go on")
@@ -131,6 +146,7 @@ class Pump:
         error = end.error or self._unread()
         _log.info("stream ended unread", error=str(error))
         status.log_internal(error)
+        self._failed(error)
         if self._handler is not None:
             self._handler.cancel()
         with suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):

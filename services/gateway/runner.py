@@ -19,6 +19,7 @@ from services.core.errors import Broken, Cancelled, DeadlinePassed, GalleyError,
 from services.core.finish import encode_ending
 from services.core.records import encode_records
 from services.core.store import Directory, Held
+from services.gateway.meter import StreamMeter
 from services.gateway.patience import SECOND, patiently
 from services.gateway.spans import RoundSpans
 
@@ -63,10 +64,12 @@ class SessionRunner:
         ports: Ports,
         timeouts: Timeouts,
         deadline_ns: int | None,
+        meter: StreamMeter | None = None,
     ) -> None:
         """`deadline_ns` is a time of the clock port, None for none."""
         self.session = session
         self.owned = owned
+        self.meter = meter or StreamMeter()
         self._ports = ports
         self._timeouts = timeouts
         self._deadline_ns = deadline_ns
@@ -119,6 +122,7 @@ class SessionRunner:
                     self._call_at(effect.at_ns, ev.Woken())
                 case ev.RoundEnded():
                     self._spans.end(effect)
+                    self.meter.round(effect)
                 case ev.End():
                     self._end = effect
                     self._outbox.put_nowait(None)
@@ -150,6 +154,8 @@ class SessionRunner:
                 reply = await self._ports.draft.propose(self.session.spec, effect, remaining_ns)
         except TimeoutError:
             reply = ev.Failed(effect.request_id, "no answer in time")
+        if isinstance(reply, ev.CacheMissed):
+            self.meter.missed("draft")
         self.tell(reply)
 
     def _verify(self, effect: ev.Verify) -> None:
@@ -172,6 +178,8 @@ class SessionRunner:
                 async for answer in verification:
                     if not isinstance(answer, ev.Failed):
                         self._holder = verification.replica
+                    if isinstance(answer, ev.CacheMissed):
+                        self.meter.missed("target")
                     self.tell(answer)
                     timer.reschedule(asyncio.get_running_loop().time() + timeout_s)
         except TimeoutError:
@@ -180,11 +188,13 @@ class SessionRunner:
     async def _commit(self, effect: ev.Commit) -> None:
         meta = encode_records(effect.records)
         directory = self._directory(effect)
+        began_ns = self._now()
 
         async def commit() -> int:
             return await self.owned.commit(effect.expected_len, effect.tokens, meta, directory)
 
-        await self._store_op(commit, ev.Committed)
+        error = await self._store_op(commit, ev.Committed)
+        self.meter.committed(self._now() - began_ns, error)
 
     async def _store_finish(self, effect: ev.StoreFinish) -> None:
         record = encode_ending(effect.ending)
@@ -194,13 +204,20 @@ class SessionRunner:
 
         await self._store_op(finish, lambda _: ev.FinishStored())
 
-    async def _store_op(self, call: Callable[[], Awaitable[_T]], event: Callable[[_T], ev.Event]) -> None:
+    async def _store_op(
+        self, call: Callable[[], Awaitable[_T]], event: Callable[[_T], ev.Event]
+    ) -> GalleyError | None:
+        """Tell the machine what came of it; returns the error, if one did."""
         try:
-            result = await patiently(call, self._store_deadline_ns(), self._ports.clock)
+            result = await self._patiently(call)
         except GalleyError as error:
             self.tell(ev.StoreFailed(error))
-        else:
-            self.tell(event(result))
+            return error
+        self.tell(event(result))
+        return None
+
+    async def _patiently(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        return await patiently(call, self._store_deadline_ns(), self._ports.clock, self.meter.retried)
 
     def _directory(self, effect: ev.Commit) -> Directory:
         """The target's is whose answer told how far its cache reaches, not who is asked next."""
@@ -214,7 +231,7 @@ class SessionRunner:
         while True:
             await asyncio.sleep(self._timeouts.renew_ns / SECOND)
             try:
-                await patiently(self.owned.renew, self._store_deadline_ns(), self._ports.clock)
+                await self._patiently(self.owned.renew)
             except GalleyError as error:
                 self.tell(ev.StoreFailed(error))
                 return
@@ -306,6 +323,7 @@ class SessionRunner:
                 await self._verification.aclose()  # its task may have been cancelled before it began
         finally:
             self._spans.abandon()
+            self.meter.ended(self.session.stats)
 
 
 def _fault_of(error: BaseException, what: str) -> GalleyError:

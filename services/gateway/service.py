@@ -23,6 +23,7 @@ from services.gateway.authentication import Everyone, PrincipalInterceptor
 from services.gateway.clock import MonotonicClock
 from services.gateway.drafts import Drafts, SessionDraft
 from services.gateway.members import Registered, Told
+from services.gateway.metrics import CountingGatewayMeter
 from services.gateway.model import ServedModel
 from services.gateway.patience import SECOND, Timeouts, patiently
 from services.gateway.router import SessionTarget
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from services.core.session import Session
     from services.core.store import StoredSession
     from services.gateway.members import Source
+    from services.gateway.meter import GatewayMeter
 
 _log = get_logger(__name__)
 _HAND_OVER_SHARE = 0.6
@@ -144,8 +146,11 @@ async def _build(
         store = open_store(settings, parts)
         opened.push_async_callback(store.close)
         await patiently(store.ping, clock.now_ns() + int(settings.startup_timeout_s * SECOND), clock)
-        streams = _streams(settings, store, drafts, targets, clock, tokenizer)
         model = _served_model(settings, tokenizer, targets, drafts)
+        meter = None if parts.metrics is None else CountingGatewayMeter(parts.metrics, clock, model.name)
+        streams = _streams(settings, store, drafts, targets, clock, tokenizer, meter)
+        if meter is not None:
+            meter.watch(streams, targets, None if settings.draft == NO_DRAFT else drafts)
         rpc.add_GenerationServicer_to_server(
             GenerationServicer(
                 streams, model, clock, _id_secret(settings), int(settings.client_timeout_s * SECOND)
@@ -162,6 +167,7 @@ def _streams(
     targets: Targets,
     clock: MonotonicClock,
     tokenizer: Tokenizer,
+    meter: GatewayMeter | None,
 ) -> Streams:
     may_look_up = settings.lookup_fallback and settings.draft != NO_DRAFT
 
@@ -184,6 +190,7 @@ def _streams(
         ),
         _timeouts(settings),
         settings.max_sessions,
+        meter=meter,
     )
 
 

@@ -39,12 +39,15 @@ if TYPE_CHECKING:
     from services.core.admission import Place
     from services.core.answer import Ending
     from services.core.ports import Clock
+    from services.core.principal import Principal
+    from services.gateway.meter import CallMeter
     from services.gateway.model import ServedModel
     from services.gateway.runner import SessionRunner
     from services.gateway.streams import Streams
 
 _log = get_logger(__name__)
 _tracer = trace.get_tracer("galley.gateway")
+_COMPLETION = "text_completion"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,45 +64,37 @@ class GenerationServicer(rpc.GenerationServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Start a session, or join the one of the same idempotency key."""
-        principal = caller()
-        check_priority(request.priority, principal.limits.max_priority)
-        with self.streams.admit(principal, self._asked_tokens(request)) as place:
-            # In a thread: a long prompt takes the tokenizer longer than other streams should wait.
-            asked = await asyncio.to_thread(
-                parse_generate,
-                request,
-                self.model.limits,
-                self.model.tokenizer,
-                self.model.request_model(),
-                _draw_seed,
-            )
-            session_id = session_id_for(principal.name, asked.idempotency_key, self.id_secret)
-            spec = self.model.spec(asked, session_id, time.time_ns(), principal.tenant_salt)
-            deadline_ns = self._deadline_ns(context)
-            runner = await self.streams.create(spec, principal.name, asked.body_hash, deadline_ns)
-            self.streams.charge_prompt(place, runner)
-            async with aclosing(self._stream(runner, place, context, "generate")) as events:
-                async for event in events:
-                    yield pb.GenerateResponse(event=event)
+        with self.streams.meter.call(context, operation=_operation(request), model=request.model) as call:
+            principal = caller()
+            check_priority(request.priority, principal.limits.max_priority)
+            with self.streams.admit(principal, self._asked_tokens(request)) as place:
+                runner = await self._begin(request, principal, self._deadline_ns(context))
+                self.streams.charge_prompt(place, runner)
+                call.began(runner.meter, is_new=runner.owned.owner.epoch == 1)
+                async with aclosing(self._stream(runner, place, context, call, "generate")) as events:
+                    async for event in events:
+                        yield pb.GenerateResponse(event=event)
 
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ResumeResponse]:
         """Take over a session and go on from the client's index."""
-        principal = caller()
-        # What is left of the answer only the store knows: it is counted as it comes.
-        with self.streams.admit(principal, 0) as place:
-            asked = parse_resume(request)
-            runner = await self.streams.claim(
-                asked.session_id,
-                principal.name,
-                asked.next_index,
-                asked.seen_hash,
-                self._deadline_ns(context),
-            )
-            async with aclosing(self._stream(runner, place, context, "resume")) as events:
-                async for event in events:
-                    yield pb.ResumeResponse(event=event)
+        with self.streams.meter.call(context, operation=_COMPLETION, model=None) as call:
+            principal = caller()
+            # What is left of the answer only the store knows: it is counted as it comes.
+            with self.streams.admit(principal, 0) as place:
+                asked = parse_resume(request)
+                runner = await self.streams.claim(
+                    asked.session_id,
+                    principal.name,
+                    asked.next_index,
+                    asked.seen_hash,
+                    self._deadline_ns(context),
+                )
+                call.began(runner.meter, is_new=False)
+                async with aclosing(self._stream(runner, place, context, call, "resume")) as events:
+                    async for event in events:
+                        yield pb.ResumeResponse(event=event)
 
     async def Abort(
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -116,6 +111,23 @@ class GenerationServicer(rpc.GenerationServicer):
         check_model(request.model, self.model.request_model())
         return self.model.describe()
 
+    async def _begin(
+        self, request: pb.GenerateRequest, principal: Principal, deadline_ns: int | None
+    ) -> SessionRunner:
+        """Check the request, and store its session. Raises what refuses it."""
+        # In a thread: a long prompt takes the tokenizer longer than other streams should wait.
+        asked = await asyncio.to_thread(
+            parse_generate,
+            request,
+            self.model.limits,
+            self.model.tokenizer,
+            self.model.request_model(),
+            _draw_seed,
+        )
+        session_id = session_id_for(principal.name, asked.idempotency_key, self.id_secret)
+        spec = self.model.spec(asked, session_id, time.time_ns(), principal.tenant_salt)
+        return await self.streams.create(spec, principal.name, asked.body_hash, deadline_ns)
+
     def _asked_tokens(self, request: pb.GenerateRequest) -> int:
         """The output that it may come to; no answer is longer than the context window."""
         most = request.max_tokens if request.HasField("max_tokens") else self.model.limits.default_max_tokens
@@ -126,19 +138,27 @@ class GenerationServicer(rpc.GenerationServicer):
         return None if remaining_s is None else self.clock.now_ns() + int(remaining_s * SECOND)
 
     async def _stream(
-        self, runner: SessionRunner, place: Place, context: grpc.aio.ServicerContext[Any, Any], name: str
+        self,
+        runner: SessionRunner,
+        place: Place,
+        context: grpc.aio.ServicerContext[Any, Any],
+        call: CallMeter,
+        name: str,
     ) -> AsyncGenerator[pb.StreamEvent, None]:
         """The events of a session; its work ends with the call, whichever way the call ends."""
         session_id = runner.session.spec.session_id
         span = _tracer.start_span(name, attributes={"galley.session_id": session_id})
+        call.traced(span.get_span_context())
         # Current only where nothing is yielded: a generator may be closed in another context than its own.
         current = partial(trace.use_span, span)
         with bound_contextvars(session_id=session_id):
             with current():
-                pump = Pump(runner, context, self.streams, place, self.client_ns / SECOND)
+                client_s = self.client_ns / SECOND
+                pump = Pump(runner, context, self.streams, place, client_s, failed=call.failed)
             try:
                 yield events_pb.started(runner.session, self.model.name)
                 while not isinstance(item := await pump.next(), ev.End):
+                    call.sends(item)
                     yield events_pb.item(item)
                 with current():
                     ending = _ending(item)
@@ -146,6 +166,11 @@ class GenerationServicer(rpc.GenerationServicer):
             finally:
                 pump.leave()
                 span.end()
+
+
+def _operation(request: pb.GenerateRequest) -> str:
+    """What is asked, as the semantic conventions call it."""
+    return "chat" if request.WhichOneof("input") == "messages" else _COMPLETION
 
 
 def _ending(end: ev.End) -> Ending:

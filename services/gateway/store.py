@@ -187,10 +187,12 @@ async def retrying(
     until_s: float,
     clock: Callable[[], float],
     sleep: Callable[[float], Awaitable[object]],
+    on_retry: Callable[[], None] = lambda: None,
 ) -> T:
     """Call `op` until it does not raise StoreUnavailable, but start no call later than `until_s` on `clock`.
 
-    The pause between calls doubles from FIRST_PAUSE_S to LONGEST_PAUSE_S. Raises the last StoreUnavailable.
+    The pause between calls doubles from FIRST_PAUSE_S to LONGEST_PAUSE_S; after each, `on_retry` is told.
+    Raises the last StoreUnavailable.
     """
     pause_s = FIRST_PAUSE_S
     while True:
@@ -201,6 +203,7 @@ async def retrying(
             if left_s <= 0:
                 raise
         await sleep(min(pause_s, left_s))
+        on_retry()
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 

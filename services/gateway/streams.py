@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from services.core import events as ev
-from services.core.admission import Admission
+from services.core.admission import DRAINING, Admission
 from services.core.answer import Answer, Ending, Reason
-from services.core.errors import Fenced, InvalidField, LogLost, Unavailable, UnknownSession
+from services.core.errors import Fenced, InvalidField, LogLost, Overloaded, Unavailable, UnknownSession
 from services.core.finish import decode_ending, encode_ending
 from services.core.habits import Book
 from services.core.principal import Principal
@@ -18,6 +18,7 @@ from services.core.records import decode_records
 from services.core.session import Session, SessionLimits
 from services.core.spec_codec import decode_spec, encode_spec
 from services.core.store import NewSession
+from services.gateway.meter import GatewayMeter
 from services.gateway.owned import OwnedSession
 from services.gateway.patience import Timeouts, patiently
 from services.gateway.runner import SessionRunner
@@ -40,7 +41,7 @@ SPEC_FIELD = "spec"
 class Streams:
     """What a gateway has open. `ports_of` gives a session its own; `decode` turns token ids into text."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what it is made of
         self,
         store: SessionStore,
         clock: Clock,
@@ -49,7 +50,10 @@ class Streams:
         limits: SessionLimits,
         timeouts: Timeouts,
         max_sessions: int,
+        *,
+        meter: GatewayMeter | None = None,
     ) -> None:
+        self.meter = meter or GatewayMeter()
         self._store = store
         self._clock = clock
         self._ports_of = ports_of
@@ -70,15 +74,28 @@ class Streams:
 
         Raises Overloaded or Unavailable, before any work is done.
         """
-        if self._draining:
-            raise Unavailable("this gateway is shutting down; ask another")
-        place = self._admission.enter(principal, tokens, self._clock.now_ns())
+        place = self._enter(principal, tokens)
         self._idle.clear()
         try:
             yield place
         finally:
             if not place.kept:
                 self._release(place)
+
+    def _enter(self, principal: Principal, tokens: int) -> Place:
+        if self._draining:
+            self.meter.refused(DRAINING)
+            raise Unavailable("this gateway is shutting down; ask another")
+        try:
+            return self._admission.enter(principal, tokens, self._clock.now_ns())
+        except Overloaded as error:
+            self.meter.refused(error.reason)
+            raise
+
+    @property
+    def held(self) -> int:
+        """Places that are taken."""
+        return self._admission.held
 
     def keep(self, work: asyncio.Task[None], place: Place, used: Callable[[], int]) -> None:
         """A session goes on without its client, if only to stop: it keeps its place until `work` is done."""
@@ -220,8 +237,10 @@ class Streams:
         """The store held the session at `held_ns`, or later."""
         owned = OwnedSession(self._store, stored, self._clock, held_ns, self._timeouts.trusted_ns)
         ports = self._ports_of(stored, session)
-        return SessionRunner(session, owned, ports, self._timeouts, deadline_ns)
+        meter = self.meter.stream(session.spec)
+        return SessionRunner(session, owned, ports, self._timeouts, deadline_ns, meter)
 
     async def _store_call(self, call: Callable[[], Awaitable[_T]], deadline_ns: int | None) -> _T:
         clock = self._clock
-        return await patiently(call, self._timeouts.store_deadline_ns(clock.now_ns(), deadline_ns), clock)
+        until_ns = self._timeouts.store_deadline_ns(clock.now_ns(), deadline_ns)
+        return await patiently(call, until_ns, clock, self.meter.retried)

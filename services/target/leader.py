@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
+from services.common.logs import get_logger
+from services.common.metrics.labels import TARGET
+from services.common.metrics.metering import Metering, start_metering
 from services.common.process import in_passing_thread
 from services.common.registration import Registered
 from services.common.server import Parts, start_server
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from services.target.registration import Facts
     from services.target.servicer import TargetService
     from services.target.settings import TargetSettings
+
+_LOG = get_logger(__name__)
 
 
 def spec_of(settings: TargetSettings, size: int) -> RankSpec:
@@ -57,14 +62,16 @@ class Leader:
         self._service: TargetService | None = None
         self._server: RunningServer | None = None
         self._telemetry = Telemetry()
+        self._metering = Metering()
 
     async def serve(self, store: Store | None) -> str:
         """Load and serve; the address. `store` is where the followers come; None with one rank."""
         self._telemetry = start_telemetry("galley-target")
+        self._metering = await _start_metering(self._settings)
         self._server = await start_server(
             self._settings,
             lambda server, parts: self._build(server, parts, store),
-            Parts(telemetry=self._telemetry),
+            Parts(telemetry=self._telemetry, metrics=self._metering.registry),
         )
         return self._settings.advertise or self._server.address
 
@@ -82,6 +89,7 @@ class Leader:
         """Drain, withdraw, and let the other ranks go."""
         if self._server is not None:
             await self._server.stop()
+        await self._metering.close()
         await asyncio.to_thread(self._release)
         await asyncio.to_thread(self._telemetry.shutdown)
 
@@ -113,3 +121,15 @@ class Leader:
         loaded = load_rank(spec, group, blocks)
         self._model = ShardedModel(loaded.model, group, self._on_loss)
         return PagedEngine(self._model, loaded.fingerprint, ranks=spec.size)
+
+
+async def _start_metering(settings: TargetSettings) -> Metering:
+    """Where another replica of the node has the port, any other: the log says which."""
+    host, port = settings.host, settings.metrics_port
+    try:
+        metering = await start_metering(TARGET, host, port)
+    except OSError:
+        metering = await start_metering(TARGET, host, 0)
+    if metering.address:
+        _LOG.info("serving metrics", address=metering.address)
+    return metering

@@ -17,7 +17,8 @@ from opentelemetry.trace import INVALID_SPAN, use_span
 from services.common.status import log_internal
 from services.core.errors import Unavailable
 from services.core.step import StepPlan
-from services.core.verify_items import Answer
+from services.core.verify_items import Answer, Confirmed
+from services.target.metrics import PassMeter
 from services.target.spans import BatchSpans
 
 if TYPE_CHECKING:
@@ -60,10 +61,13 @@ class Ticket:
 class StepLoop:
     """Runs passes while there is work; to be made within the running event loop."""
 
-    def __init__(self, engine: TargetEngine, scheduler: Scheduler, tracer: Tracer) -> None:
+    def __init__(
+        self, engine: TargetEngine, scheduler: Scheduler, tracer: Tracer, meter: PassMeter | None = None
+    ) -> None:
         self._engine = engine
         self._scheduler = scheduler
         self._batches = BatchSpans(tracer)
+        self._meter = meter or PassMeter()
         self._tickets: dict[int, Ticket] = {}
         self._changed = asyncio.Event()
         self._arrived = asyncio.Event()
@@ -176,14 +180,17 @@ class StepLoop:
     async def _compute(self, plan: StepPlan) -> None:
         batch = self._batches.begin(self._scheduler)
         try:
-            await self._run_pass(plan, batch)
-            self._deliver()
+            took_ns, waits_ns = await self._run_pass(plan, batch), self._scheduler.waits_ns
+            confirmed = self._deliver()
+            if took_ns is not None:
+                self._meter.passed(plan, confirmed, took_ns, waits_ns)
         finally:
             if batch is not None:
                 batch.end()
 
-    async def _run_pass(self, plan: StepPlan, batch: Batch | None) -> None:
-        loop = asyncio.get_running_loop()
+    async def _run_pass(self, plan: StepPlan, batch: Batch | None) -> int | None:
+        """How many nanoseconds it took; None if it came to nothing."""
+        loop, began_ns = asyncio.get_running_loop(), time.monotonic_ns()
         if batch is not None:
             # Once the pass is under way, so that it need not wait for this.
             loop.call_soon(batch.describe)
@@ -196,9 +203,10 @@ class StepLoop:
             with use_span(batch.span if batch is not None else INVALID_SPAN):
                 log_internal(error)
             self._scheduler.fail(plan, failed)
-        else:
-            span = batch.packed if batch is not None else b""
-            self._scheduler.conclude(plan, outcomes, time.monotonic_ns(), span)
+            return None
+        now = time.monotonic_ns()
+        self._scheduler.conclude(plan, outcomes, now, batch.packed if batch is not None else b"")
+        return now - began_ns
 
     def _step(self, plan: StepPlan, batch: Batch | None) -> Sequence[StepOutcome]:
         """On the worker thread: one pass."""
@@ -208,8 +216,12 @@ class StepLoop:
         batch.ran()
         return outcomes
 
-    def _deliver(self) -> None:
+    def _deliver(self) -> int:
+        """Hand over what is answered; how many tokens that confirms."""
+        confirmed = 0
         for answer in self._scheduler.take_answers():
+            if isinstance(answer.outcome, Confirmed):
+                confirmed += len(answer.outcome.tokens)
             ticket = self._tickets.get(answer.item)
             if ticket is None:
                 continue
@@ -217,6 +229,7 @@ class StepLoop:
                 del self._tickets[answer.item]
                 self._batches.leaves(answer.item)
             ticket.put(answer)
+        return confirmed
 
     def _stop(self, error: Unavailable) -> None:
         self._stopped = error

@@ -16,6 +16,7 @@ from services.core.kv_table import KvTable
 from services.core.scheduler import MAX_ROWS, Scheduler
 from services.target.items import answer_of, read_extension, read_item
 from services.target.loop import StepLoop
+from services.target.metrics import CountingPassMeter, PassMeter
 from services.target.registration import Facts
 from services.target.spans import VerifySpan
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Tracer
 
+    from services.common.metrics.registry import Registry
     from services.core.cost import PassTimes
     from services.core.verify_items import VerifyRequest
     from services.target.engine import TargetEngine
@@ -57,6 +59,7 @@ class TargetService(rpc.TargetServicer):
         times: PassTimes,
         tracer: Tracer,
         limits: Limits,
+        metrics: Registry | None = None,
     ) -> None:
         """`times` is what a pass of the engine costs; to be made within the running event loop."""
         info = engine.info
@@ -73,7 +76,10 @@ class TargetService(rpc.TargetServicer):
             max_waiting=limits.max_waiting,
             max_linger_ns=round(limits.max_linger_ms * 1e6),
         )
-        self._loop = StepLoop(engine, self._scheduler, tracer)
+        meter = PassMeter()
+        if metrics is not None:
+            meter = CountingPassMeter(metrics, self._scheduler, self._table)
+        self._loop = StepLoop(engine, self._scheduler, tracer, meter)
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:  # noqa: ARG002
         """Answer all items of one request, each once: credit is for streams."""

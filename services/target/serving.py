@@ -23,7 +23,8 @@ async def add_target(
     """Measure the engine, and serve it on `server`."""
     parts.readiness.stage("measuring passes")
     times = await in_passing_thread(measure, engine)
-    service = TargetService(engine, times, parts.telemetry.tracer(__name__), limits_of(settings))
+    tracer = parts.telemetry.tracer(__name__)
+    service = TargetService(engine, times, tracer, limits_of(settings), parts.metrics)
     rpc.add_TargetServicer_to_server(service, server)
     return service
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Tracer
 
+    from services.common.metrics.registry import Registry
     from services.common.server import Parts
     from services.draft.strategies.base import DraftJob, Guess, Strategy
 
@@ -128,7 +129,12 @@ class Serving:
 
 @asynccontextmanager
 async def serving(
-    strategy: Strategy, *, max_waiting: int = 64, tracer: Tracer | None = None, **limits: int
+    strategy: Strategy,
+    *,
+    max_waiting: int = 64,
+    tracer: Tracer | None = None,
+    metrics: Registry | None = None,
+    **limits: int,
 ) -> AsyncIterator[Serving]:
     """A draft of this strategy."""
     drafter = Drafter(
@@ -136,7 +142,7 @@ async def serving(
     )
     info = DraftInfo("", "", (MODEL,), MODEL, 32, VOCAB)
 
-    service = DraftService(drafter, info, tracer or NoOpTracer(), max_waiting=max_waiting)
+    service = DraftService(drafter, info, tracer or NoOpTracer(), max_waiting=max_waiting, metrics=metrics)
 
     async def build(server: grpc.aio.Server, parts: Parts) -> DraftService:
         rpc.add_DraftServicer_to_server(service, server)

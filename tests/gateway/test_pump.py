@@ -18,6 +18,7 @@ from services.core.principal import ANONYMOUS
 from services.core.session import Session, SessionLimits
 from services.core.store import Ownership
 from services.gateway.clock import MonotonicClock
+from services.gateway.meter import StreamMeter
 from services.gateway.patience import Timeouts
 from services.gateway.pump import Pump
 from services.gateway.streams import Streams
@@ -39,6 +40,7 @@ class Scripted:
     def __init__(self, chunks: Sequence[Chunk], end: ev.End) -> None:
         self.session = Session(Answer(SPEC, lambda tokens: "x" * len(tokens)), SessionLimits())
         self.owner = Ownership("s", 1, b"nonce")
+        self.meter = StreamMeter()
         self.may_stop = asyncio.Event()
         self.may_stop.set()
         self._chunks = chunks

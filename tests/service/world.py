@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError
-from services.common.server import RunningServer, start_server
+from services.common.server import Parts, RunningServer, start_server
 from services.common.tokenizer_hash import tokenizer_hash
 from services.core.records import PositionLogprobs
 from services.gateway.service import build, interceptors
@@ -190,8 +190,12 @@ class World:
 
     async def gateway(self, **given: object) -> Gateway:
         """A gateway with these settings."""
+        return await self.gateway_of(Parts(), **given)
+
+    async def gateway_of(self, parts: Parts, /, **given: object) -> Gateway:
+        """The same, which uses these parts."""
         settings = self.settings(**given)
-        running = await start_server(settings, build(settings), interceptors=interceptors(settings))
+        running = await start_server(settings, build(settings), parts, interceptors(settings))
         client = await GalleyClient(running.address, retries=NO_RETRIES).__aenter__()
         self._gateways.append(Gateway(running, client))
         return self._gateways[-1]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from services.common.metrics.registry import Registry
     from services.common.server import Parts
     from services.core.step import StepOutcome, StepPlan, Watch
     from services.engine.model import CausalModel
@@ -93,8 +94,16 @@ def tracer() -> trace.Tracer:
 
 
 @pytest.fixture
-async def service(engine: Recording, limits: Limits, tracer: trace.Tracer) -> AsyncIterator[Served]:
-    served = Served(engine, limits, tracer)
+def registry() -> Registry | None:
+    """Where metrics are counted; None: they are not."""
+    return None
+
+
+@pytest.fixture
+async def service(
+    engine: Recording, limits: Limits, tracer: trace.Tracer, registry: Registry | None
+) -> AsyncIterator[Served]:
+    served = Served(engine, limits, tracer, registry)
     await served.start()
     yield served
     await served.stop()
@@ -103,14 +112,21 @@ async def service(engine: Recording, limits: Limits, tracer: trace.Tracer) -> As
 class Served:
     """The service behind a real server."""
 
-    def __init__(self, engine: TargetEngine, limits: Limits, tracer: trace.Tracer) -> None:
+    def __init__(
+        self,
+        engine: TargetEngine,
+        limits: Limits,
+        tracer: trace.Tracer,
+        registry: Registry | None = None,
+    ) -> None:
         self._tracer = tracer
+        self._registry = registry
         self._engine = engine
         self._limits = limits
 
     async def start(self) -> None:
         async def build(server: grpc.aio.Server, parts: Parts) -> TargetService:
-            service = TargetService(self._engine, FLAT, self._tracer, self._limits)
+            service = TargetService(self._engine, FLAT, self._tracer, self._limits, self._registry)
             rpc.add_TargetServicer_to_server(service, server)
             return service
 

@@ -1,0 +1,25 @@
+"""Writes the dashboards into a folder: `python -m scripts.monitoring deploy/dashboards`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from scripts.monitoring.grafana import as_json
+from scripts.monitoring.overview import OVERVIEW
+from scripts.monitoring.sessions import SESSIONS
+from scripts.monitoring.speculation import SPECULATION
+from scripts.monitoring.target_engine import TARGET_ENGINE
+
+
+def main() -> None:
+    """One file a dashboard."""
+    (folder,) = (Path(name) for name in sys.argv[1:])
+    for dashboard in (OVERVIEW, SPECULATION, TARGET_ENGINE, SESSIONS):
+        text = json.dumps(as_json(dashboard), indent=1, ensure_ascii=False)
+        (folder / f"{dashboard.name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

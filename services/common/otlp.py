@@ -1,0 +1,58 @@
+"""What the `OTEL_*` environment says of exporting, the same for traces and metrics."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+from uuid import uuid4
+
+from services.common.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+
+_LOG = logging.getLogger(__name__)
+
+
+def exports(signal: Literal["traces", "metrics"]) -> bool:
+    """Whether this process is to send them somewhere."""
+    name = signal.upper()
+    if not _either("ENDPOINT", name):
+        return False
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    if os.environ.get(f"OTEL_{name}_EXPORTER", "otlp").lower() == "none":
+        return False
+    protocol = _either("PROTOCOL", name) or "grpc"
+    if protocol != "grpc":
+        _LOG.warning("%s are off: OTEL_EXPORTER_OTLP_PROTOCOL is %s, only grpc is served", signal, protocol)
+        return False
+    return True
+
+
+def resource_of(service_name: str) -> Resource:
+    """What all that this process sends says of it."""
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415  # off costs nothing
+
+    return Resource.create(
+        {
+            "service.name": os.environ.get("OTEL_SERVICE_NAME") or service_name,
+            "service.namespace": "galley",
+            "service.version": __version__,
+            "service.instance.id": _instance_id(),
+        }
+    )
+
+
+@cache
+def _instance_id() -> str:
+    """Of this life of the process."""
+    return str(uuid4())
+
+
+def _either(what: str, signal: str) -> str:
+    """The signal's own setting, else that of all."""
+    own = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_{what}", "")
+    return own or os.environ.get(f"OTEL_EXPORTER_OTLP_{what}", "")

@@ -1,0 +1,42 @@
+"""What a registry says, for tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from services.common.metrics.cells import Distributed
+
+if TYPE_CHECKING:
+    from services.common.metrics.metric import Metric
+    from services.common.metrics.registry import Point, Registry
+
+
+def _point(registry: Registry, metric: Metric, *labels: str) -> Point:
+    [reading] = [reading for reading in registry.read() if reading.metric is metric]
+    [point] = [point for point in reading.points if point[0] == labels]
+    return point
+
+
+def number(registry: Registry, metric: Metric, *labels: str) -> float:
+    """Of a counter or gauge, of these labels."""
+    value = _point(registry, metric, *labels)[1]
+    assert not isinstance(value, Distributed)
+    return value
+
+
+def total(registry: Registry, metric: Metric) -> float:
+    """Of a counter, over all labels."""
+    [reading] = [reading for reading in registry.read() if reading.metric is metric]
+    return sum(value for _, value in reading.points if not isinstance(value, Distributed))
+
+
+def histogram(registry: Registry, metric: Metric, *labels: str) -> Distributed:
+    """Of these labels."""
+    value = _point(registry, metric, *labels)[1]
+    assert isinstance(value, Distributed)
+    return value
+
+
+def count(registry: Registry, metric: Metric, *labels: str) -> int:
+    """How many a histogram has observed."""
+    return sum(histogram(registry, metric, *labels).counts)

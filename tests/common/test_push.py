@@ -1,0 +1,136 @@
+"""Metrics leave the process by OTLP, and a collector that is away holds up nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent import futures
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as otlp
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as otlp_rpc
+
+from services.common.metrics import catalogue
+from services.common.metrics.metering import OFF, Metering, start_metering
+from services.common.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PATIENCE_S = 20.0
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
+
+
+class Collector(otlp_rpc.MetricsServiceServicer):
+    def __init__(self) -> None:
+        self.requests: list[otlp.ExportMetricsServiceRequest] = []
+        self.came = threading.Semaphore(0)
+
+    def Export(self, request: otlp.ExportMetricsServiceRequest, context: Any) -> Any:
+        self.requests.append(request)
+        self.came.release()
+        return otlp.ExportMetricsServiceResponse()
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*ENDPOINTS, "OTEL_SDK_DISABLED", "OTEL_METRICS_EXPORTER", "OTEL_SERVICE_NAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def collector(_clean: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    """A real OTLP collector, named by the environment."""
+    collector = Collector()
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    otlp_rpc.add_MetricsServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]  # untyped
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", f"http://127.0.0.1:{port}")
+    yield collector
+    server.stop(None).wait()
+
+
+async def pushing() -> Metering:
+    return await start_metering("gateway", "127.0.0.1", OFF)
+
+
+async def test_the_last_numbers_are_sent_at_the_end(collector: Collector) -> None:
+    metering = await pushing()
+    assert metering.registry is not None
+    metering.registry.count(catalogue.OVERLAPS).at("hit").value += 3
+    metering.registry.distribute(catalogue.ROUND_DURATION).at().observe(0.012, (0xABC, 0xDEF))
+    metering.registry.observe(catalogue.SESSIONS_OPEN, lambda: [((), 7)])
+    await metering.close()
+    await metering.close()
+
+    [request] = collector.requests
+    [resource] = request.resource_metrics
+    about = {entry.key: entry.value.string_value for entry in resource.resource.attributes}
+    assert about["service.name"] == "galley-gateway"
+    assert about["service.namespace"] == "galley"
+    assert about["service.version"] == __version__
+    assert about["service.instance.id"]
+    [scope] = resource.scope_metrics
+    metrics = {metric.name: metric for metric in scope.metrics}
+
+    overlap = metrics["galley.overlap"].sum
+    assert overlap.is_monotonic
+    assert {point.attributes[0].value.string_value: point.as_int for point in overlap.data_points} == {
+        "hit": 3,
+        "miss": 0,
+    }
+    assert metrics["galley.sessions.open"].gauge.data_points[0].as_int == 7
+    round_duration = metrics["galley.round.duration"]
+    assert round_duration.unit == "s"
+    [point] = round_duration.histogram.data_points
+    assert (point.count, point.sum) == (1, 0.012)
+    assert tuple(point.explicit_bounds) == catalogue.ROUND_DURATION.buckets
+    assert sum(point.bucket_counts) == 1
+    assert not point.HasField("min")
+    [exemplar] = point.exemplars
+    assert int.from_bytes(exemplar.trace_id, "big") == 0xABC
+    assert int.from_bytes(exemplar.span_id, "big") == 0xDEF
+
+
+async def test_they_are_sent_as_often_as_told(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "20")
+    metering = await pushing()
+    for _ in range(2):
+        assert await asyncio.to_thread(collector.came.acquire, timeout=PATIENCE_S)
+    await metering.close()
+
+
+@pytest.mark.parametrize("told", ["0", "-1", "nan"])
+async def test_an_interval_that_is_none_is_refused(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", told)
+    with pytest.raises(ValueError, match="OTEL_METRIC_EXPORT_INTERVAL must be > 0"):
+        await pushing()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_METRICS_EXPORTER", "none"),
+        ("OTEL_SDK_DISABLED", "true"),
+        ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "http/protobuf"),
+    ],
+)
+async def test_it_can_be_switched_off(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert (await pushing()).registry is None
+    assert not collector.requests
+
+
+async def test_a_collector_that_is_away_holds_up_no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.common.metrics.push._LAST_PUSH_S", 0.05)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    metering = await pushing()
+    async with asyncio.timeout(PATIENCE_S / 4):
+        await metering.close()

@@ -1,0 +1,144 @@
+"""Every query of every dashboard, rule and alert has an answer: a real Prometheus scrapes a real run."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from services.cli.part import Facts, PartSpec
+from services.cli.parts import python_module, stack_parts
+from services.cli.stack import Stack, StackDirs, StackOptions
+from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
+from services.client.options import Speculation
+from tests.e2e.prometheus import Prometheus, scraping
+from tests.repo.promql import ALERTS, SERIES, always, dashboards, panels, rules
+from tests.target.tiny import CONTEXT, save_tiny_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PATIENCE_S = 40.0
+# Greedy, a model of random weights soon repeats itself: lookup is right then.
+PROMPT = [5, 9, 2, 33, 5, 9, 2, 33, 5, 9]
+FIXED = Speculation(k=4)
+SERVICES = ("target", "draft", "gateway")
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    """Valkey, a target of the tiny model, a draft that looks up, and a gateway, each with its metrics."""
+    model = str(save_tiny_model(tmp_path / "tiny"))
+
+    def parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
+        valkey = next(part for part in stack_parts(options, dirs) if part.name == "valkey")
+
+        def gateway(facts: Facts) -> list[str]:
+            addresses = [(f"--{part}", facts[part]["address"]) for part in ("target", "draft")]
+            return python_module(
+                "services.gateway",
+                *(word for pair in addresses for word in pair),
+                *("--redis-url", f"unix://{facts['valkey']['address']}"),
+                *("--model", model, "--model-name", "tiny", "--metrics-port", "0"),
+            )
+
+        target = python_module(
+            "services.target", "--model", model, "--dtype", "float32", "--metrics-port", "0"
+        )
+        draft = python_module("services.draft", "--tokenizer", model, "--metrics-port", "0")
+        return [
+            valkey,
+            PartSpec("target", lambda _: target),
+            PartSpec("draft", lambda _: draft),
+            PartSpec("gateway", gateway, after=("valkey", "target", "draft")),
+        ]
+
+    async with Stack(StackOptions(), parts=parts) as stack:
+        yield stack
+
+
+async def traffic(client: GalleyClient) -> None:
+    """Answers that are drafted and such that are not, one that is resumed, and a request that is refused."""
+    # At other temperatures the tiny model may draw the token that poisons it.
+    greedy = partial(client.generate, PROMPT, temperature=0.0)
+    while True:
+        await heard(
+            greedy(max_tokens=CONTEXT - len(PROMPT), ignore_eos=True, workload="w", speculation=FIXED)
+        )
+        plain = greedy(max_tokens=8, ignore_eos=True, speculation=Speculation(off=True))
+        await heard(plain)
+        await heard(client.resume(plain.session_id, 4))
+        with pytest.raises(GalleyRpcError):
+            await heard(greedy(max_tokens=0))
+
+
+async def heard(stream: TokenStream) -> None:
+    async for _ in stream:
+        pass
+
+
+def queries() -> dict[str, str]:
+    """All that is asked, by where it stands."""
+    asked = {
+        f"{name}: {panel['title']}: {target['legendFormat']}": target["expr"]
+        for name, dashboard in dashboards().items()
+        for panel in panels(dashboard)
+        for target in panel["targets"]
+    }
+    for rule in rules():
+        asked[f"{rule.name} ({rule.severity})"] = always(rule.expr)
+        if not rule.is_alert:
+            asked[f"{rule.name}, as recorded"] = rule.name
+    return {
+        where: expr.replace("$namespace", ".*").replace("$__rate_interval", "1m")
+        for where, expr in asked.items()
+    }
+
+
+async def has_an_answer(prometheus: Prometheus, expr: str) -> bool:
+    """At least one series, and a number."""
+    return any(math.isfinite(float(series["value"][1])) for series in await prometheus.query(expr))
+
+
+async def unanswered(prometheus: Prometheus, asked: dict[str, str]) -> dict[str, str]:
+    return {where: expr for where, expr in asked.items() if not await has_an_answer(prometheus, expr)}
+
+
+@pytest.mark.timeout(150)
+async def test_no_panel_rule_or_alert_is_empty(stack: Stack, tmp_path: Path) -> None:
+    told = {part: str(stack.told(part)["metrics"]) for part in SERVICES}
+    async with (
+        scraping(tmp_path, told, ALERTS / "galley.rules.yaml") as prometheus,
+        GalleyClient(stack.address("gateway"), retries=NO_RETRIES) as client,
+    ):
+        async with asyncio.timeout(PATIENCE_S):
+            # What is counted before the first scrape has no rate.
+            while len(await prometheus.query("up == 1")) < len(told):  # noqa: ASYNC110  # it does not call back
+                await asyncio.sleep(0.1)
+        working = asyncio.create_task(traffic(client))
+        left = queries()
+        assert len(left) > 100
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while left := await unanswered(prometheus, left):  # noqa: ASYNC110  # nor does it here
+                    await asyncio.sleep(0.5)
+        except TimeoutError:
+            pytest.fail("\n".join(f"{where}\n    {expr}" for where, expr in left.items()))
+        finally:
+            working.cancel()
+        with pytest.raises(asyncio.CancelledError):  # and nothing else
+            await working
+        assert not await prometheus.problems_of_rules()
+        there = await prometheus.query('{__name__=~"galley_.+|gen_ai_.+"}')
+        assert not set(SERIES) - {series["metric"]["__name__"] for series in there}
+        services = {series["metric"]["service"] for series in await prometheus.query("galley_build_info")}
+        assert services == set(SERVICES)
+        [speed_up] = await prometheus.query(
+            'galley_plain_time_seconds_total{workload="none"} / galley_decode_time_seconds_total'
+        )
+        assert float(speed_up["value"][1]) == pytest.approx(1.0, abs=0.05)

@@ -1,0 +1,140 @@
+"""What is counted of sessions where a test of the whole gateway would have to wait for a fault."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from services.common.metrics import catalogue
+from services.common.metrics.labels import GATEWAY
+from services.common.metrics.registry import Registry
+from services.core.errors import (
+    Broken,
+    Cancelled,
+    DeadlinePassed,
+    Fenced,
+    InvalidField,
+    KeyReused,
+    LogLost,
+    Overloaded,
+    StoreUnavailable,
+    TargetUnavailable,
+    TokenizerMismatch,
+    Unread,
+)
+from services.core.stats import SpeculationStats
+from services.core.store import UNCHANGED, Directory
+from services.gateway.call_metrics import end_of
+from services.gateway.session_metrics import ByPosition, CountingStreamMeter, Sessions
+from tests.common.readings import count, number
+from tests.gateway.test_runner import Store, Targets, nothing, runner_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.core.store import Ownership
+
+SECOND = 1_000_000_000
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry(GATEWAY)
+
+
+@pytest.fixture
+def meter(registry: Registry) -> CountingStreamMeter:
+    return CountingStreamMeter(Sessions(registry, "tiny"), "")
+
+
+class Away(Store):
+    """Does not answer the first two commits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 2
+
+    async def commit(
+        self,
+        owner: Ownership,
+        expected_len: int,
+        tokens: Sequence[int],
+        meta: bytes,
+        directory: Directory = UNCHANGED,
+    ) -> int:
+        if self.left:
+            self.left -= 1
+            raise StoreUnavailable("the session store does not answer")
+        return await super().commit(owner, expected_len, tokens, meta, directory)
+
+
+async def test_a_store_that_is_away_shows_in_repeats_and_in_the_time_that_commits_take(
+    registry: Registry, meter: CountingStreamMeter
+) -> None:
+    runner = await runner_of(Targets(), Away())
+    runner.meter = meter
+    assert (await runner.run(nothing)).error is None
+    assert number(registry, catalogue.STORE_RETRIES) == 2
+    assert count(registry, catalogue.COMMIT_DURATION, "ok") >= 1
+
+
+def test_a_commit_that_comes_to_nothing_says_why(registry: Registry, meter: CountingStreamMeter) -> None:
+    meter.committed(SECOND, Fenced("s"))
+    meter.committed(SECOND, StoreUnavailable("away"))
+    for outcome in ("failed_precondition", "unavailable"):
+        assert count(registry, catalogue.COMMIT_DURATION, outcome) == 1
+
+
+def test_what_was_proposed_and_never_verified_is_wasted(
+    registry: Registry, meter: CountingStreamMeter
+) -> None:
+    meter.ended(SpeculationStats(proposed=9, verified=4))
+    meter.ended(SpeculationStats(proposed=0, verified=0))
+    assert number(registry, catalogue.WASTED_DRAFT_TOKENS, "unverified") == 5
+
+
+def test_short_waits_are_no_stalls(registry: Registry, meter: CountingStreamMeter) -> None:
+    meter.stalled(SECOND - 1)
+    meter.stalled(2 * SECOND)
+    assert number(registry, catalogue.CLIENT_STALLS) == 1
+    assert meter.stalled_ns == 2 * SECOND
+
+
+def test_positions_are_counted_one_by_one_and_together_beyond_the_last() -> None:
+    at = ByPosition()
+    for length in (0, 1, 3, 16, 20):
+        at.add(length)
+    counted = {position: count for (position,), count in at.read()}
+    assert (counted["0"], counted["1"], counted["2"], counted["3"], counted["15"]) == (4, 3, 3, 2, 2)
+    assert counted["16+"] == 4
+    assert sum(counted.values()) == 0 + 1 + 3 + 16 + 20
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "fault"),
+    [
+        (None, "ok", "none"),
+        (asyncio.CancelledError(), "cancelled", "caller"),
+        (GeneratorExit(), "cancelled", "caller"),
+        (Cancelled("gone"), "cancelled", "caller"),
+        (InvalidField("k", "is 0"), "invalid_argument", "caller"),
+        (KeyReused(), "already_exists", "caller"),
+        (Fenced("s"), "failed_precondition", "caller"),
+        (DeadlinePassed("late"), "deadline_exceeded", "caller"),
+        (Unread("not read"), "unavailable", "caller"),
+        (Overloaded("all", 1, "own_streams"), "resource_exhausted", "caller"),
+        (Overloaded("all", 1, "own_tokens"), "resource_exhausted", "caller"),
+        (Overloaded("all", 1, "streams"), "resource_exhausted", "ours"),
+        (Overloaded("all", 1, "share"), "resource_exhausted", "ours"),
+        (TargetUnavailable("none"), "unavailable", "ours"),
+        (StoreUnavailable("away"), "unavailable", "ours"),
+        (LogLost("shorter"), "data_loss", "ours"),
+        (Broken("a bug"), "internal", "ours"),
+        (ValueError("a bug"), "internal", "ours"),
+        (TokenizerMismatch("a", "b"), "internal", "ours"),
+    ],
+)
+def test_each_end_of_a_call_is_somebodys(error: BaseException | None, outcome: str, fault: str) -> None:
+    assert end_of(error) == (outcome, fault)

@@ -1,0 +1,111 @@
+"""What queries, rules, dashboards and runbooks name, and what there is to be named."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from services.common.metrics.catalogue import METRICS
+from services.core import trace_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from services.common.metrics.metric import Metric
+
+ROOT = Path(__file__).resolve().parents[2]
+ALERTS = ROOT / "deploy" / "alerts"
+DASHBOARDS = ROOT / "deploy" / "dashboards"
+RUNBOOKS = ROOT / "docs" / "runbooks"
+
+# Set by the scrape, by Prometheus itself, or by histograms.
+EVERYWHERE = frozenset({"namespace", "instance", "job", "le", "severity", "alertname"})
+SERIES: dict[str, Metric] = {name: metric for metric in METRICS for name in metric.series}
+FAMILIES: dict[str, Metric] = {metric.prometheus: metric for metric in METRICS}
+"""As people name them; queries cannot."""
+TRACED = frozenset(value for name, value in vars(trace_names).items() if name.isupper())
+
+_NAME = re.compile(r"(?<![\w:.$])((?:galley|gen_ai)[_:][\w:]*)\s*(?:\{([^}]*)\})?")
+_GROUPED = re.compile(r"\b(?:by|on|without|ignoring|group_left|group_right)\s*\(([^)]*)\)")
+_MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule of the file."""
+
+    name: str
+    expr: str
+    is_alert: bool
+    severity: str
+    annotations: dict[str, str]
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    document = yaml.safe_load((ALERTS / "galley.rules.yaml").read_text())
+    return tuple(
+        Rule(
+            rule.get("alert") or rule["record"],
+            rule["expr"],
+            "alert" in rule,
+            rule.get("labels", {}).get("severity", ""),
+            rule.get("annotations", {}),
+        )
+        for group in document["groups"]
+        for rule in group["rules"]
+    )
+
+
+def alerts() -> tuple[Rule, ...]:
+    return tuple(rule for rule in rules() if rule.is_alert)
+
+
+def dashboards() -> dict[str, Any]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(DASHBOARDS.glob("*.json"))}
+
+
+def panels(dashboard: Any) -> list[Any]:
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def unknown_names(text: str, series: Mapping[str, Metric] = SERIES) -> Iterator[str]:
+    """What a query names that there is not: series, labels of them, values of labels."""
+    recorded = {rule.name for rule in rules() if not rule.is_alert}
+    labels = {label.prometheus for metric in METRICS for label in metric.labels} | EVERYWHERE
+    for name, matchers in _NAME.findall(text):
+        if name in recorded or name in labels:
+            continue
+        if name not in series:
+            yield name
+            continue
+        yield from _unknown_matchers(series[name], matchers)
+    for grouped in _GROUPED.findall(text):
+        yield from {label.strip() for label in grouped.split(",") if label.strip()} - labels
+
+
+def _unknown_matchers(metric: Metric, matchers: str) -> Iterator[str]:
+    labels = {label.prometheus: label for label in metric.labels}
+    for name, operator, value in _MATCHER.findall(matchers):
+        if name in EVERYWHERE:
+            if name == "le" and float(value) not in metric.buckets:
+                yield f"{metric.name} le={value}"
+        elif name not in labels:
+            yield f"{metric.name} {name}"
+        elif "~" not in operator and labels[name].values and value not in labels[name].values:
+            yield f"{metric.name} {name}={value}"
+
+
+_COMPARED = re.compile(r"(<=|>=|==|!=|<|>)(?!\s*bool)")
+
+
+def always(expr: str) -> str:
+    """The expression of an alert, whose comparisons say 0 or 1 instead of leaving out what does not ring."""
+    parts = re.split(r"(\{[^}]*\})", expr)
+    return "".join(part if part.startswith("{") else _COMPARED.sub(r"\1 bool", part) for part in parts)

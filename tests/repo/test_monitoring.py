@@ -1,0 +1,196 @@
+"""Rules, dashboards and runbooks: they name what there is, they agree, and alerts ring when they should."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+from services.common.metrics.catalogue import METRICS, of_service
+from services.common.metrics.exposition import render
+from services.common.metrics.labels import SERVICES
+from services.common.metrics.metric import Kind
+from services.common.metrics.registry import Registry
+from tests.repo.promql import (
+    ALERTS,
+    FAMILIES,
+    ROOT,
+    RUNBOOKS,
+    SERIES,
+    TRACED,
+    alerts,
+    dashboards,
+    panels,
+    rules,
+    unknown_names,
+)
+
+if TYPE_CHECKING:
+    from services.common.metrics.metric import LabelValues, Metric
+    from tests.repo.promql import Rule
+
+NOT_INSTALLED = "promtool is not installed"
+NAMES = sorted({alert.name for alert in alerts()})
+
+
+def promtool(*args: str, given: bytes | None = None) -> None:
+    """Run it, in the folder of the rules; it must not complain."""
+    if shutil.which("promtool") is None:
+        pytest.skip(NOT_INSTALLED)
+    done = subprocess.run(["promtool", *args], cwd=ALERTS, input=given, capture_output=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+    assert not done.stderr or given is None, done.stderr.decode()
+
+
+def test_prometheus_takes_the_rules() -> None:
+    promtool("check", "rules", "galley.rules.yaml")
+
+
+def test_alerts_ring_when_they_should_and_not_when_they_should_not() -> None:
+    promtool("test", "rules", "galley.tests.yaml")
+
+
+def _values(metric: Metric) -> LabelValues:
+    return tuple(label.values[-1] if label.values else "any" for label in metric.labels)
+
+
+def _ones(values: LabelValues) -> list[tuple[LabelValues, float]]:
+    return [(values, 1)]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_prometheus_finds_nothing_to_say_about_our_metrics(service: str) -> None:
+    registry = Registry(service)
+    for metric in of_service(service):
+        if metric.kind is Kind.HISTOGRAM:
+            registry.distribute(metric).at(*_values(metric)).observe(0.01)
+        elif metric.kind is Kind.COUNTER:
+            registry.count(metric).at(*_values(metric)).value += 1
+        elif metric.kind is Kind.GAUGE:
+            registry.observe(metric, partial(_ones, _values(metric)))
+    body, _ = render(registry.read(), "text/plain")
+    promtool("check", "metrics", given=body)
+
+
+# -------------------------------------------------------------------------------------------- names --
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule.name}-{rule.severity}")
+def test_rules_name_what_there_is(rule: Rule) -> None:
+    assert not list(unknown_names(rule.expr))
+
+
+@pytest.mark.parametrize("name", dashboards())
+def test_dashboards_name_what_there_is(name: str) -> None:
+    for panel in panels(dashboards()[name]):
+        for target in panel["targets"]:
+            assert not list(unknown_names(target["expr"])), panel["title"]
+            labels = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            assert all(label in target["expr"] for label in labels), panel["title"]
+
+
+def test_a_name_that_there_is_not_would_be_noticed() -> None:
+    for text in (
+        "rate(galley_rounds[5m])",
+        'galley_streams_total{fault="his"}',
+        'galley_streams_total{blame="ours"}',
+        'gen_ai_server_time_to_first_token_seconds_bucket{le="1.1"}',
+        "sum by (colour) (galley_rounds_total)",
+        "galley:no:such_record",
+    ):
+        assert list(unknown_names(text)), text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runbooks_name_what_there_is(name: str) -> None:
+    text = (RUNBOOKS / f"{name}.md").read_text()
+    titles = {panel["title"] for dashboard in dashboards().values() for panel in panels(dashboard)}
+    known = TRACED | {metric.name for metric in METRICS}
+    words = re.findall(r"`([^`]+)`", text)
+    assert not [bad for word in words for bad in unknown_names(word, {**SERIES, **FAMILIES})]
+    # `galley.round.k` and `session.moved`, but neither files nor programs.
+    dotted = {word for word in words if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word)}
+    assert not dotted - known
+    spans = re.findall(r"`([^`]+)` spans?\b", text)
+    assert not set(spans) - known
+    assert any(word.startswith(("galley trace", "galley.v1")) for word in words)
+    assert any(word in SERIES for word in re.findall(r"galley_\w+|gen_ai_\w+", text))
+    for quoted in re.findall(r'"([A-Z][^"]+)"', text):
+        assert quoted in titles, f"no panel is called {quoted}"
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        assert (RUNBOOKS / link).is_file(), link
+
+
+# -------------------------------------------------------------------------------------------- alerts --
+
+
+def test_each_alert_has_its_runbook_and_each_runbook_its_alert() -> None:
+    assert {path.stem for path in RUNBOOKS.glob("*.md")} == set(NAMES)
+    for alert in alerts():
+        assert alert.annotations["runbook_url"] == f"docs/runbooks/{alert.name}.md"
+        assert (ROOT / alert.annotations["runbook_url"]).is_file()
+        assert set(alert.annotations) == {"summary", "description", "runbook_url"}
+        assert alert.severity in {"page", "ticket"}
+
+
+def test_each_alert_is_seen_to_ring_and_to_keep_silent() -> None:
+    document = yaml.safe_load((ALERTS / "galley.tests.yaml").read_text())
+    rings: set[tuple[str, str]] = set()
+    silent: set[str] = set()
+    for case in document["tests"]:
+        for check in case["alert_rule_test"]:
+            expected = check.get("exp_alerts", [])
+            rings |= {(check["alertname"], one["exp_labels"]["severity"]) for one in expected}
+            silent |= set() if expected else {check["alertname"]}
+    assert rings == {(alert.name, alert.severity) for alert in alerts()}
+    assert silent == set(NAMES)
+
+
+# ---------------------------------------------------------------------------------------- dashboards --
+
+
+@pytest.mark.parametrize("name", ["overview", "speculation", "target-engine", "sessions"])
+def test_a_dashboard_is_one_that_grafana_takes(name: str) -> None:
+    dashboard = dashboards()[name]
+    assert dashboard["uid"] == f"galley-{name}"
+    assert dashboard["schemaVersion"] >= 39
+    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24
+        assert not cells & taken, "two panels overlap"
+        taken |= cells
+    for panel in panels(dashboard):
+        assert panel["description"].endswith(".")
+        assert panel["fieldConfig"]["defaults"]["unit"]
+        assert panel["targets"]
+        assert all(
+            it["uid"] == "${datasource}" for it in (panel["datasource"], panel["targets"][0]["datasource"])
+        )
+        several = len(panel["targets"]) > 1 or " by (" in panel["targets"][0]["expr"]
+        if panel["type"] == "timeseries" and several:
+            assert all(target["legendFormat"] for target in panel["targets"]), panel["title"]
+
+
+def test_each_runbook_is_linked_from_a_panel() -> None:
+    links = {
+        link["url"]
+        for dashboard in dashboards().values()
+        for panel in panels(dashboard)
+        for link in panel["links"]
+    }
+    assert links == {f"${{runbooks}}/{name}.md" for name in NAMES}
