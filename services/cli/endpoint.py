@@ -1,12 +1,19 @@
-"""Where the clients find the stack that runs on this machine: one small file, private to the user."""
+"""Where clients and `galley top` find the stack that runs here: one small file, private to the user."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from services.top.service import Service
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class NoEndpoint(Exception):
@@ -27,14 +34,16 @@ def state_dir() -> Path:
     return path
 
 
-def announce(address: str) -> Path:
+def announce(address: str, services: Sequence[Service] = ()) -> Path:
     """Name `address` (of several gateways, with commas) as the endpoint of this machine's stack.
 
-    The stack is kept up by this process. Returns the file.
+    `services` are those of its processes that tell metrics. The stack is kept up by this process. Returns the
+    file.
     """
     path = state_dir() / "endpoint"
     fresh = path.with_suffix(f".{os.getpid()}")
-    fresh.write_text(json.dumps({"address": address, "pid": os.getpid()}), encoding="utf-8")
+    told = {"address": address, "pid": os.getpid(), "services": [dataclasses.asdict(one) for one in services]}
+    fresh.write_text(json.dumps(told), encoding="utf-8")
     fresh.replace(path)
     return path
 
@@ -49,11 +58,29 @@ def find_endpoint(named: str | None) -> str:
     """`named` if given, else the announced endpoint of a stack that still runs; raises NoEndpoint."""
     if named:
         return named
-    told = _read(state_dir() / "endpoint")
-    address, pid = told.get("address"), told.get("pid")
-    if not isinstance(address, str) or not isinstance(pid, int) or not _alive(pid):
+    address = _announced().get("address")
+    if not isinstance(address, str):
         raise NoEndpoint("no stack runs here: start one with `galley up`, or name a gateway with --endpoint")
     return address
+
+
+def find_services() -> tuple[Service, ...]:
+    """The announced processes, of a stack that still runs, that tell metrics; raises NoEndpoint."""
+    told = _announced().get("services")
+    try:
+        services = tuple(Service(**one) for one in told) if isinstance(told, list) else ()
+    except TypeError:
+        services = ()
+    if not services:
+        raise NoEndpoint("no stack runs here: start one with `galley up`, or name services with --metrics")
+    return services
+
+
+def _announced() -> dict[str, object]:
+    """What a stack that still runs has announced; nothing if there is none."""
+    told = _read(state_dir() / "endpoint")
+    pid = told.get("pid")
+    return told if isinstance(pid, int) and _alive(pid) else {}
 
 
 def _read(path: Path) -> dict[str, object]:
