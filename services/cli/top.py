@@ -70,7 +70,7 @@ async def _show(
         if once:
             if not await live.once(watched, console):
                 raise fail("nobody answers", FAILED)
-        elif console.is_terminal:
+        elif console.is_terminal and not console.is_dumb_terminal:
             await live.live(watched, console)
         else:
             await live.lines(watched, console)

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import json
 import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ def text(service: Service, scrape: int) -> str:
     return (FOLDER / f"{service.name}.{scrape}.prom").read_text()
 
 
+@cache
 def samples(service: Service, scrape: int) -> Samples:
     return read_samples(text(service, scrape))
 

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.top import scrape as scraping
@@ -63,6 +63,7 @@ def test_what_cannot_be_read_is_told(told: str) -> None:
         read_samples(told)
 
 
+@settings(max_examples=300, derandomize=True, deadline=None)
 @given(st.text(alphabet='{}=,"\\ abé#\t019.eE+-_NInf', max_size=60))
 def test_no_line_whatever_it_is_does_more_than_that(told: str) -> None:
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.top.scrape import read_samples
@@ -96,6 +96,7 @@ def test_no_quantile_without_observations_or_bounds(told: str) -> None:
     assert quantile(read_samples(told), "galley_h", 0.5) is None
 
 
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(
     st.lists(st.floats(0, 100), min_size=1, max_size=60),
     st.lists(st.floats(0.1, 120), min_size=1, max_size=8, unique=True),
