@@ -49,7 +49,9 @@ class Sink(grpc.GenericRpcHandler):
         self._exports = self._bytes = 0
         self._kept: deque[bytes] = deque(maxlen=_KEPT)
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         """Requests and answers are bytes as they are."""
         served = {EXPORT: self._export, TOLD: self._told}.get(handler_call_details.method)
         return None if served is None else grpc.unary_unary_rpc_method_handler(served)

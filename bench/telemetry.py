@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from bench.telemetry_summary import Row
 
 _FILE_WIDTH = 170
-_QUICK = {"lives": 1, "pairs": 1, "streams": 2, "turns": 1, "max_tokens": 12}
+_QUICK_STREAMS, _QUICK_TOKENS = 2, 12
 
 
 def facts_of(outcome: Outcome, rows: Sequence[Row]) -> dict[str, Any]:
@@ -140,7 +140,9 @@ def parse_options(argv: Sequence[str]) -> tuple[TelemetryOptions, Path | None]:
     if options.settle_s < 0:
         parser.error("--settle-s: at least 0")
     if options.quick:
-        return dataclasses.replace(options, **_QUICK), None
+        short = min(_QUICK_TOKENS, options.max_tokens)
+        quick = dataclasses.replace(options, lives=1, pairs=1, turns=1, max_tokens=short)
+        return dataclasses.replace(quick, streams=min(_QUICK_STREAMS, options.streams)), None
     if options.lives * options.pairs < MIN_PAIRS:
         parser.error(f"--pairs: at least {MIN_PAIRS} in all lives together")
     return options, root

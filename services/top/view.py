@@ -84,9 +84,9 @@ def _line(*parts: tuple[str, str]) -> Text:
 
 def _title(screen: Screen, *, live: bool) -> Text:
     there = sum(row.state != AWAY for row in screen.replicas)
-    sessions = number(screen.overview.sessions)
+    sessions = number(screen.overview.sessions, 0)
     said = f" · {there} of {len(screen.replicas)} up · {sessions} sessions"
-    spans = f" · rates of {RATE_S:g} s, the rest of {WINDOW_S:g} s"
+    spans = f" · speeds of {RATE_S:g} s, else of {WINDOW_S:g} s"
     return _line(("galley top", "bold"), (said, ""), (spans + (" · q quits" if live else ""), "dim"))
 
 
@@ -190,19 +190,21 @@ def _replica_table(rows: Sequence[Replica], shown: int, *, wide: bool) -> Table:
 
 
 def _away(row: Replica) -> Text:
-    return _cell(f"{duration(row.away_s)}: {row.problem}", "red")
+    since = f", for {duration(row.away_s)}" if row.away_s >= 1 else ""
+    return _cell(row.problem + since, "red")
 
 
 def _bar(kv: Kv | None) -> Text:
     if kv is None or not 0 < kv.all < math.inf:
         return _cell(UNKNOWN)
-    used = round(_BAR_CELLS * kv.used / kv.all)
-    cached = round(_BAR_CELLS * (kv.used + (kv.cached or 0.0)) / kv.all) - used
+    share = kv.used / kv.all
+    used = round(_BAR_CELLS * share)
+    cached = round(_BAR_CELLS * (share + (kv.cached or 0.0) / kv.all)) - used
     return Text.assemble(
         (_USED * used, "cyan"),
         (_CACHED * cached, "blue"),
         (_FREE * (_BAR_CELLS - used - cached), "dim"),
-        f" {percent(kv.used / kv.all)}",
+        f" {percent(share)}",
         no_wrap=True,
         overflow="ellipsis",
     )

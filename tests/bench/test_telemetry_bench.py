@@ -206,7 +206,7 @@ def an_export(spans: int) -> bytes:
 
 
 @asynccontextmanager
-async def a_sink() -> AsyncIterator[tuple[SinkReader, grpc.aio.UnaryUnaryMultiCallable]]:
+async def a_sink() -> AsyncIterator[tuple[SinkReader, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]]]:
     """A sink that is served, and what exports to it."""
     server = grpc.server(ThreadPoolExecutor(2))
     server.add_generic_rpc_handlers((Sink(),))
@@ -243,7 +243,7 @@ async def test_what_is_exported_is_counted_block_by_block_and_what_is_late_apart
 class ALoop(GatewayLoop):
     """Exports while it answers, if it is to."""
 
-    def __init__(self, export: grpc.aio.UnaryUnaryMultiCallable | None) -> None:
+    def __init__(self, export: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] | None) -> None:
         self._export = export
 
     async def run(self, load: Load) -> LoopBlock:
