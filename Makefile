@@ -137,16 +137,17 @@ helm-lint: helm ## lint the chart
 
 # --------------------------------------------------------------------------------- generated files --
 
-.PHONY: proto manifests top-picture check-generated
+.PHONY: proto manifests check-generated
 proto: setup ## write the stubs in services/common/pb anew
 	@scripts/proto.sh .
 
 manifests: helm ## render deploy/k8s from the chart
 	@scripts/manifests.sh deploy/k8s
 
-top-picture: setup ## draw docs/images/top.svg anew, of the sample in tests/top/recording
-	@$(BIN)/python -m tests.top.picture
-
 check-generated: helm ## fail if committed stubs or manifests are not what would be generated
 	@echo "== generated files"
 	@scripts/check_generated.sh
+
+.PHONY: top-picture
+top-picture: setup ## draw docs/images/top.svg anew, of the sample in tests/top/recording
+	@$(BIN)/python -m tests.top.picture

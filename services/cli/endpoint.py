@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,15 +35,23 @@ def state_dir() -> Path:
     return path
 
 
-def announce(address: str, services: Sequence[Service] = ()) -> Path:
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """The processes of a stack that tell metrics, and the URL of its own store; empty if it has none."""
+
+    services: tuple[Service, ...]
+    store: str = ""
+
+
+def announce(address: str, services: Sequence[Service] = (), store: str = "") -> Path:
     """Name `address` (of several gateways, with commas) as the endpoint of this machine's stack.
 
-    `services` are those of its processes that tell metrics. The stack is kept up by this process. Returns the
-    file.
+    `services` and `store` are as in Announced. The stack is kept up by this process. Returns the file.
     """
     path = state_dir() / "endpoint"
     fresh = path.with_suffix(f".{os.getpid()}")
-    told = {"address": address, "pid": os.getpid(), "services": [dataclasses.asdict(one) for one in services]}
+    told = {"address": address, "pid": os.getpid(), "store": store}
+    told["services"] = [dataclasses.asdict(one) for one in services]
     fresh.write_text(json.dumps(told), encoding="utf-8")
     fresh.replace(path)
     return path
@@ -64,16 +73,17 @@ def find_endpoint(named: str | None) -> str:
     return address
 
 
-def find_services() -> tuple[Service, ...]:
-    """The announced processes, of a stack that still runs, that tell metrics; raises NoEndpoint."""
-    told = _announced().get("services")
+def find_services() -> Announced:
+    """What a stack that still runs has announced of its metrics; raises NoEndpoint if there is none."""
+    told = _announced()
+    listed, store = told.get("services"), told.get("store")
     try:
-        services = tuple(Service(**one) for one in told) if isinstance(told, list) else ()
+        services = tuple(Service(**one) for one in listed) if isinstance(listed, list) else ()
     except TypeError:
         services = ()
     if not services:
         raise NoEndpoint("no stack runs here: start one with `galley up`, or name services with --metrics")
-    return services
+    return Announced(services, store if isinstance(store, str) else "")
 
 
 def _announced() -> dict[str, object]:

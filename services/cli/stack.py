@@ -158,6 +158,11 @@ class Stack:
         )
 
     @property
+    def store_url(self) -> str:
+        """Of the embedded store; empty where it is the user's own, whose URL may hold a password."""
+        return "" if self.options.redis_url else f"unix://{self.address('valkey')}"
+
+    @property
     def running(self) -> tuple[str, ...]:
         """The parts whose process runs."""
         return tuple(name for name, part in self._parts.items() if part.running)

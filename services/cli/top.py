@@ -5,18 +5,15 @@ from __future__ import annotations
 import io
 import sys
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from services.cli.endpoint import NoEndpoint, find_services
+from services.cli.endpoint import Announced, NoEndpoint, find_services
 from services.cli.faults import FAILED, fail
 from services.cli.up import run_stack
 from services.top.service import named_by_address
-
-if TYPE_CHECKING:
-    from services.top.service import Service
 
 _LEAST_S, _S, _MOST_S = 0.2, 2.0, 60.0
 _MOST_SERVICES = 64
@@ -45,28 +42,26 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Look twice, print one frame and end.")] = False,
 ) -> None:
     """Show live what pools, replicas, sessions and speculation do; q or Ctrl-C ends it."""
-    services = _services(metrics, redis_url)
-    if redis_url:
-        _check(redis_url)
+    found = _found(metrics, redis_url)
+    if found.store:
+        _check(found.store)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a bar that cannot be written is no reason to end
-    run_stack(_show(services, redis_url, interval, Console(highlight=False), once=once))
+    run_stack(_show(found, interval, Console(highlight=False), once=once))
 
 
-async def _show(
-    services: tuple[Service, ...], redis_url: str | None, interval_s: float, console: Console, *, once: bool
-) -> None:
+async def _show(found: Announced, interval_s: float, console: Console, *, once: bool) -> None:
     from services.top import live  # noqa: PLC0415  # after the flags are known to be right
 
     async with AsyncExitStack() as held:
         ask = None
-        if redis_url:
+        if found.store:
             from services.top.registry import Leases  # noqa: PLC0415  # needs redis
 
-            leases = Leases(redis_url)
+            leases = Leases(found.store)
             held.push_async_callback(leases.close)
             ask = leases.ask
-        watched = live.Watched(services, interval_s, ask)
+        watched = live.Watched(found.services, interval_s, ask)
         if once:
             if not await live.once(watched, console):
                 raise fail("nobody answers", FAILED)
@@ -76,18 +71,19 @@ async def _show(
             await live.lines(watched, console)
 
 
-def _services(metrics: str | None, redis_url: str | None) -> tuple[Service, ...]:
-    if metrics is None and redis_url:
-        return ()
+def _found(metrics: str | None, redis_url: str | None) -> Announced:
+    """What is named; where nothing is, what the stack that runs here has announced."""
     try:
-        services = find_services() if metrics is None else named_by_address(metrics)
+        if metrics is None and not redis_url:
+            return find_services()
+        services = () if metrics is None else named_by_address(metrics)
     except NoEndpoint as error:
         raise fail(error) from None
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--metrics") from error
     if len(services) > _MOST_SERVICES:
         raise typer.BadParameter(f"at most {_MOST_SERVICES}, are {len(services)}", param_hint="--metrics")
-    return services
+    return Announced(services, redis_url or "")
 
 
 def _check(redis_url: str) -> None:

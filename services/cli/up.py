@@ -99,7 +99,7 @@ def up(  # noqa: PLR0913  # one parameter a flag
 
 async def _keep_up(options: StackOptions, console: Console) -> None:
     async with shown_stack(options, console) as stack:
-        told = announce(",".join(stack.gateways), stack.services)
+        told = announce(",".join(stack.gateways), stack.services, stack.store_url)
         try:
             for address in stack.gateways:
                 console.print(Text.assemble("gateway at ", (address, "bold")))

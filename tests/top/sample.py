@@ -79,7 +79,7 @@ def _main(argv: Sequence[str]) -> None:
 
     for old in FOLDER.glob("*.prom"):
         old.unlink()
-    asyncio.run(_record(named_by_address(argv[0]) if argv else find_services()))
+    asyncio.run(_record(named_by_address(argv[0]) if argv else find_services().services))
 
 
 if __name__ == "__main__":

@@ -99,6 +99,17 @@ def test_without_arguments_the_stack_that_runs_here_is_found() -> None:
     assert "error: no stack runs here" in gone.stderr
 
 
+def test_the_store_of_the_stack_that_runs_here_is_asked_too() -> None:
+    with the_sample() as services, running(VALKEY) as server:
+        endpoint.announce("127.0.0.1:1", services, server.url)
+        assert endpoint.find_services() == endpoint.Announced(tuple(services), server.url)
+        told = galley("--once", *SOON)
+        assert "registry" not in told.stdout
+    away = galley("--once", *SOON)
+    assert away.exit_code == 1
+    assert "registry away" in away.stdout
+
+
 def test_a_stack_that_tells_no_metrics_is_said_to_be_none() -> None:
     endpoint.announce("127.0.0.1:1")
     assert "name services with --metrics" in galley("--once").stderr
