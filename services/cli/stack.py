@@ -151,9 +151,10 @@ class Stack:
     @property
     def services(self) -> tuple[Service, ...]:
         """The ready parts that tell metrics."""
+        ready = {name: self._told[name] for name in self._parts if name in self._told}
         return tuple(
             Service(name, str(told["metrics"]), str(told.get("address", "")))
-            for name, told in self._told.items()
+            for name, told in ready.items()
             if told.get("metrics")
         )
 
