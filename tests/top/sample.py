@@ -1,5 +1,6 @@
-"""The committed sample: two scrapes of a small stack, as its services write them, some seconds apart.
+"""The committed sample: two scrapes of a small stack that worked, as its services wrote them, 10 s apart.
 
+It is of `galley up --replicas 2` on two cores, asked the fixed prompts of four workloads by six streams.
 `python -m tests.top.sample HOST:PORT,...` records them anew from services that run (names: as `galley up` has
 announced them, else the addresses); `make top-picture` draws what the dashboard makes of them.
 """

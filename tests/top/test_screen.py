@@ -252,8 +252,10 @@ def test_the_sample_is_understood_whole() -> None:
         assert times.median_s is not None
         assert times.high_s is not None
         assert 0 < times.median_s < times.high_s
-    assert len(screen.workloads) == 4
-    for workload in screen.workloads:
+    *busy, idle = screen.workloads
+    assert (idle.name, idle.tokens_per_s) == ("none", 0)
+    assert {workload.name for workload in busy} == {"chat", "code", "support", "rewrite"}
+    for workload in busy:
         worth = workload.speculation
         assert None not in {workload.tokens_per_s, workload.k, worth.acceptance, worth.speed_up}
     by_pool = {row.pool: row for row in screen.replicas}
