@@ -16,7 +16,6 @@ from opentelemetry import trace
 
 from bench.arms import Cpu
 from bench.closed_loop import interleaved
-from bench.harness import MIN_PAIRS
 from bench.sink_reader import SinkReader, running_sink
 from bench.telemetry_summary import AGAIN, ALL, ARMS, FEW, MEASURED, OFF, PARTS, Cost
 from services.benching.closed_loop import WARM_UP, Load, LoopBlock, run_all
@@ -55,10 +54,10 @@ class TelemetryOptions:
     """`pairs` of each of `lives` starts of all stacks; a stream asks `turns` prompts in a block."""
 
     lives: int = 3
-    pairs: int = MIN_PAIRS
+    pairs: int = 6
     streams: int = 16
     turns: int = 2
-    max_tokens: int = 48
+    max_tokens: int = 32
     temperatures: tuple[float, ...] = (0.0, 0.7)
     speculation: str = AUTO
     settle_s: float = 1.5

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.routing import DraftLease, TargetLease
+from services.top import names
 from services.top.fleet import RATE_S, WINDOW_S, Fleet, Registered
 from services.top.replicas import AWAY, DRAINING, LEASED, UP, Kv, replicas_of
 from services.top.scrape import read_samples
@@ -284,6 +285,16 @@ def test_no_numbers_whatever_they_are_break_a_frame(data: st.DataObject) -> None
     screen = Screens(fleet).next(3.0)
     width, height = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 60))
     assert plain(render(screen, width, height), width)
+
+
+def test_every_metric_that_is_read_is_one_that_services_tell() -> None:
+    told = {name for service in sample.services() for name in sample.samples(service, 1)}
+    families = told | {name.removesuffix(suffix) for name in told for suffix in names.GROWING}
+    read = {
+        value for value in vars(names).values() if isinstance(value, str) and value.startswith(names.READ)
+    }
+    assert len(read) > 20
+    assert read <= families
 
 
 def test_a_registry_that_is_away_is_told() -> None:
