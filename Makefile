@@ -50,7 +50,7 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 	@$(BIN)/galley demo
 
 .PHONY: bench-round bench-engine bench-throughput bench-speculation bench-slow-links bench-gpu bench-peers
-.PHONY: bench-sessions simulate chaos soak
+.PHONY: bench-sessions bench-telemetry simulate chaos soak
 .PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
@@ -69,6 +69,9 @@ bench-slow-links: setup ## measure speculation with 20 ms each way before target
 
 bench-sessions: setup ## measure what the session store costs: throughput, latency, memory
 	@$(BIN)/python -m bench.sessions
+
+bench-telemetry: setup ## measure what traces and metrics cost at 16 streams: throughput, CPU a token
+	@$(BIN)/python -m bench.telemetry
 
 bench-gpu: setup ## measure a step on a CUDA device, and the tokens that company changes there
 	@$(BIN)/python -m bench.gpu
@@ -150,3 +153,7 @@ monitoring: setup ## write the dashboards in deploy/dashboards anew
 check-generated: helm ## fail if committed stubs, manifests, tables or dashboards are not what would be generated
 	@echo "== generated files"
 	@scripts/check_generated.sh
+
+.PHONY: top-picture
+top-picture: setup ## draw docs/images/top.svg anew, of the sample in tests/top/recording
+	@$(BIN)/python -m tests.top.picture

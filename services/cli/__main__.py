@@ -16,6 +16,7 @@ from services.cli.demo import demo
 from services.cli.distill import distill
 from services.cli.parts import python_module
 from services.cli.plan import plan
+from services.cli.top import top
 from services.cli.up import up
 from services.common.version import __version__
 
@@ -31,6 +32,7 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app.command(rich_help_panel=_STACK)(demo)
 app.command(rich_help_panel=_STACK)(up)
+app.command(rich_help_panel=_STACK)(top)
 app.command(rich_help_panel=_CLIENTS)(generate)
 app.command(rich_help_panel=_CLIENTS)(chat)
 app.command(rich_help_panel=_CLIENTS)(resume)

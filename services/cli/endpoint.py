@@ -1,12 +1,20 @@
-"""Where the clients find the stack that runs on this machine: one small file, private to the user."""
+"""Where clients and `galley top` find the stack that runs here: one small file, private to the user."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from services.top.service import Service
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class NoEndpoint(Exception):
@@ -27,14 +35,24 @@ def state_dir() -> Path:
     return path
 
 
-def announce(address: str) -> Path:
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """The processes of a stack that tell metrics, and the URL of its own store; empty if it has none."""
+
+    services: tuple[Service, ...]
+    store: str = ""
+
+
+def announce(address: str, services: Sequence[Service] = (), store: str = "") -> Path:
     """Name `address` (of several gateways, with commas) as the endpoint of this machine's stack.
 
-    The stack is kept up by this process. Returns the file.
+    `services` and `store` are as in Announced. The stack is kept up by this process. Returns the file.
     """
     path = state_dir() / "endpoint"
     fresh = path.with_suffix(f".{os.getpid()}")
-    fresh.write_text(json.dumps({"address": address, "pid": os.getpid()}), encoding="utf-8")
+    told = {"address": address, "pid": os.getpid(), "store": store}
+    told["services"] = [dataclasses.asdict(one) for one in services]
+    fresh.write_text(json.dumps(told), encoding="utf-8")
     fresh.replace(path)
     return path
 
@@ -49,11 +67,30 @@ def find_endpoint(named: str | None) -> str:
     """`named` if given, else the announced endpoint of a stack that still runs; raises NoEndpoint."""
     if named:
         return named
-    told = _read(state_dir() / "endpoint")
-    address, pid = told.get("address"), told.get("pid")
-    if not isinstance(address, str) or not isinstance(pid, int) or not _alive(pid):
+    address = _announced().get("address")
+    if not isinstance(address, str):
         raise NoEndpoint("no stack runs here: start one with `galley up`, or name a gateway with --endpoint")
     return address
+
+
+def find_services() -> Announced:
+    """What a stack that still runs has announced of its metrics; raises NoEndpoint if there is none."""
+    told = _announced()
+    listed, store = told.get("services"), told.get("store")
+    try:
+        services = tuple(Service(**one) for one in listed) if isinstance(listed, list) else ()
+    except TypeError:
+        services = ()
+    if not services:
+        raise NoEndpoint("no stack runs here: start one with `galley up`, or name services with --metrics")
+    return Announced(services, store if isinstance(store, str) else "")
+
+
+def _announced() -> dict[str, object]:
+    """What a stack that still runs has announced; nothing if there is none."""
+    told = _read(state_dir() / "endpoint")
+    pid = told.get("pid")
+    return told if isinstance(pid, int) and _alive(pid) else {}
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -179,7 +179,8 @@ def _served_name(model: str) -> str:
 
 def _common(options: StackOptions, port: int = 0) -> list[str]:
     # Half of the grace for the work under way, the rest for the end of the process itself.
-    return ["--port", str(port), "--drain-timeout-s", f"{options.stop_grace_s / 2:g}"]
+    args = ["--port", str(port), "--drain-timeout-s", f"{options.stop_grace_s / 2:g}"]
+    return [*args, "--metrics-port", "0"] if options.metrics else args
 
 
 def _threads(options: StackOptions) -> list[str]:

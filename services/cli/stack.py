@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from services.cli.part import Facts, OnStatus, Part, PartFailed, PartSpec, PartStatus, ReadyBy, State, Told
+from services.top.service import Service
 
 if TYPE_CHECKING:
     import signal
@@ -69,6 +70,8 @@ class StackOptions:
     # Processes that share each replica's model; if several, a Ray of the stack's own places and heals them.
     tensor_parallel: int = 1
     drafts: int = 1
+    # Whether each service tells metrics, at a port that the system chooses.
+    metrics: bool = False
     # Of the first gateway; 0 lets the system choose.
     port: int = 0
     # Further environment and, by part name ("target", "draft", "gateway", "valkey"), further arguments.
@@ -144,6 +147,21 @@ class Stack:
     def address(self, part: str) -> str:
         """Where a ready part listens."""
         return str(self._told[part]["address"])
+
+    @property
+    def services(self) -> tuple[Service, ...]:
+        """The ready parts that tell metrics."""
+        ready = {name: self._told[name] for name in self._parts if name in self._told}
+        return tuple(
+            Service(name, str(told["metrics"]), str(told.get("address", "")))
+            for name, told in ready.items()
+            if told.get("metrics")
+        )
+
+    @property
+    def store_url(self) -> str:
+        """Of the embedded store; empty where it is the user's own, whose URL may hold a password."""
+        return "" if self.options.redis_url else f"unix://{self.address('valkey')}"
 
     @property
     def running(self) -> tuple[str, ...]:

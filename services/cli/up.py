@@ -88,6 +88,7 @@ def up(  # noqa: PLR0913  # one parameter a flag
         replicas=replicas,
         tensor_parallel=tensor_parallel,
         drafts=drafts,
+        metrics=True,
         stop_grace_s=_RAY_STOP_GRACE_S if tensor_parallel > 1 else _STOP_GRACE_S,
         port=port,
         log_dir=log_dir,
@@ -98,11 +99,13 @@ def up(  # noqa: PLR0913  # one parameter a flag
 
 async def _keep_up(options: StackOptions, console: Console) -> None:
     async with shown_stack(options, console) as stack:
-        told = announce(",".join(stack.gateways))
+        told = announce(",".join(stack.gateways), stack.services, stack.store_url)
         try:
             for address in stack.gateways:
                 console.print(Text.assemble("gateway at ", (address, "bold")))
-            console.print(Text("galley generate, galley chat and galley resume find it; Ctrl-C stops it"))
+            for service in stack.services:
+                console.print(Text(f"metrics of {service.name} at http://{service.metrics}/metrics", "dim"))
+            console.print(Text("galley generate, chat, resume and top find it; Ctrl-C stops it"))
             await stack.run(asyncio.Event().wait())
         finally:
             withdraw(told)

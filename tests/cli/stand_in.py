@@ -17,6 +17,7 @@ def main() -> int:
     flags.add_argument("--mute", action="store_true")
     flags.add_argument("--garble", action="store_true")
     flags.add_argument("--stubborn", action="store_true")
+    flags.add_argument("--metrics")
     given = flags.parse_args()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     for word in given.say:
@@ -28,7 +29,8 @@ def main() -> int:
         if given.die is not None:
             return int(given.die)
         if not given.mute:
-            print(json.dumps({"stage": "ready", "address": f"127.0.0.1:{os.getpid()}"}), file=pipe)
+            facts = {"metrics": given.metrics} if given.metrics else {}
+            print(json.dumps({"stage": "ready", "address": f"127.0.0.1:{os.getpid()}", **facts}), file=pipe)
             pipe.close()
         while True:
             signal.sigwait([signal.SIGTERM])

@@ -20,6 +20,7 @@ from services.cli.part import PartFailed, PartStatus, State
 from services.cli.parts import stack_parts
 from services.cli.stack import Stack, StackOptions, environment_of
 from services.common.defaults import DEFAULT_MODEL, shipped_draft
+from services.top.service import Service
 from tests.cli.ends import Ends
 from tests.cli.stand_in_stack import once, stack_of, stand_in
 
@@ -52,6 +53,11 @@ async def test_parts_start_when_those_they_need_are_ready() -> None:
     ]
     stopped = [status.name for status in seen if status.stage == "stopped"]
     assert stopped == ["gateway", "draft", "target"]
+
+
+async def test_parts_that_tell_metrics_are_known() -> None:
+    async with stack_of(stand_in("target", "--metrics=127.0.0.1:9"), stand_in("draft")) as stack:
+        assert stack.services == (Service("target", "127.0.0.1:9", stack.address("target")),)
 
 
 async def test_a_stop_leaves_no_process_and_no_file() -> None:
@@ -351,6 +357,22 @@ def test_several_drafts_register_and_are_not_told_to_the_gateway() -> None:
     assert "--draft" not in gateway
     assert gateway[gateway.index("--target") + 1] == "127.0.0.1:1"
     assert set(parts["gateway"].after) >= {*drafts, "target", "valkey"}
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_every_service_tells_metrics_where_they_are_wanted(wanted: bool) -> None:
+    options = StackOptions(model="tiny", metrics=wanted)
+    stack = Stack(options)
+    parts = {part.name: part for part in stack_parts(options, stack.dirs)}
+    stack.forget()
+    facts = {
+        "model": {"line": "/models/tiny"},
+        "target": {"address": "127.0.0.1:1"},
+        "draft": {"address": "127.0.0.1:2"},
+        "valkey": {"address": "/run/valkey.sock"},
+    }
+    for name in ("target", "draft", "gateway"):
+        assert ("--metrics-port 0" in " ".join(parts[name].command(facts))) == wanted
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

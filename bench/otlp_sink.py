@@ -1,0 +1,92 @@
+"""`python -m bench.otlp_sink --ready-fd N`: an OTLP collector that drops what it is sent, and counts it.
+
+It reads no span, so that it takes as little as can be of cores that it shares with what is measured. How many
+spans a byte stands for is known of a few requests that are kept, and read only when that is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
+
+from services.common.readiness import Readiness
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+TOLD = "/galley.bench.Sink/Told"
+# What TOLD is asked with, to count the spans of the requests that were kept.
+READ = b"read"
+_KEPT = 64
+_GRACE_S = 0.5
+
+
+def spans_in(requests: Iterable[bytes]) -> int:
+    """Of export requests as they were sent."""
+    read = map(otlp.ExportTraceServiceRequest.FromString, requests)
+    return sum(
+        len(scope.spans)
+        for sent in read
+        for resource in sent.resource_spans
+        for scope in resource.scope_spans
+    )
+
+
+class Sink(grpc.GenericRpcHandler):
+    """Counts exports and their bytes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._exports = self._bytes = 0
+        self._kept: deque[bytes] = deque(maxlen=_KEPT)
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+        """Requests and answers are bytes as they are."""
+        served = {EXPORT: self._export, TOLD: self._told}.get(handler_call_details.method)
+        return None if served is None else grpc.unary_unary_rpc_method_handler(served)
+
+    def _export(self, request: bytes, _: grpc.ServicerContext) -> bytes:
+        with self._lock:
+            self._exports += 1
+            self._bytes += len(request)
+            self._kept.append(request)
+        return b""  # an ExportTraceServiceResponse that rejects nothing
+
+    def _told(self, request: bytes, _: grpc.ServicerContext) -> bytes:
+        with self._lock:
+            told = {"exports": self._exports, "bytes": self._bytes}
+            kept = list(self._kept) if request == READ else []
+        if kept:
+            told |= {"kept_bytes": sum(map(len, kept)), "kept_spans": spans_in(kept)}
+        return json.dumps(told).encode()
+
+
+def main() -> None:
+    """Serve at a free port until SIGTERM."""
+    parser = argparse.ArgumentParser(prog="python -m bench.otlp_sink", description=__doc__)
+    parser.add_argument("--ready-fd", type=int)
+    ready = Readiness(parser.parse_args().ready_fd)
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before gRPC has threads, which take it over
+    server = grpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((Sink(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    ready.ready(f"127.0.0.1:{port}")
+    signal.sigwait(ends)
+    server.stop(_GRACE_S).wait()
+
+
+if __name__ == "__main__":
+    main()

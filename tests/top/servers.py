@@ -1,0 +1,63 @@
+"""Services that tell metrics, well or badly, at free ports of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@contextlib.contextmanager
+def telling(*texts: str, status: int = 200) -> Iterator[str]:
+    """A server that says the texts one after another, and the last one from then on; its host:port."""
+    left = list(texts)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = (left.pop(0) if len(left) > 1 else left[0]).encode() if self.path == "/metrics" else b""
+            self.send_response(status if body else 404)
+            self.send_header("Content-Type", PROMETHEUS)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextlib.asynccontextmanager
+async def answering(answer: Callable[[asyncio.StreamWriter], None]) -> AsyncIterator[str]:
+    """A server that writes what it likes and leaves the connection open; its host:port."""
+    writers = []
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        answer(writer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        host, port = server.sockets[0].getsockname()
+        yield f"{host}:{port}"
+        for writer in writers:
+            writer.transport.abort()
+
+
+def nobody() -> str:
+    """A host:port of this machine at which nobody listens: nothing serves port 1."""
+    return "127.0.0.1:1"

@@ -1,0 +1,19 @@
+"""What a renderable looks like, as text."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def plain(of: RenderableType, width: int) -> str:
+    """Without colours, and without the blanks at the ends of lines."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    console.print(of)
+    assert isinstance(console.file, io.StringIO)
+    return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
