@@ -134,12 +134,15 @@ helm-lint: helm ## lint the chart
 
 # --------------------------------------------------------------------------------- generated files --
 
-.PHONY: proto manifests check-generated
+.PHONY: proto manifests trace-picture check-generated
 proto: setup ## write the stubs in services/common/pb anew
 	@scripts/proto.sh .
 
 manifests: helm ## render deploy/k8s from the chart
 	@scripts/manifests.sh deploy/k8s
+
+trace-picture: setup ## draw docs/images/trace.png from the committed sample of a trace (needs chromium)
+	@$(BIN)/python -m tests.tracing.picture
 
 check-generated: helm ## fail if committed stubs or manifests are not what would be generated
 	@echo "== generated files"
