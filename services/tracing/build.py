@@ -148,7 +148,7 @@ def _placed(
     """
     ends = [one.span.end_ns for one in rounds]
     placed = [list(one.events) for one in rounds]
-    loose = []
+    loose: list[Event] = []
 
     def place(event: Event) -> list[Event]:
         at = bisect_left(ends, event.time_ns)

@@ -100,9 +100,9 @@ def _slow_draft(case: Case) -> Found | None:
     computed_ns = case.round.span.integer(names.DRAFT_COMPUTE_NS)
     draft = f"draft {one_line(case.round.draft)}" if case.round.draft else "the draft"
     if computed_ns >= THRESHOLDS.share * case.lost_ns:
-        did = f", which computed for {ms(computed_ns)}"
+        did = f", which computed for {ms(computed_ns)} ms"
     else:
-        did = f", which computed for only {ms(computed_ns)}: the rest is its queue, or the way to it"
+        did = f", which computed for only {ms(computed_ns)} ms: the rest is its queue, or the way to it"
     degraded = case.happened(names.DRAFT_DEGRADED)
     then = f"; then drafting fell back to {_told(degraded, names.TO)}{_because(degraded)}" if degraded else ""
     return Found(Cause.SLOW_DRAFT, f"{ms(case.lost_ns)} ms of it went on waiting for {draft}{did}{then}")
@@ -164,7 +164,7 @@ def _slow_rank(case: Case) -> Found | None:
         return None
     return Found(
         Cause.SLOW_RANK,
-        f"rank {rank} took {ms(slowest)} ms for its part of the pass, the others {ms(others)}",
+        f"rank {rank} took {ms(slowest)} ms for its part of the pass, the others {ms(others)} ms",
     )
 
 

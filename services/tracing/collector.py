@@ -97,7 +97,7 @@ def build(settings: CollectorSettings) -> Callable[[grpc.aio.Server, Parts], Awa
     async def build_collector(server: grpc.aio.Server, _parts: Parts) -> Service:
         file = await asyncio.to_thread(OtlpFile, settings.file, settings.max_file_mb * 2**20)
         collector = Collector(file)
-        otlp_rpc.add_TraceServiceServicer_to_server(collector, server)
+        otlp_rpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]  # untyped
         return collector
 
     return build_collector

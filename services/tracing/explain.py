@@ -61,7 +61,10 @@ def _head(case: Case) -> str:
     at = case.story.output_index(one.position)
     token = f"token {at}, position {one.position}" if at is not None else f"position {one.position}"
     target = f", target {one_line(one.target)}" if one.target else ""
-    name = f"round {one.index} ({token}{target})"
+    requests = case.story.requests
+    number = next(number for number, request in enumerate(requests, 1) if request is case.request)
+    of = f" of request {number}" if len(requests) > 1 else ""
+    name = f"round {one.index}{of} ({token}{target})"
     if case.part is Part.BEFORE:
         return f"before {name} no round was open for {ms(one.idle_ns)} ms"
     if case.part is Part.LOG:

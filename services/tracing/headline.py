@@ -19,7 +19,7 @@ NO_SESSION = "(not in the trace)"
 
 def about(story: Story) -> str:
     """Which model was asked for what, how long it is, how it ended."""
-    first = story.requests[0]
+    first = next((request for request in story.requests if request.span), story.requests[0])
     operation = one_line(first.text(gen_ai.OPERATION)) or "request"
     workload = one_line(first.text(names.WORKLOAD))
     output = count(output_tokens(story), "token")

@@ -12,7 +12,7 @@ from services.tracing.case import Part, times_of
 from services.tracing.elements import element
 from services.tracing.headline import tokens_of
 from services.tracing.model import Round
-from services.tracing.rows import Gap, said_of, said_of_gap
+from services.tracing.rows import SHOWN_EVENTS, Gap, said_of, said_of_gap
 from services.tracing.said import count, ms, one_line, percent
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ MEANINGS = {
     Part.LOG: "until its tokens were logged",
 }
 _SHOWN_COMPANY = 32
-_SHOWN_EVENTS = 20
 _SHOWN_CALLS = 20
 
 
@@ -71,7 +70,7 @@ class RoundRows:
             element("div", "\n".join(_tip(one)), class_="tip", role="tooltip"),
         )
         events = [
-            element("div", f"! {said_of(event)}", class_="event") for event in one.events[:_SHOWN_EVENTS]
+            element("div", f"! {said_of(event)}", class_="event") for event in one.events[:SHOWN_EVENTS]
         ]
         row_class = "round slowest" if slowest else "round"
         return element(

@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from services.tracing.model import Request
     from services.tracing.spans import Value
 
+# Of one round.
+SHOWN_EVENTS = 20
 _SHOWN_ATTRIBUTES = 8
 _NS = "_ns"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much is shown of a request; `events` also bounds those of one round."""
+    """How much is shown of a request; `events` are those that are no round's."""
 
     head: int = 16
     tail: int = 12

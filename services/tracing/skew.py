@@ -59,10 +59,10 @@ class _Edge:
     def fits(self) -> bool:
         return self.least_ns <= self.most_ns
 
-    @property
-    def offset_ns(self) -> int:
-        if self.least_ns <= _NEGLIGIBLE_NS and self.most_ns >= -_NEGLIGIBLE_NS:
-            return 0
+    def offset_ns(self, untouched_ns: int) -> int:
+        """`untouched_ns`, which leaves the other's times as they are, if that fits."""
+        if self.least_ns - _NEGLIGIBLE_NS <= untouched_ns <= self.most_ns + _NEGLIGIBLE_NS:
+            return untouched_ns
         if not self.fits:
             return round(median(self.middles_ns))
         return round((self.least_ns + self.most_ns) / 2 if math.isfinite(self.most_ns) else self.least_ns)
@@ -101,7 +101,7 @@ def _offsets(
             for other, edge, sign in beside[known]:
                 if other in offsets:
                     continue
-                offsets[other] = offsets[known] + sign * edge.offset_ns
+                offsets[other] = offsets[known] + sign * edge.offset_ns(-sign * offsets[known])
                 waiting.append(other)
                 if offsets[other]:
                     count = len(edge.middles_ns) or 1

@@ -133,4 +133,4 @@ def test_100_000_rounds_take_some_seconds_and_some_hundred_megabytes(tmp_path: P
     assert started.returncode == 0, output.read_text()
     assert "99,972 rounds" in output.read_text()
     assert used.ru_utime < 60
-    assert used.ru_maxrss * 1024 < 700 * 2**20
+    assert used.ru_maxrss * 1024 < 400 * 2**20

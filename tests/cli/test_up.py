@@ -44,7 +44,7 @@ def stack(env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def _until_up(up: subprocess.Popen[str]) -> tuple[list[str], Path]:
-    """The addresses of the gateways, and the file of traces; all that was printed is shown if they do not come."""
+    """The gateways' addresses, and the file of traces; what was printed is shown if they do not come."""
     assert up.stdout is not None
     lines = []
     for line in up.stdout:

@@ -155,7 +155,7 @@ class RequestMaker:
         confirmed = accepted + 1 if confirmed is None else confirmed
         start_ns, span_id = self.at_ns, self.scene.span_id()
         self.at_ns += ns(draft) + ns(queue) + ns(compute) + ns(wire)
-        links = ()
+        links: tuple[Link, ...] = ()
         if batch is not None:
             links = (self._batch(start_ns + ns(draft), self.at_ns - ns(wire), batch, company),)
         told = {

@@ -1,4 +1,4 @@
-"""Draws docs/images/trace.png: the page of the committed sample, in a headless Chromium (`make trace-picture`).
+"""Draws docs/images/trace.png: the page of the committed sample, in a headless Chromium.
 
 With `sample`, writes the sample anew from the spans of a file that `galley up --trace` has written:
 `python -m tests.tracing.picture sample FILE SESSION_ID`.

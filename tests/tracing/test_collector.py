@@ -79,7 +79,7 @@ async def test_what_cannot_be_read_or_is_too_large_is_refused_and_not_written(tm
         collecting(path, max_message_bytes=1024) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
-        export = channel.unary_unary("/opentelemetry.proto.collector.trace.v1.TraceService/Export")
+        export: Any = channel.unary_unary("/opentelemetry.proto.collector.trace.v1.TraceService/Export")
         for message, problem in ((b"\xff" * 30, "well-formed"), (b"x" * 2000, "at most 1024 bytes")):
             with pytest.raises(grpc.aio.AioRpcError, match=problem) as refused:
                 await export(message)
@@ -120,7 +120,7 @@ async def test_spans_that_no_line_can_hold_are_said_to_be_rejected(
         collecting(tmp_path / "traces.jsonl") as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
-        stub = otlp_rpc.TraceServiceStub(channel)
+        stub: Any = otlp_rpc.TraceServiceStub(channel)  # type: ignore[no-untyped-call]  # untyped
         answer = await stub.Export(a_request())
     assert answer.partial_success.rejected_spans == 2
     assert answer.partial_success.error_message
@@ -140,7 +140,8 @@ async def test_a_file_that_cannot_be_written_is_our_fault_and_not_tried_again(tm
 
     running = await start_server(settings, build_it)
     async with grpc.aio.insecure_channel(running.address) as channel:
+        stub: Any = otlp_rpc.TraceServiceStub(channel)  # type: ignore[no-untyped-call]  # untyped
         with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await otlp_rpc.TraceServiceStub(channel).Export(a_request())
+            await stub.Export(a_request())
     await running.stop()
     assert describe(failed.value).code is grpc.StatusCode.INTERNAL

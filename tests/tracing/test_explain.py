@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from services.tracing.explain import Explanation
+    from services.tracing.spans import Event
 
 
 def usual_rounds(request: RequestMaker, count: int = 6) -> RequestMaker:
@@ -32,7 +33,7 @@ def explained(make: Callable[[RequestMaker], object]) -> Explanation:
     return explain(scene.story())
 
 
-def moved(request: RequestMaker, reason: str = "late") -> tuple[object, ...]:
+def moved(request: RequestMaker, reason: str = "late") -> tuple[Event, ...]:
     return (
         event(
             names.SESSION_MOVED,
@@ -134,7 +135,8 @@ def test_a_slow_store_that_logs_a_round_late() -> None:
 def test_a_slow_store_that_holds_up_the_next_round(part: str) -> None:
     def make(request: RequestMaker) -> None:
         request.round(commit=800)
-        request.round(**{part: 900}, kv_reused=118)
+        held_up: dict[str, Any] = {part: 900, "kv_reused": 118}
+        request.round(**held_up)
 
     found = explained(make)
     assert found.cause is Cause.SLOW_STORE
@@ -150,7 +152,8 @@ def test_a_slow_store_by_its_spans_alone() -> None:
 @pytest.mark.parametrize("part", ["queue", "wire"])
 def test_a_stalled_client(part: str) -> None:
     def make(request: RequestMaker) -> None:
-        request.round(**{part: 1200})
+        held_up: dict[str, Any] = {part: 1200}
+        request.round(**held_up)
         request.event(names.CLIENT_STALLED, stalled_ns=ns(1100))
 
     found = explained(make)

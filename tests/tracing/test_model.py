@@ -200,6 +200,13 @@ def test_a_clock_that_is_off_is_put_right_and_said(skew_ms: float) -> None:
     assert "judged by 3 calls from galley-gateway" in " ".join(summary(story))
 
 
+def test_a_rank_whose_clock_is_the_gateways_is_left_alone_though_its_targets_is_off() -> None:
+    scene = Scene(skew_ms={TARGET: 40})
+    scene.request().round(calls=True, batch={"ranks": (20, 19)}).end()
+    (shift,) = scene.story().shifts
+    assert shift.process == TARGET
+
+
 def test_clocks_that_agree_are_left_alone_and_nothing_is_said() -> None:
     scene = Scene()
     scene.request().round(calls=True).round(calls=True).end()

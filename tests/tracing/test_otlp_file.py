@@ -12,6 +12,7 @@ from google.protobuf.json_format import MessageToDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue, KeyValueList
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from services.tracing import otlp_file
 from services.tracing.otlp_file import BadTraceFile, Lines, OtlpFile, rotated
@@ -73,7 +74,7 @@ def full_request() -> ExportTraceServiceRequest:
         dropped_attributes_count=1,
         flags=1,
     ).attributes.add(key="b").value.int_value = 5
-    span.status.code, span.status.message = 2, "broken"
+    span.status.code, span.status.message = Status.STATUS_CODE_ERROR, "broken"
     scope.spans.add(trace_id=bytes.fromhex(TRACE), span_id=bytes.fromhex(SPAN)).status.SetInParent()
     return request
 
@@ -185,7 +186,9 @@ def test_a_request_a_line_private_to_its_user(tmp_path: Path) -> None:
 
 def test_a_torn_last_line_is_passed_over_and_cut_off_by_the_next_writer(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
-    OtlpFile(path).append(full_request())
+    file = OtlpFile(path)
+    file.append(full_request())
+    file.close()
     whole = path.read_bytes()
     path.write_bytes(whole + whole[: len(whole) // 2])
     assert _documents(path) == [document_of(full_request()), {}]

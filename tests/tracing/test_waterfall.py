@@ -104,7 +104,7 @@ def test_an_answer_without_a_round_is_told_by_its_own_figures() -> None:
     scene = Scene()
     told = {names.SLOWEST_ROUND_NS: ns(99), names.SLOWEST_ROUND_POSITION: 120, names.ROUNDS: 40}
     scene.request(attributes=told).event(names.CLIENT_STALLED, stalled_ns=ns(30)).end()
-    text = shown(scene.story())
+    text = " ".join(shown(scene.story()).split())
     assert "the slowest was at position 120 and took 99.0 ms" in text
     assert "40 rounds of it are not in the trace" in text
     assert "client.stalled: stalled 30.0 ms" in text
