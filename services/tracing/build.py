@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.core import trace_names as names
-from services.tracing import gen_ai
 from services.tracing.model import Batch, Call, Request, Round, Story, parts_of
 from services.tracing.skew import align
 from services.tracing.spans import CLIENT, SERVER
@@ -48,7 +47,7 @@ def stories_of(
 
 def _aligned(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Shift, ...]]:
     unique = {span.key: span for span in spans}  # what an exporter sent twice is there twice
-    gateways = dict.fromkeys(span.process for span in unique.values() if _is_request(span))
+    gateways = dict.fromkeys(span.process for span in unique.values() if span.is_request)
     rounds = dict.fromkeys(span.process for span in unique.values() if span.name == names.ROUND)
     return align(list(unique.values()), unique, [*gateways, *rounds])
 
@@ -91,17 +90,13 @@ class _Tree:
         return Batch(found, tuple(sorted(ranks, key=lambda rank: rank.integer(names.RANK))))
 
 
-def _is_request(span: Span) -> bool:
-    return names.SESSION_ID in span.attributes and gen_ai.OPERATION in span.attributes
-
-
 def _requests(tree: _Tree) -> Iterable[Request]:
     """Those whose span is there, and those of which there are only rounds."""
     rounds: dict[SpanKey, list[Span]] = defaultdict(list)
     for span in tree.spans:
         if span.name == names.ROUND:
             rounds[span.trace_id, span.parent_id].append(span)
-        elif _is_request(span):
+        elif span.is_request:
             rounds.setdefault(span.key, [])
     for key, spans in rounds.items():
         yield _request(key, tree.by_key.get(key), spans, tree)
@@ -115,7 +110,8 @@ def _request(key: SpanKey, span: Span | None, spans: list[Span], tree: _Tree) ->
         for one, idle_ns in zip(spans, _idle(spans, began_ns), strict=True)
     ]
     calls = tree.calls_of(key)
-    placed, loose = _placed(rounds, span.events if span else (), _seen_elsewhere(rounds, calls))
+    session_id = span.text(names.SESSION_ID) if span else ""
+    placed, loose = _placed(rounds, span.events if span else (), _seen_elsewhere(rounds, calls, session_id))
     return Request(key[0], span, tuple(placed), tuple(loose), calls)
 
 
@@ -129,14 +125,16 @@ def _idle(spans: Sequence[Span], began_ns: int | None) -> Iterable[int]:
         expected, last_end_ns = index + 1, span.end_ns
 
 
-def _seen_elsewhere(rounds: Iterable[Round], calls: Iterable[Call]) -> Iterable[Event]:
-    """What replicas saw while they served the request."""
+def _seen_elsewhere(rounds: Iterable[Round], calls: Iterable[Call], session_id: str) -> Iterable[Event]:
+    """What replicas saw while they served the request; of a pass, what does not concern other sessions."""
     for call in [*calls, *(call for one in rounds for call in one.calls)]:
         if call.served is not None:
             yield from call.served.events
     for one in rounds:
         if one.batch is not None:
-            yield from one.batch.span.events
+            for event in one.batch.span.events:
+                if event.attributes.get(names.SESSION_ID) in (None, session_id):
+                    yield event
 
 
 def _placed(

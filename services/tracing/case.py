@@ -33,6 +33,7 @@ class Part(enum.Enum):
 class Cause(enum.StrEnum):
     """Why a round was slow."""
 
+    NO_VERDICT = "no verdict"
     STALLED_CLIENT = "stalled client"
     SLOW_STORE = "slow store"
     LOST_REPLICA = "lost replica"

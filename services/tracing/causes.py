@@ -38,6 +38,13 @@ def cause_of(case: Case) -> Found:
     return Found(Cause.IDLE, "what held it up is not in the trace")
 
 
+def _no_verdict(case: Case) -> Found | None:
+    if case.round.confirmed or names.COMPUTE_PART in case.round.span.attributes:
+        return None
+    error = one_line(case.round.span.text(names.ERROR_TYPE))
+    return Found(Cause.NO_VERDICT, f"no verdict came{f' ({error})' if error else ', the request had ended'}")
+
+
 def _stalled_client(case: Case) -> Found | None:
     stalled_ns = case.stalled_ns()
     if case.part in _HELD_UP and stalled_ns >= THRESHOLDS.share * case.lost_ns > 0:
@@ -219,6 +226,7 @@ def _beginning(case: Case) -> Found | None:
 
 
 _RULES: tuple[Callable[[Case], Found | None], ...] = (
+    _no_verdict,
     _stalled_client,
     _slow_log,
     _store_held_up,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 OPERATION: Final = "gen_ai.operation.name"
-MODEL: Final = "gen_ai.request.model"
+PROVIDER: Final = "gen_ai.provider.name"
+GALLEY: Final = "galley"
+REQUEST_MODEL: Final = "gen_ai.request.model"
 RESPONSE_MODEL: Final = "gen_ai.response.model"
 FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"

@@ -61,7 +61,9 @@ def tokens_of(story: Story, one: Round) -> str:
 
 
 def _model_of(request: Request) -> str:
-    return one_line(request.text(gen_ai.RESPONSE_MODEL) or request.text(gen_ai.MODEL)) or "unknown model"
+    return (
+        one_line(request.text(gen_ai.RESPONSE_MODEL) or request.text(gen_ai.REQUEST_MODEL)) or "unknown model"
+    )
 
 
 def _reasons(story: Story) -> list[str]:

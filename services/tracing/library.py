@@ -31,7 +31,7 @@ class NotFound(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A request that the file holds."""
+    """A request that the file holds; one that was refused has no session."""
 
     session_id: str
     trace_id: str
@@ -70,7 +70,8 @@ class Index:
         self.entries = tuple(entries)
         self._sessions: dict[str, set[str]] = {}
         for entry in self.entries:
-            self._sessions.setdefault(entry.trace_id, set()).add(entry.session_id)
+            if entry.session_id:
+                self._sessions.setdefault(entry.trace_id, set()).add(entry.session_id)
 
     def sessions_of(self, trace_id: str) -> Collection[str]:
         """The sessions whose requests are of this trace."""
@@ -82,7 +83,7 @@ class Index:
 
     def sessions_from(self, trace_id: str) -> set[str]:
         """The sessions that have a request in this trace, or continue one of it that never ended."""
-        return {entry.session_id for entry in self.entries if trace_id in entry.traces}
+        return {entry.session_id for entry in self.entries if entry.session_id and trace_id in entry.traces}
 
     def traces_of_session(self, session_id: str) -> set[str]:
         """Of its requests, and of those that they continue."""
@@ -93,15 +94,15 @@ class Index:
 
 def index_of(lines: Lines) -> Index:
     """All requests. Raises BadTraceFile."""
-    mark = names.SESSION_ID.encode()
-    found = _spans(lines, lambda raw: mark in raw, _is_request)
-    return Index(_entry(span) for span in found)
+    mark = gen_ai.PROVIDER.encode()
+    found = _spans(lines, lambda raw: mark in raw, _may_be_request)
+    return Index(_entry(span) for span in found if span.is_request)
 
 
 def find(lines: Lines, wanted: str) -> Found:
     """The session or the trace whose id is `wanted` or begins so; raises NotFound and BadTraceFile."""
     index = index_of(lines)
-    sessions = {entry.session_id for entry in index.entries}
+    sessions = {entry.session_id for entry in index.entries} - {""}
     traces = {entry.trace_id for entry in index.entries}
     kind, name = _the_one(wanted, sessions, traces) or ("trace", _trace_by_prefix(lines, wanted))
     if kind == "trace":
@@ -185,9 +186,8 @@ def _trace_id(found: Any) -> str:
     return str(found.get("traceId", "")).lower()
 
 
-def _is_request(span: Any) -> bool:
-    keys = {pair.get("key") for pair in span.get("attributes") or ()}
-    return names.SESSION_ID in keys and gen_ai.OPERATION in keys
+def _may_be_request(span: Any) -> bool:
+    return any(pair.get("key") == gen_ai.PROVIDER for pair in span.get("attributes") or ())
 
 
 def _spans(lines: Lines, may_hold: Callable[[bytes], bool], keep: Callable[[Any], bool]) -> Iterator[Span]:
@@ -204,7 +204,7 @@ def _entry(span: Span) -> Entry:
     return Entry(
         session_id=span.text(names.SESSION_ID),
         trace_id=span.trace_id,
-        model=span.text(gen_ai.MODEL),
+        model=span.text(gen_ai.REQUEST_MODEL),
         start_ns=span.start_ns,
         duration_ns=span.duration_ns,
         output_tokens=span.integer(gen_ai.OUTPUT_TOKENS),

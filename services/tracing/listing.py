@@ -21,15 +21,16 @@ _MAX_DEPTH = 12
 
 
 def list_lines(entries: Sequence[Entry]) -> Iterator[Text]:
-    """The newest first."""
+    """The newest first; one that was refused before it had a session by its trace."""
     yield Text(
-        f"{'began':8} {'session':32} {'took':>9} {'tokens':>6} {'slowest round':>14}  outcome", style="bold"
+        f"{'began':8} {'session (or trace)':32} {'took':>9} {'tokens':>6} {'slowest round':>14}  outcome",
+        style="bold",
     )
     for entry in entries:
         began = time.strftime("%H:%M:%S", time.localtime(entry.start_ns // 10**9))
         slowest = f"{ms(entry.slowest_round_ns)} ms" if entry.slowest_round_ns else "-"
         yield Text.assemble(
-            f"{began:8} {one_line(entry.session_id):32} {duration(entry.duration_ns):>9} "
+            f"{began:8} {one_line(entry.session_id) or entry.trace_id:32} {duration(entry.duration_ns):>9} "
             f"{entry.output_tokens:>6} {slowest:>14}  ",
             (one_line(entry.error), "red") if entry.error else "ok",
         )

@@ -134,7 +134,7 @@ class Lines:
         self.path = path
 
     def __iter__(self) -> Iterator[Line]:
-        """Raises BadTraceFile for a line that is too long, and OSError."""
+        """Raises BadTraceFile for a line that is too long or of another kind of file, and OSError."""
         older = rotated(self.path)
         if older.is_file():
             yield from _lines(older)
@@ -151,14 +151,11 @@ class Line:
     def document(self) -> Any:
         """The JSON object; empty for a torn last line. Raises BadTraceFile."""
         try:
-            document = json.loads(self.raw)
+            return json.loads(self.raw)
         except (ValueError, RecursionError) as error:
             if not self.raw.endswith(b"\n"):
                 return {}
             raise BadTraceFile(f"{self._where}: is not JSON ({error})") from error
-        if not isinstance(document, dict):
-            raise BadTraceFile(f"{self._where}: must be a JSON object, is {type(document).__name__}")
-        return document
 
     def fault(self, problem: Malformed) -> BadTraceFile:
         """What to raise where its document does not hold spans."""
@@ -172,5 +169,8 @@ def _lines(path: Path) -> Iterator[Line]:
             number += 1
             if len(raw) > MAX_LINE_BYTES:
                 raise BadTraceFile(f"{path}:{number}: must be at most {MAX_LINE_BYTES} bytes long, is longer")
-            if raw.strip():
+            start = raw.lstrip()[:1]
+            if start not in (b"", b"{"):
+                raise BadTraceFile(f"{path}:{number}: must be a JSON object")
+            if start:
                 yield Line(path, number, raw)

@@ -1,14 +1,12 @@
 """Spans in OTLP's JSON encoding, as its specification says it.
 
 It is protobuf's JSON mapping (camelCase, 64-bit integers as strings), but for ids, which are hexadecimal,
-and enums, which are numbers. Written out for spans, which are many: protobuf's own mapping takes ten times
-as long.
+and enums, which are numbers.
 """
 
 from __future__ import annotations
 
-import math
-from base64 import b64encode
+from base64 import b64decode
 from sys import intern
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from services.tracing.spans import Attributes, Value
 
 SERVICE_NAME, SERVICE_INSTANCE = "service.name", "service.instance.id"
+_IDS = ("traceId", "spanId", "parentSpanId")
 _TRACE_DIGITS, _SPAN_DIGITS = 32, 16
 # Of an attribute's value: more is kept once for each time that it occurs.
 _LONGEST_INTERNED = 64
@@ -36,121 +35,15 @@ class Malformed(ValueError):
 
 def document_of(request: ExportTraceServiceRequest) -> dict[str, Any]:
     """The request as a JSON object."""
-    resources = [_resource_spans(resource) for resource in request.resource_spans]
-    return {"resourceSpans": resources} if resources else {}
-
-
-def _resource_spans(message: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if message.HasField("resource"):
-        found["resource"] = _plain(message.resource)
-    if message.scope_spans:
-        found["scopeSpans"] = [_scope_spans(scope) for scope in message.scope_spans]
-    return _with(found, schemaUrl=message.schema_url)
-
-
-def _scope_spans(message: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if message.HasField("scope"):
-        found["scope"] = _plain(message.scope)
-    if message.spans:
-        found["spans"] = [_span(span) for span in message.spans]
-    return _with(found, schemaUrl=message.schema_url)
-
-
-def _plain(message: Any) -> dict[str, Any]:
-    """What holds no ids and comes once a batch, by protobuf's own mapping."""
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415  # readers need no protobuf
 
-    return dict(MessageToDict(message, use_integers_for_enums=True))
-
-
-def _span(span: Any) -> dict[str, Any]:
-    found = _with(
-        {},
-        traceId=span.trace_id.hex(),
-        spanId=span.span_id.hex(),
-        traceState=span.trace_state,
-        parentSpanId=span.parent_span_id.hex(),
-        flags=span.flags,
-        name=span.name,
-        kind=span.kind,
-        startTimeUnixNano=_int64(span.start_time_unix_nano),
-        endTimeUnixNano=_int64(span.end_time_unix_nano),
-        attributes=[_pair(pair) for pair in span.attributes],
-        droppedAttributesCount=span.dropped_attributes_count,
-        events=[_event(event) for event in span.events],
-        droppedEventsCount=span.dropped_events_count,
-        links=[_link(link) for link in span.links],
-        droppedLinksCount=span.dropped_links_count,
-    )
-    if span.HasField("status"):
-        found["status"] = _with({}, message=span.status.message, code=span.status.code)
-    return found
-
-
-def _event(event: Any) -> dict[str, Any]:
-    return _with(
-        {},
-        timeUnixNano=_int64(event.time_unix_nano),
-        name=event.name,
-        attributes=[_pair(pair) for pair in event.attributes],
-        droppedAttributesCount=event.dropped_attributes_count,
-    )
-
-
-def _link(link: Any) -> dict[str, Any]:
-    return _with(
-        {},
-        traceId=link.trace_id.hex(),
-        spanId=link.span_id.hex(),
-        traceState=link.trace_state,
-        attributes=[_pair(pair) for pair in link.attributes],
-        droppedAttributesCount=link.dropped_attributes_count,
-        flags=link.flags,
-    )
-
-
-def _with(found: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """`found`, and those of the fields that are not at their default."""
-    found.update((name, value) for name, value in fields.items() if value)
-    return found
-
-
-def _int64(value: int) -> str:
-    return str(value) if value else ""
-
-
-def _pair(pair: Any) -> dict[str, Any]:
-    found = _with({}, key=pair.key)
-    if pair.HasField("value"):
-        found["value"] = _any_value(pair.value)
-    return found
-
-
-def _any_value(value: Any) -> dict[str, Any]:
-    writer = _WRITERS.get(value.WhichOneof("value"))
-    # Of profiles alone, or not set at all: to be read as if it were not there.
-    return {} if writer is None else writer(value)
-
-
-def _double(value: float) -> float | str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-_WRITERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
-    "string_value": lambda v: {"stringValue": v.string_value},
-    "bool_value": lambda v: {"boolValue": v.bool_value},
-    "int_value": lambda v: {"intValue": str(v.int_value)},
-    "double_value": lambda v: {"doubleValue": _double(v.double_value)},
-    "array_value": lambda v: {"arrayValue": _with({}, values=[_any_value(x) for x in v.array_value.values])},
-    "kvlist_value": lambda v: {"kvlistValue": _with({}, values=[_pair(x) for x in v.kvlist_value.values])},
-    "bytes_value": lambda v: {"bytesValue": b64encode(v.bytes_value).decode("ascii")},
-}
+    document: dict[str, Any] = MessageToDict(request, use_integers_for_enums=True)
+    for resource in document.get("resourceSpans", ()):
+        for scope in resource.get("scopeSpans", ()):
+            for span in scope.get("spans", ()):
+                for holder in (span, *span.get("links", ())):
+                    holder.update((name, b64decode(holder[name]).hex()) for name in _IDS if name in holder)
+    return document
 
 
 # ---------------------------------------------------------------------------------------- reading --

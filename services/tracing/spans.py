@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
+from services.tracing import gen_ai
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -111,6 +113,11 @@ class Span:
         if not isinstance(values, tuple):
             return ()
         return tuple(value for value in values if _is_count(value))
+
+    @property
+    def is_request(self) -> bool:
+        """Is it of a request to one of our gateways?"""
+        return self.attributes.get(gen_ai.PROVIDER) == gen_ai.GALLEY and gen_ai.OPERATION in self.attributes
 
     def texts(self, key: str) -> tuple[str, ...]:
         """The attribute as strings, if it is a list; else none."""

@@ -68,7 +68,7 @@ def test_an_unknown_id_a_missing_file_and_a_bad_line_are_one_line_each(tmp_path:
     path.write_bytes(b'{}\n"galley.session.id"\n')
     bad = galley_trace("beef", "--file", str(path))
     assert bad.exit_code == 1
-    assert bad.stderr == f"error: {path}:2: must be a JSON object, is str\n"
+    assert bad.stderr == f"error: {path}:2: must be a JSON object\n"
     nothing = galley_trace("beef")
     assert nothing.exit_code == 1
     assert "start a stack with `galley up --trace`" in nothing.stderr

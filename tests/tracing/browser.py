@@ -133,7 +133,10 @@ class Browser:
 
     def picture(self, *, whole: bool = False) -> bytes:
         """A PNG of the window, or of the whole page."""
-        answer = self.tell("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        size = self.value("[document.documentElement.clientWidth, document.documentElement.scrollHeight]")
+        clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
+        of_page = {"captureBeyondViewport": True, "clip": clip} if whole else {}
+        answer = self.tell("Page.captureScreenshot", format="png", **of_page)
         return b64decode(answer["data"])
 
     def tell(self, method: str, **params: Any) -> Any:

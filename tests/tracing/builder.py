@@ -280,7 +280,8 @@ class RequestMaker:
         slowest = max(self.rounds, key=lambda span: span.duration_ns, default=None)
         attributes = {
             gen_ai.OPERATION: self.operation,
-            gen_ai.MODEL: "smollm2-135m-instruct",
+            gen_ai.PROVIDER: gen_ai.GALLEY,
+            gen_ai.REQUEST_MODEL: "smollm2-135m-instruct",
             gen_ai.INPUT_TOKENS: self.prompt,
             gen_ai.OUTPUT_TOKENS: self.position - self.prompt,
             gen_ai.FINISH_REASONS: (reason,),

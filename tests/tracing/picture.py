@@ -35,8 +35,9 @@ def draw() -> None:
         file.write_text(page(story), encoding="utf-8")
         with Browser(path, Path(directory) / "profile", height=1000) as browser:
             browser.open(file)
+            browser.value("document.querySelector('.slowest').open = true")
             PICTURE.parent.mkdir(exist_ok=True)
-            PICTURE.write_bytes(browser.picture())
+            PICTURE.write_bytes(browser.picture(whole=True))
 
 
 def take_sample(file: Path, session_id: str) -> None:

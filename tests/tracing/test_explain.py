@@ -9,7 +9,17 @@ import pytest
 from services.core import trace_names as names
 from services.tracing.case import Cause
 from services.tracing.explain import explain, summary
-from tests.tracing.builder import DRAFT_AT, OTHER_TARGET_AT, TARGET_AT, RequestMaker, Scene, event, ns
+from services.tracing.spans import Span
+from tests.tracing.builder import (
+    DRAFT_AT,
+    GATEWAY,
+    OTHER_TARGET_AT,
+    TARGET_AT,
+    RequestMaker,
+    Scene,
+    event,
+    ns,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -209,6 +219,28 @@ def test_a_slow_pass_for_no_reason() -> None:
     found = explained(lambda r: r.round(compute=120))
     assert found.cause is Cause.COMPUTE
     assert "its pass computed for 120 ms, and nothing else was in its way" in found.sentence
+
+
+def test_a_round_without_a_verdict() -> None:
+    scene = Scene()
+    request = usual_rounds(scene.request())
+    lost: dict[str, Any] = {names.ROUND_INDEX: 6, names.ROUND_POSITION: 118, names.ERROR_TYPE: "unavailable"}
+    cut_off = Span(
+        request.trace_id,
+        scene.span_id(),
+        request.span_id,
+        names.ROUND,
+        request.at_ns,
+        request.at_ns + ns(10_000),
+        GATEWAY,
+        attributes=lost,
+    )
+    scene.add(cut_off)
+    request.idle(10_000).end(error="unavailable")
+    found = explain(scene.story())
+    assert found.cause is Cause.NO_VERDICT
+    assert found.sentence.startswith("Round 6 (token 18, position 118) took 10,000 ms")
+    assert found.sentence.endswith(": no verdict came (unavailable).")
 
 
 def test_a_slow_beginning() -> None:

@@ -69,6 +69,19 @@ def test_a_killed_gateways_trace_leads_to_the_session_that_went_on(tmp_path: Pat
     assert sum(span.name == names.ROUND for span in found.spans) == 2
 
 
+def test_a_request_that_was_refused_has_no_session_and_is_found_by_its_trace(tmp_path: Path) -> None:
+    scene = Scene()
+    for _ in range(2):
+        scene.request(session="", attributes={names.ROUNDS: 0}).end(error="resource_exhausted")
+    lines = Lines(write(scene, tmp_path / "t.jsonl"))
+    (latest, first) = index_of(lines).latest(2)
+    assert latest.error == first.error == "resource_exhausted"
+    found = find(lines, first.trace_id)
+    assert len(found.spans) == 1
+    (story,) = stories_of(found.spans, found.session_id)
+    assert "ended with resource_exhausted" in " ".join(summary(story))
+
+
 def test_a_trace_of_several_sessions_is_all_of_them(tmp_path: Path) -> None:
     scene = Scene()
     first = scene.request().round().end()

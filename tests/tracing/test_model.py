@@ -92,6 +92,20 @@ def test_what_gateway_and_replica_both_tell_is_told_once() -> None:
     assert [happened.name for happened in one.events] == [names.KV_MISSED]
 
 
+def test_what_a_pass_did_to_other_sessions_is_not_the_rounds() -> None:
+    scene = Scene()
+    for session in ("0" * 32, SESSION):
+        scene.request(session=session, trace_id=session).round(batch={"sessions": 2}).end()
+    evicted = [event(names.KV_EVICTED, BEGAN_NS + 5, session_id=name) for name in ("0" * 32, SESSION)]
+    scene.spans = [
+        replace(span, events=tuple(evicted)) if span.name == names.VERIFY_BATCH else span
+        for span in scene.spans
+    ]
+    for story in scene.stories():
+        (told,) = story.rounds[0].events
+        assert told.text(names.SESSION_ID) == story.session_id
+
+
 def test_events_of_no_round_stay_with_the_request() -> None:
     scene = Scene()
     scene.request().round().round().idle(100).event(names.CLIENT_STALLED, stalled_ns=ns(90)).end()

@@ -58,6 +58,11 @@ def test_as_committed(name: str) -> None:
     assert text == golden.read_text(encoding="utf-8")
 
 
+def test_the_page_that_explains_it_shows_what_is_shown() -> None:
+    page = Path(__file__).parents[2] / "docs" / "tracing.md"
+    assert (GOLDEN / "eventful.txt").read_text(encoding="utf-8") in page.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("name", ["eventful", "long", "resumed", "hostile"])
 def test_it_fits_the_width(name: str, width: int) -> None:
