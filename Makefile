@@ -137,12 +137,15 @@ helm-lint: helm ## lint the chart
 
 # --------------------------------------------------------------------------------- generated files --
 
-.PHONY: proto manifests metrics monitoring check-generated
+.PHONY: proto manifests metrics monitoring trace-picture check-generated
 proto: setup ## write the stubs in services/common/pb anew
 	@scripts/proto.sh .
 
 manifests: helm ## render deploy/k8s from the chart
 	@scripts/manifests.sh deploy/k8s
+
+trace-picture: setup ## draw docs/images/trace.png from the committed sample of a trace (needs chromium)
+	@$(BIN)/python -m tests.tracing.picture
 
 metrics: setup ## write the tables of metrics into docs/telemetry.md anew
 	@$(BIN)/python scripts/metrics_table.py docs/telemetry.md

@@ -17,6 +17,7 @@ from services.cli.distill import distill
 from services.cli.parts import python_module
 from services.cli.plan import plan
 from services.cli.top import top
+from services.cli.trace import trace
 from services.cli.up import up
 from services.common.version import __version__
 
@@ -36,6 +37,7 @@ app.command(rich_help_panel=_STACK)(top)
 app.command(rich_help_panel=_CLIENTS)(generate)
 app.command(rich_help_panel=_CLIENTS)(chat)
 app.command(rich_help_panel=_CLIENTS)(resume)
+app.command(rich_help_panel=_STACK)(trace)
 app.command()(plan)
 app.command()(bench)
 app.command()(distill)

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Told = Mapping[str, Any]
 Facts = Mapping[str, Told]
 
+LOOPBACK = "127.0.0.1"
 _TAIL_LINES = 20
 _PING_PERIOD_S = 0.01
 _LAST_WORDS_S = 5.0
@@ -50,15 +51,18 @@ class ReadyBy(enum.Enum):
     PIPE = enum.auto()
     # It answers a PING on the unix socket that its spec names.
     PING = enum.auto()
+    # It takes connections on all the ports that its spec names; the first one's is its address.
+    PORTS = enum.auto()
     # It ends with 0; each line of its output is a stage, the last one is its answer: {"line": ...}.
     EXIT = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
-    """What to run, and when: `command` is given what the parts named in `after` said.
+    """What to run, and when: `command` is given what the parts named in `after` said, as is `environment`.
 
-    A `niceness` above 0 lets the other parts go before it where cores are few.
+    A `niceness` above 0 lets the other parts go before it where cores are few. A stack outlives the end of a
+    part that is not `vital`.
     """
 
     name: str
@@ -66,7 +70,10 @@ class PartSpec:
     after: tuple[str, ...] = ()
     ready_by: ReadyBy = ReadyBy.PIPE
     socket: Path | None = None
+    ports: tuple[int, ...] = ()
     niceness: int = 0
+    environment: Callable[[Facts], Mapping[str, str]] = lambda _: {}
+    vital: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,7 @@ class Part:
         self.spec = spec
         self.log = log
         self._env = env
+        self._given: dict[str, str] = {}
         self._on_status = on_status
         self._process: asyncio.subprocess.Process | None = None
         self._started_at = 0.0
@@ -138,11 +146,14 @@ class Part:
 
     async def _spawn_and_wait(self, facts: Facts) -> Told:
         command = list(self.spec.command(facts))
+        self._given = {**self._env, **self.spec.environment(facts)}
         match self.spec.ready_by:
             case ReadyBy.PIPE:
                 return await self._until_told(command)
             case ReadyBy.PING:
                 return await self._until_pong(command)
+            case ReadyBy.PORTS:
+                return await self._until_listening(command)
             case ReadyBy.EXIT:
                 return await self._until_done(command)
 
@@ -159,7 +170,7 @@ class Part:
                 *guarded,
                 stdin=asyncio.subprocess.DEVNULL,
                 stderr=log,
-                env=dict(self._env),
+                env=self._given,
                 start_new_session=True,
                 **kwargs,
             )
@@ -190,14 +201,24 @@ class Part:
         return message
 
     async def _until_pong(self, command: Sequence[str]) -> Told:
-        if self.spec.socket is None:
+        socket = self.spec.socket
+        if socket is None:
             raise ValueError(f"{self.spec.name}: PING needs a socket")
+        await self._until(command, lambda: _pong(socket))
+        return {"address": str(socket)}
+
+    async def _until_listening(self, command: Sequence[str]) -> Told:
+        if not self.spec.ports:
+            raise ValueError(f"{self.spec.name}: PORTS needs ports")
+        await self._until(command, lambda: _listening(self.spec.ports))
+        return {"address": f"{LOOPBACK}:{self.spec.ports[0]}"}
+
+    async def _until(self, command: Sequence[str], holds: Callable[[], Awaitable[bool]]) -> None:
         process = await self._spawn(command)
-        while not await _pong(self.spec.socket):
+        while not await holds():
             if process.returncode is not None:
                 raise await self._ended_early()
             await asyncio.sleep(_PING_PERIOD_S)
-        return {"address": str(self.spec.socket)}
 
     async def _until_done(self, command: Sequence[str]) -> Told:
         process = await self._spawn(command, stdout=asyncio.subprocess.PIPE)
@@ -281,6 +302,18 @@ async def _lines(pipe: IO[bytes]) -> Any:
         yield reader
     finally:
         transport.close()
+
+
+async def _listening(ports: Sequence[int]) -> bool:
+    for port in ports:
+        try:
+            _, writer = await asyncio.open_connection(LOOPBACK, port)
+        except OSError:
+            return False
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+    return True
 
 
 async def _pong(socket: Path) -> bool:

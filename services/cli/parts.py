@@ -5,22 +5,25 @@ model (fetch, convert) ─┬─ target ─┼─ gateway, gateway-2, ...
 draft-model, if any ────┴─ draft ──┘
 
 One target or draft is told to the gateways; several (target, target-2, ...) register themselves at the store.
-Target replicas of several ranks are one part, which runs them on a Ray of its own.
+Target replicas of several ranks are one part, which runs them on a Ray of its own. A viewer of traces, if one
+is wanted, starts before all that send it any.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.cli.part import Facts, PartSpec, ReadyBy
 from services.cli.stack import StackDirs, StackOptions, drafts_register, registers, threads_of
+from services.cli.viewer import export_to
 from services.common.defaults import DEFAULT_MODEL, shipped_draft
 from services.core import strategies
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 NO_DRAFT_MODEL = "none"
 # On a machine that all parts share, a pass of the target is what everyone waits for.
@@ -37,12 +40,30 @@ def stack_parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
     parts += _targets(options)
     parts += [_draft(name, options) for name in _numbered("draft", options.drafts)]
     needs = tuple(part.name for part in parts if part.ready_by is not ReadyBy.EXIT)
-    gateways = [_gateway(name, ("model", *needs), options) for name in _numbered("gateway", options.gateways)]
-    return [*parts, *gateways]
+    parts += [_gateway(name, ("model", *needs), options) for name in _numbered("gateway", options.gateways)]
+    return parts if options.viewer is None else traced(parts, options.viewer)
 
 
 def _numbered(name: str, count: int) -> list[str]:
     return [name, *(f"{name}-{n}" for n in range(2, count + 1))]
+
+
+def traced(parts: Sequence[PartSpec], viewer: PartSpec) -> list[PartSpec]:
+    """With the viewer, and services that send it their traces."""
+
+    def environment(facts: Facts) -> Mapping[str, str]:
+        return export_to(facts[viewer.name]["address"])
+
+    services = {part.name for part in parts if part.ready_by is ReadyBy.PIPE}
+    return [
+        viewer,
+        *(
+            replace(part, after=(*part.after, viewer.name), environment=environment)
+            if part.name in services
+            else part
+            for part in parts
+        ),
+    ]
 
 
 def python_module(module: str, *args: str) -> list[str]:

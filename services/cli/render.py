@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,13 +10,12 @@ from rich.style import Style
 from rich.text import Text
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.common.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 DRAFT_COLOUR = "green"
-# What a terminal might obey: all control characters but tab and newline.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class View(Protocol):
@@ -108,11 +106,6 @@ def legend(console: Console) -> Text:
     if not console.is_terminal:
         return Text("[in brackets]: proposed by the draft; the rest: supplied by the target")
     return Text.assemble(("proposed by the draft", draft_style(console)), " · supplied by the target")
-
-
-def printable(text: str) -> str:
-    """`text` with what a terminal might obey replaced."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def reason(finished: pb.Finished) -> str:

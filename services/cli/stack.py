@@ -74,6 +74,8 @@ class StackOptions:
     metrics: bool = False
     # Of the first gateway; 0 lets the system choose.
     port: int = 0
+    # A part that takes the traces of the others; None: they go where the environment says, if anywhere.
+    viewer: PartSpec | None = None
     # Further environment and, by part name ("target", "draft", "gateway", "valkey"), further arguments.
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     extra_args: Mapping[str, Sequence[str]] = field(default_factory=lambda: MappingProxyType({}))
@@ -234,9 +236,10 @@ class Stack:
         self._told[part.spec.name] = await part.start(self._told, self.options.start_timeout_s)
 
     async def failure(self) -> PartFailed:
-        """Wait until a part dies that nobody stopped."""
+        """Wait until a vital part dies that nobody stopped."""
+        vital = [part for part in self._parts.values() if part.running and part.spec.vital]
         async with asyncio.TaskGroup() as group:
-            watches = [group.create_task(part.died()) for part in self._parts.values() if part.running]
+            watches = [group.create_task(part.died()) for part in vital]
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
             for watch in watches:
                 watch.cancel()

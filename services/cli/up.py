@@ -17,6 +17,7 @@ from services.cli.faults import fail, fail_part
 from services.cli.part import PartFailed
 from services.cli.progress import StackProgress
 from services.cli.stack import PartTable, Stack, StackOptions
+from services.cli.viewer import Viewer, find_viewer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -47,6 +48,13 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads a service. Def
 RedisUrl = Annotated[
     str | None, typer.Option(help="Your own Redis 7 or Valkey, in place of the embedded one.")
 ]
+Trace = Annotated[
+    bool,
+    typer.Option(
+        "--trace",
+        help="Show traces: in Arize Phoenix if it is installed, else by `galley trace`, from a file.",
+    ),
+]
 LogDir = Annotated[Path | None, typer.Option(help="Keep the parts' logs here.", file_okay=False)]
 
 
@@ -70,12 +78,14 @@ def up(  # noqa: PLR0913  # one parameter a flag
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Of the first gateway; 0 lets the system choose.")
     ] = 0,
+    trace: Trace = False,
     log_dir: LogDir = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Keep the embedded store's data here.", file_okay=False)
     ] = None,
 ) -> None:
     """Start the stack, print its endpoint, keep it running until Ctrl-C."""
+    viewer = _viewer() if trace else None
     options = StackOptions(
         model=model,
         draft_model=draft_model,
@@ -91,13 +101,21 @@ def up(  # noqa: PLR0913  # one parameter a flag
         metrics=True,
         stop_grace_s=_RAY_STOP_GRACE_S if tensor_parallel > 1 else _STOP_GRACE_S,
         port=port,
+        viewer=viewer.part if viewer else None,
         log_dir=log_dir,
         data_dir=data_dir,
     )
-    run_stack(_keep_up(options, Console(highlight=False)))
+    run_stack(_keep_up(options, viewer, Console(highlight=False)))
 
 
-async def _keep_up(options: StackOptions, console: Console) -> None:
+def _viewer() -> Viewer:
+    try:
+        return find_viewer()
+    except OSError as error:
+        raise fail(error) from None
+
+
+async def _keep_up(options: StackOptions, viewer: Viewer | None, console: Console) -> None:
     async with shown_stack(options, console) as stack:
         told = announce(",".join(stack.gateways), stack.services, stack.store_url)
         try:
@@ -105,10 +123,23 @@ async def _keep_up(options: StackOptions, console: Console) -> None:
                 console.print(Text.assemble("gateway at ", (address, "bold")))
             for service in stack.services:
                 console.print(Text(f"metrics of {service.name} at http://{service.metrics}/metrics", "dim"))
+            if viewer is not None:
+                console.print(Text(viewer.told), soft_wrap=True)
             console.print(Text("galley generate, chat, resume and top find it; Ctrl-C stops it"))
-            await stack.run(asyncio.Event().wait())
+            await stack.run(_stay(stack, viewer, console))
         finally:
             withdraw(told)
+
+
+async def _stay(stack: Stack, viewer: Viewer | None, console: Console) -> None:
+    """For ever; says so if traces are no longer taken."""
+    if viewer is not None:
+        await stack.ended(viewer.part.name)
+        log = stack.log(viewer.part.name)
+        console.print(
+            Text(f"{viewer.part.name} has ended, and traces are lost; its log is {log}"), soft_wrap=True
+        )
+    await asyncio.Event().wait()
 
 
 @contextlib.asynccontextmanager

@@ -9,6 +9,15 @@ import signal
 import sys
 
 
+def export(name: str) -> None:
+    """A span, to wherever the environment says, as the services send theirs."""
+    from services.common.telemetry import start_telemetry  # noqa: PLC0415  # takes half a second
+
+    telemetry = start_telemetry("stand-in", as_global=False)
+    telemetry.tracer("stand-in").start_span(name).end()
+    telemetry.shutdown()
+
+
 def main() -> int:
     flags = argparse.ArgumentParser()
     flags.add_argument("--ready-fd", type=int)
@@ -18,6 +27,7 @@ def main() -> int:
     flags.add_argument("--garble", action="store_true")
     flags.add_argument("--stubborn", action="store_true")
     flags.add_argument("--metrics")
+    flags.add_argument("--span")
     given = flags.parse_args()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     for word in given.say:
@@ -32,6 +42,8 @@ def main() -> int:
             facts = {"metrics": given.metrics} if given.metrics else {}
             print(json.dumps({"stage": "ready", "address": f"127.0.0.1:{os.getpid()}", **facts}), file=pipe)
             pipe.close()
+        if given.span:
+            export(given.span)
         while True:
             signal.sigwait([signal.SIGTERM])
             if not given.stubborn:

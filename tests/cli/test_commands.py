@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from services.cli import endpoint
 from services.cli.__main__ import app
 from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.common.printable import printable
 from services.common.version import __version__
 from services.core.errors import InvalidField, Unavailable, UnknownSession
 from tests.client.fake_gateway import SESSION, FakeGateway, Said, serving
@@ -244,8 +245,6 @@ def test_ctrl_c_stops_an_answer_and_says_how_to_go_on() -> None:
 
 
 def test_a_terminal_is_not_sent_control_characters() -> None:
-    from services.cli.render import printable  # noqa: PLC0415
-
     assert printable("a\tb\n\x1b[2Jc\x9b") == "a\tb\n\N{REPLACEMENT CHARACTER}[2Jc\N{REPLACEMENT CHARACTER}"
 
 

@@ -7,29 +7,35 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from services.tracing.otlp_file import Lines
+from services.tracing.otlp_json import spans_in
 from tests.cli.ends import Ends
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+    from services.tracing.spans import Span
 
 GALLEY = [sys.executable, "-m", "services.cli"]
 
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    return {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path), "GALLEY_ENDPOINT": ""}
+    own = {"XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path), "GALLEY_TRACE_DIR": str(tmp_path)}
+    return {**os.environ, **own, "GALLEY_ENDPOINT": "", "OTEL_BSP_SCHEDULE_DELAY": "100"}
 
 
 @pytest.fixture
 def stack(env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [*GALLEY, "up", "--gateways", "2"], stdout=subprocess.PIPE, text=True, env=env
+        [*GALLEY, "up", "--gateways", "2", "--trace"], stdout=subprocess.PIPE, text=True, env=env
     ) as up:
         try:
             yield up
@@ -37,15 +43,28 @@ def stack(env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
             up.kill()
 
 
-def _until_up(up: subprocess.Popen[str]) -> list[str]:
-    """The addresses of the gateways; everything that was printed is shown if they do not come."""
+def _until_up(up: subprocess.Popen[str]) -> tuple[list[str], Path]:
+    """The gateways' addresses, and the file of traces; what was printed is shown if they do not come."""
     assert up.stdout is not None
     lines = []
     for line in up.stdout:
         lines.append(line)
         if "Ctrl-C stops it" in line:
-            return [said.split()[-1] for said in lines if said.startswith("gateway at ")]
+            gateways = [said.split()[-1] for said in lines if said.startswith("gateway at ")]
+            (file,) = [said.split()[3].rstrip(";") for said in lines if said.startswith("traces go to ")]
+            return gateways, Path(file)
     raise AssertionError("".join(lines))
+
+
+def _until_traced(path: Path, services: set[str]) -> list[Span]:
+    """The spans of the file, once each of these services has sent some."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        spans = [span for line in Lines(path) for span in spans_in(line.document())]
+        if services <= {span.process.service for span in spans}:
+            return spans
+        time.sleep(0.05)
+    raise AssertionError(path.read_text())
 
 
 def _galley(env: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
@@ -60,7 +79,7 @@ def _texts(lines: str) -> str:
 def test_a_stack_answers_resumes_at_its_other_gateway_and_leaves_no_process(
     stack: subprocess.Popen[str], env: dict[str, str]
 ) -> None:
-    first, second = _until_up(stack)
+    (first, second), traces = _until_up(stack)
     answer = _galley(env, "generate", "Count to ten.", "--json", "--max-tokens=16", "--temperature=0")
     assert answer.returncode == 0, answer.stderr
     session_id = json.loads(answer.stdout.splitlines()[0])["started"]["session_id"]
@@ -69,9 +88,15 @@ def test_a_stack_answers_resumes_at_its_other_gateway_and_leaves_no_process(
     assert _texts(again.stdout) == _texts(answer.stdout) != ""
     assert first != second
 
+    spans = _until_traced(traces, {"galley-gateway", "galley-target"})
+    assert "round" in {span.name for span in spans}
+    listed = _galley(env, "trace", "--list")
+    assert listed.returncode == 0, listed.stderr
+    assert str(traces) in listed.stdout
+
     children = psutil.Process(stack.pid).children(recursive=True)
-    # Valkey, target, draft and two gateways; the model was only looked up.
-    assert len(children) == 5
+    # Valkey, what takes the traces, target, draft and two gateways; the model was only looked up.
+    assert len(children) == 6
     with Ends([child.pid for child in children]) as ends:
         stack.send_signal(signal.SIGKILL)
         assert ends.all_within(10)

@@ -1,0 +1,179 @@
+"""A headless Chromium, driven over its debugging pipe: no port, and nothing else to install."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from base64 import b64decode
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+_FLAGS = (
+    "--headless",
+    # In a container there are no user namespaces to build its sandbox of; it only ever opens our own files.
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
+_PATIENCE_S = 60.0
+# Chromium reads commands from descriptor 3 and answers on 4.
+_TAKE_PIPES = 'exec "$0" "$@" 3<&{} 4>&{}'
+
+_MIDDLE = """e => {
+  e.scrollIntoView({block: 'center'});
+  const box = e.getBoundingClientRect();
+  return [box.x + box.width / 2, box.y + box.height / 2];
+}"""
+
+
+def find_browser() -> str | None:
+    """The path of a Chromium, if there is one."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """One window. Remembers what pages complained of and what they asked for."""
+
+    def __init__(self, path: str, profile: Path, width: int = 1280, height: int = 900) -> None:
+        command_read, self._commands = os.pipe()
+        self._answers, answer_write = os.pipe()
+        pipes = (command_read, answer_write)
+        flags = (
+            *_FLAGS,
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+            f"--window-size={width},{height}",
+        )
+        self._process = subprocess.Popen(
+            ["bash", "-c", _TAKE_PIPES.format(*pipes), path, *flags, "about:blank"],
+            pass_fds=pipes,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "HOME": str(profile)},
+        )
+        for pipe in pipes:
+            os.close(pipe)
+        self._unread = b""
+        self._last_id = 0
+        self._session = ""
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self._loaded = False
+
+    def __enter__(self) -> Self:
+        target = self.tell("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.tell("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.tell(f"{domain}.enable")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._commands)
+        os.close(self._answers)
+
+    def open(self, path: Path) -> None:
+        """Load a file, and wait until it is there; forgets what pages before it did."""
+        self.complaints.clear()
+        self.requests.clear()
+        self._loaded = False
+        self.tell("Page.navigate", url=path.as_uri())
+        while not self._loaded:
+            self._hear()
+
+    def value(self, expression: str) -> Any:
+        """What a JavaScript expression is in the page."""
+        answer = self.tell("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise AssertionError(answer["exceptionDetails"])
+        return answer["result"].get("value")
+
+    def texts(self, selector: str) -> list[str]:
+        """The texts of what the selector finds."""
+        found: list[str] = self.value(
+            f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.textContent)"
+        )
+        return found
+
+    def press(self, key: str) -> None:
+        """A key, down and up."""
+        codes = {"Tab": 9, "Enter": 13}
+        text = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown", "keyUp"):
+            self.tell("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=codes[key], **text)
+
+    def point_at(self, selector: str) -> None:
+        """Move the mouse over the middle of the first that the selector finds."""
+        where = self.value(f"({_MIDDLE})(document.querySelector({json.dumps(selector)}))")
+        self.tell("Input.dispatchMouseEvent", type="mouseMoved", x=where[0], y=where[1])
+
+    def in_scheme(self, scheme: str) -> None:
+        """ "light" or "dark"."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.tell("Emulation.setEmulatedMedia", features=[feature])
+
+    def picture(self, *, whole: bool = False) -> bytes:
+        """A PNG of the window, or of the whole page."""
+        size = self.value("[document.documentElement.clientWidth, document.documentElement.scrollHeight]")
+        clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
+        of_page = {"captureBeyondViewport": True, "clip": clip} if whole else {}
+        answer = self.tell("Page.captureScreenshot", format="png", **of_page)
+        return b64decode(answer["data"])
+
+    def tell(self, method: str, **params: Any) -> Any:
+        """Send a command and wait for its answer."""
+        self._last_id += 1
+        message = {"id": self._last_id, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        while True:
+            heard = self._hear()
+            if heard.get("id") == message["id"]:
+                if "error" in heard:
+                    raise AssertionError(f"{method}: {heard['error']}")
+                return heard["result"]
+
+    def _hear(self) -> dict[str, Any]:
+        deadline = time.monotonic() + _PATIENCE_S
+        while b"\0" not in self._unread:
+            if not select.select([self._answers], [], [], deadline - time.monotonic())[0]:
+                raise TimeoutError("the browser does not answer")
+            read = os.read(self._answers, 2**16)
+            if not read:
+                raise ConnectionError("the browser has ended")
+            self._unread += read
+        line, self._unread = self._unread.split(b"\0", 1)
+        heard: dict[str, Any] = json.loads(line)
+        self._note(heard.get("method", ""), heard.get("params", {}))
+        return heard
+
+    def _note(self, method: str, params: dict[str, Any]) -> None:
+        match method:
+            case "Page.loadEventFired":
+                self._loaded = True
+            case "Runtime.consoleAPICalled" | "Runtime.exceptionThrown" | "Log.entryAdded":
+                self.complaints.append(json.dumps(params))
+            case "Page.javascriptDialogOpening":
+                self.complaints.append(f"a dialog: {params.get('message')}")
+            case "Network.requestWillBeSent":
+                self.requests.append(params["request"]["url"])

@@ -1,0 +1,25 @@
+"""Files of traces, as the collector writes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from services.tracing.otlp_file import OtlpFile
+from tests.tracing.builder import otlp
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.tracing.builder import Scene
+
+# As large as the SDK's batches are by default.
+_SPANS_A_LINE = 512
+
+
+def write(scene: Scene, path: Path) -> Path:
+    """The spans of the scene, in batches as an exporter sends them."""
+    file = OtlpFile(path)
+    for start in range(0, len(scene.spans), _SPANS_A_LINE):
+        file.append(otlp(scene.spans[start : start + _SPANS_A_LINE]))
+    file.close()
+    return path
