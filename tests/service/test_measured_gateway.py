@@ -10,7 +10,8 @@ from bench.session_store import read_ms
 from bench.sessions import ARMS
 from services.client.client import GalleyClient
 from tests.service.process import gateway_process
-from tests.service.world import MAX_TOKENS, PROMPT, SEED, World, hear, must_be_true
+from tests.service.truth import SEED
+from tests.service.world import MAX_TOKENS, PROMPT, World, hear, must_be_true
 
 if TYPE_CHECKING:
     from pathlib import Path
