@@ -18,9 +18,7 @@ from services.common.redis_url import parse_redis_url
 from services.core.errors import Broken, StoreUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from redis.asyncio import Redis
+    from collections.abc import Awaitable, Sequence
 
     from services.common.redis_nodes import Node
 
@@ -87,9 +85,8 @@ class RedisCalls:
         call_timeout_s: float,
         max_connections: int,
         copies: Copies | None = None,
-        on_open: Callable[[Redis], None] | None = None,
     ) -> None:
-        """`copies` is what `run_copied` waits for; `on_open` is told each client, for telemetry alone."""
+        """`copies` is what `run_copied` waits for."""
         self._copies = copies
         self._nodes = nodes_of(
             Connector(
@@ -97,7 +94,6 @@ class RedisCalls:
                 call_timeout_s=call_timeout_s,
                 reply_timeout_s=call_timeout_s + (copies.timeout_s if copies else 0.0),
                 max_connections=max_connections,
-                on_open=on_open,
             )
         )
         self._running: set[asyncio.Task[Any]] = set()

@@ -10,8 +10,9 @@ import asyncio
 import gc
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -30,7 +31,7 @@ from services.common.unless import unless
 from services.core.errors import GalleyError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable
 
 _LOG = get_logger(__name__)
 
@@ -64,6 +65,15 @@ class Parts:
     address: str = ""
 
 
+Interceptors: TypeAlias = Callable[[Parts], Sequence[grpc.aio.ServerInterceptor]]
+"""A service's own, made before it is built: its address is not known yet."""
+
+
+def no_interceptors(_parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
+    """Of a service that has none."""
+    return ()
+
+
 class CannotBind(Exception):
     """The address cannot be listened on."""
 
@@ -94,7 +104,7 @@ async def start_server(
     settings: ServiceSettings,
     build: Callable[[grpc.aio.Server, Parts], Awaitable[Service]],
     parts: Parts | None = None,
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    interceptors: Interceptors = no_interceptors,
 ) -> RunningServer:
     """Start serving in the running event loop, without touching the process; raises CannotBind.
 
@@ -105,7 +115,7 @@ async def start_server(
         interceptors=[
             *parts.telemetry.server_interceptors(),
             StatusInterceptor(),
-            *interceptors,
+            *interceptors(parts),
             DeserializeInterceptor(settings.max_message_bytes),
         ],
         options=[
@@ -138,7 +148,7 @@ async def run_service(
     settings: ServiceSettings,
     name: str,
     build: Callable[[grpc.aio.Server, Parts], Awaitable[Service]],
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    interceptors: Interceptors = no_interceptors,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then stop gracefully."""
     stopped = _stop_signal()
@@ -172,7 +182,7 @@ def main_of(
     description: str,
     build: Callable[[S], Callable[[grpc.aio.Server, Parts], Awaitable[Service]]],
     argv: Sequence[str] | None = None,
-    interceptors: Callable[[S], Sequence[grpc.aio.ServerInterceptor]] = lambda _: (),
+    interceptors: Callable[[S], Interceptors] = lambda _: no_interceptors,
 ) -> None:
     """The whole of a service's `__main__`: returns when it has stopped, exits 1 if it cannot start."""
     arguments = sys.argv[1:] if argv is None else argv

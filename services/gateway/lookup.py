@@ -22,6 +22,9 @@ _MOST_AT_ONCE = 1024
 # A shorter match is mere chance.
 _LEAST_MATCH = 2
 
+LOOKUP = "lookup"
+"""What telemetry calls it; requests cannot ask for it."""
+
 
 class Lookup:
     """Of one session. A proposal costs what is new since the last, not what the session holds."""
@@ -47,6 +50,7 @@ class Lookup:
             self._hasher.of(self._tokens, position),
             guesses,
             cache_len=position,
+            strategy=LOOKUP,
         )
 
     def _replace(self, start: int, tokens: Sequence[int]) -> None:

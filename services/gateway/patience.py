@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from services.core.errors import StoreUnavailable
+from services.gateway.spans import request_trace
 from services.gateway.store import retrying
 
 if TYPE_CHECKING:
@@ -45,8 +46,29 @@ class Timeouts:
         return until if deadline_ns is None else min(until, max(now_ns, deadline_ns - SECOND))
 
 
-async def patiently(call: Callable[[], Awaitable[_T]], until_ns: int, clock: Clock) -> _T:
-    """Repeat a call to the store while it is away; raises StoreUnavailable at `until_ns` or just after."""
+async def patiently(operation: str, call: Callable[[], Awaitable[_T]], until_ns: int, clock: Clock) -> _T:
+    """Repeat a call to the store while it is away; raises StoreUnavailable at `until_ns` or just after.
+
+    `operation` is what traces call it.
+    """
+    told = request_trace().store_call(operation)
+    if told is None:
+        return await _repeat(call, until_ns, clock)
+    try:
+        result = await _repeat(call, until_ns, clock, told.retried)
+    except BaseException as error:
+        told.end(error)
+        raise
+    told.end()
+    return result
+
+
+async def _repeat(
+    call: Callable[[], Awaitable[_T]],
+    until_ns: int,
+    clock: Clock,
+    retried: Callable[[StoreUnavailable], None] = lambda _: None,
+) -> _T:
     left_s = max(0.0, (until_ns - clock.now_ns()) / SECOND)
     try:
         async with asyncio.timeout(left_s + _LAST_CALL_S):
@@ -55,6 +77,7 @@ async def patiently(call: Callable[[], Awaitable[_T]], until_ns: int, clock: Clo
                 until_s=until_ns / SECOND,
                 clock=lambda: clock.now_ns() / SECOND,
                 sleep=asyncio.sleep,
+                retried=retried,
             )
     except TimeoutError as error:
         raise StoreUnavailable("the session store does not answer") from error
