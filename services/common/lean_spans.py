@@ -1,8 +1,8 @@
 """Spans that cost little: what a stream of rounds can afford for each of them, and an exporter can send.
 
-The SDK's spans are safe from any thread and bound in every way, at the price of some thirty microseconds
-each. These belong to one event loop, have few attributes, and are made of sampled requests alone. Their ids
-may be known before they begin: what is asked for a round names it as its parent while it is under way.
+The SDK's spans are safe from any thread, and check whatever they are told. These belong to one event loop,
+are told what is right, and are made for sampled requests alone. Their ids may be known before they begin: what is asked
+in a round names it as its parent.
 
 Imports the SDK: to be imported where traces are on.
 """
@@ -121,12 +121,14 @@ class LeanSpan(trace.NonRecordingSpan):
         return not self._ended
 
     def set_attribute(self, key: str, value: AnyValue) -> None:
-        """Unchecked."""
-        self.attributes[key] = value
+        """Unchecked; nothing once it has ended."""
+        if not self._ended:
+            self.attributes[key] = value
 
     def set_attributes(self, attributes: Mapping[str, AnyValue]) -> None:
-        """Unchecked."""
-        self.attributes.update(attributes)
+        """Unchecked; nothing once it has ended."""
+        if not self._ended:
+            self.attributes.update(attributes)
 
     def add_event(self, name: str, attributes: Attributes = None, timestamp: int | None = None) -> None:
         """Unchecked."""

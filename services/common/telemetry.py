@@ -110,12 +110,13 @@ def start_telemetry(service_name: str, *, as_global: bool = True) -> Telemetry:
     """Read the `OTEL_*` environment; `as_global` makes the provider the process's own, for libraries."""
     if not _wanted():
         return Telemetry()
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415  # off costs nothing
+
+    from services.common.exporting import LeanExporter  # noqa: PLC0415
 
     told = any(os.environ.get(name) for name in _QUEUE)
     processor = BatchSpanProcessor(
-        OTLPSpanExporter(),
+        LeanExporter(),
         max_queue_size=None if told else _MOST_QUEUED,
         max_export_batch_size=None if told else _MOST_AT_ONCE,
     )

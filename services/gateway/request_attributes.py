@@ -6,6 +6,7 @@ What was asked and answered stands in it only where that is switched on: `conten
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
@@ -22,6 +23,22 @@ _LARGEST_INT = 2**63 - 1
 """OTLP has no larger one."""
 _LONGEST_NAME = 128
 """Of a model that somebody asks for and nobody serves."""
+
+
+@dataclass(slots=True)
+class Sums:
+    """What a stream adds up while it goes on."""
+
+    ttft_ns: int | None = None
+    moves: int = 0
+    stalled_ns: int = 0
+
+    def attributes(self) -> dict[str, AnyValue]:
+        """As they stand."""
+        told: dict[str, AnyValue] = {names.MOVES: self.moves, names.CLIENT_STALLED_NS: self.stalled_ns}
+        if self.ttft_ns is not None:
+            told |= {names.TTFT_NS: self.ttft_ns, names.TIME_TO_FIRST_CHUNK: self.ttft_ns / 1e9}
+        return told
 
 
 class Asked(NamedTuple):

@@ -24,7 +24,7 @@ from services.core import trace_names as names
 from services.core.answer import NumericsChanged
 from services.core.errors import Fenced
 from services.gateway.call_spans import CallSpan, StoreCall
-from services.gateway.request_attributes import asked_of, end_of, session_of, span_name
+from services.gateway.request_attributes import Sums, asked_of, end_of, session_of, span_name
 from services.gateway.request_span import RequestSpan, fail
 from services.gateway.round_spans import Rounds
 
@@ -61,9 +61,7 @@ class RequestTrace:
         self._name: str = names.TEXT_COMPLETION
         self._holds = 1
         self._outcome: grpc.StatusCode | None = None
-        self._ttft_ns: int | None = None
-        self._moves = 0
-        self._stalled_ns = 0
+        self._sums = Sums()
         self._target_failure: str | None = None
 
     def begin(self) -> None:
@@ -165,8 +163,8 @@ class RequestTrace:
         """The client may have them."""
         if self._request is None or self._begun is None:
             return
-        if self._ttft_ns is None:
-            self._ttft_ns = self._request.now_ns() - self._begun.start_ns
+        if self._sums.ttft_ns is None:
+            self._sums.ttft_ns = self._request.now_ns() - self._begun.start_ns
         for item in items:
             if isinstance(item, NumericsChanged):
                 index, fingerprint = item.index, item.fingerprint
@@ -175,7 +173,7 @@ class RequestTrace:
     def sent(self, took_ns: int) -> None:
         """The client has made room for a message."""
         if self._request is not None and took_ns > STALL_NS:
-            self._stalled_ns += took_ns
+            self._sums.stalled_ns += took_ns
             self.event(names.CLIENT_STALLED, {names.STALLED_NS: took_ns})
 
     def stopped(self, session: Session, end: ev.End | None) -> None:
@@ -190,10 +188,7 @@ class RequestTrace:
             self.event(names.SESSION_FENCED)
         ending = None if end is None else end.ending
         request.span.set_attributes(end_of(session, ending, rounds, content=self._begun.options.content))
-        request.span.set_attributes({names.MOVES: self._moves, names.CLIENT_STALLED_NS: self._stalled_ns})
-        if self._ttft_ns is not None:
-            first = {names.TTFT_NS: self._ttft_ns, names.TIME_TO_FIRST_CHUNK: self._ttft_ns / 1e9}
-            request.span.set_attributes(first)
+        request.span.set_attributes(self._sums.attributes())
 
     # ------------------------------------------------------------------ what is asked of others --
 
@@ -225,7 +220,7 @@ class RequestTrace:
     def moved(self, facts: Attributes) -> None:
         """Another replica serves the session."""
         if self._request is not None:
-            self._moves += 1
+            self._sums.moves += 1
             self.event(names.SESSION_MOVED, facts)
 
     def missed(self, pool: str, have: int, wanted: int) -> None:

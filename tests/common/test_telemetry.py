@@ -86,7 +86,7 @@ async def test_one_trace_goes_over_client_and_server(collector: Collector) -> No
     assert collector.resource["service.name"] == "galley-test"
     assert collector.resource["service.namespace"] == "galley"
     assert collector.resource["service.version"] == __version__
-    assert uuid.UUID(collector.resource["service.instance.id"])
+    assert uuid.UUID(collector.resource["service.instance.id"]).version == 4
 
 
 async def test_peers_that_look_after_one_another_are_no_traces(collector: Collector) -> None:

@@ -17,6 +17,7 @@ from services.core import trace_names as names
 from tests.service.callers import ALICE, KeyFile, calling
 from tests.service.fleet import Fleet
 from tests.service.spans import KeptSpans, error_of, told
+from tests.service.waiting import PATIENCE_S
 from tests.service.world import MAX_TOKENS, Heard, World, any_credit, hear, must_be_true, refused
 
 if TYPE_CHECKING:
@@ -150,10 +151,11 @@ async def test_a_target_that_fails_is_asked_again(world: World, kept: KeptSpans,
     [request] = await kept.requests()
     kept.must_hang_together(request)
     [retried] = kept.events(request, names.REQUEST_RETRIED)
-    assert retried[names.POOL] == "target"
-    assert "UNAVAILABLE" in retried[names.REASON]
-    failed = [span for span in kept.below(request) if error_of(span) is not None]
-    assert [(span.name, error_of(span)) for span in failed] == [(names.VERIFY, "unavailable")]
+    [failed] = [span for span in kept.below(request) if error_of(span) is not None]
+    kind = error_of(failed)
+    assert kind in {"unavailable", "internal"}, "the latter is gRPC's own where it was about to write"
+    assert (failed.name, retried[names.POOL]) == (names.VERIFY, "target")
+    assert retried[names.REASON].startswith(f"{kind.upper()}: ")
     assert error_of(request) is None
 
 
@@ -193,15 +195,14 @@ async def test_how_a_session_is_drafted_is_told_when_it_changes(world: World, ke
     gateway = await world.traced(kept.parts(), lookup_fallback=True, strategy="model")
     world.target.gate.close()
     world.target.gate.permit(3)
-    stream = gateway.ask(max_tokens=400)
+    stream = gateway.ask()
     await world.target.waits_after(3)
     await world.draft.start()
-    world.target.pass_s = 0.01
+    async with asyncio.timeout(PATIENCE_S):
+        while not (await gateway.client.model_info()).strategies:
+            pass  # until it has met the draft
     world.target.gate.open()
-    listening = asyncio.ensure_future(hear(stream))
-    await world.draft.called(1)
-    world.target.pass_s = 0.0
-    must_be_true(await listening, max_tokens=400)
+    must_be_true(await hear(stream))
     [request] = await kept.requests()
     changes = kept.events(request, names.DRAFT_DEGRADED)
     assert [change[names.TO] for change in changes] == ["ngram", "draft"]
