@@ -1,8 +1,8 @@
 """Spans that cost little: what a stream of rounds can afford for each of them, and an exporter can send.
 
 The SDK's spans are safe from any thread, and check whatever they are told. These belong to one event loop,
-are told what is right, and are made for sampled requests alone. Their ids may be known before they begin: what is asked
-in a round names it as its parent.
+are told what is right, and are made for sampled requests alone. Their ids may be known before they begin:
+what is asked in a round names it as its parent.
 
 Imports the SDK: to be imported where traces are on.
 """
