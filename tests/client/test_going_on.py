@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 from opentelemetry import trace
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext, TraceFlags
 
 from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, Retries
 from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.common.telemetry import telemetry_to, traceparent_of
 from services.core.content import prefix_hash
 from services.core.errors import (
     Broken,
@@ -281,3 +284,20 @@ async def test_a_stream_that_was_asked_for_in_no_trace_brings_none() -> None:
     assert not {"traceparent", "x-galley-trace"} & asked.keys()
     assert "x-galley-trace" not in resumed
     assert "traceparent" in resumed
+
+
+async def test_a_client_with_spans_of_its_own_names_those_and_stays_in_the_trace(
+    two: tuple[FakeGateway, FakeGateway, str],
+) -> None:
+    leaving, staying, addresses = two
+    leaving.error, leaving.fail_at = Unavailable("draining"), 1
+    kept = InMemorySpanExporter()
+    telemetry = telemetry_to(SimpleSpanProcessor(kept), "client")
+    async with GalleyClient(addresses, telemetry) as client:
+        with trace.use_span(trace.NonRecordingSpan(CALLER)):
+            stream = client.generate("x")
+        await heard(stream)
+    spans = kept.get_finished_spans()
+    assert [span.parent and span.parent.span_id for span in spans] == [CALLER.span_id] * 2
+    told = [metadata["traceparent"] for metadata in (*leaving.metadata, *staying.metadata)]
+    assert told == [traceparent_of(span.context) for span in spans]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import pytest
-from opentelemetry.context import Context
 
 from services.core import events as ev
 from services.core import trace_names as names
@@ -25,12 +24,10 @@ from services.gateway.drafts import Drafts
 from services.gateway.members import Told
 from services.gateway.owned import OwnedSession
 from services.gateway.patience import SECOND, Timeouts
-from services.gateway.request_span import Begun
-from services.gateway.round_spans import TraceOptions
 from services.gateway.runner import Ports, SessionRunner
-from services.gateway.spans import UNTRACED, RequestTrace, request_trace, work_for
+from services.gateway.spans import UNTRACED, request_trace
 from tests.fakes.store import MemoryStore
-from tests.service.spans import MS, KeptSpans, error_of, lasted_ns, told
+from tests.service.spans import MS, OFFSET_NS, KeptSpans, error_of, lasted_ns, told, traced_here
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +38,6 @@ if TYPE_CHECKING:
     from services.gateway.runner import Send
 
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
-OFFSET_NS = 1_700_000_000 * SECOND
 ROUNDS = SPEC.max_position - len(SPEC.prompt)
 
 
@@ -144,24 +140,13 @@ class NoDraft:
 class Stream:
     """One request, traced, and its session."""
 
-    def __init__(self, options: TraceOptions | None = None, timeouts: Timeouts | None = None) -> None:
+    def __init__(self, timeouts: Timeouts | None = None) -> None:
         self.kept = KeptSpans()
         self.clock = Stepped()
         self.store = Store(self.clock)
         self.target = Target(self.clock)
         self._timeouts = timeouts or Timeouts()
-        scope = self.kept.parts().telemetry.scope("test")
-        assert scope is not None
-        context = scope.request(Context(), "test", {})
-        start_ns = OFFSET_NS + self.clock.now
-        attributes: dict[str, Any] = {names.PROVIDER: names.GALLEY}
-        self.trace = RequestTrace(
-            Begun(
-                scope, options or TraceOptions(), context, None, self.clock, OFFSET_NS, start_ns, attributes
-            )
-        )
-        self.trace.begin()
-        work_for(self.trace)
+        self.trace = traced_here(self.kept, self.clock)
 
     async def run(self, send: Send | None = None) -> ev.End:
         """To its end; the trace is told as the servicer tells it."""

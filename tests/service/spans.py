@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from opentelemetry.context import Context
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 
 from services.common.server import Parts
 from services.common.telemetry import telemetry_to
 from services.core import trace_names as names
+from services.gateway.request_span import Begun
+from services.gateway.round_spans import TraceOptions
+from services.gateway.spans import RequestTrace, work_for
 from tests.service.waiting import Watch
 
 if TYPE_CHECKING:
@@ -16,7 +20,11 @@ if TYPE_CHECKING:
 
     from opentelemetry.sdk.trace import ReadableSpan
 
+    from services.core.ports import Clock
+
 MS = 1_000_000
+OFFSET_NS = 1_700_000_000_000 * MS
+"""What the clocks of tests are behind Unix time."""
 
 
 class KeptSpans(SpanExporter):
@@ -34,6 +42,10 @@ class KeptSpans(SpanExporter):
         self.spans += spans
         self._watch.changed()
         return SpanExportResult.SUCCESS
+
+    async def has(self, name: str, count: int) -> None:
+        """Wait until so many spans of this name have ended."""
+        await self._watch.until(lambda: sum(span.name == name for span in self.spans) >= count)
 
     async def requests(self, count: int = 1) -> list[ReadableSpan]:
         """Those that have ended, once there are so many."""
@@ -65,6 +77,21 @@ class KeptSpans(SpanExporter):
         for span in self.below(request):
             assert span.parent is not None, span.name
             assert span.parent.span_id in known, f"{span.name} is an orphan"
+
+
+def traced_here(kept: KeptSpans, clock: Clock) -> RequestTrace:
+    """A request, as if a call for it had come: what is done from now on is done for it."""
+    scope = kept.parts().telemetry.scope("test")
+    assert scope is not None
+    context = scope.request(Context(), "test", {})
+    start_ns = OFFSET_NS + clock.now_ns()
+    attributes: dict[str, Any] = {names.PROVIDER: names.GALLEY}
+    request = RequestTrace(
+        Begun(scope, TraceOptions(), context, None, clock, OFFSET_NS, start_ns, attributes)
+    )
+    request.begin()
+    work_for(request)
+    return request
 
 
 def told(span: ReadableSpan) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from services.core import trace_names as names
 from tests.service.callers import ALICE, KeyFile, calling
 from tests.service.fleet import Fleet
 from tests.service.spans import KeptSpans, error_of, told
+from tests.service.test_unread import left_unread
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import MAX_TOKENS, Heard, World, any_credit, hear, must_be_true, refused
 
@@ -210,6 +211,52 @@ async def test_how_a_session_is_drafted_is_told_when_it_changes(world: World, ke
     strategies = [told(span)[names.ROUND_STRATEGY] for span in kept.rounds(request)]
     assert "model" in strategies
     assert set(strategies) <= {"none", "lookup", "model"}
+
+
+async def test_a_draft_that_is_late_is_told_of(world: World, kept: KeptSpans) -> None:
+    world.draft.gate.close()
+    gateway = await world.traced(kept.parts(), draft_timeout_s=0.2)
+    must_be_true(await hear(gateway.ask()))
+    [request] = await kept.requests()
+    [late] = kept.events(request, names.DRAFT_DEGRADED)
+    assert late == {names.TO: "plain", names.REASON: "late"}
+    proposals = [span for span in kept.below(request) if span.name == names.PROPOSE]
+    assert error_of(proposals[0]) == "deadline_exceeded"
+    assert error_of(request) is None
+
+
+async def test_a_deadline_is_no_client_that_went(world: World, kept: KeptSpans) -> None:
+    gateway = await world.traced(kept.parts())
+    world.target.gate.close()
+    assert (await refused(hear(gateway.ask(timeout_s=0.3)))).code is grpc.StatusCode.DEADLINE_EXCEEDED
+    [request] = await kept.requests()
+    assert error_of(request) == "deadline_exceeded"
+    kept.must_hang_together(request)
+
+
+async def test_a_stream_that_is_left_unread_says_so(world: World, kept: KeptSpans) -> None:
+    gateway = await world.traced(kept.parts(), client_timeout_s=0.3, buffer=32)
+    async with left_unread(gateway, 50_000, 1):
+        [request] = await kept.requests()
+    assert error_of(request) == "unavailable"
+    kept.must_hang_together(request)
+
+
+async def test_ending_a_session_is_a_span_of_grpcs_with_the_stores_below(
+    world: World, kept: KeptSpans
+) -> None:
+    gateway = await world.traced(kept.parts())
+    stream = gateway.ask()
+    must_be_true(await hear(stream))
+    await gateway.client.abort(stream.session_id)
+    await refused(gateway.client.abort("0" * 32))
+    name = "/galley.v1.Generation/Abort"
+    await kept.has(name, 2)
+    done, failed = [span for span in kept.spans if span.name == name]
+    assert (error_of(done), error_of(failed)) == (None, "not_found")
+    for span, error in ((done, None), (failed, "not_found")):
+        [abort] = kept.below(span)
+        assert (abort.name, abort.parent, error_of(abort)) == ("EVALSHA abort", span.context, error)
 
 
 class Hanging(SpanExporter):
