@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
@@ -152,6 +153,7 @@ def test_a_library_that_repeats_itself_is_heard_once(capsys: pytest.CaptureFixtu
     finally:
         root.handlers[:] = before
         root.setLevel(level)
+        structlog.reset_defaults()
     said = [json.loads(line)["event"] for line in capsys.readouterr().err.splitlines()]
     assert said == ["cannot export, try 0", "try 0", "try 1", "try 2", "another thing"]
 
