@@ -36,9 +36,9 @@ def build_measured(
 ) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
     """The gateway, with its store behind a TimedStore."""
 
-    def open_store(given: GatewaySettings, parts: Parts) -> OpenedStore:
+    def open_store(given: GatewaySettings) -> OpenedStore:
         real = settings.bench_store == "redis"
-        return TimedStore(open_redis(given, parts) if real else InstantStore(), settings.bench_timings)
+        return TimedStore(open_redis(given) if real else InstantStore(), settings.bench_timings)
 
     return build(settings, open_store)
 

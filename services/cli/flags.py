@@ -107,6 +107,9 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
         ),
     ] = False,
     timeout: Timeout = None,
+    force_trace: Annotated[
+        bool, typer.Option("--force-trace", help="Have the gateways trace this, whatever they sample.")
+    ] = False,
 ) -> GenerateOptions:
     """The client's options for these flags; bounds that the gateway knows better are left to it."""
     if no_speculation and (k is not None or strategy):
@@ -130,6 +133,7 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
         "idempotency_key": idempotency_key,
         "continue_without_client": continue_without_client,
         "timeout_s": timeout,
+        "force_trace": force_trace,
     }
 
 

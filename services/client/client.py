@@ -21,6 +21,7 @@ from services.client.errors import GalleyRpcError, rpc_error
 from services.client.options import GenerateOptions, Message, Prompt, Retries, Speculation
 from services.client.request import generate_request
 from services.client.streams import NO_RETRIES, Comeback, ResumePoint, TokenStream
+from services.client.tracing import CallerTrace
 from services.common.channels import KEEPALIVE, RECONNECT
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -52,8 +53,9 @@ class GalleyClient:
 
     `addresses` are "host:port", several with commas or as a sequence. The first is asked until it fails, then
     the next. `api_key` says who calls, where the gateways ask for it; None is that of GALLEY_API_KEY, if
-    it is set. `telemetry` (services.common.telemetry.start_telemetry) makes calls spans; without it there
-    are none.
+    it is set. Streams belong to the trace that they are asked for in, as OpenTelemetry's current span tells
+    it; `telemetry` (services.common.telemetry.start_telemetry) makes calls spans of their own besides.
+    `force_trace` has the gateways trace every request, whatever they sample.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class GalleyClient:
         retries: Retries = Retries(),  # noqa: B008  # frozen
         *,
         api_key: str | None = None,
+        force_trace: bool = False,
     ) -> None:
         """Raises ValueError if there is no address."""
         told = addresses.split(",") if isinstance(addresses, str) else addresses
@@ -72,6 +75,7 @@ class GalleyClient:
         self._key_interceptors = key_interceptors(api_key)
         self._telemetry = telemetry or Telemetry()
         self._retries = retries
+        self._force_trace = force_trace
         self._channels: list[grpc.aio.Channel] = []
         self._at = 0
 
@@ -112,34 +116,57 @@ class GalleyClient:
         if not request.idempotency_key:
             request.idempotency_key = secrets.token_hex(_KEY_BYTES)
 
+        trace = self._trace(force=options.get("force_trace", False))
+
         def ask(timeout_s: float | None) -> Call:
-            return self._stub.Generate(request, timeout=timeout_s)
+            return trace.call(lambda told: self._stub.Generate(request, timeout=timeout_s, metadata=told))
 
         timeout_s = options.get("timeout_s")
-        return TokenStream(ask(timeout_s), comeback=self._comeback(ask, timeout_s))
+        return TokenStream(ask(timeout_s), comeback=self._comeback(ask, trace, timeout_s))
 
     def resume(
-        self, session_id: str, next_index: int, seen_hash: bytes = b"", *, timeout_s: float | None = None
+        self,
+        session_id: str,
+        next_index: int,
+        seen_hash: bytes = b"",
+        *,
+        timeout_s: float | None = None,
+        force_trace: bool = False,
     ) -> TokenStream:
         """Go on with a session at output token `next_index`."""
-        return self._resumed(ResumePoint(session_id, next_index, seen_hash), (), timeout_s)
+        point = ResumePoint(session_id, next_index, seen_hash)
+        return self._resumed(point, (), self._trace(force=force_trace), timeout_s)
 
-    def resume_stream(self, stream: TokenStream, *, timeout_s: float | None = None) -> TokenStream:
+    def resume_stream(
+        self, stream: TokenStream, *, timeout_s: float | None = None, force_trace: bool = False
+    ) -> TokenStream:
         """Go on with `stream` where it was cut off; the new stream knows the tokens of the old one."""
-        return self._resumed(stream.resume_from(), stream.token_ids, timeout_s)
+        trace = self._trace(force=force_trace)
+        return self._resumed(stream.resume_from(), stream.token_ids, trace, timeout_s)
 
-    def _resumed(self, point: ResumePoint, seen: Sequence[int], timeout_s: float | None) -> TokenStream:
+    def _trace(self, *, force: bool) -> CallerTrace:
+        return CallerTrace(force=force or self._force_trace)
+
+    def _resumed(
+        self, point: ResumePoint, seen: Sequence[int], trace: CallerTrace, timeout_s: float | None
+    ) -> TokenStream:
         def again(timeout_s: float | None) -> Call:
-            return self._resume(point, timeout_s)
+            return self._resume(point, trace, timeout_s)
 
-        comeback = self._comeback(again, timeout_s)
+        comeback = self._comeback(again, trace, timeout_s)
         return TokenStream(again(timeout_s), point.session_id, point.next_index, seen, comeback)
 
-    def _resume(self, point: ResumePoint, timeout_s: float | None) -> Call:
-        return self._stub.Resume(pb.ResumeRequest(**point._asdict()), timeout=timeout_s)
+    def _resume(self, point: ResumePoint, trace: CallerTrace, timeout_s: float | None) -> Call:
+        request = pb.ResumeRequest(**point._asdict())
+        return trace.call(lambda told: self._stub.Resume(request, timeout=timeout_s, metadata=told))
 
-    def _comeback(self, ask_again: Callable[[float | None], Call], timeout_s: float | None) -> Comeback:
+    def _comeback(
+        self, ask_again: Callable[[float | None], Call], trace: CallerTrace, timeout_s: float | None
+    ) -> Comeback:
         at = self._at
+
+        def resume(point: ResumePoint, timeout_s: float | None) -> Call:
+            return self._resume(point, trace, timeout_s)
 
         def leave() -> None:
             nonlocal at
@@ -147,7 +174,7 @@ class GalleyClient:
                 self._at = (at + 1) % len(self.addresses)
             at = self._at
 
-        return Comeback(self._retries, ask_again, self._resume, leave, timeout_s)
+        return Comeback(self._retries, ask_again, resume, leave, timeout_s)
 
     async def abort(self, session_id: str, *, timeout_s: float | None = None) -> None:
         """End a session for good."""

@@ -47,6 +47,7 @@ class GenerateOptions(TypedDict, total=False):
     """What `GalleyClient.generate` takes by keyword; names and bounds as in the proto.
 
     `timeout_s` is the deadline of the whole stream in seconds. Left out or None: the proto's own default.
+    `force_trace` has the gateways trace this request, whatever they sample.
     """
 
     model: str
@@ -71,6 +72,7 @@ class GenerateOptions(TypedDict, total=False):
     priority: int
     continue_without_client: bool
     timeout_s: float | None
+    force_trace: bool
 
 
 # Text to complete as it stands, a conversation for the chat template, or token ids.

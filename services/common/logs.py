@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from typing import TYPE_CHECKING, Literal
 
 import structlog
 from opentelemetry import trace
 from structlog.contextvars import merge_contextvars
 from structlog.stdlib import ProcessorFormatter
+
+from services.core.errors import CallerFault
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor, WrappedLogger
@@ -49,6 +52,7 @@ def start_logging(service: str, level: str = "info", log_format: Literal["json",
             processors=[ProcessorFormatter.remove_processors_meta, *_renderers(log_format)],
         )
     )
+    handler.addFilter(_Seldom("opentelemetry"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -58,6 +62,11 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """A logger whose events carry what `structlog.contextvars.bind_contextvars` has bound."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
     return logger
+
+
+def level_of(error: BaseException | None) -> int:
+    """Of how something ended: a fault of ours is for us to see to, a caller's is news."""
+    return logging.WARNING if error is not None and not isinstance(error, CallerFault) else logging.INFO
 
 
 def add_trace_ids(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
@@ -75,6 +84,26 @@ def withhold_content(_logger: WrappedLogger, _method: str, event: EventDict) -> 
         size = len(event[key]) if hasattr(event[key], "__len__") else 1
         event[key] = f"<withheld: {size}>"
     return event
+
+
+class _Seldom(logging.Filter):
+    """Lets a library say the same once a minute: a collector that is away is no news for each batch."""
+
+    def __init__(self, library: str, pause_s: float = 60.0) -> None:
+        super().__init__()
+        self._library = library
+        self._pause_s = pause_s
+        self._said_s: dict[tuple[str, object], float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whatever it is about: what differs is its arguments."""
+        if record.name.partition(".")[0] != self._library:
+            return True
+        said, now_s = (record.name, record.msg), time.monotonic()
+        if now_s - self._said_s.get(said, -self._pause_s) < self._pause_s:
+            return False
+        self._said_s[said] = now_s
+        return True
 
 
 def _add_service(service: str) -> Processor:

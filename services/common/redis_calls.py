@@ -20,9 +20,7 @@ from services.common.redis_url import parse_redis_url
 from services.core.errors import Broken, StoreUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from redis.asyncio import Redis
+    from collections.abc import Awaitable, Sequence
 
     from services.common.redis_batches import Command
     from services.common.redis_nodes import Node
@@ -89,9 +87,8 @@ class RedisCalls:
         call_timeout_s: float,
         max_connections: int,
         copies: Copies | None = None,
-        on_open: Callable[[Redis], None] | None = None,
     ) -> None:
-        """`copies` is what `run_copied` waits for; `on_open` is told each client, for telemetry alone."""
+        """`copies` is what `run_copied` waits for."""
         self._copies = copies
         self._nodes = nodes_of(
             Connector(
@@ -99,7 +96,6 @@ class RedisCalls:
                 call_timeout_s=call_timeout_s,
                 reply_timeout_s=call_timeout_s + (copies.timeout_s if copies else 0.0),
                 max_connections=max_connections,
-                on_open=on_open,
             )
         )
         self._running: set[asyncio.Task[Any]] = set()
@@ -196,22 +192,11 @@ async def _sent(node: Node, commands: Sequence[Command], *, asking: bool) -> lis
 async def _send(node: Node, commands: Sequence[Command], *, asking: bool) -> list[object]:
     with node.in_use():
         whole = [("ASKING",), *commands] if asking else commands
-        replies = await (_traced(node, whole) if node.batches is None else node.batches.ask(whole))
+        replies = await node.batches.ask(whole)
     for reply in replies:
         if isinstance(reply, Exception):
             raise reply
     return replies[1:] if asking else replies
-
-
-async def _traced(node: Node, commands: Sequence[Command]) -> list[object]:
-    """One call at a time, by the client whose calls are spans."""
-    if len(commands) == 1:
-        return [await node.client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]  # is untyped
-    # Without MULTI: a pipeline is what goes over one connection, in order.
-    pipeline = node.client.pipeline(transaction=False)
-    for command in commands:
-        pipeline.execute_command(*command)
-    return await pipeline.execute(raise_on_error=False)
 
 
 def _passes(error: Exception) -> bool:

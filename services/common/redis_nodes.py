@@ -42,12 +42,12 @@ _ONCE: dict[str, Any] = {
 
 
 class Node:
-    """One server, and the connections to it; `batches` is None where each call is traced by itself."""
+    """One server, and the connections to it."""
 
-    def __init__(self, address: Address, client: redis_asyncio.Redis, *, traced: bool = False) -> None:
+    def __init__(self, address: Address, client: redis_asyncio.Redis) -> None:
         self.address = address
         self.client = client
-        self.batches = None if traced else Batches(client.connection_pool)
+        self.batches = Batches(client.connection_pool)
         self.busy = 0
 
     @contextmanager
@@ -61,7 +61,7 @@ class Node:
 
 
 class Connector:
-    """Opens nodes as the URL says; `on_open` is told each client, for telemetry alone."""
+    """Opens nodes as the URL says."""
 
     def __init__(
         self,
@@ -70,7 +70,6 @@ class Connector:
         call_timeout_s: float,
         reply_timeout_s: float,
         max_connections: int,
-        on_open: Callable[[redis_asyncio.Redis], None] | None,
     ) -> None:
         """`call_timeout_s` bounds connecting, and waiting for a free connection; `max_connections` a node."""
         self.url = url
@@ -79,7 +78,6 @@ class Connector:
             "socket_connect_timeout": call_timeout_s,
         }
         self._pool: dict[str, Any] = {"timeout": call_timeout_s, "max_connections": max_connections}
-        self._on_open = on_open
 
     def node(self, host: str, port: int) -> Node:
         """A node there; nothing is connected yet."""
@@ -88,9 +86,7 @@ class Connector:
             connection_class=kind, **self._pool, **self._limits, **_ONCE, **arguments
         )
         client = redis_asyncio.Redis.from_pool(pool)
-        if self._on_open is not None:
-            self._on_open(client)
-        return Node((host, port), client, traced=self._on_open is not None)
+        return Node((host, port), client)
 
     def sentinel(self) -> Sentinel:
         """The sentinels that the URL names."""

@@ -10,8 +10,9 @@ import asyncio
 import gc
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -31,7 +32,7 @@ from services.common.unless import unless
 from services.core.errors import GalleyError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable
 
     from services.common.metrics.registry import Registry
 
@@ -69,6 +70,15 @@ class Parts:
     metrics: Registry | None = None
 
 
+Interceptors: TypeAlias = Callable[[Parts], Sequence[grpc.aio.ServerInterceptor]]
+"""A service's own, made before it is built: its address is not known yet."""
+
+
+def no_interceptors(_parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
+    """Of a service that has none."""
+    return ()
+
+
 class CannotBind(Exception):
     """The address cannot be listened on."""
 
@@ -99,7 +109,7 @@ async def start_server(
     settings: ServiceSettings,
     build: Callable[[grpc.aio.Server, Parts], Awaitable[Service]],
     parts: Parts | None = None,
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    interceptors: Interceptors = no_interceptors,
 ) -> RunningServer:
     """Start serving in the running event loop, without touching the process; raises CannotBind.
 
@@ -110,7 +120,7 @@ async def start_server(
         interceptors=[
             *parts.telemetry.server_interceptors(),
             StatusInterceptor(),
-            *interceptors,
+            *interceptors(parts),
             DeserializeInterceptor(settings.max_message_bytes),
         ],
         options=[
@@ -143,7 +153,7 @@ async def run_service(
     settings: ServiceSettings,
     name: str,
     build: Callable[[grpc.aio.Server, Parts], Awaitable[Service]],
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    interceptors: Interceptors = no_interceptors,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then stop gracefully."""
     stopped = _stop_signal()
@@ -182,7 +192,7 @@ def main_of(
     description: str,
     build: Callable[[S], Callable[[grpc.aio.Server, Parts], Awaitable[Service]]],
     argv: Sequence[str] | None = None,
-    interceptors: Callable[[S], Sequence[grpc.aio.ServerInterceptor]] = lambda _: (),
+    interceptors: Callable[[S], Interceptors] = lambda _: no_interceptors,
 ) -> None:
     """The whole of a service's `__main__`: returns when it has stopped, exits 1 if it cannot start."""
     arguments = sys.argv[1:] if argv is None else argv

@@ -40,10 +40,17 @@ _CODES: dict[type[BaseException], grpc.StatusCode] = {
     errors.LogLost: grpc.StatusCode.DATA_LOSS,
 }
 
+_NAMES = {int(code.value[0]): code.name.lower() for code in grpc.StatusCode}
+
 
 def code_of(error: BaseException) -> grpc.StatusCode:
     """INTERNAL for whatever the table does not know."""
     return next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), grpc.StatusCode.INTERNAL)
+
+
+def error_type(error: BaseException) -> str:
+    """The same as telemetry names it: in lower case."""
+    return code_of(error).name.lower()
 
 
 def message_of(error: BaseException) -> str:
@@ -61,6 +68,11 @@ def rich_status(error: BaseException) -> status_pb2.Status:
     for detail in _details(error):
         status.details.add().Pack(detail)
     return status
+
+
+def item_error_type(status: pb.ItemStatus) -> str:
+    """What `error_type` says of the error that became this status."""
+    return _NAMES.get(status.code, "unknown")
 
 
 def item_status(error: BaseException) -> pb.ItemStatus:

@@ -1,10 +1,12 @@
 """OpenTelemetry traces: W3C context over every hop, exported by OTLP where the environment asks for it.
 
-Off (no OTEL_EXPORTER_OTLP_ENDPOINT) costs next to nothing: no provider, no interceptor, no thread.
+Off (no OTEL_EXPORTER_OTLP_ENDPOINT) costs next to nothing: no provider, no interceptor, no thread. On, spans
+are encoded and sent by a thread of their own; a collector that is slow or away costs spans, and nothing else.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,19 +16,38 @@ from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from services.common.otlp import exports, resource_of
+from services.common.version import __version__
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
+    from collections.abc import Mapping
+
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+    from opentelemetry.trace import SpanContext
+
+    from services.common.lean_spans import SpanScope
 
 _PROPAGATOR = TraceContextTextMapPropagator()
+_QUEUE = ("OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE")
 _FLUSH_S = 3.0
+
+# What a process keeps for a collector that is away, where the environment says nothing: some tens of MiB.
+_MOST_QUEUED = 8192
+_MOST_AT_ONCE = 1024
+
+# Many sessions share such a stream: their items have spans of their own.
+_ITEM_STREAMS = frozenset({"VerifyStream", "ProposeStream"})
+# The gateway makes the spans of requests itself.
+_REQUESTS = frozenset({"Generate", "Resume"})
+# Asked again and again, by peers that look how a replica is doing.
+_POLLED = frozenset({"GetTargetInfo", "GetDraftInfo"})
 
 
 @dataclass(frozen=True)
 class Telemetry:
-    """The traces of one process; `provider` is None where they are off."""
+    """The traces of one process; `provider` is None where they are off, else `processor` takes its spans."""
 
     provider: TracerProvider | None = None
+    processor: SpanProcessor | None = None
 
     @property
     def on(self) -> bool:
@@ -37,23 +58,39 @@ class Telemetry:
         """A tracer of this process; its spans cost nothing where telemetry is off."""
         return self.provider.get_tracer(name) if self.provider else trace.NoOpTracer()
 
+    def scope(self, name: str, schema_url: str = "") -> SpanScope | None:
+        """What `services.common.lean_spans` makes spans of; None where telemetry is off."""
+        if self.provider is None or self.processor is None:
+            return None
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
+
+        from services.common.lean_spans import SpanScope  # noqa: PLC0415  # off costs nothing
+
+        scope = InstrumentationScope(name, __version__, schema_url)
+        return SpanScope(self.provider, scope, self.processor.on_end)
+
     def client_interceptors(self) -> list[Any]:
-        """For `grpc.aio.insecure_channel(..., interceptors=)`."""
+        """For `grpc.aio.insecure_channel(..., interceptors=)`: calls within a trace are spans of it.
+
+        Not those that stream requests: their items have spans of their own, and gRPC does not always let go
+        of a stream that breaks beneath an interceptor.
+        """
         if self.provider is None:
             return []
-        from opentelemetry.instrumentation.grpc import aio_client_interceptors, filters  # noqa: PLC0415
+        from grpc.aio import UnaryStreamClientInterceptor, UnaryUnaryClientInterceptor  # noqa: PLC0415
+        from opentelemetry.instrumentation.grpc import aio_client_interceptors  # noqa: PLC0415
 
-        keep = filters.negate(filters.health_check())
-        return list(aio_client_interceptors(tracer_provider=self.provider, filter_=keep))  # type: ignore[no-untyped-call]  # untyped
+        made = aio_client_interceptors(tracer_provider=self.provider, filter_=_is_asked_for)  # type: ignore[no-untyped-call]  # untyped
+        kinds = (UnaryUnaryClientInterceptor, UnaryStreamClientInterceptor)
+        return [interceptor for interceptor in made if isinstance(interceptor, kinds)]
 
     def server_interceptors(self) -> list[Any]:
-        """For `grpc.aio.server(interceptors=)`, before all others."""
+        """For `grpc.aio.server(interceptors=)`, before all others: unary calls are spans."""
         if self.provider is None:
             return []
-        from opentelemetry.instrumentation.grpc import aio_server_interceptor, filters  # noqa: PLC0415
+        from opentelemetry.instrumentation.grpc import aio_server_interceptor  # noqa: PLC0415
 
-        keep = filters.negate(filters.health_check())
-        return [aio_server_interceptor(tracer_provider=self.provider, filter_=keep)]  # type: ignore[no-untyped-call]  # untyped
+        return [aio_server_interceptor(tracer_provider=self.provider, filter_=_is_worth_a_span)]  # type: ignore[no-untyped-call]  # untyped
 
     def shutdown(self) -> None:
         """Send what is left, for at most 3 s; a collector that is away must not hold up an exit."""
@@ -68,15 +105,32 @@ def start_telemetry(service_name: str, *, as_global: bool = True) -> Telemetry:
     """Read the `OTEL_*` environment; `as_global` makes the provider the process's own, for libraries."""
     if not exports("traces"):
         return Telemetry()
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415  # off costs nothing
+
+    from services.common.exporting import LeanExporter  # noqa: PLC0415
+
+    told = any(os.environ.get(name) for name in _QUEUE)
+    processor = BatchSpanProcessor(
+        LeanExporter(),
+        max_queue_size=None if told else _MOST_QUEUED,
+        max_export_batch_size=None if told else _MOST_AT_ONCE,
+    )
+    telemetry = telemetry_to(processor, service_name)
+    if as_global and telemetry.provider is not None:
+        trace.set_tracer_provider(telemetry.provider)
+    return telemetry
+
+
+def telemetry_to(processor: SpanProcessor, service_name: str) -> Telemetry:
+    """Traces that go to `processor`; sampled as the `OTEL_TRACES_SAMPLER*` environment says."""
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+
+    from services.common.sampling import GalleySampler  # noqa: PLC0415
 
     provider = TracerProvider(resource=resource_of(service_name), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    if as_global:
-        trace.set_tracer_provider(provider)
-    return Telemetry(provider)
+    provider.sampler = GalleySampler(provider.sampler)  # before there is a tracer
+    provider.add_span_processor(processor)
+    return Telemetry(provider, processor)
 
 
 def traceparent() -> str:
@@ -90,6 +144,41 @@ def traceparent() -> str:
 
 def context_from(parent: str) -> Context:
     """The context that `traceparent` names; an empty one if it names none."""
-    if not parent:
+    return context_of({"traceparent": parent}) if parent else Context()
+
+
+def context_of(metadata: Mapping[str, str]) -> Context:
+    """The W3C context that a call brings; an empty one if it brings none, or none that can be read."""
+    if "traceparent" not in metadata:
         return Context()
-    return _PROPAGATOR.extract({"traceparent": parent}, context=Context())
+    return _PROPAGATOR.extract(metadata, context=Context())
+
+
+def traceparent_of(span: SpanContext) -> str:
+    """The W3C traceparent that names a span."""
+    return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
+
+
+def w3c_metadata() -> tuple[tuple[str, str], ...]:
+    """What a call brings of the trace that it is made in; nothing where it is made in none."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier)
+    return tuple(carrier.items())
+
+
+def _is_asked_for(call: Any) -> bool:
+    """What a process does by itself, such as looking after its peers, is no trace."""
+    return _method(call) not in _POLLED or trace.get_current_span().get_span_context().is_valid
+
+
+def _is_worth_a_span(call: Any) -> bool:
+    name = _method(call)
+    if call.method.startswith("/grpc.") or name in _ITEM_STREAMS or name in _REQUESTS:
+        return False
+    return name not in _POLLED or any(key == "traceparent" for key, _ in call.invocation_metadata or ())
+
+
+def _method(call: Any) -> str:
+    """Of the details that gRPC has of a call, whose name it gives as text or bytes."""
+    full = call.method.decode() if isinstance(call.method, bytes) else call.method
+    return str(full).rpartition("/")[2]

@@ -159,6 +159,10 @@ class Answer:
             yield self._chunk(start, stop)
             start = stop
 
+    def texts(self, start: int, end: int) -> list[str]:
+        """What each of the output tokens [start, end) adds to the text."""
+        return self._texts[start:end]
+
     def _same_origin(self, start: int, end: int) -> int:
         first = self.records[start]
         end = min(end, start + MAX_CHUNK_TOKENS)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+# What the spans of requests keep to: the last version before GenAI moved to a repository of its own.
+GEN_AI_CONVENTIONS: Final = "1.41.1"
+SCHEMA_URL: Final = f"https://opentelemetry.io/schemas/{GEN_AI_CONVENTIONS}"
+
 # Spans.
 CHAT: Final = "chat"
 TEXT_COMPLETION: Final = "text_completion"
@@ -21,7 +25,41 @@ LINK_BATCH: Final = "batch"
 LINK_ITEM: Final = "item"
 LINK_CONTINUES: Final = "continues"
 
+# Of requests, by the conventions.
+OPERATION: Final = "gen_ai.operation.name"
+PROVIDER: Final = "gen_ai.provider.name"
+GALLEY: Final = "galley"
+REQUEST_MODEL: Final = "gen_ai.request.model"
+REQUEST_STREAM: Final = "gen_ai.request.stream"
+MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+TEMPERATURE: Final = "gen_ai.request.temperature"
+TOP_P: Final = "gen_ai.request.top_p"
+TOP_K: Final = "gen_ai.request.top_k"
+FREQUENCY_PENALTY: Final = "gen_ai.request.frequency_penalty"
+PRESENCE_PENALTY: Final = "gen_ai.request.presence_penalty"
+REQUEST_SEED: Final = "gen_ai.request.seed"
+STOP_SEQUENCES: Final = "gen_ai.request.stop_sequences"
+INPUT_MESSAGES: Final = "gen_ai.input.messages"
+OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
+RESPONSE_ID: Final = "gen_ai.response.id"
+RESPONSE_MODEL: Final = "gen_ai.response.model"
+FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
+INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+SERVER_ADDRESS: Final = "server.address"
+SERVER_PORT: Final = "server.port"
+RPC_SYSTEM: Final = "rpc.system"
+RPC_SERVICE: Final = "rpc.service"
+RPC_METHOD: Final = "rpc.method"
+RPC_STATUS: Final = "rpc.grpc.status_code"
+ERROR_TYPE: Final = "error.type"
+
 # Of requests.
+FORCED: Final = "galley.force"
+SEED: Final = "galley.seed"
+STOP_COUNT: Final = "galley.stop_sequences"
 SESSION_ID: Final = "galley.session.id"
 WORKLOAD: Final = "galley.workload"
 PRIORITY: Final = "galley.priority"
@@ -39,7 +77,6 @@ SLOWEST_ROUND_POSITION: Final = "galley.round.slowest_position"
 SLOWEST_COMMIT_NS: Final = "galley.commit.slowest_ns"
 MOVES: Final = "galley.moves"
 CLIENT_STALLED_NS: Final = "galley.client.stalled_ns"
-ERROR_TYPE: Final = "error.type"
 
 # Of rounds; the four `_PART`s sum to the span.
 ROUND_INDEX: Final = "galley.round.index"
@@ -75,8 +112,10 @@ QUEUE_NS: Final = "galley.queue_ns"
 COMPUTE_NS: Final = "galley.compute_ns"
 
 # Of calls and batches.
-RPC_SYSTEM: Final = "rpc.system"
 REPLICA: Final = "galley.replica"
+DB_SYSTEM: Final = "db.system.name"
+DB_OPERATION: Final = "db.operation.name"
+REDIS: Final = "redis"
 STORE_OPERATION: Final = "galley.store.operation"
 STORE_ATTEMPTS: Final = "galley.store.attempts"
 BATCH_SESSIONS: Final = "galley.batch.sessions"

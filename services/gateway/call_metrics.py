@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from opentelemetry.trace import INVALID_SPAN_CONTEXT
+
 from services.common.metrics import catalogue
 from services.common.metrics.cells import SpanRef, span_ref
 from services.common.metrics.labels import CALLERS, ENDS, NOBODYS, OK, OURS
@@ -63,6 +65,7 @@ class CountingCallMeter(CallMeter):
         self._labels = (operation, _PROVIDER, asked)
         self._stream: StreamMeter | None = None
         self._is_new = False
+        self._traced = INVALID_SPAN_CONTEXT
         self._span: SpanRef | None = None
         self._error: BaseException | None = None
         self._over = False
@@ -73,13 +76,12 @@ class CountingCallMeter(CallMeter):
 
     def traced(self, span: SpanContext) -> None:
         """See `CallMeter`."""
-        self._span = span_ref(span)
-        if self._stream is not None:
-            self._stream.traced(span)
+        self._traced, self._span = span, span_ref(span)
 
     def began(self, stream: StreamMeter, *, is_new: bool) -> None:
         """See `CallMeter`."""
         self._stream, self._is_new = stream, is_new
+        stream.traced(self._traced)
 
     def sends(self, item: Chunk | NumericsChanged) -> None:
         """See `CallMeter`."""

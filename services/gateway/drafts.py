@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from services.common.logs import get_logger
 from services.common.registry import draft_lease
 from services.core import events as ev
-from services.core.breaker import Breaker
+from services.core import trace_names as names
+from services.core.breaker import Breaker, State
 from services.core.errors import GalleyError, TokenizerMismatch
 from services.core.ports import Replica
 from services.core.recent import Recent
@@ -25,6 +26,7 @@ from services.gateway.lookup import Lookup
 from services.gateway.members import Member, Members
 from services.gateway.moves import FAILED, LATE, LEFT, Moves
 from services.gateway.pools import DraftPool
+from services.gateway.spans import request_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -32,13 +34,18 @@ if TYPE_CHECKING:
     import grpc
 
     from services.core.answer import SessionSpec
-    from services.core.breaker import State
     from services.core.ports import Clock
     from services.core.store import Held
     from services.gateway.members import Source
 
 _OF_A_MODEL = (MODEL, HYBRID)
 """Strategies in place of which lookup is better than nothing."""
+
+_AS_ASKED = "draft"
+_PLAIN = "plain"
+"""What a session is drafted with, besides NGRAM in place of what it asked for."""
+_AWAY, _ANSWERED = "away", "answered"
+"""Why another thing than before."""
 
 _log = get_logger(__name__)
 
@@ -126,15 +133,27 @@ class Drafts(Members[Draft]):
         """Whether who began to wait then, and gives up now, does so because the draft is late."""
         return self._clock.now_ns() - since_ns >= self._patience_ns
 
+    def begin(self, draft: Draft, breaker: Breaker) -> int:
+        """It is asked; the number of the attempt."""
+        now = self._clock.now_ns()
+        attempt = breaker.begin(now)
+        if attempt >= 0 and breaker.state(now) is State.HALF_OPEN:
+            _breaker_changed(draft, State.OPEN, State.HALF_OPEN)
+        return attempt
+
     def failed(self, draft: Draft, breaker: Breaker, attempt: int) -> None:
         """It failed an item, or kept it waiting for too long."""
-        if breaker.failed(attempt, self._clock.now_ns()):
+        now = self._clock.now_ns()
+        before = breaker.state(now)
+        if breaker.failed(attempt, now):
             _log.warning("a draft is left alone for a while", address=draft.address)
+            _breaker_changed(draft, before, State.OPEN)
 
     def answered(self, draft: Draft, breaker: Breaker, attempt: int) -> None:
         """It answered an item; a miss is an answer."""
         if breaker.succeeded(attempt):
             _log.info("a draft is used again", address=draft.address)
+            _breaker_changed(draft, State.HALF_OPEN, State.CLOSED)
 
     def _member(self, address: str) -> Draft:
         return Draft(address, self._open_channel(address))
@@ -170,6 +189,7 @@ class SessionDraft:
         self._why_left = LEFT
         self._may_look_up = may_look_up
         self._lookup: Lookup | None = None
+        self._drafted_with = _AS_ASKED
 
     @property
     def replica(self) -> Replica | None:
@@ -183,17 +203,19 @@ class SessionDraft:
         began = self._drafts.now_ns()
         draft = self._place(request.strategy)
         if draft is None:
-            return self._look_up(spec, request, ev.Failed(request.request_id, self._drafts.problem))
+            away = ev.Failed(request.request_id, self._drafts.problem)
+            return self._told(request, self._look_up(spec, request, away), _AWAY)
         answer = await self._ask(draft, spec, request, remaining_ns)
         if not isinstance(answer, ev.Failed) or not answer.retryable:
-            return answer
+            return self._told(request, answer)
         other = self._place(request.strategy)
         if other is None or other.address in self._failed:
-            return self._look_up(spec, request, answer)
+            return self._told(request, self._look_up(spec, request, answer))
         left_ns = None if remaining_ns is None else remaining_ns - (self._drafts.now_ns() - began)
         if left_ns is not None and left_ns <= 0:
-            return answer
-        return await self._ask(other, spec, request, left_ns)
+            return self._told(request, answer)
+        request_trace().retried(ev.Pool.DRAFT.value, answer.message)
+        return self._told(request, await self._ask(other, spec, request, left_ns))
 
     def _place(self, wanted: str) -> Draft | None:
         """Who is asked; `_strategy` is what for. One that only looks up is left for one that does better."""
@@ -221,13 +243,14 @@ class SessionDraft:
         began = self._drafts.now_ns()
         draft.sessions.note(spec.session_id, began)
         breaker, replica = draft.breaker, draft.pool.replica
-        attempt = breaker.begin(began)
+        attempt = self._drafts.begin(draft, breaker)
         try:
             answer = await draft.pool.propose(spec, replace(request, strategy=self._strategy), remaining_ns)
         except asyncio.CancelledError:
             if self._drafts.waited_in_vain(began):
                 self._drafts.failed(draft, breaker, attempt)
                 self._leave(draft, spec, LATE)
+                self._draft_with(_PLAIN, LATE)
                 self._drafts.doubt(draft)
             else:
                 breaker.given_up(attempt)
@@ -256,3 +279,36 @@ class SessionDraft:
         if self._at is draft:
             self._at = None
             self._why_left = why
+
+    def _told(
+        self,
+        request: ev.Propose,
+        answer: ev.Proposed | ev.CacheMissed | ev.Failed,
+        why: str = FAILED,
+    ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
+        """The answer, once the trace knows who gave it."""
+        if isinstance(answer, ev.Failed):
+            self._draft_with(_PLAIN, why)
+        elif self._lookup is not None or self._strategy != request.strategy:
+            self._draft_with(NGRAM, why)
+        else:
+            self._draft_with(_AS_ASKED)
+        return answer
+
+    def _draft_with(self, what: str, why: str = "") -> None:
+        """`why` is what keeps it from better."""
+        if what != self._drafted_with:
+            self._drafted_with = what
+            request_trace().event(names.DRAFT_DEGRADED, {names.TO: what, names.REASON: why or _ANSWERED})
+
+
+def _breaker_changed(draft: Draft, before: State, after: State) -> None:
+    request_trace().event(
+        names.BREAKER_CHANGED,
+        {
+            names.POOL: ev.Pool.DRAFT.value,
+            names.REPLICA: draft.address,
+            names.FROM: before.name.lower(),
+            names.TO: after.name.lower(),
+        },
+    )

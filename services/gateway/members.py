@@ -7,6 +7,7 @@ later those that it has are taken away. With the registry away, what was known s
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -19,7 +20,7 @@ from services.gateway.patience import SECOND
 from services.gateway.pools import MEET_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 
     from services.common.registry import LeasePool, ReplicaRegistry
     from services.core.ports import Clock, Replica
@@ -191,13 +192,13 @@ class Members(ABC, Generic[MemberT]):
     def look(self) -> asyncio.Task[None]:
         """The same, without waiting for it."""
         if self._refreshing is None or self._refreshing.done():
-            self._refreshing = asyncio.create_task(self._refresh())
+            self._refreshing = _of_all(self._refresh())
         return self._refreshing
 
     def doubt(self, member: MemberT) -> None:
         """It was silent for too long: ask whether it lives. If not, its open items fail."""
         if member.checking is None or member.checking.done():
-            member.checking = asyncio.create_task(self._check(member))
+            member.checking = _of_all(self._check(member))
 
     async def _check(self, member: MemberT) -> None:
         if not member.fits:  # let go meanwhile
@@ -319,6 +320,11 @@ class Members(ABC, Generic[MemberT]):
         member = self._members.pop(address, None)
         if member is not None:
             await member.close()
+
+
+def _of_all(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Not in the context of the session that happened to need it: its span and log fields are its own."""
+    return asyncio.create_task(work, context=contextvars.Context())
 
 
 async def _stop(*tasks: asyncio.Task[None] | None) -> None:

@@ -48,7 +48,7 @@ class CallMeter:
     """Hears of one call of Generate or Resume."""
 
     def traced(self, span: SpanContext) -> None:
-        """The call's own span; what is observed of its session from now on belongs to it, too."""
+        """The call's own span, before it has a session; what is observed of that belongs to it, too."""
 
     def began(self, stream: StreamMeter, *, is_new: bool) -> None:
         """It has a session, which is new or goes on."""

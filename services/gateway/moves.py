@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from opentelemetry import trace
-
 from services.common.logs import get_logger
+from services.core import trace_names as names
+from services.gateway.spans import request_trace
 
 if TYPE_CHECKING:
     from services.core.ports import Replica
@@ -39,4 +39,11 @@ class Moves:
         self.counts[reason] += 1
         facts = {"pool": self.pool, "source": source.address, "to": to.address, "reason": reason}
         _log.info("session moved", session_id=session_id, **facts)
-        trace.get_current_span().add_event("session moved", {f"galley.{k}": v for k, v in facts.items()})
+        request_trace().moved(
+            {
+                names.POOL: self.pool,
+                names.SOURCE: source.address,
+                names.TO: to.address,
+                names.REASON: reason,
+            }
+        )

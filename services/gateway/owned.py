@@ -69,7 +69,7 @@ class OwnedSession:
             if asked_ns - self._held_ns > self._trusted_ns:
                 raise
             await self._store.recreate(self.owner, self.new)
-            _log.warning("the store had lost a session", session=self.owner.session_id)
+            _log.warning("the store had lost a session", session_id=self.owner.session_id)
             result = await change()
         self._held_ns = asked_ns
         return result

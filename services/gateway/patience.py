@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from services.core.errors import StoreUnavailable
+from services.gateway.spans import request_trace
 from services.gateway.store import retrying
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Timeouts:
 
 
 async def patiently(
+    operation: str,
     call: Callable[[], Awaitable[_T]],
     until_ns: int,
     clock: Clock,
@@ -53,8 +55,31 @@ async def patiently(
 ) -> _T:
     """Repeat a call to the store while it is away; raises StoreUnavailable at `until_ns` or just after.
 
-    `on_retry` is told before each repeat.
+    `operation` is what traces call it; `on_retry` is told before each repeat.
     """
+    told = request_trace().store_call(operation)
+    if told is None:
+        return await _repeat(call, until_ns, clock, lambda _: on_retry())
+
+    def retried(error: StoreUnavailable) -> None:
+        told.retried(error)
+        on_retry()
+
+    try:
+        result = await _repeat(call, until_ns, clock, retried)
+    except BaseException as error:
+        told.end(error)
+        raise
+    told.end()
+    return result
+
+
+async def _repeat(
+    call: Callable[[], Awaitable[_T]],
+    until_ns: int,
+    clock: Clock,
+    retried: Callable[[StoreUnavailable], None],
+) -> _T:
     left_s = max(0.0, (until_ns - clock.now_ns()) / SECOND)
     try:
         async with asyncio.timeout(left_s + _LAST_CALL_S):
@@ -63,7 +88,7 @@ async def patiently(
                 until_s=until_ns / SECOND,
                 clock=lambda: clock.now_ns() / SECOND,
                 sleep=asyncio.sleep,
-                on_retry=on_retry,
+                retried=retried,
             )
     except TimeoutError as error:
         raise StoreUnavailable("the session store does not answer") from error

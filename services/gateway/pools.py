@@ -5,26 +5,28 @@ What fails comes back as `Failed`; only cancellation passes through.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
-from opentelemetry import trace
 
 from services.common.codec import logprobs_from, sampling_message
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.telemetry import traceparent
+from services.common.status import error_type, item_error_type
 from services.core import events as ev
+from services.core import trace_names as names
 from services.core.errors import TokenizerMismatch, Unavailable
 from services.core.ports import Replica
 from services.gateway.item_stream import ItemStream
 from services.gateway.patience import SECOND
+from services.gateway.spans import request_trace
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
-    from contextlib import AbstractContextManager
 
     from services.core.answer import SessionSpec
+    from services.gateway.call_spans import CallSpan
     from services.gateway.item_stream import OpenItem
 
 Verdict: TypeAlias = "ev.Verified | ev.CacheMissed | ev.Failed"
@@ -50,7 +52,6 @@ _HOPELESS_CALL = frozenset(
 )
 """Of a whole stream: anything else may be the connection's fault, or that of an item beside this one."""
 
-_tracer = trace.get_tracer("galley.gateway")
 MEET_TIMEOUT_S = 1.0
 
 
@@ -60,7 +61,7 @@ class TargetPool:
     def __init__(self, channel: grpc.aio.Channel, address: str, came_back: Callable[[], None]) -> None:
         """`came_back` is called when an item found out who serves there now."""
         self._stub = rpc.TargetStub(channel)
-        self._address = address
+        self.address = address
         self._came_back = came_back
         self._items: ItemStream[pb.VerifyItem, pb.VerifyAnswer] = ItemStream(
             self._stub.VerifyStream, _verify_request, _has_more
@@ -72,7 +73,7 @@ class TargetPool:
     @property
     def replica(self) -> Replica | None:
         """Who answers; None while nobody does."""
-        return Replica(self._address, self.info.incarnation) if self._met else None
+        return Replica(self.address, self.info.incarnation) if self._met else None
 
     async def meet(self, timeout_s: float, *, wait: bool = False) -> None:
         """Ask the target who it is; `wait` until it serves.
@@ -107,7 +108,7 @@ class TargetPool:
             closed = self._closed
             await self.meet(min(_seconds(item.slice.remaining_ns) or MEET_TIMEOUT_S, MEET_TIMEOUT_S))
             if self._closed != closed:  # nobody would end a stream that is opened now
-                raise Unavailable(f"the target at {self._address} was let go")
+                raise Unavailable(f"the target at {self.address} was let go")
             self._came_back()
         return self._items.open(item)
 
@@ -122,7 +123,11 @@ class TargetPool:
 
 
 class _GivenUp(Exception):
-    """Somebody else will be asked."""
+    """Somebody else will be asked, or has answered: `kind` is the status that this comes to."""
+
+    def __init__(self, why: str, kind: str) -> None:
+        super().__init__(why)
+        self.kind = kind
 
 
 class PoolVerification:
@@ -133,17 +138,16 @@ class PoolVerification:
     ) -> None:
         self._pool = pool
         self._request_id = request.request_id
-        self._span = _tracer.start_span("galley.v1.Target/Verify", kind=trace.SpanKind.CLIENT)
-        with trace.use_span(self._span):
-            self._item = pb.VerifyItem(
-                slice=_slice(spec, request.slice, remaining_ns),
-                draft_tokens=request.draft_tokens,
-                survival=request.survival,
-                credit=request.credit,
-                hint_due=request.hint_due,
-                max_verified=request.max_verified,
-                logprobs=spec.logprobs,
-            )
+        self._call = request_trace().call(names.VERIFY, pool.address)
+        self._item = pb.VerifyItem(
+            slice=_slice(spec, request.slice, remaining_ns, self._call.traceparent),
+            draft_tokens=request.draft_tokens,
+            survival=request.survival,
+            credit=request.credit,
+            hint_due=request.hint_due,
+            max_verified=request.max_verified,
+            logprobs=spec.logprobs,
+        )
         self._opened: OpenItem[pb.VerifyAnswer] | None = None
         self._replica: Replica | None = None
         self._early: list[pb.Extension] = []
@@ -164,10 +168,13 @@ class PoolVerification:
         """Whether one has come that is yet to be read."""
         return self._opened is not None and self._opened.has_answer
 
-    def give_up(self, why: str) -> None:
-        """What is awaited of an open item comes to nothing; no more than that is held against the replica."""
+    def give_up(self, why: str, kind: str) -> None:
+        """What is awaited of an open item comes to nothing; no more than that is held against the replica.
+
+        `kind` is the status that it comes to, in lower case.
+        """
         if self._opened is not None:
-            self._opened.fail(_GivenUp(why))
+            self._opened.fail(_GivenUp(why, kind))
 
     def __aiter__(self) -> AsyncIterator[Verdict]:
         return self._answers
@@ -182,7 +189,7 @@ class PoolVerification:
     async def aclose(self) -> None:
         """Give the item up, if it is open."""
         await self._answers.aclose()
-        self._span.end()
+        self._call.end()
 
     async def _run(self) -> AsyncGenerator[Verdict, None]:
         try:
@@ -195,13 +202,16 @@ class PoolVerification:
                 while more:
                     answer = await opened.next_answer()
                     more = _has_more(answer)
+                    _note_status(self._call, answer)
                     yield _verdict(self._request_id, answer)
             finally:
                 opened.close()
         except (_GivenUp, TokenizerMismatch) as error:
+            self._call.failed(error.kind if isinstance(error, _GivenUp) else error_type(error))
             yield ev.Failed(self._request_id, str(error))
         except (grpc.aio.AioRpcError, Unavailable) as error:
             self._pool.lost()
+            self._call.failed(_kind_of(error))
             yield _failed(self._request_id, error)
 
 
@@ -234,24 +244,46 @@ class DraftPool:
         """See `services.core.ports.DraftPort`."""
         if self.replica is None:  # what comes next at this address may have another tokenizer
             return ev.Failed(request.request_id, f"the draft at {self._address} is away")
-        try:
-            with _item_span("galley.v1.Draft/Propose"):
-                answer = await self._items.ask(self._item(spec, request, remaining_ns))
-        except (grpc.aio.AioRpcError, Unavailable) as error:
-            self.lost()
-            return _failed(request.request_id, error)
-        if answer.WhichOneof("outcome") == "result":
-            strategy = request.strategy or self.info.default_strategy
-            return _proposed(request.request_id, answer.result, self.info.max_draft_tokens, strategy)
-        return _other(request.request_id, answer)
-
-    def _item(self, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None) -> pb.ProposeItem:
-        return pb.ProposeItem(
-            slice=_slice(spec, request.slice, remaining_ns),
+        call = request_trace().call(names.PROPOSE, self._address)
+        item = pb.ProposeItem(
+            slice=_slice(spec, request.slice, remaining_ns, call.traceparent),
             k=min(request.k, self.info.max_draft_tokens),
             strategy=request.strategy,
             workload=spec.workload,
             ahead=request.ahead,
+        )
+        began_s = asyncio.get_running_loop().time()
+        try:
+            answer = await self._items.ask(item)
+        except asyncio.CancelledError:
+            within_s = _seconds(remaining_ns)
+            if within_s is not None and asyncio.get_running_loop().time() - began_s >= within_s:
+                call.failed("deadline_exceeded")  # else it is not wanted any more
+            raise
+        except (grpc.aio.AioRpcError, Unavailable) as error:
+            self.lost()
+            call.failed(_kind_of(error))
+            return _failed(request.request_id, error)
+        else:
+            _note_status(call, answer)
+        finally:
+            call.end()
+        if answer.WhichOneof("outcome") == "result":
+            return self._proposed(request, answer.result)
+        return _other(request.request_id, answer)
+
+    def _proposed(self, request: ev.Propose, result: pb.ProposeResult) -> ev.Proposed:
+        return ev.Proposed(
+            request_id=request.request_id,
+            position=result.position,
+            prefix_hash=result.prefix_hash,
+            tokens=tuple(result.draft_tokens),
+            cache_len=result.kv_len,
+            timing=_timing(result.timing),
+            survival=tuple(result.survival),
+            sessions=max(1, result.batch_sessions),
+            most=self.info.max_draft_tokens,
+            strategy=request.strategy or self.info.default_strategy,
         )
 
     def _new_stream(self) -> ItemStream[pb.ProposeItem, pb.ProposeAnswer]:
@@ -267,7 +299,7 @@ class DraftPool:
         await self._items.close()
 
 
-def _slice(spec: SessionSpec, part: ev.Slice, remaining_ns: int | None) -> pb.SessionSlice:
+def _slice(spec: SessionSpec, part: ev.Slice, remaining_ns: int | None, traceparent: str) -> pb.SessionSlice:
     return pb.SessionSlice(
         session_id=spec.session_id,
         start=part.start,
@@ -282,7 +314,7 @@ def _slice(spec: SessionSpec, part: ev.Slice, remaining_ns: int | None) -> pb.Se
         arrival_ns=spec.arrival_ns,
         priority=spec.priority,
         tenant_salt=spec.tenant_salt,
-        traceparent=traceparent(),
+        traceparent=traceparent,
     )
 
 
@@ -316,11 +348,6 @@ def _propose_request(
     return pb.ProposeStreamRequest(items=items, cancelled=given_up)
 
 
-def _item_span(name: str) -> AbstractContextManager[trace.Span]:
-    """The span of one item: gRPC's own instrumentation has one for the whole stream."""
-    return _tracer.start_as_current_span(name, kind=trace.SpanKind.CLIENT)
-
-
 def _verdict(request_id: int, answer: pb.VerifyAnswer) -> Verdict:
     if answer.WhichOneof("outcome") == "result":
         return _verified(request_id, answer.result)
@@ -349,21 +376,6 @@ def _verified(request_id: int, result: pb.VerifyResult) -> ev.Verified:
     )
 
 
-def _proposed(request_id: int, result: pb.ProposeResult, most: int, strategy: str) -> ev.Proposed:
-    return ev.Proposed(
-        request_id=request_id,
-        position=result.position,
-        prefix_hash=result.prefix_hash,
-        tokens=tuple(result.draft_tokens),
-        cache_len=result.kv_len,
-        timing=_timing(result.timing),
-        survival=tuple(result.survival),
-        sessions=max(1, result.batch_sessions),
-        most=most,
-        strategy=strategy,
-    )
-
-
 def _timing(timing: pb.Timing) -> ev.Timing:
     return ev.Timing(timing.queue_ns, timing.compute_ns, timing.linger_ns)
 
@@ -384,3 +396,13 @@ def _failed(request_id: int, error: grpc.aio.AioRpcError | Unavailable) -> ev.Fa
         return ev.Failed(request_id, str(error))
     message = f"{error.code().name}: {error.details()}"
     return ev.Failed(request_id, message, retryable=error.code() not in _HOPELESS_CALL)
+
+
+def _note_status(call: CallSpan, answer: pb.VerifyAnswer | pb.ProposeAnswer) -> None:
+    """A miss is no failure: it is what a cache says."""
+    if answer.HasField("status"):
+        call.failed(item_error_type(answer.status))
+
+
+def _kind_of(error: grpc.aio.AioRpcError | Unavailable) -> str:
+    return error_type(error) if isinstance(error, Unavailable) else error.code().name.lower()

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from services.common import status
-from services.common.logs import get_logger
+from services.common.logs import get_logger, level_of
 from services.core import events as ev
 from services.core.errors import Broken, GalleyError, Unread
 from services.gateway.patience import SECOND
+from services.gateway.spans import request_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +58,10 @@ class Pump:
         self._handed = asyncio.Event()
         self._left = False
         self._handler = asyncio.current_task()
+        self._trace = request_trace()
+        self._trace.hold()
         self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(lambda _: self._trace.release())
         self._last_word: asyncio.Task[None] | None = None
         # The generator may be left without a word when the client goes; the call's end is always told.
         context.add_done_callback(self._call_ended)  # type: ignore[arg-type]  # the stubs want a class
@@ -96,7 +100,8 @@ class Pump:
         with self._streams.running(self._runner):
             end = await self._ended()
             if self._left:
-                _log.info("session ended without its client", error=end.error and str(end.error))
+                level = level_of(end.error)
+                _log.log(level, "session ended without its client", error=end.error and str(end.error))
                 return
             self._last_word = asyncio.create_task(self._end_unless_read(end))
             await self._items.put(end)
@@ -146,6 +151,7 @@ class Pump:
         error = end.error or self._unread()
         _log.info("stream ended unread", error=str(error))
         status.log_internal(error)
+        self._trace.failed(error)
         self._failed(error)
         if self._handler is not None:
             self._handler.cancel()

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.core import events as ev
+from services.core import trace_names as names
 from services.gateway.hedge import Hedge
 from services.gateway.moves import HEDGED
 from services.gateway.patience import SECOND
+from services.gateway.spans import request_trace
 from services.gateway.watch import Watch
 
 if TYPE_CHECKING:
@@ -178,7 +180,8 @@ class Routed:
         if not item.is_open or not self._session.leave_late(self._spec, self._request, member, self._asked_s):
             return limit_ns
         self._owes = False
-        item.give_up(f"no verdict from {member.address} in {limit_ns / SECOND:.1f} s")
+        why = f"no verdict from {member.address} in {limit_ns / SECOND:.1f} s"
+        item.give_up(why, "deadline_exceeded")
         return None
 
     def _ask_also(self, member: Target) -> None:
@@ -190,11 +193,12 @@ class Routed:
         for extension in self._extensions:
             item.extend(extension)
         self._hedge = Hedge(other, item, self._rows, self._hedge_won)
+        request_trace().event(names.HEDGED, {names.POOL: "target", names.TO: other.address})
 
     def _hedge_won(self) -> None:
         """Unless the first has answered too, and only the reader has not come to it."""
         if self._item is not None and not self._item.has_answer:
-            self._item.give_up("another has answered")
+            self._item.give_up("another has answered", "cancelled")
 
     async def _end(self) -> None:
         """Once, though both the reader of the answers and its caller come here."""

@@ -19,9 +19,10 @@ from services.core.errors import Broken, Cancelled, DeadlinePassed, GalleyError,
 from services.core.finish import encode_ending
 from services.core.records import encode_records
 from services.core.store import Directory, Held
+from services.gateway.call_spans import COMMIT, RENEW
 from services.gateway.meter import StreamMeter
 from services.gateway.patience import SECOND, patiently
-from services.gateway.spans import RoundSpans
+from services.gateway.spans import request_trace
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -77,7 +78,7 @@ class SessionRunner:
         self._outbox: asyncio.Queue[tuple[Item, ...] | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
-        self._spans = RoundSpans(session.spec.session_id)
+        self._trace = request_trace()
         self._renewal: asyncio.Task[None] | None = None
         self._verification: Verification | None = None
         self._following: asyncio.Task[None] | None = None
@@ -117,11 +118,12 @@ class SessionRunner:
                     self._stop_renewing()  # of a session that has ended it would be refused
                     self._spawn(self._store_finish(effect))
                 case ev.Emit():
+                    self._trace.emitted(effect.items)
                     self._outbox.put_nowait(effect.items)
                 case ev.WakeAt():
                     self._call_at(effect.at_ns, ev.Woken())
                 case ev.RoundEnded():
-                    self._spans.end(effect)
+                    self._trace.round_ended(effect, self._ports.draft.replica, self._holder)
                     self.meter.round(effect)
                 case ev.End():
                     self._end = effect
@@ -133,7 +135,7 @@ class SessionRunner:
         """The machine has one item at each pool at most: extending and giving up mean that one."""
         match effect:
             case ev.Propose():
-                self._proposing = self._spawn_in_round(self._propose(effect))
+                self._proposing = self._spawn(self._propose(effect))
             case ev.CancelPropose() if self._proposing is not None:
                 self._proposing.cancel()
             case ev.Verify():
@@ -156,17 +158,17 @@ class SessionRunner:
             reply = ev.Failed(effect.request_id, "no answer in time")
         if isinstance(reply, ev.CacheMissed):
             self.meter.missed("draft")
+            self._trace.missed(ev.Pool.DRAFT.value, reply.have, effect.slice.start)
         self.tell(reply)
 
     def _verify(self, effect: ev.Verify) -> None:
         # One verdict is of no use after its timeout; what goes on, as long as the client wants it.
         remaining_ns = self._remaining() if effect.credit else self._within(self._timeouts.verify_ns)
-        self._spans.begin()
-        with self._spans.current():
-            self._verification = self._ports.target.verify(self.session.spec, effect, remaining_ns)
-        self._following = self._spawn_in_round(self._follow(self._verification, effect.request_id))
+        self._trace.asked_target()
+        self._verification = self._ports.target.verify(self.session.spec, effect, remaining_ns)
+        self._following = self._spawn(self._follow(self._verification, effect))
 
-    async def _follow(self, verification: Verification, request_id: int) -> None:
+    async def _follow(self, verification: Verification, asked: ev.Verify) -> None:
         """Tell the machine each answer.
 
         As long as the item stands, an answer is due (one that has used up its credit is over): if none comes
@@ -176,14 +178,19 @@ class SessionRunner:
         try:
             async with asyncio.timeout(timeout_s) as timer, aclosing(verification):
                 async for answer in verification:
-                    if not isinstance(answer, ev.Failed):
+                    if isinstance(answer, ev.Failed):
+                        self._trace.target_failed(answer.message)
+                    else:
                         self._holder = verification.replica
                     if isinstance(answer, ev.CacheMissed):
                         self.meter.missed("target")
+                        self._trace.missed(ev.Pool.TARGET.value, answer.have, asked.slice.start)
                     self.tell(answer)
                     timer.reschedule(asyncio.get_running_loop().time() + timeout_s)
         except TimeoutError:
-            self.tell(ev.Failed(request_id, "no answer in time"))
+            failed = ev.Failed(asked.request_id, "no answer in time")
+            self._trace.target_failed(failed.message)
+            self.tell(failed)
 
     async def _commit(self, effect: ev.Commit) -> None:
         meta = encode_records(effect.records)
@@ -193,7 +200,11 @@ class SessionRunner:
         async def commit() -> int:
             return await self.owned.commit(effect.expected_len, effect.tokens, meta, directory)
 
-        error = await self._store_op(commit, ev.Committed)
+        def committed(length: int) -> ev.Committed:
+            self._trace.committed(length, self._now() - began_ns)
+            return ev.Committed(length)
+
+        error = await self._store_op(COMMIT, commit, committed)
         self.meter.committed(self._now() - began_ns, error)
 
     async def _store_finish(self, effect: ev.StoreFinish) -> None:
@@ -202,22 +213,23 @@ class SessionRunner:
         async def finish() -> None:
             await self.owned.finish(effect.log_len, record)
 
-        await self._store_op(finish, lambda _: ev.FinishStored())
+        await self._store_op("finish", finish, lambda _: ev.FinishStored())
 
     async def _store_op(
-        self, call: Callable[[], Awaitable[_T]], event: Callable[[_T], ev.Event]
+        self, operation: str, call: Callable[[], Awaitable[_T]], event: Callable[[_T], ev.Event]
     ) -> GalleyError | None:
         """Tell the machine what came of it; returns the error, if one did."""
         try:
-            result = await self._patiently(call)
+            result = await self._patiently(operation, call)
         except GalleyError as error:
             self.tell(ev.StoreFailed(error))
             return error
         self.tell(event(result))
         return None
 
-    async def _patiently(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        return await patiently(call, self._store_deadline_ns(), self._ports.clock, self.meter.retried)
+    async def _patiently(self, operation: str, call: Callable[[], Awaitable[_T]]) -> _T:
+        until_ns = self._store_deadline_ns()
+        return await patiently(operation, call, until_ns, self._ports.clock, self.meter.retried)
 
     def _directory(self, effect: ev.Commit) -> Directory:
         """The target's is whose answer told how far its cache reaches, not who is asked next."""
@@ -231,7 +243,7 @@ class SessionRunner:
         while True:
             await asyncio.sleep(self._timeouts.renew_ns / SECOND)
             try:
-                await self._patiently(self.owned.renew)
+                await self._patiently(RENEW, self.owned.renew)
             except GalleyError as error:
                 self.tell(ev.StoreFailed(error))
                 return
@@ -271,7 +283,11 @@ class SessionRunner:
     async def _send_all(self, send: Send) -> None:
         while (items := await self._outbox.get()) is not None:
             for item in items:
-                await send(item)
+                began_ns = self._now()
+                try:
+                    await send(item)
+                finally:
+                    self._trace.sent(self._now() - began_ns)
                 if isinstance(item, Chunk):
                     self.tell(ev.Taken(item.index + len(item.tokens)))
 
@@ -298,12 +314,6 @@ class SessionRunner:
         task.add_done_callback(self._reap)
         return task
 
-    def _spawn_in_round(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """A task takes the context in which it is made, and with it the span that its calls belong to."""
-        self._spans.begin()
-        with self._spans.current():
-            return self._spawn(work)
-
     def _reap(self, task: asyncio.Task[None]) -> None:
         """A port that raises what it must not is our fault; the stream ends instead of hanging."""
         self._tasks.discard(task)
@@ -322,7 +332,7 @@ class SessionRunner:
             if self._verification is not None:
                 await self._verification.aclose()  # its task may have been cancelled before it began
         finally:
-            self._spans.abandon()
+            self._trace.stopped(self.session, self._end)
             self.meter.ended(self.session.stats)
 
 

@@ -18,6 +18,7 @@ from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from services.common.registry import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
 from services.core.session import SessionLimits
 from services.core.store import SessionStore
+from services.core.trace_names import SCHEMA_URL
 from services.gateway.api_keys import ApiKeys
 from services.gateway.authentication import Everyone, PrincipalInterceptor
 from services.gateway.clock import MonotonicClock
@@ -26,6 +27,8 @@ from services.gateway.members import Registered, Told
 from services.gateway.metrics import CountingGatewayMeter
 from services.gateway.model import ServedModel
 from services.gateway.patience import SECOND, Timeouts, patiently
+from services.gateway.request_spans import RequestSpans
+from services.gateway.round_spans import TraceOptions
 from services.gateway.router import SessionTarget
 from services.gateway.runner import Ports
 from services.gateway.servicer import GenerationServicer
@@ -39,9 +42,7 @@ from services.gateway.validation import Limits
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
 
-    from redis.asyncio import Redis
-
-    from services.common.server import Parts
+    from services.common.server import Interceptors, Parts
     from services.core.session import Session
     from services.core.store import StoredSession
     from services.gateway.members import Source
@@ -95,7 +96,7 @@ class OpenedStore(SessionStore, Protocol):
         """Raise StoreUnavailable unless the store answers."""
 
 
-def open_redis(settings: GatewaySettings, parts: Parts) -> OpenedStore:
+def open_redis(settings: GatewaySettings) -> OpenedStore:
     """The session store that the settings name."""
     return RedisStore(
         settings.redis_url.get_secret_value(),
@@ -103,11 +104,10 @@ def open_redis(settings: GatewaySettings, parts: Parts) -> OpenedStore:
         settings.finished_ttl_s,
         call_timeout_s=min(DEFAULT_CALL_TIMEOUT_S, settings.store_timeout_s),
         copies=_copies(settings),
-        on_open=_traced(parts),
     )
 
 
-StoreOpener: TypeAlias = Callable[[GatewaySettings, "Parts"], OpenedStore]
+StoreOpener: TypeAlias = Callable[[GatewaySettings], OpenedStore]
 
 
 def build(
@@ -121,10 +121,18 @@ def build(
     return build_gateway
 
 
-def interceptors(settings: GatewaySettings) -> Sequence[grpc.aio.ServerInterceptor]:
+def interceptors(settings: GatewaySettings) -> Interceptors:
     """Its own. Raises ValueError or OSError if the file of keys cannot be read."""
     known = ApiKeys(Path(settings.api_keys_file)) if settings.api_keys_file else Everyone()
-    return (PrincipalInterceptor(known),)
+
+    def of_process(parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
+        scope = parts.telemetry.scope("galley.gateway", SCHEMA_URL)
+        principals = PrincipalInterceptor(known)
+        if scope is None:
+            return (principals,)
+        return (RequestSpans(scope, _trace_options(settings), MonotonicClock()), principals)
+
+    return of_process
 
 
 async def _build(
@@ -143,9 +151,10 @@ async def _build(
         opened.push_async_callback(drafts.close)
         await _meet_drafts(settings, drafts)
         parts.readiness.stage("connecting to the session store")
-        store = open_store(settings, parts)
+        store = open_store(settings)
         opened.push_async_callback(store.close)
-        await patiently(store.ping, clock.now_ns() + int(settings.startup_timeout_s * SECOND), clock)
+        until_ns = clock.now_ns() + int(settings.startup_timeout_s * SECOND)
+        await patiently("ping", store.ping, until_ns, clock)
         model = _served_model(settings, tokenizer, targets, drafts)
         meter = None if parts.metrics is None else CountingGatewayMeter(parts.metrics, clock, model.name)
         streams = _streams(settings, store, drafts, targets, clock, tokenizer, meter)
@@ -153,7 +162,12 @@ async def _build(
             meter.watch(streams, targets, None if settings.draft == NO_DRAFT else drafts)
         rpc.add_GenerationServicer_to_server(
             GenerationServicer(
-                streams, model, clock, _id_secret(settings), int(settings.client_timeout_s * SECOND)
+                streams,
+                model,
+                clock,
+                _id_secret(settings),
+                int(settings.client_timeout_s * SECOND),
+                parts.address,
             ),
             server,
         )
@@ -260,17 +274,10 @@ def _copies(settings: GatewaySettings) -> Copies | None:
     return Copies(settings.redis_wait_replicas, settings.redis_wait_timeout_s)
 
 
-def _traced(parts: Parts) -> Callable[[Redis], None] | None:
-    """Makes a client's commands spans."""
-    if not parts.telemetry.on:
-        return None
-    from opentelemetry.instrumentation.redis import RedisInstrumentor  # noqa: PLC0415  # off costs nothing
-
-    def trace(client: Redis) -> None:
-        # Its spans name commands, never their arguments: tokens do not leave by this way.
-        RedisInstrumentor.instrument_client(client, tracer_provider=parts.telemetry.provider)
-
-    return trace
+def _trace_options(settings: GatewaySettings) -> TraceOptions:
+    return TraceOptions(
+        settings.round_spans, round(settings.slow_round_ms * 1_000_000), settings.trace_content
+    )
 
 
 def _timeouts(settings: GatewaySettings) -> Timeouts:

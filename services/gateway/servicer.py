@@ -7,13 +7,11 @@ import secrets
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from opentelemetry import trace
-from structlog.contextvars import bound_contextvars
+from structlog.contextvars import bind_contextvars
 
-from services.common.logs import get_logger
+from services.common.logs import get_logger, level_of
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.core import events as ev
@@ -23,6 +21,7 @@ from services.gateway.authentication import caller
 from services.gateway.patience import SECOND
 from services.gateway.principals import session_id_for
 from services.gateway.pump import Pump
+from services.gateway.spans import request_trace
 from services.gateway.validation import (
     check_model,
     check_priority,
@@ -46,32 +45,38 @@ if TYPE_CHECKING:
     from services.gateway.streams import Streams
 
 _log = get_logger(__name__)
-_tracer = trace.get_tracer("galley.gateway")
 _COMPLETION = "text_completion"
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationServicer(rpc.GenerationServicer):
-    """`services.gateway.streams` does the work. A stream that is left unread for `client_ns` ends."""
+    """`services.gateway.streams` does the work. A stream that is left unread for `client_ns` ends.
+
+    `address` is where it is served, host:port, as traces name it.
+    """
 
     streams: Streams
     model: ServedModel
     clock: Clock
     id_secret: bytes
     client_ns: int
+    address: str = ""
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Start a session, or join the one of the same idempotency key."""
+        trace = request_trace()
+        trace.asked(request, self.model.name, self.address)
         with self.streams.meter.call(context, operation=_operation(request), model=request.model) as call:
+            call.traced(trace.context)
             principal = caller()
             check_priority(request.priority, principal.limits.max_priority)
             with self.streams.admit(principal, self._asked_tokens(request)) as place:
                 runner = await self._begin(request, principal, self._deadline_ns(context))
                 self.streams.charge_prompt(place, runner)
                 call.began(runner.meter, is_new=runner.owned.owner.epoch == 1)
-                async with aclosing(self._stream(runner, place, context, call, "generate")) as events:
+                async with aclosing(self._stream(runner, place, context, call)) as events:
                     async for event in events:
                         yield pb.GenerateResponse(event=event)
 
@@ -79,11 +84,15 @@ class GenerationServicer(rpc.GenerationServicer):
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ResumeResponse]:
         """Take over a session and go on from the client's index."""
+        trace = request_trace()
+        trace.asked(request, self.model.name, self.address)
         with self.streams.meter.call(context, operation=_COMPLETION, model=None) as call:
+            call.traced(trace.context)
             principal = caller()
             # What is left of the answer only the store knows: it is counted as it comes.
             with self.streams.admit(principal, 0) as place:
                 asked = parse_resume(request)
+                _name_in_logs(asked.session_id)
                 runner = await self.streams.claim(
                     asked.session_id,
                     principal.name,
@@ -92,7 +101,7 @@ class GenerationServicer(rpc.GenerationServicer):
                     self._deadline_ns(context),
                 )
                 call.began(runner.meter, is_new=False)
-                async with aclosing(self._stream(runner, place, context, call, "resume")) as events:
+                async with aclosing(self._stream(runner, place, context, call)) as events:
                     async for event in events:
                         yield pb.ResumeResponse(event=event)
 
@@ -101,6 +110,7 @@ class GenerationServicer(rpc.GenerationServicer):
     ) -> pb.AbortResponse:
         """End a session for good."""
         session_id = parse_session_id(request.session_id)
+        _name_in_logs(session_id)
         await self.streams.abort(session_id, caller().name, self._deadline_ns(context))
         return pb.AbortResponse()
 
@@ -125,6 +135,7 @@ class GenerationServicer(rpc.GenerationServicer):
             _draw_seed,
         )
         session_id = session_id_for(principal.name, asked.idempotency_key, self.id_secret)
+        _name_in_logs(session_id)
         spec = self.model.spec(asked, session_id, time.time_ns(), principal.tenant_salt)
         return await self.streams.create(spec, principal.name, asked.body_hash, deadline_ns)
 
@@ -143,29 +154,23 @@ class GenerationServicer(rpc.GenerationServicer):
         place: Place,
         context: grpc.aio.ServicerContext[Any, Any],
         call: CallMeter,
-        name: str,
     ) -> AsyncGenerator[pb.StreamEvent, None]:
         """The events of a session; its work ends with the call, whichever way the call ends."""
-        session_id = runner.session.spec.session_id
-        span = _tracer.start_span(name, attributes={"galley.session_id": session_id})
-        call.traced(span.get_span_context())
-        # Current only where nothing is yielded: a generator may be closed in another context than its own.
-        current = partial(trace.use_span, span)
-        with bound_contextvars(session_id=session_id):
-            with current():
-                client_s = self.client_ns / SECOND
-                pump = Pump(runner, context, self.streams, place, client_s, failed=call.failed)
-            try:
-                yield events_pb.started(runner.session, self.model.name)
-                while not isinstance(item := await pump.next(), ev.End):
-                    call.sends(item)
-                    yield events_pb.item(item)
-                with current():
-                    ending = _ending(item)
-                yield events_pb.finished(runner.session, ending)
-            finally:
-                pump.leave()
-                span.end()
+        client_s = self.client_ns / SECOND
+        pump = Pump(runner, context, self.streams, place, client_s, failed=call.failed)
+        try:
+            yield events_pb.started(runner.session, self.model.name)
+            while not isinstance(item := await pump.next(), ev.End):
+                call.sends(item)
+                yield events_pb.item(item)
+            yield events_pb.finished(runner.session, _ending(item))
+        finally:
+            pump.leave()
+
+
+def _name_in_logs(session_id: str) -> None:
+    """In all that is logged of this call from now on, by whoever works for it: each has its own context."""
+    bind_contextvars(session_id=session_id)
 
 
 def _operation(request: pb.GenerateRequest) -> str:
@@ -175,7 +180,7 @@ def _operation(request: pb.GenerateRequest) -> str:
 
 def _ending(end: ev.End) -> Ending:
     """How the answer ended; raises what kept it from ending."""
-    _log.info("stream ended", error=end.error and str(end.error))
+    _log.log(level_of(end.error), "stream ended", error=end.error and str(end.error))
     if end.ending is None:
         raise end.error or Broken("a stream ended without a reason")
     return end.ending

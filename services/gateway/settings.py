@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, SecretStr
 
 from services.common.config import ServiceSettings, settings_config
@@ -85,6 +87,15 @@ class GatewaySettings(ServiceSettings):
     lookup_fallback: bool = Field(
         True,
         description="Where no draft can be asked, guess what followed the session's last tokens before.",
+    )
+    round_spans: Literal["all", "slow", "none"] = Field(
+        "all", description="Which rounds of a traced request become spans (docs/telemetry.md)."
+    )
+    slow_round_ms: float = Field(
+        250.0, ge=0, description="A round that takes longer is slow, for --round-spans slow."
+    )
+    trace_content: bool = Field(
+        False, description="Whether traces hold prompts, answers and stop strings. Nothing else ever does."
     )
     startup_timeout_s: float = Field(120.0, gt=0, description="How long to wait for a target at start.")
     session_ttl_s: float = Field(SESSION_TTL_S, gt=0, description="How long an idle session is kept.")

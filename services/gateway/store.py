@@ -36,8 +36,6 @@ from services.core.store import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
-    from redis.asyncio import Redis
-
 T = TypeVar("T")
 
 NONCE_BYTES = 16
@@ -72,7 +70,7 @@ class RedisStore(SessionStore):
     its repeat finds out, and waits anew.
     """
 
-    def __init__(  # noqa: PLR0913  # all but the URL have defaults
+    def __init__(
         self,
         url: str,
         ttl_s: float = SESSION_TTL_S,
@@ -81,16 +79,13 @@ class RedisStore(SessionStore):
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
         max_connections: int = DEFAULT_MAX_CONNECTIONS,
         copies: Copies | None = None,
-        on_open: Callable[[Redis], None] | None = None,
         new_nonce: Callable[[], bytes] = lambda: secrets.token_bytes(NONCE_BYTES),
     ) -> None:
-        """`on_open` is told each client of a server, for telemetry alone."""
         self._calls = RedisCalls(
             url,
             call_timeout_s=call_timeout_s,
             max_connections=max_connections,
             copies=copies,
-            on_open=on_open,
         )
         self._ttl_ms = _milliseconds(ttl_s)
         self._finished_ttl_ms = _milliseconds(finished_ttl_s)
@@ -187,23 +182,23 @@ async def retrying(
     until_s: float,
     clock: Callable[[], float],
     sleep: Callable[[float], Awaitable[object]],
-    on_retry: Callable[[], None] = lambda: None,
+    retried: Callable[[StoreUnavailable], None] = lambda _: None,
 ) -> T:
     """Call `op` until it does not raise StoreUnavailable, but start no call later than `until_s` on `clock`.
 
-    The pause between calls doubles from FIRST_PAUSE_S to LONGEST_PAUSE_S; after each, `on_retry` is told.
-    Raises the last StoreUnavailable.
+    The pause between calls doubles from FIRST_PAUSE_S to LONGEST_PAUSE_S. `retried` is told why a call is
+    repeated. Raises the last StoreUnavailable.
     """
     pause_s = FIRST_PAUSE_S
     while True:
         try:
             return await op()
-        except StoreUnavailable:
+        except StoreUnavailable as error:
             left_s = until_s - clock()
             if left_s <= 0:
                 raise
+            retried(error)
         await sleep(min(pause_s, left_s))
-        on_retry()
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 

@@ -22,6 +22,7 @@ from services.gateway.meter import GatewayMeter
 from services.gateway.owned import OwnedSession
 from services.gateway.patience import Timeouts, patiently
 from services.gateway.runner import SessionRunner
+from services.gateway.spans import request_trace
 from services.gateway.store import NONCE_BYTES
 
 if TYPE_CHECKING:
@@ -121,11 +122,14 @@ class Streams:
         self, spec: SessionSpec, principal: str, body_hash: bytes, deadline_ns: int | None
     ) -> SessionRunner:
         """Store a new session, or join the one of its id and body. Raises KeyReused, StoreUnavailable."""
-        new = NewSession(spec.session_id, principal, body_hash, {SPEC_FIELD: encode_spec(spec)}, spec.prompt)
+        fields = {SPEC_FIELD: encode_spec(spec), **request_trace().stored_fields()}
+        new = NewSession(spec.session_id, principal, body_hash, fields, spec.prompt)
         nonce = secrets.token_bytes(NONCE_BYTES)
         asked_ns = self._clock.now_ns()
-        stored = await self._store_call(lambda: self._store.create(new, nonce), deadline_ns)
-        return self._runner(self._session(stored), stored, asked_ns, deadline_ns)
+        stored = await self._store_call("create", lambda: self._store.create(new, nonce), deadline_ns)
+        session = self._session(stored)
+        request_trace().opened(session, stored, asked_ns, None)
+        return self._runner(session, stored, asked_ns, deadline_ns)
 
     async def claim(
         self, session_id: str, principal: str, next_index: int, seen_hash: bytes, deadline_ns: int | None
@@ -136,8 +140,11 @@ class Streams:
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
         asked_ns = self._clock.now_ns()
-        stored = await self._store_call(lambda: self._store.claim(session_id, principal, nonce), deadline_ns)
+        stored = await self._store_call(
+            "claim", lambda: self._store.claim(session_id, principal, nonce), deadline_ns
+        )
         session = self._session(stored, next_index, seen_hash)
+        request_trace().opened(session, stored, asked_ns, next_index)
         longest = session.spec.max_position - stored.prompt_len
         if next_index > longest:
             raise InvalidField("next_index", f"must be <= the {longest} tokens that the answer may have")
@@ -151,7 +158,9 @@ class Streams:
         record = encode_ending(Ending(Reason.ABORTED))
         with self._aborting(principal):
             try:
-                await self._store_call(lambda: self._store.abort(session_id, principal, record), deadline_ns)
+                await self._store_call(
+                    "abort", lambda: self._store.abort(session_id, principal, record), deadline_ns
+                )
             except UnknownSession:  # one that the store has lost is not to be made anew by its owner here
                 if not any(runner.owned.new.principal == principal for runner in self._of(session_id)):
                     raise
@@ -240,7 +249,8 @@ class Streams:
         meter = self.meter.stream(session.spec)
         return SessionRunner(session, owned, ports, self._timeouts, deadline_ns, meter)
 
-    async def _store_call(self, call: Callable[[], Awaitable[_T]], deadline_ns: int | None) -> _T:
-        clock = self._clock
-        until_ns = self._timeouts.store_deadline_ns(clock.now_ns(), deadline_ns)
-        return await patiently(call, until_ns, clock, self.meter.retried)
+    async def _store_call(
+        self, operation: str, call: Callable[[], Awaitable[_T]], deadline_ns: int | None
+    ) -> _T:
+        until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
+        return await patiently(operation, call, until_ns, self._clock, self.meter.retried)

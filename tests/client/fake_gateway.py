@@ -51,17 +51,18 @@ class FakeGateway(rpc.GenerationServicer):
     requests: list[pb.GenerateRequest | pb.ResumeRequest | pb.AbortRequest] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     deadline_s: float | None = None
+    metadata: list[dict[str, str | bytes]] = field(default_factory=list)
 
     def Generate(
         self, request: pb.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateResponse]:
-        self.requests.append(request)
+        self._note(request, context)
         self.deadline_s = context.time_remaining()
         for event in self._events(0, context):
             yield pb.GenerateResponse(event=event)
 
     def Resume(self, request: pb.ResumeRequest, context: grpc.ServicerContext) -> Iterator[pb.ResumeResponse]:
-        self.requests.append(request)
+        self._note(request, context)
         for event in self._events(request.next_index, context):
             yield pb.ResumeResponse(event=event)
 
@@ -75,6 +76,10 @@ class FakeGateway(rpc.GenerationServicer):
     ) -> pb.GetModelInfoResponse:
         self._maybe_fail(0, context)
         return pb.GetModelInfoResponse(model="tiny", strategies=["ngram"])
+
+    def _note(self, request: pb.GenerateRequest | pb.ResumeRequest, context: grpc.ServicerContext) -> None:
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
 
     def _events(self, next_index: int, context: grpc.ServicerContext) -> Iterator[pb.StreamEvent]:
         context.add_callback(self.cancelled.set)

@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanContext, TraceFlags
 
 from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, Retries
 from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.common.telemetry import telemetry_to, traceparent_of
 from services.core.content import prefix_hash
 from services.core.errors import (
     Broken,
@@ -31,6 +36,10 @@ if TYPE_CHECKING:
     from services.client.client import TokenStream
 
 NOWHERE = "127.0.0.1:1"
+CALLER, READER = (
+    SpanContext(number, number, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    for number in (0xABC, 0xDEF)
+)
 SOON = Retries(patience_s=1.0, start_patience_s=0.5, first_pause_s=0.01)
 
 
@@ -241,3 +250,54 @@ async def test_questions_are_asked_of_the_first_gateway_that_is_there() -> None:
 def test_a_client_needs_an_address() -> None:
     with pytest.raises(ValueError, match="address"):
         GalleyClient(" , ")
+
+
+@pytest.mark.parametrize("by_call", [True, False])
+async def test_a_stream_stays_in_the_trace_that_it_was_asked_for_in(
+    two: tuple[FakeGateway, FakeGateway, str], by_call: bool
+) -> None:
+    """And is forced again where it goes on, whatever its reader does by then."""
+    leaving, staying, addresses = two
+    leaving.error, leaving.fail_at = Unavailable("draining"), 1
+    async with GalleyClient(addresses, force_trace=not by_call) as client:
+        with trace.use_span(trace.NonRecordingSpan(CALLER)):
+            stream = client.generate("x", force_trace=True) if by_call else client.generate("x")
+        with trace.use_span(trace.NonRecordingSpan(READER)):
+            await heard(stream)
+    for metadata in (*leaving.metadata, *staying.metadata):
+        assert metadata["traceparent"] == f"00-{CALLER.trace_id:032x}-{CALLER.span_id:016x}-01"
+        assert metadata["x-galley-trace"] == "force"
+    assert [type(request).__name__ for request in (*leaving.requests, *staying.requests)] == [
+        "GenerateRequest",
+        "ResumeRequest",
+    ]
+
+
+async def test_a_stream_that_was_asked_for_in_no_trace_brings_none() -> None:
+    gateway = FakeGateway()
+    with serving(gateway) as address:
+        async with GalleyClient(address) as client:
+            await heard(client.generate("x"))
+            with trace.use_span(trace.NonRecordingSpan(CALLER)):
+                await heard(client.resume(SESSION, 0))
+    asked, resumed = gateway.metadata
+    assert not {"traceparent", "x-galley-trace"} & asked.keys()
+    assert "x-galley-trace" not in resumed
+    assert "traceparent" in resumed
+
+
+async def test_a_client_with_spans_of_its_own_names_those_and_stays_in_the_trace(
+    two: tuple[FakeGateway, FakeGateway, str],
+) -> None:
+    leaving, staying, addresses = two
+    leaving.error, leaving.fail_at = Unavailable("draining"), 1
+    kept = InMemorySpanExporter()
+    telemetry = telemetry_to(SimpleSpanProcessor(kept), "client")
+    async with GalleyClient(addresses, telemetry) as client:
+        with trace.use_span(trace.NonRecordingSpan(CALLER)):
+            stream = client.generate("x")
+        await heard(stream)
+    spans = kept.get_finished_spans()
+    assert [span.parent and span.parent.span_id for span in spans] == [CALLER.span_id] * 2
+    told = [metadata["traceparent"] for metadata in (*leaving.metadata, *staying.metadata)]
+    assert told == [traceparent_of(span.context) for span in spans]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
 
 from services.client.options import Speculation
 from services.common.metrics import catalogue
@@ -18,6 +17,7 @@ from services.common.server import Parts
 from services.core.breaker import FAILURES
 from services.core.strategies import LOOKUP, MODEL
 from tests.common.readings import count, histogram, number, total
+from tests.service.spans import KeptSpans
 from tests.service.test_drafts import internal
 from tests.service.test_unread import BUFFER, LONG, left_unread
 from tests.service.world import MAX_TOKENS, Gateway, World, any_credit, hear, must_be_true, refused
@@ -120,10 +120,10 @@ async def test_a_call_is_timed_and_named_as_the_conventions_say(world: World) ->
     assert 0 < first < whole
 
 
-async def test_exemplars_name_the_trace(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
-    monkeypatch.setattr("services.gateway.servicer._tracer", tracer)
-    it = await counted(world)
+async def test_exemplars_name_the_trace(world: World) -> None:
+    kept, registry = KeptSpans(), Registry(GATEWAY)
+    parts = replace(kept.parts(), metrics=registry)
+    it = Counted(await world.gateway_of(parts), registry)
     must_be_true(await hear(it.gateway.ask()))
     await it.gateway.idle()
     spans = {
@@ -137,9 +137,10 @@ async def test_exemplars_name_the_trace(world: World, monkeypatch: pytest.Monkey
         )
         for exemplar in histogram(it.registry, metric, *labels).exemplars.values()
     }
-    [(trace_id, span_id)] = spans
-    assert trace_id
-    assert span_id
+    [request] = await kept.requests()
+    named = request.context
+    assert named is not None
+    assert spans == {(named.trace_id, named.span_id)}
 
 
 # ---------------------------------------------------------------------------------- whose fault is it --

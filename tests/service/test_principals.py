@@ -260,7 +260,7 @@ async def test_keys_stand_in_no_log_and_no_trace(world: World, tmp_path: Path) -
             asked = alice.generate(PROMPT, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True)
             must_be_true(await hear(asked))
             assert (await refused(nobody.model_info())).code is grpc.StatusCode.UNAUTHENTICATED
-            await collector.has("generate", "/galley.v1.Generation/GetModelInfo")
+            await collector.has("text_completion tiny", "/galley.v1.Generation/GetModelInfo")
         exported = collector.exported
     assert asked.session_id.encode() in exported
     for key in (ALICE, NOBODY):

@@ -13,6 +13,7 @@ import pytest
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.registry import target_lease
 from services.core import events as ev
+from services.core import trace_names as names
 from services.core.answer import SessionSpec
 from services.core.content import block_hashes, prefix_hash
 from services.core.params import SamplingParams
@@ -23,6 +24,7 @@ from services.gateway.router import SessionTarget
 from services.gateway.targets import Targets
 from tests.service.fakes import FakeTarget
 from tests.service.fleet import BLOCK, Fleet
+from tests.service.spans import KeptSpans, error_of, told, traced_here
 from tests.service.truth import SEED, VOCAB, true_output
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import PROMPT_TOKENS, World
@@ -479,6 +481,21 @@ async def test_a_slow_first_verdict_is_asked_of_another_that_holds_the_prompt(
     assert len(other.calls) == asked + 2, "it stays where it was answered"
     assert [member.items for member in here.targets._members.values()] == [0, 0]
     assert [member.rows_ahead for member in here.targets._members.values()] == [0, 0]
+
+
+async def test_that_another_is_asked_too_stands_in_the_trace(here: Here) -> None:
+    target, home, other = await Hedging(here).begin(warm=True)
+    kept = KeptSpans()
+    request = traced_here(kept, MonotonicClock())
+    home.gate.close()
+    await here.ask(target, confirmed(0))
+    await home.was_given_up()
+    request.release()
+    [told_of] = await kept.requests()
+    assert kept.events(told_of, names.HEDGED) == [{names.POOL: "target", names.TO: other.address}]
+    given_up, answered = [span for span in kept.spans if span.name == names.VERIFY]
+    assert (told(given_up)[names.REPLICA], error_of(given_up)) == (home.address, "cancelled")
+    assert (told(answered)[names.REPLICA], error_of(answered)) == (other.address, None)
 
 
 async def test_whoever_answers_first_goes_on_and_the_other_is_given_up(here: Here) -> None:

@@ -21,11 +21,13 @@ from tests.service.truth import SEED, text_of, true_output
 from tests.service.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable
     from pathlib import Path
 
     from services.client.client import TokenStream
+    from services.client.options import Prompt
     from services.common.pb.galley.v1 import galley_pb2 as pb
+    from services.common.server import Parts
 
 PROMPT = "Tell me more."
 PROMPT_TOKENS = list(PROMPT.encode())
@@ -113,7 +115,7 @@ class Gateway:
     def address(self) -> str:
         return self.running.address
 
-    def ask(self, prompt: str | Sequence[int] = PROMPT, **options: Any) -> TokenStream:
+    def ask(self, prompt: Prompt = PROMPT, **options: Any) -> TokenStream:
         """A stream of MAX_TOKENS tokens, unless the options say otherwise."""
         asked = {"max_tokens": MAX_TOKENS, "seed": SEED, "ignore_eos": True, **options}
         return self.client.generate(prompt, **asked)

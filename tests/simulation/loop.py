@@ -29,7 +29,6 @@ _CLOCKED = (
     "services.target.servicer",
     "services.draft.loop",
     "services.draft.servicer",
-    "services.gateway.spans",
     "services.gateway.servicer",
     "services.client.streams",
 )

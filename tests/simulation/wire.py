@@ -89,8 +89,12 @@ class SimChannel:
     def unary_stream(self, method: str, **_serialization: object) -> Any:
         """A multi-callable of a method with many responses to one request."""
 
-        def call(request: object, timeout: float | None = None) -> Call:
-            made = self._call(method, Kind.STREAM, timeout)
+        def call(
+            request: object,
+            timeout: float | None = None,
+            metadata: tuple[tuple[str, str], ...] | None = None,
+        ) -> Call:
+            made = self._call(method, Kind.STREAM, timeout, metadata or ())
             made.begin()
             made.ask(request)
             if timeout is not None:
@@ -109,9 +113,11 @@ class SimChannel:
 
         return call
 
-    def _call(self, method: str, kind: Kind, timeout_s: float | None) -> Call:
+    def _call(
+        self, method: str, kind: Kind, timeout_s: float | None, more: tuple[tuple[str, str], ...] = ()
+    ) -> Call:
         name = method.rpartition("/")[2]
-        context = SimContext(self._metadata, timeout_s)
+        context = SimContext(self._metadata + more, timeout_s)
         return Call(self._network, self._servers, self._client, self._address, name, kind, context)
 
     async def close(self, _grace: float | None = None) -> None:
