@@ -102,7 +102,7 @@ TARGET_ENGINE = Dashboard(
                 ),
                 Panel(
                     "Preemptions",
-                    "Live sessions a second that lost their KV to older ones.",
+                    "Sessions a second that had to stop in mid-item: for older ones, or for want of blocks.",
                     (Query(rate(of.PREEMPTIONS, "instance"), "{{instance}}"),),
                     runbook="GalleyTargetOutOfBlocks",
                 ),

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class SchedulerCounts:
     """`prompt_tokens` came with sessions without KV of their own here; of them, `reused_tokens` were cached.
 
-    `missed` items built on a prefix that is not held. `preempted` sessions lost their KV to older ones.
-    `out_of_blocks` items were preempted, refused or put off as there was no block. For `linger_ns` passes
-    were put off, for a draft that was due.
+    `missed` items built on a prefix that is not held. `preempted` items had to stop in their midst, for older
+    sessions or for want of blocks. `out_of_blocks` items were preempted, refused or put off as there was no
+    block. For `linger_ns` passes were put off, for a draft that was due.
     """
 
     prompt_tokens: int = 0

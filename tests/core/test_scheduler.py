@@ -395,6 +395,9 @@ def test_the_youngest_makes_room_for_the_older_and_learns_what_is_left() -> None
     missed = answers[young]
     assert isinstance(missed, Miss)
     assert missed.prefix_hash == prefix_hash(prompt(16, 1)[: missed.have])
+    counts = bench.scheduler.counts
+    assert (counts.preempted, counts.out_of_blocks, counts.missed) == (1, 1, 0)
+    assert bench.table.evicted_blocks > 0
 
 
 def test_a_young_session_is_refused_where_older_ones_hold_everything() -> None:
@@ -407,6 +410,7 @@ def test_a_young_session_is_refused_where_older_ones_hold_everything() -> None:
     refused = answers[young]
     assert isinstance(refused, Overloaded)
     assert refused.retry_after_s > 0
+    assert (bench.scheduler.counts.preempted, bench.scheduler.counts.out_of_blocks) == (0, 1)
 
 
 def test_the_youngest_makes_place_for_an_older_session() -> None:
@@ -422,6 +426,8 @@ def test_the_youngest_makes_place_for_an_older_session() -> None:
     assert isinstance(missed, Miss)
     assert missed.have > 0, "it keeps what was cached of it"
     assert isinstance(answers[young], Overloaded)
+    counts = bench.scheduler.counts
+    assert (counts.preempted, counts.out_of_blocks) == (1, 0), "places ran out, not blocks"
 
 
 def test_a_higher_priority_takes_the_blocks_of_an_older_session() -> None:
@@ -509,6 +515,7 @@ def test_a_miss_says_what_is_held() -> None:
     short, nothing = (answer.outcome for answer in bench.scheduler.take_answers())
     assert short == Miss(5, prefix_hash(PROMPT))
     assert nothing == Miss(0, prefix_hash([]))
+    assert bench.scheduler.counts.missed == 2
 
 
 def test_times_are_of_what_led_to_each_result() -> None:
@@ -518,6 +525,7 @@ def test_times_are_of_what_led_to_each_result() -> None:
     first, second = only(bench.step()), only(bench.step())
     assert first.queue_ns == 3 * MS
     assert first.compute_ns == FLAT(5)
+    assert bench.scheduler.waits_ns == [], "of the second pass, which was no item's first"
     assert (second.queue_ns, second.compute_ns) == (0, FLAT(1))
 
 
@@ -542,6 +550,8 @@ def test_the_first_result_tells_how_much_of_the_prefix_was_held() -> None:
     bench.submit(request([*prompt(16), 1], session="b", credit=1))
     first, second = only(bench.step()), only(bench.step())
     assert (first.kv_reused, second.kv_reused) == (16, 0)
+    counts = bench.scheduler.counts
+    assert (counts.prompt_tokens, counts.reused_tokens) == (16 + 17, 16)
 
 
 def test_after_a_fault_of_its_own_everything_ends_and_begins_anew() -> None:

@@ -292,7 +292,9 @@ KV_MISSES = _TARGET.counter(
     "Items that built on a prefix which is not held here, answered with a cache miss.",
 )
 PREEMPTIONS = _TARGET.counter(
-    "galley.preemptions", "{session}", "Live sessions that lost their KV to older ones."
+    "galley.preemptions",
+    "{session}",
+    "Sessions that had to stop in mid-item: for older ones, or for want of blocks.",
 )
 EVICTIONS = _TARGET.counter("galley.evictions", "{block}", "Cached blocks whose content went, to make room.")
 OUT_OF_BLOCKS = _TARGET.counter(
