@@ -64,7 +64,7 @@ def _body(story: Story, limits: Limits) -> Element:
         "main",
         *_header(story),
         element("p", found.sentence, class_="slowest-sentence"),
-        element("ul", *(element("li", said) for said in summary(story)), class_="summary"),
+        element("ul", *(element("li", said) for said in summary(story, found)), class_="summary"),
         *_strip(story, rounds),
         element("h2", "Rounds"),
         _legend(),
