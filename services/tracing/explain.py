@@ -69,9 +69,10 @@ def _head(case: Case) -> str:
     of = f" of request {number}" if len(requests) > 1 else ""
     name = f"round {one.index}{of} ({token}{target})"
     if case.part is Part.BEFORE:
-        return f"before {name} no round was open for {ms(one.idle_ns)} ms"
+        return f"before {name} no round was open for {ms(one.idle_ns)} ms, {ms(one.felt_ns)} in all"
     if case.part is Part.LOG:
-        return f"the tokens of {name} were logged {ms(one.commit_ns)} ms after its verdict"
+        logged = f"were logged {ms(one.commit_ns)} ms after its verdict"
+        return f"the tokens of {name} {logged}, {ms(one.felt_ns)} in all"
     return f"{name} took {ms(one.duration_ns)} ms"
 
 

@@ -66,11 +66,11 @@ def _body(story: Story, limits: Limits) -> Element:
         element("p", found.sentence, class_="slowest-sentence"),
         element("ul", *(element("li", said) for said in summary(story, found)), class_="summary"),
         *_strip(story, rounds),
+        element("h2", "Tokens"),
+        *_tokens(story, flat, ids),
         element("h2", "Rounds"),
         _legend(),
         element("div", *_rows(story, requests, rows, made), class_="rounds"),
-        element("h2", "Tokens"),
-        *_tokens(story, flat, ids),
     )
 
 
@@ -155,5 +155,6 @@ def _token(one: Round, at: int, number: int, row_id: str) -> Element:
         text,
         class_=f"token {origin}",
         href=f"#{row_id}",
-        aria_label=f"token {number}, round {one.index}",
+        title=f"token {number}, round {one.index}",
+        tabindex="-1",  # by key one goes from round to round
     )

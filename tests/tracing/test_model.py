@@ -22,8 +22,24 @@ from tests.tracing.builder import (
     ns,
     told_of,
 )
+from tests.tracing.picture import sample
 
 OTHER_GATEWAY = Process("galley-gateway", "g2")
+
+
+def test_the_committed_sample_which_a_stack_has_written() -> None:
+    story = sample()
+    assert len(story.rounds) > 20
+    assert story.shifts == ()
+    for one in story.rounds:
+        parts = (names.DRAFT_PART, names.QUEUE_PART, names.COMPUTE_PART, names.WIRE_PART)
+        assert sum(map(one.span.integer, parts)) == pytest.approx(one.duration_ns, abs=ns(1))
+        assert len(one.text) == one.confirmed
+        assert one.batch is not None
+    assert any(story.company(one.batch) for one in story.rounds if one.batch is not None)
+    verify = next(call for one in story.rounds for call in one.calls if call.span.name == names.VERIFY)
+    assert verify.served is not None
+    assert verify.served.process.service == "galley-target"
 
 
 def test_a_request_with_its_rounds_in_order_whatever_order_they_were_written_in() -> None:
