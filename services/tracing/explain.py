@@ -56,7 +56,7 @@ def explain_round(story: Story, request: Request, one: Round) -> Explanation:
     head = f"{_head(case)}{_times(one.felt_ns, others) if compared else ''}: {found.clause}."
     if compared and not slow:
         return Explanation(f"No round stands out; {head}", found.cause, one)
-    return Explanation(head[0].upper() + head[1:], found.cause, one, stands_out=True)
+    return Explanation(head[0].upper() + head[1:], found.cause, one, stands_out=slow)
 
 
 def _head(case: Case) -> str:

@@ -135,7 +135,7 @@ def _tokens(story: Story, rows: Sequence[Row], ids: dict[int, str]) -> Iterator[
     yield element("ul", *items, class_="legend")
     listed = element("div", class_="tokens" if with_text else "tokens boxes")
     for row in rows:
-        if isinstance(row, Gap):
+        if isinstance(row, Gap) and row.rounds:
             listed.append(element("span", f" … {count(row.confirmed, 'token')} … ", class_="faint"))
         elif isinstance(row, Round):
             first = story.output_index(row.position)

@@ -83,7 +83,7 @@ def _lines(story: Story, console: Console, limits: Limits) -> Iterator[Text]:
     if story.rounds:
         yield Text()
         yield drawn.legend()
-        yield Text(_HEADINGS, style="bold")
+        yield Text(_HEADINGS.rstrip(), style="bold")
     for number, (request, of_one) in enumerate(zip(requests, rows, strict=True), 1):
         if len(requests) > 1:
             yield _request_line(story, request, number)
