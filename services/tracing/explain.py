@@ -27,20 +27,23 @@ _SHOWN_MOVES = 3
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`round` is None where no round is in the trace; `cause` is None where nothing was slow, either."""
+    """`round` and `cause` are None where no round is in the trace."""
 
     sentence: str
     cause: Cause | None = None
     round: Round | None = None
+    stands_out: bool = False
 
 
 def explain(story: Story) -> Explanation:
     """The slowest round of all, in one sentence."""
-    rounds = [(request, one) for request in story.requests for one in request.rounds]
-    if not rounds:
-        return Explanation(_without_rounds(story))
-    request, slowest = max(rounds, key=lambda found: found[1].felt_ns)
-    return explain_round(story, request, slowest)
+    found = _slowest(story)
+    return explain_round(story, *found) if found else Explanation(_without_rounds(story))
+
+
+def _slowest(story: Story, but: Round | None = None) -> tuple[Request, Round] | None:
+    rounds = ((request, one) for request in story.requests for one in request.rounds if one is not but)
+    return max(rounds, key=lambda found: found[1].felt_ns, default=None)
 
 
 def explain_round(story: Story, request: Request, one: Round) -> Explanation:
@@ -53,7 +56,7 @@ def explain_round(story: Story, request: Request, one: Round) -> Explanation:
     head = f"{_head(case)}{_times(one.felt_ns, others) if compared else ''}: {found.clause}."
     if compared and not slow:
         return Explanation(f"No round stands out; {head}", found.cause, one)
-    return Explanation(head[0].upper() + head[1:], found.cause, one)
+    return Explanation(head[0].upper() + head[1:], found.cause, one, stands_out=slow)
 
 
 def _head(case: Case) -> str:
@@ -66,9 +69,10 @@ def _head(case: Case) -> str:
     of = f" of request {number}" if len(requests) > 1 else ""
     name = f"round {one.index}{of} ({token}{target})"
     if case.part is Part.BEFORE:
-        return f"before {name} no round was open for {ms(one.idle_ns)} ms"
+        return f"before {name} no round was open for {ms(one.idle_ns)} ms, {ms(one.felt_ns)} in all"
     if case.part is Part.LOG:
-        return f"the tokens of {name} were logged {ms(one.commit_ns)} ms after its verdict"
+        logged = f"were logged {ms(one.commit_ns)} ms after its verdict"
+        return f"the tokens of {name} {logged}, {ms(one.felt_ns)} in all"
     return f"{name} took {ms(one.duration_ns)} ms"
 
 
@@ -95,9 +99,10 @@ def _without_rounds(story: Story) -> str:
 # ------------------------------------------------------------------------------------ the request --
 
 
-def summary(story: Story) -> tuple[str, ...]:
+def summary(story: Story, slowest: Explanation) -> tuple[str, ...]:
     """What became of it, where its time went, and what its trace does not show."""
     return (
+        *_later(story, slowest.round),
         *_ends(story),
         *_spent(story),
         *_speculation(story),
@@ -105,6 +110,16 @@ def summary(story: Story) -> tuple[str, ...]:
         *_stalls(story),
         *_gaps(story),
     )
+
+
+def _later(story: Story, slowest: Round | None) -> Iterator[str]:
+    """The slowest of the others, where the slowest had a prompt to read: that is another matter."""
+    found = _slowest(story, but=slowest)
+    if slowest is None or slowest.index or found is None:
+        return
+    told = explain_round(story, *found)
+    if told.stands_out:
+        yield f"After the prompt: {told.sentence}"
 
 
 def _ends(story: Story) -> Iterator[str]:
@@ -134,10 +149,10 @@ def _spent(story: Story) -> Iterator[str]:
 def _speculation(story: Story) -> Iterator[str]:
     drafted, verified, accepted = drafts_of(story)
     if drafted:
-        yield (
-            f"Of {count(drafted, 'draft token')}, {verified:,} were verified and {accepted:,} accepted "
-            f"({percent(accepted, verified)} of those)."
+        share = (
+            f"{accepted:,} accepted ({percent(accepted, verified)} of those)" if verified else "none accepted"
         )
+        yield f"Of {count(drafted, 'draft token')}, {verified:,} were verified and {share}."
 
 
 def drafts_of(story: Story) -> tuple[int, int, int]:
@@ -186,8 +201,8 @@ def _gaps(story: Story) -> Iterator[str]:
             f"The clock of {one_line(shift.process.service)} {one_line(shift.process.instance, 8)} was off: "
             f"{ms(abs(shift.offset_ns))} ms were "
             f"{'added to' if shift.offset_ns > 0 else 'taken from'} its times, "
-            f"judged by {count(shift.pairs, 'call')} from {one_line(shift.against.service)}"
-            + ("." if shift.fits else "; not all of them fit even so.")
+            f"judged by {count(shift.calls, 'call')} from {one_line(shift.against.service)}"
+            + (f"; {shift.unfit:,} of them end too late even so." if shift.unfit else ".")
         )
 
 

@@ -64,13 +64,13 @@ def _body(story: Story, limits: Limits) -> Element:
         "main",
         *_header(story),
         element("p", found.sentence, class_="slowest-sentence"),
-        element("ul", *(element("li", said) for said in summary(story)), class_="summary"),
+        element("ul", *(element("li", said) for said in summary(story, found)), class_="summary"),
         *_strip(story, rounds),
+        element("h2", "Tokens"),
+        *_tokens(story, flat, ids),
         element("h2", "Rounds"),
         _legend(),
         element("div", *_rows(story, requests, rows, made), class_="rounds"),
-        element("h2", "Tokens"),
-        *_tokens(story, flat, ids),
     )
 
 
@@ -135,7 +135,7 @@ def _tokens(story: Story, rows: Sequence[Row], ids: dict[int, str]) -> Iterator[
     yield element("ul", *items, class_="legend")
     listed = element("div", class_="tokens" if with_text else "tokens boxes")
     for row in rows:
-        if isinstance(row, Gap):
+        if isinstance(row, Gap) and row.rounds:
             listed.append(element("span", f" … {count(row.confirmed, 'token')} … ", class_="faint"))
         elif isinstance(row, Round):
             first = story.output_index(row.position)
@@ -155,5 +155,6 @@ def _token(one: Round, at: int, number: int, row_id: str) -> Element:
         text,
         class_=f"token {origin}",
         href=f"#{row_id}",
-        aria_label=f"token {number}, round {one.index}",
+        title=f"token {number}, round {one.index}",
+        tabindex="-1",  # by key one goes from round to round
     )

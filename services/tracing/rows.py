@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import nlargest
+from sys import maxsize
 from typing import TYPE_CHECKING
 
 from services.core import trace_names as names
@@ -39,17 +40,18 @@ class Limits:
     events: int = 20
 
 
-EVERYTHING = Limits(head=2**63)
+EVERYTHING = Limits(head=maxsize, events=maxsize)
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Rounds that are left out."""
+    """Rounds that are left out; or events, where there are no rounds."""
 
-    rounds: int
-    confirmed: int
-    took_ns: int
-    longest_ns: int
+    rounds: int = 0
+    confirmed: int = 0
+    took_ns: int = 0
+    longest_ns: int = 0
+    events: int = 0
 
 
 Row = Round | Event | Gap
@@ -69,7 +71,10 @@ def rows_of(request: Request, limits: Limits) -> list[Row]:
             left_out = []
         else:
             left_out.append(one)
-    return [*rows, *loose]
+    rows += loose
+    if (more := len(request.events) - limits.events) > 0:
+        rows.append(Gap(events=more))
+    return rows
 
 
 def _kept(rounds: Sequence[Round], limits: Limits) -> set[int]:
@@ -107,6 +112,8 @@ def cells_of(one: Round, ns_per_cell: float) -> Mapping[Part, int]:
 
 def said_of_gap(gap: Gap) -> str:
     """What is left out, in words."""
+    if not gap.rounds:
+        return count(gap.events, "more event")
     return (
         f"{count(gap.rounds, 'round')}, {count(gap.confirmed, 'token')}, {duration(gap.took_ns)}, "
         f"none above {ms(gap.longest_ns)} ms"

@@ -1,9 +1,13 @@
 """Clocks of several processes, made one.
 
-A span of another process lies within its parent: it cannot begin before it was asked for, nor, unless its
-caller gave it up, end after it was answered. Where a process's spans do not fit so, its clock is off by
-something between what the one bound asks for and what the other allows; all its spans are shifted by the
-middle of that. Where they fit, nothing is touched: what cannot be seen is not corrected.
+A span of another process cannot begin before it was asked for, nor end after it was answered. Where a
+process's spans do, its clock is off by something between what the one bound asks for and what the other
+allows; all its spans are shifted by the middle of that. Where they fit, nothing is touched: what cannot be
+seen is not corrected.
+
+The second bound holds only for calls whose answer was waited for. One that was given up may be heard of, and
+end, at any time after: those that say so are not asked, and of the others none is believed that contradicts
+the first bound of another.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,51 +24,51 @@ if TYPE_CHECKING:
 
 # Less may come of how spans are timed.
 _NEGLIGIBLE_NS = 100_000
+# What a replica says of an item that nobody waited for any more.
+_OUTCOME, _GIVEN_UP = "galley.outcome", ("cancelled", "superseded")
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """`offset_ns` was added to the times of a process, judged by `pairs` calls from the process `against`.
+    """`offset_ns` was added to the times of a process, judged by `calls` from the process `against`.
 
-    `fits`: with it, every one of them lies within its caller's span.
+    `unfit` of them end after they were answered all the same.
     """
 
     process: Process
     against: Process
     offset_ns: int
-    pairs: int
-    fits: bool
+    calls: int
+    unfit: int
 
 
 @dataclass(slots=True)
 class _Edge:
-    """What the calls from one process to another say of the other's clock: what to add to it."""
+    """What the calls from one process to another say of what to add to the other's clock."""
 
     least_ns: float = -math.inf
-    most_ns: float = math.inf
-    middles_ns: list[float] = field(default_factory=list)
+    calls: int = 0
+    # Of each call that was answered: no more than this.
+    most_ns: list[int] = field(default_factory=list)
 
     def add(self, parent: Span, child: Span) -> None:
         """Learn from one call."""
-        least = parent.start_ns - child.start_ns
-        self.least_ns = max(self.least_ns, least)
-        if child.duration_ns <= parent.duration_ns:
-            # Else it outlived its caller, who gave it up.
-            most = parent.end_ns - child.end_ns
-            self.most_ns = min(self.most_ns, most)
-            self.middles_ns.append((least + most) / 2)
+        self.calls += 1
+        self.least_ns = max(self.least_ns, parent.start_ns - child.start_ns)
+        if child.text(_OUTCOME) not in _GIVEN_UP and child.duration_ns <= parent.duration_ns:
+            self.most_ns.append(parent.end_ns - child.end_ns)
 
     @property
-    def fits(self) -> bool:
-        return self.least_ns <= self.most_ns
+    def unfit(self) -> int:
+        """How many contradict the first bound."""
+        return sum(most < self.least_ns for most in self.most_ns)
 
     def offset_ns(self, untouched_ns: int) -> int:
         """`untouched_ns`, which leaves the other's times as they are, if that fits."""
-        if self.least_ns - _NEGLIGIBLE_NS <= untouched_ns <= self.most_ns + _NEGLIGIBLE_NS:
+        most_ns = min((most for most in self.most_ns if most >= self.least_ns), default=math.inf)
+        if self.least_ns - _NEGLIGIBLE_NS <= untouched_ns <= most_ns + _NEGLIGIBLE_NS:
             return untouched_ns
-        if not self.fits:
-            return round(median(self.middles_ns))
-        return round((self.least_ns + self.most_ns) / 2 if math.isfinite(self.most_ns) else self.least_ns)
+        return round((self.least_ns + most_ns) / 2 if math.isfinite(most_ns) else self.least_ns)
 
 
 def align(
@@ -104,8 +107,7 @@ def _offsets(
                 offsets[other] = offsets[known] + sign * edge.offset_ns(-sign * offsets[known])
                 waiting.append(other)
                 if offsets[other]:
-                    count = len(edge.middles_ns) or 1
-                    shifts.append(Shift(other, known, offsets[other], count, edge.fits))
+                    shifts.append(Shift(other, known, offsets[other], edge.calls, edge.unfit))
     return offsets, shifts
 
 

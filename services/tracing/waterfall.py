@@ -75,7 +75,7 @@ def _lines(story: Story, console: Console, limits: Limits) -> Iterator[Text]:
     found = explain(story)
     yield Text()
     yield from _hanging(console, Text("Slowest  ", style="bold"), found.sentence)
-    for said in summary(story):
+    for said in summary(story, found):
         yield from _hanging(console, Text(" " * 9), said)
     requests = story.requests[:_MAX_REQUESTS]
     rows = [rows_of(request, limits) for request in requests]
@@ -83,7 +83,7 @@ def _lines(story: Story, console: Console, limits: Limits) -> Iterator[Text]:
     if story.rounds:
         yield Text()
         yield drawn.legend()
-        yield Text(_HEADINGS, style="bold")
+        yield Text(_HEADINGS.rstrip(), style="bold")
     for number, (request, of_one) in enumerate(zip(requests, rows, strict=True), 1):
         if len(requests) > 1:
             yield _request_line(story, request, number)

@@ -131,12 +131,11 @@ class Browser:
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.tell("Emulation.setEmulatedMedia", features=[feature])
 
-    def picture(self, *, whole: bool = False) -> bytes:
-        """A PNG of the window, or of the whole page."""
-        size = self.value("[document.documentElement.clientWidth, document.documentElement.scrollHeight]")
-        clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
-        of_page = {"captureBeyondViewport": True, "clip": clip} if whole else {}
-        answer = self.tell("Page.captureScreenshot", format="png", **of_page)
+    def picture(self, highest: int) -> bytes:
+        """A PNG of the page, as wide as the window and at most so high."""
+        width, height = self.value("[document.documentElement.clientWidth, document.body.scrollHeight]")
+        clip = {"x": 0, "y": 0, "width": width, "height": min(height, highest), "scale": 1}
+        answer = self.tell("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         return b64decode(answer["data"])
 
     def tell(self, method: str, **params: Any) -> Any:

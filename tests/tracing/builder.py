@@ -12,6 +12,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyVa
 from services.core import trace_names as names
 from services.tracing import gen_ai
 from services.tracing.build import stories_of
+from services.tracing.explain import explain, summary
 from services.tracing.otlp_json import SERVICE_INSTANCE, SERVICE_NAME
 from services.tracing.spans import CLIENT, ERROR, SERVER, Event, Link, Process, Span
 
@@ -319,6 +320,11 @@ class RequestMaker:
             )
         )
         return self
+
+
+def told_of(story: Story) -> str:
+    """The summary, as one text."""
+    return " ".join(summary(story, explain(story)))
 
 
 def _keyed(given: dict[str, Any]) -> dict[str, Any]:

@@ -9,17 +9,31 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from services.tracing.build import stories_of
 from services.tracing.html import page
 from services.tracing.library import find, index_of
 from services.tracing.otlp_file import Lines
+from services.tracing.otlp_json import spans_in
 from tests.tracing.browser import Browser, find_browser
 from tests.tracing.builder import Scene
 from tests.tracing.files import write
 
+if TYPE_CHECKING:
+    from services.tracing.model import Story
+
+_HIGHEST = 1500
 SAMPLE = Path(__file__).with_name("sample.jsonl")
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "trace.png"
+
+
+def sample() -> Story:
+    """The one request of the sample of which there is more than its own span."""
+    lines = Lines(SAMPLE)
+    found = [find(lines, entry.session_id) for entry in index_of(lines).entries]
+    stories = [stories_of(one.spans, one.session_id, one.index.sessions_of) for one in found]
+    return max((story for (story,) in stories), key=lambda story: len(story.rounds))
 
 
 def draw() -> None:
@@ -27,9 +41,7 @@ def draw() -> None:
     path = find_browser()
     if path is None:
         raise SystemExit("there is no chromium here")
-    (newest,) = index_of(Lines(SAMPLE)).latest(1)
-    found = find(Lines(SAMPLE), newest.session_id)
-    (story,) = stories_of(found.spans, found.session_id, found.index.sessions_of)
+    story = sample()
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "trace.html"
         file.write_text(page(story), encoding="utf-8")
@@ -37,14 +49,17 @@ def draw() -> None:
             browser.open(file)
             browser.value("document.querySelector('.slowest').open = true")
             PICTURE.parent.mkdir(exist_ok=True)
-            PICTURE.write_bytes(browser.picture(whole=True))
+            PICTURE.write_bytes(browser.picture(_HIGHEST))
 
 
 def take_sample(file: Path, session_id: str) -> None:
-    """Keep what `galley trace` would show of a session."""
-    found = find(Lines(file), session_id)
+    """Keep what `galley trace` would show of a session, with the requests that kept it company."""
+    found = find(Lines(file), session_id).spans
+    traces = {span.trace_id for span in found} | {link.trace_id for span in found for link in span.links}
+    everything = (span for line in Lines(file) for span in spans_in(line.document()))
+    company = [span for span in everything if span.is_request and span.trace_id in traces]
     SAMPLE.unlink(missing_ok=True)
-    write(Scene(spans=list(found.spans)), SAMPLE)
+    write(Scene(spans=list({span.key: span for span in (*found, *company)}.values())), SAMPLE)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from services.core import trace_names as names
 from services.tracing.case import Cause
-from services.tracing.explain import explain, summary
+from services.tracing.explain import explain
 from services.tracing.spans import Span
 from tests.tracing.builder import (
     DRAFT_AT,
@@ -19,6 +19,7 @@ from tests.tracing.builder import (
     Scene,
     event,
     ns,
+    told_of,
 )
 
 if TYPE_CHECKING:
@@ -221,6 +222,18 @@ def test_a_slow_pass_for_no_reason() -> None:
     assert "its pass computed for 120 ms, and nothing else was in its way" in found.sentence
 
 
+def test_after_a_slow_prompt_the_slowest_of_the_others_is_told_too() -> None:
+    scene = Scene()
+    request = scene.request(prompt=900).round(compute=800, kv_reused=0)
+    usual_rounds(request).round(draft=70, draft_compute_ns=ns(66)).end()
+    assert explain(scene.story()).cause is Cause.PROMPT
+    assert "After the prompt: Round 7 (token 21, position 921, target " in told_of(scene.story())
+    assert "70.0 ms of it went on waiting for draft" in told_of(scene.story())
+    scene = Scene()
+    usual_rounds(scene.request(prompt=900).round(compute=800, kv_reused=0)).end()
+    assert "After the prompt" not in told_of(scene.story())
+
+
 def test_a_round_without_a_verdict() -> None:
     scene = Scene()
     request = usual_rounds(scene.request())
@@ -291,7 +304,7 @@ def test_the_summary_tells_of_failure_moves_stalls_and_what_is_missing() -> None
     request = usual_rounds(scene.request(attributes={names.CLIENT_STALLED_NS: ns(1500), names.ROUNDS: 9}))
     request.round(events=moved(request, "unavailable"))
     request.end(error="unavailable", problem="no verdict from the target")
-    said = " ".join(summary(scene.story()))
+    said = told_of(scene.story())
     assert "It ended with unavailable (no verdict from the target)." in said
     assert "Of 210 ms in rounds, 0 % went on waiting for drafts, 3 % in the target's queue" in said
     assert "Of 28 draft tokens, 28 were verified and 14 accepted (50 % of those)." in said

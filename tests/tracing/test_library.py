@@ -9,12 +9,11 @@ import pytest
 from services.core import trace_names as names
 from services.tracing import library
 from services.tracing.build import stories_of
-from services.tracing.explain import summary
 from services.tracing.library import NotFound, find, index_of
 from services.tracing.otlp_file import Lines
 from services.tracing.places import new_file, newest_file
 from services.tracing.spans import Process, Span
-from tests.tracing.builder import BEGAN_NS, SESSION, Scene, ns
+from tests.tracing.builder import BEGAN_NS, SESSION, Scene, ns, told_of
 from tests.tracing.files import write
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def test_a_request_that_was_refused_has_no_session_and_is_found_by_its_trace(tmp
     found = find(lines, first.trace_id)
     assert len(found.spans) == 1
     (story,) = stories_of(found.spans, found.session_id)
-    assert "ended with resource_exhausted" in " ".join(summary(story))
+    assert "ended with resource_exhausted" in told_of(story)
 
 
 def test_a_trace_of_several_sessions_is_all_of_them(tmp_path: Path) -> None:
@@ -135,7 +134,7 @@ def test_more_spans_than_may_be_are_cut_off_and_that_is_said(
     assert found.cut
     assert len(found.spans) == 10
     (story,) = stories_of(found.spans, found.session_id, cut=found.cut)
-    assert "only a part of its spans was read" in " ".join(summary(story))
+    assert "only a part of its spans was read" in told_of(story)
 
 
 def test_only_a_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

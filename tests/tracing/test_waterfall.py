@@ -97,6 +97,18 @@ def test_a_long_answer_is_shortened_in_the_middle_unless_all_is_asked_for() -> N
     assert sum(bool(re.match(r"[> ] +\d+ +", line)) for line in whole.splitlines()) == 400
 
 
+def test_of_very_many_events_the_first_are_shown() -> None:
+    scene = Scene()
+    request = scene.request().round().idle(5)
+    for _ in range(50):
+        request.event(names.STORE_RETRIED)
+    request.end()
+    text = shown(scene.story())
+    assert text.count("! store.retried") == 20
+    assert "... 30 more events" in text
+    assert shown(scene.story(), everything=True).count("! store.retried") == 50
+
+
 def test_what_a_terminal_obeys_is_not_sent_to_it() -> None:
     text = shown(story_of(scenes.hostile()), colours=True)
     assert "script" in text
