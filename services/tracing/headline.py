@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from services.core import trace_names as names
-from services.tracing import gen_ai
 from services.tracing.explain import drafts_of
 from services.tracing.said import count, duration, ms, one_line, percent
 
@@ -20,7 +19,7 @@ NO_SESSION = "(not in the trace)"
 def about(story: Story) -> str:
     """Which model was asked for what, how long it is, how it ended."""
     first = next((request for request in story.requests if request.span), story.requests[0])
-    operation = one_line(first.text(gen_ai.OPERATION)) or "request"
+    operation = one_line(first.text(names.OPERATION)) or "request"
     workload = one_line(first.text(names.WORKLOAD))
     output = count(output_tokens(story), "token")
     prompt = story.prompt_tokens
@@ -49,7 +48,7 @@ def figures(story: Story) -> Iterator[str]:
 
 def output_tokens(story: Story) -> int:
     """Of the whole answer, as far as it is in the trace."""
-    told = max((request.integer(gen_ai.OUTPUT_TOKENS) for request in story.requests), default=0)
+    told = max((request.integer(names.OUTPUT_TOKENS) for request in story.requests), default=0)
     return told or sum(one.confirmed for one in story.rounds)
 
 
@@ -62,10 +61,10 @@ def tokens_of(story: Story, one: Round) -> str:
 
 def _model_of(request: Request) -> str:
     return (
-        one_line(request.text(gen_ai.RESPONSE_MODEL) or request.text(gen_ai.REQUEST_MODEL)) or "unknown model"
+        one_line(request.text(names.RESPONSE_MODEL) or request.text(names.REQUEST_MODEL)) or "unknown model"
     )
 
 
 def _reasons(story: Story) -> list[str]:
-    told = (request.span.texts(gen_ai.FINISH_REASONS) for request in story.requests if request.span)
+    told = (request.span.texts(names.FINISH_REASONS) for request in story.requests if request.span)
     return [one_line(reason) for reasons in told for reason in reasons]

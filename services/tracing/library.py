@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from services.core import trace_names as names
-from services.tracing import gen_ai
 from services.tracing.otlp_json import Malformed, spans_in
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class Index:
 
 def index_of(lines: Lines) -> Index:
     """All requests. Raises BadTraceFile."""
-    mark = gen_ai.PROVIDER.encode()
+    mark = names.PROVIDER.encode()
     found = _spans(lines, lambda raw: mark in raw, _may_be_request)
     return Index(_entry(span) for span in found if span.is_request)
 
@@ -187,7 +186,7 @@ def _trace_id(found: Any) -> str:
 
 
 def _may_be_request(span: Any) -> bool:
-    return any(pair.get("key") == gen_ai.PROVIDER for pair in span.get("attributes") or ())
+    return any(pair.get("key") == names.PROVIDER for pair in span.get("attributes") or ())
 
 
 def _spans(lines: Lines, may_hold: Callable[[bytes], bool], keep: Callable[[Any], bool]) -> Iterator[Span]:
@@ -204,10 +203,10 @@ def _entry(span: Span) -> Entry:
     return Entry(
         session_id=span.text(names.SESSION_ID),
         trace_id=span.trace_id,
-        model=span.text(gen_ai.REQUEST_MODEL),
+        model=span.text(names.REQUEST_MODEL),
         start_ns=span.start_ns,
         duration_ns=span.duration_ns,
-        output_tokens=span.integer(gen_ai.OUTPUT_TOKENS),
+        output_tokens=span.integer(names.OUTPUT_TOKENS),
         rounds=span.integer(names.ROUNDS),
         slowest_round_ns=span.integer(names.SLOWEST_ROUND_NS),
         error=span.text(names.ERROR_TYPE),

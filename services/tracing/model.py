@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from services.core import trace_names as names
 from services.core.events import RoundParts
-from services.tracing import gen_ai
 from services.tracing.spans import ERROR
 
 if TYPE_CHECKING:
@@ -273,7 +272,7 @@ class Story:
     @property
     def prompt_tokens(self) -> int | None:
         """How long the prompt is; None if that is not known."""
-        told = max((request.integer(gen_ai.INPUT_TOKENS) for request in self.requests), default=0)
+        told = max((request.integer(names.INPUT_TOKENS) for request in self.requests), default=0)
         if told:
             return told
         first = self.requests[0]

@@ -17,6 +17,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from services.core import trace_names as names
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 # Less may come of how spans are timed.
 _NEGLIGIBLE_NS = 100_000
 # What a replica says of an item that nobody waited for any more.
-_OUTCOME, _GIVEN_UP = "galley.outcome", ("cancelled", "superseded")
+_GIVEN_UP = ("cancelled", "superseded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class _Edge:
         """Learn from one call."""
         self.calls += 1
         self.least_ns = max(self.least_ns, parent.start_ns - child.start_ns)
-        if child.text(_OUTCOME) not in _GIVEN_UP and child.duration_ns <= parent.duration_ns:
+        if child.text(names.OUTCOME) not in _GIVEN_UP and child.duration_ns <= parent.duration_ns:
             self.most_ns.append(parent.end_ns - child.end_ns)
 
     @property

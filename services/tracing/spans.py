@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
-from services.tracing import gen_ai
+from services.core import trace_names as names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,7 +117,7 @@ class Span:
     @property
     def is_request(self) -> bool:
         """Is it of a request to one of our gateways?"""
-        return self.attributes.get(gen_ai.PROVIDER) == gen_ai.GALLEY and gen_ai.OPERATION in self.attributes
+        return self.attributes.get(names.PROVIDER) == names.GALLEY and names.OPERATION in self.attributes
 
     def texts(self, key: str) -> tuple[str, ...]:
         """The attribute as strings, if it is a list; else none."""

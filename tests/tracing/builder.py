@@ -10,7 +10,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 
 from services.core import trace_names as names
-from services.tracing import gen_ai
 from services.tracing.build import stories_of
 from services.tracing.explain import explain, summary
 from services.tracing.otlp_json import SERVICE_INSTANCE, SERVICE_NAME
@@ -280,12 +279,12 @@ class RequestMaker:
         """Add the request's span; returns itself, whose `key` others may link to."""
         slowest = max(self.rounds, key=lambda span: span.duration_ns, default=None)
         attributes = {
-            gen_ai.OPERATION: self.operation,
-            gen_ai.PROVIDER: gen_ai.GALLEY,
-            gen_ai.REQUEST_MODEL: "smollm2-135m-instruct",
-            gen_ai.INPUT_TOKENS: self.prompt,
-            gen_ai.OUTPUT_TOKENS: self.position - self.prompt,
-            gen_ai.FINISH_REASONS: (reason,),
+            names.OPERATION: self.operation,
+            names.PROVIDER: names.GALLEY,
+            names.REQUEST_MODEL: "smollm2-135m-instruct",
+            names.INPUT_TOKENS: self.prompt,
+            names.OUTPUT_TOKENS: self.position - self.prompt,
+            names.FINISH_REASONS: (reason,),
             names.SESSION_ID: self.session,
             names.WORKLOAD: "chat",
             names.RESUMED: self.resumed,
