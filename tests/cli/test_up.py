@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,14 +15,13 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from services.core import trace_names as names
 from services.tracing.otlp_file import Lines
 from services.tracing.otlp_json import spans_in
 from tests.cli.ends import Ends
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from services.tracing.spans import Span
 
 GALLEY = [sys.executable, "-m", "services.cli"]
 
@@ -56,13 +56,14 @@ def _until_up(up: subprocess.Popen[str]) -> tuple[list[str], Path]:
     raise AssertionError("".join(lines))
 
 
-def _until_traced(path: Path, services: set[str]) -> list[Span]:
-    """The spans of the file, once each of these services has sent some."""
+def _until_traced(path: Path, services: set[str], session_id: str) -> None:
+    """Until each of these services has sent some, and the second request of the session has ended."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         spans = [span for line in Lines(path) for span in spans_in(line.document())]
-        if services <= {span.process.service for span in spans}:
-            return spans
+        requests = [span for span in spans if span.is_request and span.text(names.SESSION_ID) == session_id]
+        if services <= {span.process.service for span in spans} and len(requests) == 2:
+            return
         time.sleep(0.05)
     raise AssertionError(path.read_text())
 
@@ -88,11 +89,15 @@ def test_a_stack_answers_resumes_at_its_other_gateway_and_leaves_no_process(
     assert _texts(again.stdout) == _texts(answer.stdout) != ""
     assert first != second
 
-    spans = _until_traced(traces, {"galley-gateway", "galley-target"})
-    assert "round" in {span.name for span in spans}
+    _until_traced(traces, {"galley-gateway", "galley-target", "galley-draft"}, session_id)
     listed = _galley(env, "trace", "--list")
     assert listed.returncode == 0, listed.stderr
-    assert str(traces) in listed.stdout
+    assert session_id[:8] in listed.stdout
+    told = _galley(env, "trace", session_id, "--all")
+    assert told.returncode == 0, told.stderr
+    assert session_id in told.stdout
+    assert "resumed" in told.stdout
+    assert len(re.findall(r"^>? +\d+ +[\d,.]+ +\d", told.stdout, re.MULTILINE)) >= 4, told.stdout
 
     children = psutil.Process(stack.pid).children(recursive=True)
     # Valkey, what takes the traces, target, draft and two gateways; the model was only looked up.
