@@ -114,8 +114,9 @@ def test_rounds_batches_and_items_are_linked_both_ways(run: Run) -> None:
     every = run.spans
     for trace_id in run.whole:
         by_name = spans_by_name(run.trace(trace_id))
+        # Of what was given up in time, nothing need have been computed.
         served = {
-            name: {span.key for span in by_name[name] if span.kind == SERVER}
+            name: {span.key for span in by_name[name] if span.text(names.OUTCOME) == "result"}
             for name in (names.VERIFY, names.PROPOSE)
         }
         linked: set[SpanKey] = set()
@@ -129,9 +130,8 @@ def test_rounds_batches_and_items_are_linked_both_ways(run: Run) -> None:
             assert len(items & served[names.VERIFY]) == 1, "one item of a session is in a pass"
             assert len(items) == batch.integer(names.BATCH_SESSIONS), "all are traced"
             assert one.integer(names.BATCH_SESSIONS) == batch.integer(names.BATCH_SESSIONS)
-            if one.integer(names.ROUND_INDEX):  # to read the prompt may take several passes
-                assert one.integer(names.COMPUTE_PART) <= batch.duration_ns + MS
             assert len(batch.integers(names.RANK_FORWARD_NS)) == 1
+            assert 0 < batch.integer(names.FORWARD_NS) <= batch.duration_ns
             linked |= items
         assert served[names.VERIFY] <= linked
         of_draft = [span for span in every.values() if span.name == names.DRAFT_BATCH]
@@ -216,7 +216,7 @@ def test_what_a_killed_gateway_left_is_what_the_resumed_request_goes_on_from(
     assert before.rounds[0].position == len(PROMPT)
     ends = [one.position + one.confirmed for one in after.rounds]
     assert max(ends) == len(PROMPT) + MAX_TOKENS
-    assert after.rounds[0].position <= before.rounds[-1].position + before.rounds[-1].confirmed
+    assert len(PROMPT) < after.rounds[0].position, "it went on, and did not begin anew"
 
 
 @pytest.mark.parametrize("seconds", [-5, 5])

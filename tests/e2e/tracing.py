@@ -21,6 +21,7 @@ from services.common.telemetry import start_telemetry, w3c_metadata
 from services.core import trace_names as names
 from services.core.strategies import NGRAM
 from services.tracing.otlp_json import document_of, spans_in
+from tests.e2e.test_replicas import told
 from tests.service.collector import Collector
 from tests.service.narrow import narrow
 from tests.service.waiting import PATIENCE_S
@@ -37,6 +38,7 @@ ASK = "ask"
 # Greedy, a model of random weights soon repeats itself: lookup is right then.
 PROMPT = [5, 9, 2, 33, 5, 9, 2, 33, 5, 9]
 STREAMS = 4
+TARGETS = ("target", "target-2")
 MAX_TOKENS = 100
 HEARD = 4
 OPTIONS = GenerateOptions(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
@@ -84,7 +86,7 @@ class _Client:
                 request = generate_request(PROMPT, {**OPTIONS, "logprobs": 20, "speculation": FIXED})
                 stream = TokenStream(stub.Generate(request, metadata=w3c_metadata()))
                 await _read(stream, HEARD)
-                await cutting.wait()
+                await cutting.wait(stream)
                 if cutting.other is None:
                     await _read(stream)
                     return
@@ -93,14 +95,16 @@ class _Client:
 
 
 class _Cut:
-    """Something that is killed once `count` have heard a little; `other` is a gateway to go on at."""
+    """Something that is killed once `count` streams have heard a little; `other` is a gateway to go on at."""
 
     def __init__(self, count: int, other: str | None = None) -> None:
         self.other = other
+        self.streams: list[TokenStream] = []
         self._heard = asyncio.Barrier(count + 1)
         self._done = asyncio.Event()
 
-    async def wait(self) -> None:
+    async def wait(self, stream: TokenStream) -> None:
+        self.streams.append(stream)
         await self._heard.wait()
         await self._done.wait()
 
@@ -174,12 +178,12 @@ async def _ask(run: Run, stack: Stack, client: _Client) -> None:
 
 async def _kill_target(run: Run, stack: Stack, client: _Client) -> None:
     cut = _Cut(STREAMS)
-    run.killed_target = stack.address("target")
     async with asyncio.TaskGroup() as streams:
         for _ in range(STREAMS):
             streams.create_task(client.cut(run.cut_from_target, stack.address("gateway"), cut))
         await cut.ready()
-        await stack.kill("target")
+        run.killed_target, *_ = await told(stack, cut.streams, "target_replica")
+        await stack.kill(next(name for name in TARGETS if stack.address(name) == run.killed_target))
         cut.done()
 
 

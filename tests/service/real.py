@@ -124,7 +124,7 @@ class Real:
     def ask(self, prompt: Sequence[int], **options: Any) -> TokenStream:
         """The likeliest answer: a token drawn from a model of random weights may poison it."""
         asked = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **options}
-        return self.gateway.client.generate(list(prompt), **asked)  # type: ignore[arg-type]  # as a dict
+        return self.gateway.client.generate(list(prompt), **asked)
 
     def total(self, metric: Metric, *labels: str) -> float:
         """What all who give it have counted, or observed, together."""

@@ -66,10 +66,12 @@ def answer(story: Story, cause: Cause) -> tuple[Explanation, Span]:
 
 def signs_of(story: Story) -> set[str]:
     """Its spans, what these say that is not empty, and what happened to it."""
-    events = chain.from_iterable(holder.events for holder in (*story.requests, *story.rounds))
-    return {sign for span in _spans(story) for sign in _signs(span)}.union(
-        *({event.name, *event.attributes} for event in events)
+    events = chain(
+        chain.from_iterable(request.events for request in story.requests),
+        chain.from_iterable(one.events for one in story.rounds),
     )
+    signs = {sign for span in _spans(story) for sign in _signs(span)}
+    return signs.union(*({event.name, *event.attributes} for event in events))
 
 
 def _spans(story: Story) -> Iterator[Span]:
