@@ -171,4 +171,5 @@ def test_a_pass_of_others_that_evicted_the_session_is_brought_along(tmp_path: Pa
     assert [told.name for told in before.events] == [names.KV_EVICTED]
     assert not after.events
     (other,) = stories_of(find(lines, OTHER).spans, OTHER)
-    assert not any(told.events for told in (*other.requests, *other.rounds))
+    assert not any(request.events for request in other.requests)
+    assert not any(one.events for one in other.rounds)
