@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path  # noqa: TC003  # Typer reads the annotation
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,7 +82,7 @@ def _list(lines: Lines, console: Console) -> None:
 def _tell(found: Found, console: Console, html: Path | None, *, everything: bool) -> None:
     stories = stories_of(found.spans, found.session_id, found.index.sessions_of, cut=found.cut)
     if html is not None:
-        html.write_text(page(_only(stories), everything=everything), encoding="utf-8")
+        _write_private(html, page(_only(stories), everything=everything))
         console.print(Text(f"wrote {html}"), soft_wrap=True)
         return
     for number, story in enumerate(stories[:_MAX_STORIES]):
@@ -94,6 +95,12 @@ def _tell(found: Found, console: Console, html: Path | None, *, everything: bool
         console.print(f"none of Galley's requests is in this trace; its {count(len(found.spans), 'span')}:")
         for line in plain_lines(found.spans):
             console.print(line, soft_wrap=True)
+
+
+def _write_private(path: Path, text: str) -> None:
+    """For its owner alone, as the traces are: prompts may be in it."""
+    with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(text)
 
 
 def _only(stories: Sequence[Story]) -> Story:

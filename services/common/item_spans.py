@@ -38,9 +38,19 @@ class ItemSpan:
 
     def __init__(self, tracer: trace.Tracer, name: str, parent: str, session_id: str) -> None:
         """`parent` is the traceparent that came with the item."""
+        self._parent = parent
         self.span = _begin(tracer, name, parent, session_id)
         self.traced = self.span.is_recording()
         self.outcome = CANCELLED
+
+    @property
+    def named(self) -> trace.Span:
+        """Whom a log means: its span, or its caller's where it has none of its own."""
+        return (
+            self.span
+            if self.traced or not self._parent
+            else trace.get_current_span(context_from(self._parent))
+        )
 
     @property
     def link(self) -> trace.Link | None:

@@ -38,7 +38,7 @@ async def answer_or_status(
         return await answer
     except Exception as error:  # noqa: BLE001  # one item must not fail its batch
         span.failed(error)
-        with use_span(span.span):
+        with use_span(span.named):
             log_internal(error, session_id=session_id)
         return refuse(item_status(error))
 

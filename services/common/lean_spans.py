@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 from opentelemetry import trace
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.util import BoundedList
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from opentelemetry.context import Context
     from opentelemetry.sdk.resources import Resource
@@ -30,6 +31,8 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _UNSAMPLED = TraceFlags(TraceFlags.DEFAULT)
 _UNSET = Status(StatusCode.UNSET)
 _ERROR = Status(StatusCode.ERROR)
+_MOST = 128
+"""Events, and links, of one span: the last of them, as by the SDK's default; how many there were is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +114,8 @@ class LeanSpan(trace.NonRecordingSpan):
         self._start_ns = start_ns
         self._now_ns = now_ns
         self._kind = kind
-        self._links: list[trace.Link] = []
-        self._events: list[Event] = []
+        self._links: Sequence[trace.Link] = ()
+        self._events: Sequence[Event] = ()
         self._status = _UNSET
         self._ended = False
 
@@ -132,10 +135,14 @@ class LeanSpan(trace.NonRecordingSpan):
 
     def add_event(self, name: str, attributes: Attributes = None, timestamp: int | None = None) -> None:
         """Unchecked."""
+        if not isinstance(self._events, BoundedList):
+            self._events = BoundedList(_MOST)
         self._events.append(Event(name, attributes, self._now_ns() if timestamp is None else timestamp))
 
     def add_link(self, context: SpanContext, attributes: Attributes = None) -> None:
         """Unchecked."""
+        if not isinstance(self._links, BoundedList):
+            self._links = BoundedList(_MOST)
         self._links.append(trace.Link(context, attributes))
 
     def update_name(self, name: str) -> None:

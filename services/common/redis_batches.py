@@ -47,27 +47,25 @@ class Batches:
     async def ask(self, commands: Sequence[Command]) -> Replies:
         """The replies to commands that go over one connection, in order; error replies among them.
 
+        Several go by themselves: one of them may be a WAIT, and all that came after it would wait too.
+
         Raises redis-py's errors or OSError where the connection fails. A caller that is cancelled leaves the
         others theirs.
         """
         loop = asyncio.get_running_loop()
         asked = _Asked(commands, loop.create_future())
-        if not self._waiting:
-            loop.call_soon(self._begin)
-        self._waiting.append(asked)
+        if len(commands) > 1:
+            self._start([asked])
+        else:
+            if not self._waiting:
+                loop.call_soon(self._begin)
+            self._waiting.append(asked)
         return await asked.replies
 
     def _begin(self) -> None:
         waiting, self._waiting = self._waiting, []
-        batch: list[_Asked] = []
-        count = 0
-        for asked in waiting:
-            if batch and count + len(asked.commands) > _MOST:
-                self._start(batch)
-                batch, count = [], 0
-            batch.append(asked)
-            count += len(asked.commands)
-        self._start(batch)
+        for at in range(0, len(waiting), _MOST):
+            self._start(waiting[at : at + _MOST])
 
     def _start(self, batch: Sequence[_Asked]) -> None:
         task = asyncio.create_task(self._run(batch))

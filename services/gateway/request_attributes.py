@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _LARGEST_INT = 2**63 - 1
 """OTLP has no larger one."""
 _LONGEST_NAME = 128
+_MOST_CONTENT = 65_536
+"""Characters of a prompt or an answer: a collector refuses all that comes with a span that is too large."""
 """Of a model that somebody asks for and nobody serves."""
 
 
@@ -144,4 +146,4 @@ def _input(request: pb.GenerateRequest) -> str:
 
 
 def _message(role: str, text: str) -> dict[str, object]:
-    return {"role": role, "parts": [{"type": "text", "content": text}]}
+    return {"role": role, "parts": [{"type": "text", "content": text[:_MOST_CONTENT]}]}

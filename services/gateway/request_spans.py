@@ -19,6 +19,7 @@ from services.common.handlers import WrappingInterceptor, wrap_handler
 from services.common.status import error_type
 from services.common.telemetry import context_of
 from services.core import trace_names as names
+from services.core.errors import Unauthenticated
 from services.gateway.request_span import Begun, fail
 from services.gateway.spans import RequestTrace, work_for
 
@@ -69,6 +70,10 @@ class RequestSpans(WrappingInterceptor):
                     async for response in responses:
                         yield response
             except grpc.aio.AbortError:  # whoever aborted has told why
+                raise
+            except Unauthenticated as error:
+                begun.failed(error)
+                begun.disown()
                 raise
             except Exception as error:
                 begun.failed(error)

@@ -131,6 +131,12 @@ class RequestTrace:
         if self._begun is not None:
             self._outcome = self._outcome or outcome
 
+    def disown(self) -> None:
+        """Its caller is nobody known: what a stranger wishes or samples is not traced for that."""
+        begun = self._begun
+        if begun is not None and (begun.parent is not None or names.FORCED in begun.attributes):
+            self._request = None
+
     def hold(self) -> None:
         """Somebody works for it, whether or not its call is over."""
         self._holds += 1
@@ -281,7 +287,10 @@ class RequestTrace:
         if request is None:
             return
         request.span.add_link(before, {names.LINK: names.LINK_CONTINUES})
-        begun.attributes[names.OPERATION] = was = stored.fields.get(OPERATION_FIELD, b"").decode()
+        was = (
+            names.CHAT if stored.fields.get(OPERATION_FIELD) == names.CHAT.encode() else names.TEXT_COMPLETION
+        )
+        begun.attributes[names.OPERATION] = was
         self._rename(span_name(was, str(begun.attributes.get(names.REQUEST_MODEL, ""))))
 
 

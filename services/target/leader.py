@@ -89,8 +89,8 @@ class Leader:
         """Drain, withdraw, and let the other ranks go."""
         if self._server is not None:
             await self._server.stop()
-        await self._metering.close()
         await asyncio.to_thread(self._release)
+        await self._metering.close()
         await asyncio.to_thread(self._telemetry.shutdown)
 
     @property

@@ -130,11 +130,7 @@ def _queue(case: Case) -> Found | None:
     if case.part is not Part.QUEUE:
         return None
     batch = case.round.batch
-    others = (
-        f", where {count(batch.queue_depth, 'item')} waited"
-        if batch is not None and batch.queue_depth
-        else ""
-    )
+    others = f", where {count(batch.waiting, 'item')} waited" if batch is not None and batch.waiting else ""
     return Found(Cause.QUEUE, f"it queued for {ms(case.lost_ns)} ms at the target{others}")
 
 

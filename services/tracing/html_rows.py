@@ -177,8 +177,8 @@ def _pass(batch: Batch, sessions: int) -> Iterator[str]:
         yield f"forward {ms(forward_ns)} ms"
     if batch.free_blocks is not None:
         yield f"{batch.free_blocks:,} KV blocks free"
-    if batch.queue_depth:
-        yield f"{count(batch.queue_depth, 'item')} waiting"
+    if batch.waiting:
+        yield f"{count(batch.waiting, 'item')} waiting"
 
 
 def _calls(one: Round) -> Iterator[tuple[str, str]]:

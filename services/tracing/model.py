@@ -74,9 +74,9 @@ class Batch:
         return self.span.known(names.FREE_BLOCKS)
 
     @property
-    def queue_depth(self) -> int:
-        """Items that waited meanwhile."""
-        return self.span.integer(names.QUEUE_DEPTH)
+    def waiting(self) -> int:
+        """Items that had work to do and were not in it."""
+        return max(0, self.span.integer(names.QUEUE_DEPTH) - self.sessions)
 
     @property
     def rank_ns(self) -> tuple[int, ...]:

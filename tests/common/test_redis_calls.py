@@ -11,7 +11,7 @@ import uvloop
 
 from bench.link import Link
 from bench.relay import Relay
-from services.common.redis_calls import RedisCalls, script_of
+from services.common.redis_calls import Copies, RedisCalls, script_of
 from services.core.errors import Broken, StoreUnavailable
 from tests.gateway.servers import VALKEY, running
 
@@ -66,6 +66,19 @@ async def test_calls_that_are_made_at_once_share_a_connection_and_each_has_its_o
     answers = await asyncio.gather(*(calls.command("ECHO", str(number)) for number in range(MANY)))
     assert answers == [str(number).encode() for number in range(MANY)]
     assert await connections_made(calls) - before <= 1 + MANY // 64
+
+
+async def test_who_waits_for_replicas_makes_nobody_wait() -> None:
+    with running(VALKEY) as server:
+        copies = Copies(replicas=1, timeout_s=0.05)
+        calls = RedisCalls(server.url, call_timeout_s=5.0, max_connections=CALLERS, copies=copies)
+        script = script_of("return redis.call('INCR', KEYS[1])")
+        await calls.run(script, ["before"])
+        before = await connections_made(calls)
+        answers = await asyncio.gather(*(calls.run_copied(script, [f"k{n}"]) for n in range(CALLERS)))
+        assert answers == [(1, False)] * CALLERS
+        assert await connections_made(calls) - before == CALLERS - 1, "one connection each"
+        await calls.close()
 
 
 async def test_an_error_is_the_callers_own(calls: RedisCalls) -> None:

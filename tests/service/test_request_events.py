@@ -32,6 +32,19 @@ def kept() -> KeptSpans:
     return KeptSpans()
 
 
+async def test_who_has_no_key_has_nothing_traced_for_the_asking(
+    world: World, kept: KeptSpans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    gateway = await world.gateway_of(kept.parts(), api_keys_file=KeyFile().write(world))
+    await refused(hear(gateway.ask(force_trace=True)))
+    async with calling(gateway, ALICE) as alice:
+        must_be_true(await hear(alice.ask(force_trace=True)))
+    [request] = await kept.requests()
+    assert error_of(request) is None
+
+
 async def test_a_call_that_is_refused_says_why(world: World, kept: KeptSpans) -> None:
     gateway = await world.gateway_of(kept.parts(), api_keys_file=KeyFile().write(world), max_sessions=1)
     await refused(hear(gateway.ask()))  # nobody's key

@@ -134,12 +134,12 @@ def test_a_round_knows_its_pass_its_ranks_and_its_company() -> None:
     scene = Scene()
     other = scene.request(session="0" * 32).round().end()
     anonymous = ("f" * 32, "e" * 16)
-    batch = {"sessions": 4, "rows": 20, "prefill_rows": 5, "ranks": (28, 27, 26), "queue_depth": 2}
+    batch = {"sessions": 4, "rows": 20, "prefill_rows": 5, "ranks": (28, 27, 26), "queue_depth": 6}
     scene.request().round(batch=batch, company=[other.key, anonymous]).end()
     story = next(told for told in scene.stories() if told.session_id == SESSION)
     found = story.rounds[0].batch
     assert found is not None
-    assert (found.sessions, found.rows, found.prefill_share, found.queue_depth) == (4, 20, 0.25, 2)
+    assert (found.sessions, found.rows, found.prefill_share, found.waiting) == (4, 20, 0.25, 2)
     assert found.rank_ns == (ns(28), ns(27), ns(26))
     assert [rank.process for rank in found.ranks] == [RANK, RANK]
     assert list(story.company(found)) == ["0" * 32, f"one of trace {'f' * 32}"]

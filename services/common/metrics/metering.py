@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from services.common.metrics.labels import SERVICES
 from services.common.otlp import exports
 
 if TYPE_CHECKING:
@@ -34,12 +35,12 @@ class Metering:
 
 
 async def start_metering(service: str, host: str, port: int) -> Metering:
-    """Begin to give the metrics of `service` (as the catalogue names it), on `port` unless that is OFF.
+    """Begin to give the metrics of `service`, if the catalogue names it; on `port` unless that is OFF.
 
     Raises OSError if the port cannot be had.
     """
     pushed = exports("metrics")
-    if port == OFF and not pushed:
+    if service not in SERVICES or (port == OFF and not pushed):
         return Metering()
     from services.common.metrics.registry import Registry  # noqa: PLC0415  # off costs nothing
 

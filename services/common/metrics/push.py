@@ -7,6 +7,7 @@ is away, or slow, holds up nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
 _INTERVAL_MS = 60_000.0
+_LOG = logging.getLogger(__name__)
 _LAST_PUSH_S = 3.0
 _CUMULATIVE = sdk.AggregationTemporality.CUMULATIVE
 # Optional on the wire, though the SDK's own histograms always have them.
@@ -65,13 +67,20 @@ class Pusher:
         await asyncio.wait({task})
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_PUSH_S):
-                await self._push()
+                await self._try_to_push()
         await _in_daemon(self._exporter.shutdown)
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
+            await self._try_to_push()
+
+    async def _try_to_push(self) -> None:
+        """A number that cannot be read must neither end the pushing nor how its service ends."""
+        try:
             await self._push()
+        except Exception:  # noqa: BLE001  # whatever it is, the service goes on
+            _LOG.exception("metrics could not be pushed")
 
     async def _push(self) -> None:
         data = as_otlp(self._registry.read(), self._resource, self._began_ns, time.time_ns())
