@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from services.tracing.skew import Shift
-    from services.tracing.spans import Event, Span, SpanKey
+    from services.tracing.spans import Event, Span, SpanKey, Value
 
 
 def stories_of(
@@ -39,7 +39,13 @@ def stories_of(
     if session_id:
         by_session = defaultdict(list, {session_id: by_session.get(session_id, [])})
     return tuple(
-        Story(name, tuple(told), _concerning(shifts, told), cut, _company(told, sessions_of))
+        Story(
+            name,
+            _with_evictions(told, tree.evictions.get(name, ())),
+            _concerning(shifts, told),
+            cut,
+            _company(told, sessions_of),
+        )
         for name, told in by_session.items()
         if told
     )
@@ -59,6 +65,7 @@ class _Tree:
         self.spans = spans
         self.by_key: dict[SpanKey, Span] = {span.key: span for span in spans}
         self.continued_by: dict[SpanKey, Span] = {}
+        self.evictions: dict[Value, list[Event]] = defaultdict(list)
         self._children: dict[SpanKey, list[Span]] = defaultdict(list)
         for span in spans:
             if span.parent_id:
@@ -66,6 +73,9 @@ class _Tree:
             for link in span.links:
                 if link.attributes.get(names.LINK) == names.LINK_CONTINUES:
                     self.continued_by[link.key] = span
+            for event in span.events:
+                if event.name == names.KV_EVICTED:
+                    self.evictions[event.attributes.get(names.SESSION_ID)].append(event)
 
     def children(self, key: SpanKey) -> Sequence[Span]:
         """In no order."""
@@ -165,6 +175,24 @@ def _placed(
         for one, events in zip(rounds, placed, strict=True)
     ]
     return complete, list(_in_order(loose))
+
+
+def _with_evictions(requests: Sequence[Request], evictions: Iterable[Event]) -> tuple[Request, ...]:
+    """Each with those that came after it and before the next: passes of others evict who is idle."""
+    found = list(requests)
+    known = {id(event) for one in _holders(requests) for event in one.events}
+    for event in evictions:
+        if id(event) in known:
+            continue
+        at = max(0, sum(request.start_ns <= event.time_ns for request in found) - 1)
+        found[at] = replace(found[at], events=_in_order((*found[at].events, event)))
+    return tuple(found)
+
+
+def _holders(requests: Iterable[Request]) -> Iterable[Request | Round]:
+    for request in requests:
+        yield request
+        yield from request.rounds
 
 
 def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:

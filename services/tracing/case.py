@@ -114,6 +114,12 @@ class Case:
         )
         return next(found, None)
 
+    @property
+    def evicted(self) -> bool:
+        """Had the session lost KV blocks to others while it was idle before?"""
+        events = (event for request in self.story.requests for event in request.events)
+        return any(e.name == names.KV_EVICTED and e.time_ns <= self.round.span.end_ns for e in events)
+
     def stalled_ns(self) -> int:
         """For how much of its time its client had left the stream unread."""
         return self._within(self._stalls())

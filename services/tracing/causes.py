@@ -144,16 +144,18 @@ def _cold_cache(case: Case) -> Found | None:
             Cause.PROMPT,
             f"it read the prompt, of which the cache had {had}, and computed for {ms(case.lost_ns)} ms",
         )
-    moved = case.happened(names.SESSION_MOVED, "target")
-    whence = (
-        f"after the session's move from target {_told(moved, names.SOURCE)}{_because(moved)} "
-        if moved
-        else ""
-    )
     return Found(
         Cause.COLD_CACHE,
-        f"{whence}the target's cache had {had}, and reading the other {missing:,} took {ms(case.lost_ns)} ms",
+        f"{_why_cold(case)}the target's cache had {had}, "
+        f"and reading the other {missing:,} took {ms(case.lost_ns)} ms",
     )
+
+
+def _why_cold(case: Case) -> str:
+    moved = case.happened(names.SESSION_MOVED, "target")
+    if moved is not None:
+        return f"after the session's move from target {_told(moved, names.SOURCE)}{_because(moved)} "
+    return "after other sessions had taken the session's KV blocks, " if case.evicted else ""
 
 
 def _slow_rank(case: Case) -> Found | None:

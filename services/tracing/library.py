@@ -109,7 +109,7 @@ def find(lines: Lines, wanted: str) -> Found:
         if len(of_trace) != 1:
             return Found(*_collect(lines, {name}), index)
         name = of_trace.pop()
-    return Found(*_collect(lines, index.traces_of_session(name)), index, name)
+    return Found(*_collect(lines, index.traces_of_session(name), name), index, name)
 
 
 def _the_one(wanted: str, sessions: set[str], traces: set[str]) -> tuple[str, str] | None:
@@ -149,10 +149,12 @@ def _ambiguous(wanted: str, matches: Collection[str]) -> NotFound:
 # -------------------------------------------------------------------------------------- the spans --
 
 
-def _collect(lines: Lines, traces: set[str]) -> tuple[list[Span], bool]:
-    """The spans of the traces, the passes that are linked with them, and those passes' ranks."""
-    of_ours = _any_of(traces)
-    kept = list(_first(_spans(lines, of_ours, lambda span: _concerns(span, traces))))
+def _collect(lines: Lines, traces: set[str], session_id: str = "") -> tuple[list[Span], bool]:
+    """The spans of the traces, the passes that are linked with them or name the session, and those passes'
+    ranks.
+    """
+    of_ours = _any_of(traces | {session_id} - {""})
+    kept = list(_first(_spans(lines, of_ours, lambda span: _concerns(span, traces, session_id))))
     passes = {span.trace_id for span in kept} - traces
     mark = names.RANK_FORWARD.encode()
     ranks = _spans(
@@ -176,9 +178,19 @@ def _any_of(traces: Collection[str]) -> Callable[[bytes], bool]:
     return lambda raw: pattern.search(raw) is not None
 
 
-def _concerns(span: Any, traces: Collection[str]) -> bool:
-    """Is it of these traces, or linked with one of them?"""
-    return _trace_id(span) in traces or any(_trace_id(link) in traces for link in span.get("links") or ())
+def _concerns(span: Any, traces: Collection[str], session_id: str) -> bool:
+    """Is it of these traces, or linked with one of them, or did something in it befall the session?"""
+    if _trace_id(span) in traces or any(_trace_id(link) in traces for link in span.get("links") or ()):
+        return True
+    events = span.get("events") or () if session_id else ()
+    return any(_names(event, session_id) for event in events)
+
+
+def _names(event: Any, session_id: str) -> bool:
+    return any(
+        pair.get("key") == names.SESSION_ID and (pair.get("value") or {}).get("stringValue") == session_id
+        for pair in event.get("attributes") or ()
+    )
 
 
 def _trace_id(found: Any) -> str:

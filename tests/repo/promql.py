@@ -109,3 +109,22 @@ def always(expr: str) -> str:
     """The expression of an alert, whose comparisons say 0 or 1 instead of leaving out what does not ring."""
     parts = re.split(r"(\{[^}]*\})", expr)
     return "".join(part if part.startswith("{") else _COMPARED.sub(r"\1 bool", part) for part in parts)
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a runbook names: metrics, and `signs`, which are spans, attributes and events of traces."""
+
+    metrics: frozenset[Metric]
+    signs: frozenset[str]
+
+
+def named_by(alert: str) -> Named:
+    """By the runbook of this alert."""
+    words = re.findall(r"`([^`]+)`", (RUNBOOKS / f"{alert}.md").read_text())
+    series = {name for word in words for name, _ in _NAME.findall(word)}
+    known = {**SERIES, **FAMILIES}
+    return Named(
+        frozenset(known[name] for name in series if name in known),
+        frozenset(word for word in words if word in TRACED),
+    )

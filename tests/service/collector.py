@@ -33,9 +33,14 @@ class Collector(otlp_rpc.TraceServiceServicer):
         self._watch.changed()
         return otlp.ExportTraceServiceResponse()
 
-    async def has(self, *names: str) -> None:
-        """Wait until spans of these names have come."""
-        await self._watch.until(lambda: set(names) <= {span.name for span in self.spans})
+    async def has(self, *names: str, trace_id: bytes | None = None) -> None:
+        """Wait until spans of these names have come, of this trace if one is given."""
+
+        def came() -> set[str]:
+            spans = self.spans if trace_id is None else self.in_trace(trace_id)
+            return {span.name for span in spans}
+
+        await self._watch.until(lambda: set(names) <= came())
 
     def in_trace(self, trace_id: bytes) -> list[Span]:
         return [span for span in self.spans if span.trace_id == trace_id]

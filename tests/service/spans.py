@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 
+from services.common.metrics.labels import GATEWAY
 from services.common.server import Parts
 from services.common.telemetry import telemetry_to
 from services.core import trace_names as names
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.sdk.trace import ReadableSpan
 
+    from services.common.metrics.registry import Registry
     from services.core.ports import Clock
 
 MS = 1_000_000
@@ -28,15 +30,15 @@ OFFSET_NS = 1_700_000_000_000 * MS
 
 
 class KeptSpans(SpanExporter):
-    """Of all gateways that are started with `parts`."""
+    """Of all services that are started with `parts`."""
 
     def __init__(self) -> None:
         self.spans: list[ReadableSpan] = []
         self._watch = Watch()
 
-    def parts(self) -> Parts:
+    def parts(self, service: str = GATEWAY, metrics: Registry | None = None) -> Parts:
         """Sampled as the environment says when this is called."""
-        return Parts(telemetry=telemetry_to(SimpleSpanProcessor(self), "galley-gateway"))
+        return Parts(telemetry=telemetry_to(SimpleSpanProcessor(self), f"galley-{service}"), metrics=metrics)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.spans += spans

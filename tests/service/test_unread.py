@@ -10,7 +10,7 @@ import pytest
 
 from services.client.client import TokenStream
 from services.client.request import generate_request
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from tests.service.narrow import narrow
 from tests.service.truth import SEED, true_output
 from tests.service.world import (
     PROMPT,
@@ -37,11 +37,8 @@ SHORT = 900
 @asynccontextmanager
 async def left_unread(gateway: Gateway, max_tokens: int, count: int) -> AsyncIterator[list[TokenStream]]:
     """Streams of one client, which has heard that they started and then stopped reading."""
-    # How much a client's own transport takes before it is read is up to the client: here 64 KiB.
-    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
     asked = {"max_tokens": max_tokens, "seed": SEED, "ignore_eos": True, "logprobs": 20}
-    async with grpc.aio.insecure_channel(gateway.address, options=options) as channel:
-        stub: rpc.GenerationAsyncStub = rpc.GenerationStub(channel)
+    async with narrow(gateway.address) as stub:
         streams = [
             TokenStream(stub.Generate(generate_request(PROMPT, asked)))  # type: ignore[arg-type]  # as a dict
             for _ in range(count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +14,7 @@ from services.tracing.library import NotFound, find, index_of
 from services.tracing.otlp_file import Lines
 from services.tracing.places import new_file, newest_file
 from services.tracing.spans import Process, Span
-from tests.tracing.builder import BEGAN_NS, SESSION, Scene, ns, told_of
+from tests.tracing.builder import BEGAN_NS, SESSION, Scene, event, ns, told_of
 from tests.tracing.files import write
 
 if TYPE_CHECKING:
@@ -150,3 +151,25 @@ def test_only_a_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(list(directory.glob("*.jsonl"))) == 4
     assert len(list(directory.iterdir())) == 8
     assert directory.stat().st_mode & 0o077 == 0
+
+
+def test_a_pass_of_others_that_evicted_the_session_is_brought_along(tmp_path: Path) -> None:
+    scene = Scene()
+    idle = scene.request().round().end()
+    evicted = event(names.KV_EVICTED, idle.at_ns + ns(50), session_id=SESSION)
+    others = scene.request(session=OTHER, trace_id=OTHER, at_ns=idle.at_ns + ns(40)).round(batch={}).end()
+    scene.spans = [
+        replace(span, events=(evicted,)) if span.name == names.VERIFY_BATCH else span for span in scene.spans
+    ]
+    scene.request(
+        at_ns=others.at_ns + ns(100), position=idle.position, resumed=True, continues=idle.key
+    ).round().end()
+    lines = Lines(write(scene, tmp_path / "t.jsonl"))
+    found = find(lines, SESSION)
+    (story,) = stories_of(found.spans, found.session_id, found.index.sessions_of)
+    before, after = story.requests
+    assert [told.name for told in before.events] == [names.KV_EVICTED]
+    assert not after.events
+    (other,) = stories_of(find(lines, OTHER).spans, OTHER)
+    assert not any(request.events for request in other.requests)
+    assert not any(one.events for one in other.rounds)

@@ -1,0 +1,207 @@
+"""Real services in this process, over real gRPC: a gateway, targets and a draft of the tiny model.
+
+What they tell is kept: their traces as `galley trace` would find them in a file, and their metrics.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from services.client.client import NO_RETRIES, GalleyClient
+from services.common.metrics.labels import DRAFT, GATEWAY, TARGET
+from services.common.metrics.registry import Registry
+from services.common.otlp_encoding import encoded
+from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.common.server import RunningServer, start_server
+from services.common.tokenizer_hash import tokenizer_hash
+from services.core.strategies import MODEL
+from services.draft.drafter import Drafter
+from services.draft.items import DraftInfo
+from services.draft.servicer import DraftService
+from services.draft.settings import DraftSettings
+from services.draft.strategies.model import ModelStrategy
+from services.draft.strategies.steps import ModelSteps
+from services.gateway.service import build, interceptors
+from services.gateway.settings import GatewaySettings
+from services.target.paged_engine import PagedEngine
+from services.target.servicer import Limits, TargetService
+from services.target.settings import TargetSettings
+from services.tracing.build import stories_of
+from services.tracing.library import find
+from services.tracing.otlp_file import Lines, OtlpFile
+from tests.common.readings import histogram, number
+from tests.service.spans import KeptSpans
+from tests.service.world import Gateway
+from tests.target.conftest import FLAT, KV_BLOCKS, Recording
+from tests.target.tiny import VOCAB, load_tiny_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import grpc
+
+    from services.client.client import TokenStream
+    from services.common.metrics.metric import Metric
+    from services.common.server import Parts
+    from services.core.step import StepOutcome, StepPlan, Watch
+    from services.draft.strategies.base import DraftJob, Guess
+    from services.tracing.model import Story
+
+_DRAIN_S = 5
+
+
+class Priced(Recording):
+    """An engine whose passes take longer: all of them, and for each row and each further session in one."""
+
+    pass_s = row_s = company_s = 0.0
+
+    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
+        time.sleep(self.pass_s + self.row_s * plan.rows + self.company_s * (len(plan.chunks) - 1))
+        return super().run(plan, watch)
+
+
+class Stumbling:
+    """A strategy of which one step, counted from the first, takes `stumble_s` longer."""
+
+    def __init__(self, inner: ModelStrategy) -> None:
+        self._inner = inner
+        self._steps = 0
+        self.stumbles_at = 0
+        self.stumble_s = 0.0
+
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
+        return self._inner.begin(jobs)
+
+    def advance(self, guesses: Sequence[Guess]) -> None:
+        self._steps += 1
+        if self._steps == self.stumbles_at:
+            time.sleep(self.stumble_s)
+        self._inner.advance(guesses)
+
+
+@dataclass(frozen=True)
+class RealTarget:
+    """A target and its engine."""
+
+    running: RunningServer
+    engine: Priced
+
+    @property
+    def address(self) -> str:
+        return self.running.address
+
+    async def die(self) -> None:
+        """Answer nobody any more, from one moment to the next."""
+        await self.running._server.stop(None)
+
+
+class Real:
+    """Use as an async context; what they have told by then can be read after it."""
+
+    def __init__(
+        self, directory: Path, tiny: Path, store: str, *, targets: int = 1, drafts: bool = False, **given: Any
+    ) -> None:
+        """`given` are settings of the gateway."""
+        self._tiny = tiny
+        self._store = store
+        self._given = given
+        self._target_count = targets
+        self._file = directory / "traces.jsonl"
+        self._registries = {name: [Registry(name)] for name in (GATEWAY, DRAFT)}
+        self._registries[TARGET] = [Registry(TARGET) for _ in range(targets)]
+        self.kept = KeptSpans()
+        self.targets: list[RealTarget] = []
+        self.strategy = Stumbling(ModelStrategy(ModelSteps(load_tiny_model(tiny, kv_blocks=64))))
+        self.draft_address = "" if drafts else "none"
+        self.gateway: Gateway
+
+    def ask(self, prompt: Sequence[int], **options: Any) -> TokenStream:
+        """The likeliest answer: a token drawn from a model of random weights may poison it."""
+        asked = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **options}
+        return self.gateway.client.generate(list(prompt), **asked)
+
+    def total(self, metric: Metric, *labels: str) -> float:
+        """What all who give it have counted, or observed, together."""
+        registries = [registry for name in metric.services for registry in self._registries[name]]
+        read = [registry for registry in registries if metric in registry.metrics]
+        if metric.buckets:
+            return sum(histogram(registry, metric, *labels).total for registry in read)
+        return sum(number(registry, metric, *labels) for registry in read)
+
+    def story(self, stream: TokenStream) -> Story:
+        """What `galley trace` makes of the session's trace."""
+        file = OtlpFile(self._file)
+        file.append(ExportTraceServiceRequest.FromString(encoded(self.kept.spans)))
+        file.close()
+        found = find(Lines(self._file), stream.session_id)
+        [story] = stories_of(found.spans, found.session_id, found.index.sessions_of, cut=found.cut)
+        return story
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as opened:
+            for registry in self._registries[TARGET]:
+                self.targets.append(await self._target(registry))
+                opened.push_async_callback(self.targets[-1].running.stop)
+                opened.callback(self.targets[-1].engine.gate.set)
+            if not self.draft_address:
+                draft = await start_server(
+                    DraftSettings(drain_timeout_s=_DRAIN_S), self._build_draft, self._parts(DRAFT)
+                )
+                self.draft_address = draft.address
+                opened.push_async_callback(draft.stop)
+            gateway = await self._gateway()
+            opened.push_async_callback(gateway.stop)
+            client = await opened.enter_async_context(GalleyClient(gateway.address, retries=NO_RETRIES))
+            self.gateway = Gateway(gateway, client)
+            self._opened = opened.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._opened.aclose()
+
+    def _parts(self, service: str) -> Parts:
+        return self.kept.parts(service, self._registries[service][0])
+
+    async def _target(self, registry: Registry) -> RealTarget:
+        engine = Priced(PagedEngine(load_tiny_model(self._tiny, kv_blocks=KV_BLOCKS), "f00d"))
+
+        async def build_target(server: grpc.aio.Server, parts: Parts) -> TargetService:
+            tracer = parts.telemetry.tracer("target")
+            service = TargetService(engine, FLAT, tracer, Limits(max_sessions=16), parts.metrics)
+            rpc.add_TargetServicer_to_server(service, server)
+            return service
+
+        settings = TargetSettings(drain_timeout_s=_DRAIN_S)
+        return RealTarget(
+            await start_server(settings, build_target, self.kept.parts(TARGET, registry)), engine
+        )
+
+    async def _build_draft(self, server: grpc.aio.Server, parts: Parts) -> DraftService:
+        drafter = Drafter({MODEL: self.strategy}, max_sessions=16, max_tokens=4096, max_batch=8)
+        info = DraftInfo("tiny", tokenizer_hash(self._tiny), (MODEL,), MODEL, 16, VOCAB)
+        tracer = parts.telemetry.tracer("draft")
+        service = DraftService(drafter, info, tracer, max_waiting=64, metrics=parts.metrics)
+        rpc.add_DraftServicer_to_server(service, server)
+        return service
+
+    async def _gateway(self) -> RunningServer:
+        settings = GatewaySettings.model_validate(
+            {
+                "target": ",".join(target.address for target in self.targets),
+                "draft": self.draft_address,
+                "redis_url": self._store,
+                "model": str(self._tiny),
+                "model_name": "tiny",
+                "draft_timeout_s": 10,
+                "lookup_fallback": False,
+                "drain_timeout_s": _DRAIN_S,
+                **self._given,
+            }
+        )
+        return await start_server(settings, build(settings), self._parts(GATEWAY), interceptors(settings))
