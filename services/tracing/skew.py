@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from services.tracing.spans import Process, Span, SpanKey
 
-# Less may come of how spans are timed.
+# Less may come of how spans are timed: who answers ends its span a little after the answer has left.
 _NEGLIGIBLE_NS = 100_000
+_LATE_NS = 2_000_000
 # What a replica says of an item that nobody waited for any more.
 _GIVEN_UP = ("cancelled", "superseded")
 
@@ -68,7 +69,7 @@ class _Edge:
     def offset_ns(self, untouched_ns: int) -> int:
         """`untouched_ns`, which leaves the other's times as they are, if that fits."""
         most_ns = min((most for most in self.most_ns if most >= self.least_ns), default=math.inf)
-        if self.least_ns - _NEGLIGIBLE_NS <= untouched_ns <= most_ns + _NEGLIGIBLE_NS:
+        if self.least_ns - _NEGLIGIBLE_NS <= untouched_ns <= most_ns + _LATE_NS:
             return untouched_ns
         return round((self.least_ns + most_ns) / 2 if math.isfinite(most_ns) else self.least_ns)
 
