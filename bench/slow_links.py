@@ -12,28 +12,25 @@ Blocks of a pair go through all arms, in the next pair backwards. `--quick` only
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from bench.closed_loop import block_record
-from bench.harness import BENCH, MIN_PAIRS, Goal, at_least, commit, machine, result_path, write_record
-from bench.loop_run import keep_to_cores
+from bench.harness import BENCH, MIN_PAIRS, Goal, at_least, write_record
+from bench.measured import measure_and_report
 from bench.slow_links_run import FAR, FAR_STORE, NEAR, LinkOptions, Outcome, arm_of, measure
 from services.benching import plots, tables
 from services.benching.gateway import OFF
 from services.benching.report import as_dict, report_of
 from services.benching.summary import speed_ratio
 from services.benching.workloads import PROMPT_SETS, prompt_hash
-from services.engine.prepare import resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.console import Console
 
     from services.benching.closed_loop import LoopBlock
 
@@ -139,17 +136,7 @@ def parse_options(argv: Sequence[str]) -> tuple[LinkOptions, Path | None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; 0 however the goals stand, for a missed goal is a finding and no error."""
     options, root = parse_options(sys.argv[1:] if argv is None else argv)
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
-    where: dict[str, Any] = {"commit": commit(), "machine": machine()}
-    record = None if root is None else result_path("slow_links", where["commit"], root)
-    cores, began_s = keep_to_cores(options.cores), time.perf_counter()
-    outcome = asyncio.run(
-        measure(options, resolve_model(options.model), lambda said: console.print(said, style="dim"))
-    )
-    outcome.facts |= {"cores": cores, "took_s": round(time.perf_counter() - began_s)}
-    report(outcome, options, console, where, record)
+    measure_and_report("slow_links", options, root, _FILE_WIDTH, measure, report)
     return 0
 
 

@@ -25,18 +25,14 @@ transformers.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import sys
-import time
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
 
 from bench.arms import PEERS
 from bench.closed_loop import block_record
-from bench.harness import commit, machine, result_path, write_record
-from bench.loop_run import keep_to_cores
+from bench.harness import write_record
+from bench.measured import measure_and_report
 from bench.speculation_goals import goals
 from bench.speculation_options import SpeculationOptions, parse_options
 from bench.speculation_run import Outcome, measure
@@ -45,11 +41,12 @@ from services.benching.gateway import OFF
 from services.benching.report import as_dict, report_of
 from services.benching.workloads import prompt_hash
 from services.common.defaults import DEFAULT_MODEL
-from services.engine.prepare import resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from rich.console import Console
 
     from bench.harness import Goal
     from services.benching.report import Report
@@ -128,23 +125,7 @@ def _record(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; 0 however the goals stand, for a missed goal is a finding and no error."""
     options, root = parse_options(sys.argv[1:] if argv is None else argv, __doc__)
-    console = Console()
-    # Into a file or a pipe: wide enough for the tables, whatever the terminal is.
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
-    at_commit = commit()
-    where = {"commit": at_commit, "machine": machine()}
-    record = None if root is None else result_path("speculation", at_commit, root)
-    cores, began_s = keep_to_cores(options.cores), time.perf_counter()
-    outcome = asyncio.run(
-        measure(
-            options,
-            resolve_model(options.model or DEFAULT_MODEL),
-            lambda said: console.print(said, style="dim"),
-        )
-    )
-    outcome.facts |= {"cores": cores, "took_s": round(time.perf_counter() - began_s)}
-    report(outcome, options, console, where, record)
+    measure_and_report("speculation", options, root, _FILE_WIDTH, measure, report)
     return 0
 
 

@@ -35,27 +35,24 @@ cores (estimated). `--quick` runs one short pair, whose figures mean nothing.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from bench.closed_loop import block_record
-from bench.harness import BENCH, MIN_PAIRS, commit, machine, result_path, write_record
-from bench.loop_run import keep_to_cores
+from bench.harness import BENCH, MIN_PAIRS, write_record
+from bench.measured import measure_and_report
 from bench.options import numbers
 from bench.telemetry_plots import draw, table
 from bench.telemetry_run import Outcome, TelemetryOptions, measure
 from bench.telemetry_summary import ALL, differing, finely, goals_of, limit_of, rows_of, sampling_alone
 from services.benching.workloads import PROMPT_SETS, prompt_hash
-from services.engine.prepare import resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.console import Console
 
     from bench.telemetry_summary import Row
 
@@ -151,17 +148,7 @@ def parse_options(argv: Sequence[str]) -> tuple[TelemetryOptions, Path | None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; 0 however the goals stand, for a missed goal is a finding and no error."""
     options, root = parse_options(sys.argv[1:] if argv is None else argv)
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
-    where: dict[str, Any] = {"commit": commit(), "machine": machine()}
-    record = None if root is None else result_path("telemetry", where["commit"], root)
-    cores, began_s = keep_to_cores(options.cores), time.perf_counter()
-    outcome = asyncio.run(
-        measure(options, resolve_model(options.model), lambda said: console.print(said, style="dim"))
-    )
-    outcome.facts |= {"cores": cores, "took_s": round(time.perf_counter() - began_s)}
-    report(outcome, options, console, where, record)
+    measure_and_report("telemetry", options, root, _FILE_WIDTH, measure, report)
     return 0
 
 
