@@ -1,54 +1,63 @@
-"""The metrics that `galley top` reads, by the names under which Prometheus knows them. Nowhere else."""
+"""The metrics that `galley top` reads, by the names under which Prometheus knows them."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+from services.common.metrics import catalogue, labels
+
+if TYPE_CHECKING:
+    from services.common.metrics.metric import Metric
+
+
+def _only(metric: Metric) -> str:
+    [name] = metric.series
+    return name
+
 
 # What begins with none of these is not even read.
 READ: Final = ("galley_", "gen_ai_server_")
 
-BUILD: Final = "galley_build_info"
-SERVICE: Final = "service"
+BUILD: Final = _only(catalogue.BUILD)
+SERVICE: Final = labels.SERVICE.prometheus
 
 # Of gateways.
-FIRST_TOKEN: Final = "gen_ai_server_time_to_first_token_seconds"  # noqa: S105  # no password
-PER_TOKEN: Final = "gen_ai_server_time_per_output_token_seconds"  # noqa: S105
-SESSIONS: Final = "galley_sessions_open"
-ROUNDS: Final = "galley_rounds_total"
-CONFIRMED: Final = "galley_confirmed_tokens_total"
-VERIFIED: Final = "galley_verified_tokens_total"
-ACCEPTED: Final = "galley_accepted_tokens_total"
-K: Final = "galley_k"
-PLAIN_TIME: Final = "galley_plain_time_seconds_total"
-DECODE_TIME: Final = "galley_decode_time_seconds_total"
-COMMIT: Final = "galley_commit_duration_seconds"
-STREAMS: Final = "galley_streams_total"
-REFUSED: Final = "galley_admission_refused_total"
-FAILOVERS: Final = "galley_failovers_total"
-BREAKER: Final = "galley_breaker_state"
-WORKLOAD: Final = "workload"
-OURS: Final = "ours"
-POOL: Final = "pool"
-REPLICA: Final = "replica"
+FIRST_TOKEN: Final = catalogue.TIME_TO_FIRST_TOKEN.prometheus
+PER_TOKEN: Final = catalogue.TIME_PER_OUTPUT_TOKEN.prometheus
+SESSIONS: Final = catalogue.SESSIONS_OPEN.prometheus
+ROUNDS: Final = _only(catalogue.ROUNDS)
+CONFIRMED: Final = _only(catalogue.CONFIRMED_TOKENS)
+VERIFIED: Final = _only(catalogue.VERIFIED_TOKENS)
+ACCEPTED: Final = _only(catalogue.ACCEPTED_TOKENS)
+K: Final = catalogue.K.prometheus
+PLAIN_TIME: Final = _only(catalogue.PLAIN_TIME)
+DECODE_TIME: Final = _only(catalogue.DECODE_TIME)
+COMMIT: Final = catalogue.COMMIT_DURATION.prometheus
+STREAMS: Final = _only(catalogue.STREAMS)
+REFUSED: Final = _only(catalogue.ADMISSION_REFUSED)
+FAILOVERS: Final = _only(catalogue.FAILOVERS)
+BREAKER: Final = catalogue.BREAKER_STATE.prometheus
+WORKLOAD: Final = labels.WORKLOAD.prometheus
+OURS: Final = labels.OURS
+POOL: Final = labels.POOL.prometheus
+REPLICA: Final = labels.REPLICA.prometheus
 
 # Of drafts.
-DRAFT_DEPTH: Final = "galley_draft_queue_depth"
-DRAFT_AGE: Final = "galley_draft_queue_age_seconds"
-DRAFT_SESSIONS: Final = "galley_draft_batch_sessions"
-DRAFT_STEP: Final = "galley_draft_step_duration_seconds"
+DRAFT_DEPTH: Final = catalogue.DRAFT_QUEUE_DEPTH.prometheus
+DRAFT_AGE: Final = catalogue.DRAFT_QUEUE_AGE.prometheus
+DRAFT_SESSIONS: Final = catalogue.DRAFT_BATCH_SESSIONS.prometheus
+DRAFT_STEP: Final = catalogue.DRAFT_STEP_DURATION.prometheus
 
 # Of targets.
-DEPTH: Final = "galley_queue_depth"
-AGE: Final = "galley_queue_age_seconds"
-BATCH_SESSIONS: Final = "galley_batch_sessions"
-BATCH_ROWS: Final = "galley_batch_rows"
-BATCH_TIME: Final = "galley_batch_duration_seconds"
-KV_BLOCKS: Final = "galley_kv_blocks"
-PREEMPTIONS: Final = "galley_preemptions_total"
-STATE: Final = "state"
-USED: Final = "used"
-CACHED: Final = "cached"
-FREE: Final = "free"
+DEPTH: Final = catalogue.QUEUE_DEPTH.prometheus
+AGE: Final = catalogue.QUEUE_AGE.prometheus
+BATCH_SESSIONS: Final = catalogue.BATCH_SESSIONS.prometheus
+BATCH_ROWS: Final = catalogue.BATCH_ROWS.prometheus
+BATCH_TIME: Final = catalogue.BATCH_DURATION.prometheus
+KV_BLOCKS: Final = catalogue.KV_BLOCKS.prometheus
+PREEMPTIONS: Final = _only(catalogue.PREEMPTIONS)
+STATE: Final = labels.BLOCKS.prometheus
+USED, CACHED, FREE = labels.BLOCKS.values
 
 # Of histograms.
 BUCKET: Final = "_bucket"
