@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 
-from services.common.status import code_of
-from services.common.telemetry import context_from
+from services.common.status import error_type
+from services.common.telemetry import context_from, fail
 from services.core import trace_names as names
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ def is_sampled(parent: str) -> bool:
 
 def tell_failure(span: trace.Span, error: BaseException) -> None:
     """Have the span end as one that failed, named by the status that callers get."""
-    span.set_attribute(names.ERROR_TYPE, code_of(error).name.lower())
-    span.set_status(trace.StatusCode.ERROR)
+    fail(span, error_type(error))
 
 
 def packed(span: trace.SpanContext) -> bytes:

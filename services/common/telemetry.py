@@ -17,6 +17,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from services.common.otlp import exports, resource_of
 from services.common.version import __version__
+from services.core import trace_names as names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -133,15 +134,6 @@ def telemetry_to(processor: SpanProcessor, service_name: str) -> Telemetry:
     return Telemetry(provider, processor)
 
 
-def traceparent() -> str:
-    """The W3C traceparent of the current span; empty where there is none."""
-    if not trace.get_current_span().get_span_context().is_valid:
-        return ""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier)
-    return carrier.get("traceparent", "")
-
-
 def context_from(parent: str) -> Context:
     """The context that `traceparent` names; an empty one if it names none."""
     return context_of({"traceparent": parent}) if parent else Context()
@@ -157,6 +149,12 @@ def context_of(metadata: Mapping[str, str]) -> Context:
 def traceparent_of(span: SpanContext) -> str:
     """The W3C traceparent that names a span."""
     return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
+
+
+def fail(span: trace.Span, kind: str) -> None:
+    """What it stands for came to nothing: `kind` is a gRPC status in lower case."""
+    span.set_attribute(names.ERROR_TYPE, kind)
+    span.set_status(trace.StatusCode.ERROR)
 
 
 def w3c_metadata() -> tuple[tuple[str, str], ...]:

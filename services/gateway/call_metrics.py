@@ -11,10 +11,11 @@ from services.common.metrics import catalogue
 from services.common.metrics.cells import SpanRef, span_ref
 from services.common.metrics.labels import CALLERS, ENDS, NOBODYS, OK, OURS
 from services.common.metrics.metric import OTHER
-from services.common.status import code_of
+from services.common.status import error_type
 from services.core.admission import OWN_STREAMS, OWN_TOKENS
 from services.core.answer import Chunk
 from services.core.errors import CallerFault, DeadlinePassed, Overloaded
+from services.core.trace_names import GALLEY
 from services.gateway.meter import CallMeter
 from services.gateway.patience import SECOND
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from services.core.ports import Clock
     from services.gateway.meter import StreamMeter
 
-_PROVIDER = "galley"
 _OWN_LIMITS = frozenset({OWN_STREAMS, OWN_TOKENS})
 
 
@@ -62,7 +62,7 @@ class CountingCallMeter(CallMeter):
         self._deadline_ns = None if remaining_s is None else self._began_ns + int(remaining_s * SECOND)
         self._is_resume = model is None
         asked = of.model if model in {None, "", of.model} else OTHER
-        self._labels = (operation, _PROVIDER, asked)
+        self._labels = (operation, GALLEY, asked)
         self._stream: StreamMeter | None = None
         self._is_new = False
         self._traced = INVALID_SPAN_CONTEXT
@@ -142,7 +142,7 @@ def end_of(error: BaseException | None) -> tuple[str, str]:
         return OK, NOBODYS
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return "cancelled", CALLERS
-    end = code_of(error).name.lower(), CALLERS if _is_callers(error) else OURS
+    end = error_type(error), CALLERS if _is_callers(error) else OURS
     return end if end in ENDS else ("internal", OURS)
 
 

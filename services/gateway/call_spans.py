@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from opentelemetry.trace import SpanKind
 
 from services.common.status import error_type
+from services.common.telemetry import fail
 from services.core import trace_names as names
-from services.gateway.request_span import fail
 
 if TYPE_CHECKING:
     from services.common.lean_spans import LeanSpan

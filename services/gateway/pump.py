@@ -12,7 +12,6 @@ from services.common import status
 from services.common.logs import get_logger, level_of
 from services.core import events as ev
 from services.core.errors import Broken, GalleyError, Unread
-from services.gateway.patience import SECOND
 from services.gateway.spans import request_trace
 
 if TYPE_CHECKING:
@@ -120,15 +119,11 @@ class Pump:
         if self._items.empty():
             self._items.put_nowait(item)
             return
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
         try:
             async with asyncio.timeout(self._client_s):
                 await self._items.put(item)
         except TimeoutError:
             raise self._unread() from None
-        finally:
-            self._runner.meter.stalled(round((loop.time() - began_s) * SECOND))
 
     def _unread(self) -> Unread:
         return Unread(f"the stream was left unread for {self._client_s:g} s; resume to go on")

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 _LARGEST_INT = 2**63 - 1
 """OTLP has no larger one."""
 _LONGEST_NAME = 128
+"""Of a model that somebody asks for and nobody serves."""
 _MOST_CONTENT = 65_536
 """Characters of a prompt or an answer: a collector refuses all that comes with a span that is too large."""
-"""Of a model that somebody asks for and nobody serves."""
 
 
 @dataclass(slots=True)
@@ -54,13 +54,10 @@ def asked_of(
     request: pb.GenerateRequest | pb.ResumeRequest, served: str, address: str, *, content: bool
 ) -> Asked:
     """`served` is the model that is; a span is named by no other, for anybody may ask for anything."""
-    model = served
-    operation = names.TEXT_COMPLETION
+    model, operation = served, operation_of(request)
     attributes: dict[str, AnyValue] = {}
     if isinstance(request, pb.GenerateRequest):
         model = request.model[:_LONGEST_NAME] or served
-        if request.HasField("messages"):
-            operation = names.CHAT
         if content:
             attributes[names.INPUT_MESSAGES] = _input(request)
     attributes |= {names.OPERATION: operation, names.REQUEST_MODEL: model}
@@ -68,6 +65,12 @@ def asked_of(
     if port.isdecimal():
         attributes |= {names.SERVER_ADDRESS: host.strip("[]"), names.SERVER_PORT: int(port)}
     return Asked(span_name(operation, model if model == served else ""), attributes)
+
+
+def operation_of(request: pb.GenerateRequest | pb.ResumeRequest) -> str:
+    """What is asked, as the conventions call it; what a resumed stream is, only its session knows."""
+    is_chat = isinstance(request, pb.GenerateRequest) and request.HasField("messages")
+    return names.CHAT if is_chat else names.TEXT_COMPLETION
 
 
 def span_name(operation: str, model: str) -> str:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from opentelemetry import context as current
 from opentelemetry import trace
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import SpanKind
 
 from services.common.telemetry import traceparent_of
-from services.core import trace_names as names
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
@@ -87,9 +86,3 @@ class RequestSpan:
             kind=kind,
             attributes=attributes,
         )
-
-
-def fail(span: trace.Span, kind: str) -> None:
-    """What it stands for came to nothing: `kind` is a gRPC status in lower case."""
-    span.set_attribute(names.ERROR_TYPE, kind)
-    span.set_status(StatusCode.ERROR)

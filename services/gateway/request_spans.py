@@ -17,10 +17,10 @@ from opentelemetry import trace
 
 from services.common.handlers import WrappingInterceptor, wrap_handler
 from services.common.status import error_type
-from services.common.telemetry import context_of
+from services.common.telemetry import context_of, fail
 from services.core import trace_names as names
 from services.core.errors import Unauthenticated
-from services.gateway.request_span import Begun, fail
+from services.gateway.request_span import Begun
 from services.gateway.spans import RequestTrace, work_for
 
 if TYPE_CHECKING:

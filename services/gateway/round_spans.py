@@ -10,12 +10,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from opentelemetry.trace import SpanContext, TraceFlags
-
+from services.common.item_spans import unpacked
+from services.common.telemetry import fail
 from services.core import trace_names as names
-from services.gateway.request_span import fail
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext
     from opentelemetry.util.types import AnyValue, Attributes
 
     from services.common.lean_spans import LeanSpan
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from services.core.session import Session
     from services.gateway.request_span import RequestSpan
 
-_TRACE_ID_BYTES = 16
-_BATCH_BYTES = 24
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _BATCH_LINK = {names.LINK: names.LINK_BATCH}
 
 
@@ -87,8 +84,8 @@ class Rounds:
         self._place_events(span, start_ns)
         if span is not None:
             span.attributes = self._attributes(done, draft, target)
-            if len(done.batch_span) == _BATCH_BYTES:
-                span.add_link(_batch(done.batch_span), _BATCH_LINK)
+            if done.batch_span and (batch := unpacked(done.batch_span)).is_valid:
+                span.add_link(batch, _BATCH_LINK)
             self._unlogged.append((done.position + done.confirmed, end_ns, span))
         self._index += 1
         self._asked_anew = False
@@ -173,10 +170,3 @@ def _attributes_of(done: RoundEnded, index: int) -> dict[str, AnyValue]:
         names.DRAFT_COMPUTE_NS: done.draft.compute_ns,
         names.BATCH_SESSIONS: done.batch_sessions,
     }
-
-
-def _batch(named: bytes) -> SpanContext:
-    """The span of the pass that gave the verdict, in the target's own trace."""
-    trace_id = int.from_bytes(named[:_TRACE_ID_BYTES])
-    span_id = int.from_bytes(named[_TRACE_ID_BYTES:])
-    return SpanContext(trace_id, span_id, is_remote=True, trace_flags=_SAMPLED)

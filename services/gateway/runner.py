@@ -287,7 +287,9 @@ class SessionRunner:
                 try:
                     await send(item)
                 finally:
-                    self._trace.sent(self._now() - began_ns)
+                    waited_ns = self._now() - began_ns
+                    self._trace.sent(waited_ns)
+                    self.meter.stalled(waited_ns)
                 if isinstance(item, Chunk):
                     self.tell(ev.Taken(item.index + len(item.tokens)))
 

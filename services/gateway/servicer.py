@@ -21,6 +21,7 @@ from services.gateway.authentication import caller
 from services.gateway.patience import SECOND
 from services.gateway.principals import session_id_for
 from services.gateway.pump import Pump
+from services.gateway.request_attributes import operation_of
 from services.gateway.spans import request_trace
 from services.gateway.validation import (
     check_model,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from services.gateway.streams import Streams
 
 _log = get_logger(__name__)
-_COMPLETION = "text_completion"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class GenerationServicer(rpc.GenerationServicer):
         """Start a session, or join the one of the same idempotency key."""
         trace = request_trace()
         trace.asked(request, self.model.name, self.address)
-        with self.streams.meter.call(context, operation=_operation(request), model=request.model) as call:
+        with self.streams.meter.call(context, operation=operation_of(request), model=request.model) as call:
             call.traced(trace.context)
             principal = caller()
             check_priority(request.priority, principal.limits.max_priority)
@@ -86,7 +86,7 @@ class GenerationServicer(rpc.GenerationServicer):
         """Take over a session and go on from the client's index."""
         trace = request_trace()
         trace.asked(request, self.model.name, self.address)
-        with self.streams.meter.call(context, operation=_COMPLETION, model=None) as call:
+        with self.streams.meter.call(context, operation=operation_of(request), model=None) as call:
             call.traced(trace.context)
             principal = caller()
             # What is left of the answer only the store knows: it is counted as it comes.
@@ -171,11 +171,6 @@ class GenerationServicer(rpc.GenerationServicer):
 def _name_in_logs(session_id: str) -> None:
     """In all that is logged of this call from now on, by whoever works for it: each has its own context."""
     bind_contextvars(session_id=session_id)
-
-
-def _operation(request: pb.GenerateRequest) -> str:
-    """What is asked, as the semantic conventions call it."""
-    return "chat" if request.WhichOneof("input") == "messages" else _COMPLETION
 
 
 def _ending(end: ev.End) -> Ending:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from services.common.metrics import catalogue
 from services.common.metrics.cells import SpanRef, span_ref
 from services.common.metrics.labels import NO_WORKLOAD, OK, WORKLOAD
-from services.common.status import code_of
+from services.common.status import error_type
 from services.core.stats import plain_ns
 from services.gateway.meter import StreamMeter
 from services.gateway.patience import SECOND
+from services.gateway.spans import STALL_NS
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from services.core.events import RoundEnded
     from services.core.stats import SpeculationStats
 
-_STALL_NS = SECOND
 _POSITIONS = 16
 
 
@@ -166,12 +166,12 @@ class CountingStreamMeter(StreamMeter):
 
     def committed(self, took_ns: int, error: GalleyError | None) -> None:
         """See `StreamMeter`."""
-        outcome = OK if error is None else code_of(error).name.lower()
+        outcome = OK if error is None else error_type(error)
         self._all.commits.at(outcome).observe(took_ns / SECOND, self._span)
 
     def stalled(self, waited_ns: int) -> None:
         """See `StreamMeter`."""
-        if waited_ns >= _STALL_NS:
+        if waited_ns >= STALL_NS:
             self.stalled_ns += waited_ns
             self._all.stalls.value += 1
 

@@ -18,14 +18,14 @@ from opentelemetry import context as current
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 
-from services.common.status import code_of
-from services.common.telemetry import context_from, traceparent_of
+from services.common.status import code_of, error_type
+from services.common.telemetry import context_from, fail, traceparent_of
 from services.core import trace_names as names
 from services.core.answer import NumericsChanged
 from services.core.errors import Fenced
 from services.gateway.call_spans import CallSpan, StoreCall
 from services.gateway.request_attributes import Sums, asked_of, end_of, session_of, span_name
-from services.gateway.request_span import RequestSpan, fail
+from services.gateway.request_span import RequestSpan
 from services.gateway.round_spans import Rounds
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class RequestTrace:
             return
         self._rounds = None
         error = None if end is None else end.error
-        rounds.stop(None if error is None else code_of(error).name.lower())
+        rounds.stop(None if error is None else error_type(error))
         if isinstance(error, Fenced):
             self.event(names.SESSION_FENCED)
         ending = None if end is None else end.ending

@@ -20,7 +20,7 @@ from services.common.logs import start_logging
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.server import Parts, start_server
-from services.common.telemetry import context_from, start_telemetry, traceparent
+from services.common.telemetry import context_from, start_telemetry, w3c_metadata
 from services.common.version import __version__
 from tests.common.service import EchoService, building, settings
 
@@ -61,6 +61,10 @@ def collector(_clean: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Collect
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
     yield collector
     server.stop(None).wait()
+
+
+def traceparent() -> str:
+    return dict(w3c_metadata()).get("traceparent", "")
 
 
 async def test_one_trace_goes_over_client_and_server(collector: Collector) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from services.common.metrics.metric import OTHER, Label
+from services.core.admission import DRAINING, NO_PLACE, NO_SHARE, OWN_STREAMS, OWN_TOKENS
 from services.core.strategies import LOOKUP, STRATEGIES
+from services.core.trace_names import CHAT, GALLEY, TEXT_COMPLETION
 
 GATEWAY, DRAFT, TARGET = "gateway", "draft", "target"
 SERVICES = (GATEWAY, DRAFT, TARGET)
@@ -45,10 +47,10 @@ REFUSED = Label(
     "reason",
     "`streams`: all places of the gateway are in use; `share`: the caller has its share while others wait; "
     "`own_streams`, `own_tokens`: the caller's own limits; `draining`: the gateway is shutting down",
-    values=("streams", "share", "own_streams", "own_tokens", "draining"),
+    values=(NO_PLACE, NO_SHARE, OWN_STREAMS, OWN_TOKENS, DRAINING),
 )
-OPERATION = Label("gen_ai.operation.name", "what was asked", values=("chat", "text_completion"))
-PROVIDER = Label("gen_ai.provider.name", "always `galley`", values=("galley",))
+OPERATION = Label("gen_ai.operation.name", "what was asked", values=(CHAT, TEXT_COMPLETION))
+PROVIDER = Label("gen_ai.provider.name", "always `galley`", values=(GALLEY,))
 REQUEST_MODEL = Label(
     "gen_ai.request.model", "the served model's name, or `other` if another was asked", most=4
 )
