@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
 
-# Longer than the test takes: it cuts them off.
 MAX_TOKENS = 1500
 LIST = ", ".join(f"item {n} costs {7 * n} euros" for n in range(1, 20))
 ASKED = (
@@ -34,21 +35,23 @@ ASKED = (
 
 @dataclass
 class Listener:
-    """Hears one stream; `from_draft` says of each of its tokens whether a draft had proposed it."""
+    """Hears one answer after the other, for a quick machine is through with one before the pool is done.
 
-    stream: TokenStream
+    `tokens` are all that it heard; `from_draft` says of each whether a draft had proposed it.
+    """
+
+    ask: Callable[[int], TokenStream]
+    tokens: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
     watch: Watch = field(default_factory=Watch)
 
-    @property
-    def tokens(self) -> list[int]:
-        return self.stream.token_ids
-
     async def listen(self) -> None:
-        async for event in self.stream:
-            self.from_draft += event.chunk.from_draft
-            self.watch.changed()
-        raise AssertionError("the stream ended before it was cut off")
+        """Ask with one seed after the other until it is cut off."""
+        for seed in itertools.count():
+            async for event in self.ask(seed):
+                self.tokens += event.chunk.token_ids
+                self.from_draft += event.chunk.from_draft
+                self.watch.changed()
 
     async def accepted_since(self, index: int) -> None:
         """Wait for an accepted token at `index` or later."""
@@ -73,20 +76,24 @@ async def registry(stack: Stack) -> AsyncIterator[ReplicaRegistry]:
     await registry.close()
 
 
-def ask_all(client: GalleyClient, *, drafted: bool) -> list[Listener]:
+def listeners(client: GalleyClient, *, drafted: bool) -> list[Listener]:
     return [
         Listener(
-            client.generate(
-                [Message("user", prompt)],
-                max_tokens=MAX_TOKENS,
-                temperature=temperature,
-                seed=5,
-                ignore_eos=True,
-                speculation=speculation if drafted else Speculation(off=True),
-            )
+            functools.partial(ask, client, how if drafted else Speculation(off=True), temperature, prompt)
         )
-        for speculation, temperature, prompt in ASKED
+        for how, temperature, prompt in ASKED
     ]
+
+
+def ask(client: GalleyClient, how: Speculation, temperature: float, prompt: str, seed: int) -> TokenStream:
+    return client.generate(
+        [Message("user", prompt)],
+        max_tokens=MAX_TOKENS,
+        temperature=temperature,
+        seed=seed,
+        ignore_eos=True,
+        speculation=how,
+    )
 
 
 async def test_a_pool_that_is_killed_frozen_and_replaced_costs_its_streams_nothing_but_speed(
@@ -94,7 +101,7 @@ async def test_a_pool_that_is_killed_frozen_and_replaced_costs_its_streams_nothi
 ) -> None:
     """Their plain selves run beside them, so that the tokens can be compared however many there are."""
     async with GalleyClient(stack.address("gateway")) as client, asyncio.TaskGroup() as group:
-        drafted, plain = (ask_all(client, drafted=drafted) for drafted in (True, False))
+        drafted, plain = (listeners(client, drafted=drafted) for drafted in (True, False))
         listening = [group.create_task(each.listen()) for each in (*drafted, *plain)]
         await resumed(drafted)
         await until(registry, sessions_at(stack.address("draft"), 1))
@@ -121,9 +128,9 @@ async def test_a_pool_that_is_killed_frozen_and_replaced_costs_its_streams_nothi
         assert not any(each.from_draft)
 
 
-async def resumed(listeners: list[Listener]) -> None:
+async def resumed(heard: list[Listener]) -> None:
     """Wait until each hears of an accepted token that it has not heard yet."""
-    await asyncio.gather(*(each.accepted_since(len(each.from_draft)) for each in listeners))
+    await asyncio.gather(*(each.accepted_since(len(each.from_draft)) for each in heard))
 
 
 def sessions_at(address: str, count: int) -> Callable[[list[DraftLease]], bool]:
