@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from services.cli.capacity import plan_capacity
 from services.core.cost import (
     Plan,
     RowCostCurve,
@@ -104,6 +105,13 @@ def plan(  # noqa: PLR0913  # a command's options
     ] = "1:1",
     max_k: Annotated[int, typer.Option(help="Largest k to consider.")] = 16,
     sessions: Annotated[int, typer.Option(help="Sessions that share each pass.")] = 1,
+    capacity: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead: how many targets, drafts and gateways the load in this TOML file needs "
+            "(docs/operations.md)."
+        ),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the gain into this PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
@@ -112,6 +120,9 @@ def plan(  # noqa: PLR0913  # a command's options
     passes = tokens / confirmed per round; draft steps = passes x k; cost in target steps = passes + draft
     steps / ratio. With --alpha also: at which k the gain peaks, and from which alpha on it pays at all.
     """
+    if capacity is not None:
+        plan_capacity(capacity, as_json=as_json)
+        return
     try:
         if confirmed_per_round is None:
             confirmed_per_round = _TEXTBOOK_CONFIRMED if alpha is None else expected_confirmed(alpha, k)

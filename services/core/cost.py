@@ -96,6 +96,10 @@ class RowCostCurve:
                 "row_costs", f'must look like "1:1,5:1.05,8:1.1" (rows:cost), is {text!r}'
             ) from error
 
+    def __str__(self) -> str:
+        """As `parse` reads it, to three digits after the point."""
+        return ",".join(f"{rows}:{round(cost, 3):g}" for rows, cost in self.points)
+
     def __call__(self, rows: int) -> float:
         """The cost of a pass over `rows` >= 1 rows, in target steps. Raises InvalidField."""
         _check("rows", rows, low=1)

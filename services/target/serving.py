@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from services.common.logs import get_logger
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.process import in_passing_thread
 from services.target.calibrate import measure
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from services.target.engine import TargetEngine
     from services.target.settings import TargetSettings
 
+_LOG = get_logger(__name__)
+
 
 async def add_target(
     server: grpc.aio.Server, parts: Parts, engine: TargetEngine, settings: TargetSettings
@@ -23,6 +26,13 @@ async def add_target(
     """Measure the engine, and serve it on `server`."""
     parts.readiness.stage("measuring passes")
     times = await in_passing_thread(measure, engine)
+    # Named as in the file that `galley plan --capacity` reads.
+    _LOG.info(
+        "passes measured",
+        step_ms=round(times.one_row_ns / 1e6, 3),
+        row_costs=str(times.curve),
+        kv_tokens=engine.info.kv_blocks * engine.info.kv_block_tokens,
+    )
     tracer = parts.telemetry.tracer(__name__)
     service = TargetService(engine, times, tracer, limits_of(settings), parts.metrics)
     rpc.add_TargetServicer_to_server(service, server)

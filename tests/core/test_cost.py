@@ -139,6 +139,11 @@ def test_the_curve_goes_through_its_points(curve: RowCostCurve) -> None:
         assert curve(rows) == pytest.approx(cost)
 
 
+@pytest.mark.parametrize("text", ["1:1", "1:1,8:1.05,16:1.3,80:5", "1:1,2:0.998"])
+def test_a_curve_is_written_as_it_is_read(text: str) -> None:
+    assert str(RowCostCurve.parse(text)) == text
+
+
 def test_the_curve_between_and_beyond_its_points() -> None:
     curve = RowCostCurve.parse("1:1,5:1.4,7:2.4")
     assert curve(3) == pytest.approx(1.2)

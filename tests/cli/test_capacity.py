@@ -1,0 +1,84 @@
+"""`galley plan --capacity` as a user meets it: a file of numbers in, what is needed out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_plan import json_of, output_of, run
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "capacity.toml"
+OPERATIONS = EXAMPLE.parents[1] / "operations.md"
+
+PLAIN = """
+[load]
+answers_per_s = 50
+prompt_tokens = 90
+output_tokens = 10
+cached_share = 1
+[target]
+step_ms = 10
+kv_tokens = 400
+[spares]
+busy = 1
+replicas = 0
+"""
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "load.toml"
+    path.write_text(text)
+    return f"--capacity={path}"
+
+
+def test_the_numbers_of_a_file(tmp_path: Path) -> None:
+    found = json_of(written(tmp_path, PLAIN))
+    assert (found["targets"], found["drafts"], found["gateways"]) == (2, 0, 1)
+    assert found["kv_blocks_a_target"] == 12
+    assert "target_gpus" not in found
+
+
+def test_it_says_what_bounds_a_replica(tmp_path: Path) -> None:
+    output = output_of(written(tmp_path, PLAIN))
+    assert "A full target: 4 sessions at k=0 (bound by KV blocks)," in output
+    assert "no draft token pays" in output
+
+
+def test_the_worked_example_of_the_documentation_is_what_is_printed() -> None:
+    """Both the example's arguments and every line of its answer stand there."""
+    page = OPERATIONS.read_text()
+    for line in output_of(f"--capacity={EXAMPLE}").splitlines():
+        assert line.rstrip() in page
+
+
+def test_gpus_are_counted_where_memory_is_given() -> None:
+    found = json_of(f"--capacity={EXAMPLE}")
+    assert found["target_gpus"] == 4 * int(str(found["targets"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("= 3", "no TOML"),
+        ("[loads]", "loads: unknown; there are load, target, draft, spares"),
+        ("load = 3", "load: must be a table"),
+        (PLAIN + "[draft]\nalpha = 0.5", "draft.cost_ratio"),
+        (PLAIN.replace("step_ms = 10", 'step_ms = "fast"'), "target.step_ms"),
+        (PLAIN.replace("kv_tokens = 400", "kv_tokens = 99"), "kv_tokens: must be >= 100"),
+        (PLAIN.replace("kv_tokens = 400", ""), "needs either kv_tokens or [target.memory]"),
+        (PLAIN.replace("kv_tokens = 400", 'kv_tokens = 400\nrow_costs = "5:1"'), "begin with 1:1"),
+        (PLAIN.replace("busy = 1", "busy = 1\nbored = 1"), "spares.bored"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_by_its_key(tmp_path: Path, text: str, said: str) -> None:
+    result = run(written(tmp_path, text))
+    assert result.exit_code == 2
+    words = " ".join((result.output + result.stderr).replace("│", " ").split())
+    assert said in words
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    result = run(f"--capacity={tmp_path / 'none.toml'}")
+    assert result.exit_code == 2
+    assert "cannot read" in result.output + result.stderr

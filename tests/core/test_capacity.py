@@ -1,0 +1,177 @@
+"""How much a load needs: by hand in simple cases, and by laws."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.core.capacity import (
+    NO_DRAFT,
+    Capacity,
+    DraftSize,
+    KvMemory,
+    Load,
+    Spares,
+    TargetSize,
+    capacity,
+    point,
+)
+from services.core.cost import RowCostCurve
+from services.core.errors import InvalidField
+
+# Ten tokens an answer, prompts wholly cached, a pass of 10 ms whatever its rows.
+LOAD = Load(answers_per_s=50, prompt_tokens=90, output_tokens=10, cached_share=1)
+TARGET = TargetSize(step_ms=10, kv_tokens=400)
+EXACT = Spares(busy=1, replicas=0)
+
+
+def test_plain_decoding_by_hand() -> None:
+    """4 sessions fit, each of 100 tokens: 400 tokens/s, so 40 answers/s, and 50 ask for two replicas."""
+    found = capacity(LOAD, TARGET, NO_DRAFT, EXACT)
+    assert found.at.sessions == 4
+    assert found.bound_by == "kv"
+    assert found.at.tokens_per_s == pytest.approx(400)
+    assert found.answers_per_s_a_target == pytest.approx(40)
+    assert (found.targets, found.drafts, found.gateways) == (2, 0, 1)
+    # Little: 50 answers/s of 100 ms.
+    assert found.sessions == pytest.approx(5)
+
+
+def test_speculation_by_hand() -> None:
+    """A free and perfect draft of one token doubles what a replica gives; nobody is needed to serve it."""
+    found = capacity(LOAD, TARGET, DraftSize(alpha=1, cost_ratio=math.inf, max_k=1), EXACT)
+    assert found.at.k == 1
+    assert found.at.tokens_per_s == pytest.approx(800)
+    assert (found.targets, found.drafts) == (1, 0)
+
+
+def test_a_draft_that_costs_is_counted() -> None:
+    """A round of 10 ms and two draft steps of 5: half of a pass of 20 ms, for 1.25 busy replicas, is .83."""
+    draft = DraftSize(alpha=1, cost_ratio=2, max_k=2)
+    found = capacity(dataclasses.replace(LOAD, answers_per_s=75), TARGET, draft, EXACT)
+    assert (found.at.k, found.at.pass_ms, found.at.draft_ms) == (2, 20, 10)
+    assert found.at.time_per_output_token_ms == pytest.approx(20 / 3)
+    assert (found.targets, found.drafts) == (2, 1)
+
+
+def test_prompts_take_rows() -> None:
+    """In each pass .4 answers of 4 sessions end, and as many prompts of 90 begin: 36 rows beside 4."""
+    curve = RowCostCurve(((1, 1.0), (40, 4.0)))
+    cold = dataclasses.replace(LOAD, cached_share=0)
+    at = point(cold, dataclasses.replace(TARGET, row_costs=curve), NO_DRAFT, 4)
+    assert at.pass_ms == pytest.approx(40)
+
+
+def test_spares_come_on_top() -> None:
+    found = capacity(LOAD, TARGET, NO_DRAFT, Spares(busy=0.5, replicas=1))
+    assert found.targets == 4
+    assert found.gateways == 2
+    assert found.drafts == 0
+
+
+def test_what_clients_are_promised_bounds_a_replica() -> None:
+    curve = RowCostCurve(((1, 1.0), (4, 4.0)))
+    load = dataclasses.replace(LOAD, time_per_output_token_ms=20)
+    found = capacity(load, dataclasses.replace(TARGET, row_costs=curve), NO_DRAFT, EXACT)
+    assert (found.at.sessions, found.bound_by) == (2, "time")
+
+
+def test_a_replica_has_no_more_sessions_than_it_may() -> None:
+    found = capacity(LOAD, dataclasses.replace(TARGET, max_sessions=3), NO_DRAFT, EXACT)
+    assert (found.at.sessions, found.bound_by) == (3, "max_sessions")
+
+
+def test_memory_by_hand() -> None:
+    """2 x 80 GiB x 0.9 - 134 = 10 GiB; at 320 KiB a token and 32 tokens a block, 1,024 blocks."""
+    memory = KvMemory(gpus=2, gpu_memory_gib=80, weights_gib=134, kv_bytes_per_token=320 * 1024)
+    assert memory.tokens() == 1024 * 32
+
+
+rates = st.floats(0.1, 200)
+lengths = st.integers(1, 2000)
+loads = st.builds(
+    Load, answers_per_s=rates, prompt_tokens=lengths, output_tokens=lengths, cached_share=st.floats(0, 1)
+)
+drafts = st.builds(DraftSize, alpha=st.floats(0, 1), cost_ratio=st.floats(0.5, 50), max_k=st.integers(0, 8))
+CURVE = RowCostCurve(((1, 1.0), (16, 1.2), (256, 3.0)))
+SIZE = TargetSize(step_ms=20, kv_tokens=100_000, row_costs=CURVE, max_sessions=16)
+
+
+@given(load=loads, draft=drafts)
+def test_the_replicas_can_give_what_is_asked(load: Load, draft: DraftSize) -> None:
+    found = capacity(load, SIZE, draft, Spares(busy=0.7, replicas=0))
+    assert found.targets * found.answers_per_s_a_target * 0.7 >= load.answers_per_s * (1 - 1e-6)
+    assert (found.targets - 1) * found.answers_per_s_a_target * 0.7 < load.answers_per_s * (1 + 1e-6)
+
+
+@given(load=loads, draft=drafts, more=st.floats(1, 10))
+def test_more_load_never_needs_less(load: Load, draft: DraftSize, more: float) -> None:
+    grown = dataclasses.replace(load, answers_per_s=load.answers_per_s * more)
+    less, much = (capacity(each, SIZE, draft, Spares()) for each in (load, grown))
+    for name in ("targets", "drafts", "gateways", "sessions", "store_bytes"):
+        assert getattr(less, name) <= getattr(much, name)
+
+
+@given(load=loads, draft=drafts)
+def test_a_draft_never_makes_it_slower(load: Load, draft: DraftSize) -> None:
+    """For k = 0 is always there to be taken."""
+    for sessions in (1, 8, 16):
+        assert (
+            point(load, SIZE, draft, sessions).time_per_output_token_ms
+            <= point(load, SIZE, NO_DRAFT, sessions).time_per_output_token_ms
+        )
+
+
+def refused(field: str, bound: str, **changes: object) -> None:
+    def changed(value: object) -> object:
+        names = {each.name for each in dataclasses.fields(value)}  # type: ignore[arg-type]  # dataclasses all
+        return dataclasses.replace(value, **{k: v for k, v in changes.items() if k in names})  # type: ignore[type-var]
+
+    def found() -> Capacity:
+        parts = (changed(part) for part in (LOAD, TARGET, DraftSize(alpha=0.5, cost_ratio=2), Spares()))
+        return capacity(*parts)  # type: ignore[arg-type]  # of the kinds that they were
+
+    with pytest.raises(InvalidField) as refusal:
+        found()
+    assert refusal.value.field == field
+    assert bound in refusal.value.problem
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "bound"),
+    [
+        ("answers_per_s", 0, "> 0"),
+        ("answers_per_s", math.nan, "> 0"),
+        ("prompt_tokens", 0, ">= 1"),
+        ("output_tokens", 0, ">= 1"),
+        ("cached_share", 1.1, ">= 0 and <= 1"),
+        ("time_per_output_token_ms", 0, "> 0"),
+        ("time_per_output_token_ms", 5, ">= 10"),
+        ("step_ms", 0, "> 0"),
+        ("kv_tokens", 99, ">= 100"),
+        ("max_sessions", 0, ">= 1"),
+        ("alpha", 2, "<= 1"),
+        ("cost_ratio", 0, "> 0"),
+        ("max_k", 257, "<= 256"),
+        ("busy", 0, "> 0 and <= 1"),
+        ("replicas", -1, ">= 0"),
+        ("gateway_sessions", 0, ">= 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_bound(field: str, value: float, bound: str) -> None:
+    refused(field, bound, **{"alpha": 0.0, "max_k": 0, field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("gpus", 0), ("gpu_memory_gib", 0), ("kv_bytes_per_token", 0), ("weights_gib", 72), ("share", 1.5)],
+)
+def test_memory_that_cannot_be_is_refused(field: str, value: float) -> None:
+    memory = KvMemory(gpus=1, gpu_memory_gib=80, weights_gib=10, kv_bytes_per_token=1000)
+    with pytest.raises(InvalidField) as refusal:
+        dataclasses.replace(memory, **{field: value}).tokens()  # type: ignore[arg-type]  # numbers, all
+    assert refusal.value.field == field
