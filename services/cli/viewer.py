@@ -71,6 +71,7 @@ def _phoenix(directory: Path) -> Viewer:
         "PHOENIX_ALLOW_EXTERNAL_RESOURCES": "false",
         # An assistant with a shell of its own, which nobody needs to look at traces.
         "PHOENIX_DISABLE_AGENT_ASSISTANT": "true",
+        "PHOENIX_AGENTS_DISABLE_BASH": "true",
     }
     part = PartSpec(
         "phoenix",
