@@ -1,4 +1,4 @@
-"""Dashboards as plain values, and what Grafana 11 imports of them."""
+"""Dashboards as plain values, and what Grafana 11 imports of them (`tests/repo/test_dashboards.py`)."""
 
 from __future__ import annotations
 
@@ -165,12 +165,17 @@ def _options(kind: str) -> dict[str, Any]:
             return {
                 "calculate": False,
                 "yAxis": {"unit": "s"},
-                "color": {"mode": "scheme", "scheme": "Blues"},
+                "color": {"mode": "scheme", "scheme": "Blues", "steps": 64},
             }
         case "table":
             return {"showHeader": True}
         case _:
-            legend = {"displayMode": "table", "placement": "bottom", "calcs": ["mean", "lastNotNull"]}
+            legend = {
+                "showLegend": True,
+                "displayMode": "table",
+                "placement": "bottom",
+                "calcs": ["mean", "lastNotNull"],
+            }
             return {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
 
 

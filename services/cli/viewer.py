@@ -69,6 +69,9 @@ def _phoenix(directory: Path) -> Viewer:
         # It would tell its makers of each start, and load fonts from elsewhere.
         "PHOENIX_TELEMETRY_ENABLED": "false",
         "PHOENIX_ALLOW_EXTERNAL_RESOURCES": "false",
+        # An assistant with a shell of its own, which nobody needs to look at traces.
+        "PHOENIX_DISABLE_AGENT_ASSISTANT": "true",
+        "PHOENIX_AGENTS_DISABLE_BASH": "true",
     }
     part = PartSpec(
         "phoenix",

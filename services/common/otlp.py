@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
+FLUSH_S = 3.0
+"""How long a process waits at its end for a collector to take what is left: one that is away must not hold
+up an exit."""
+
 
 def exports(signal: Literal["traces", "metrics"]) -> bool:
     """Whether this process is to send them somewhere."""

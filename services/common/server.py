@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from services.common.channels import KEEPALIVE
 from services.common.config import ServiceSettings, parse_settings
 from services.common.deserialize import DeserializeInterceptor
+from services.common.last_words import say_last_words
 from services.common.logs import get_logger, start_logging
 from services.common.metrics.metering import start_metering
 from services.common.process import die_with_parent
@@ -174,13 +175,12 @@ async def run_service(
         await stopped.wait()
         _LOG.info("stopping")
         await running.stop()
-        await metering.close()
+        await say_last_words(telemetry, metering)
         # Of a service that has given everything back: none but the transport's own.
         _LOG.info("stopped", tasks=len(asyncio.all_tasks()) - 1)
     finally:
         parts.readiness.close()
-        await metering.close()
-        await asyncio.to_thread(parts.telemetry.shutdown)
+        await say_last_words(telemetry, metering)
 
 
 S = TypeVar("S", bound=ServiceSettings)

@@ -15,7 +15,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from services.common.otlp import exports, resource_of
+from services.common.otlp import FLUSH_S, exports, resource_of
 from services.common.version import __version__
 from services.core import trace_names as names
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _QUEUE = ("OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE")
-_FLUSH_S = 3.0
 
 # What a process keeps for a collector that is away, where the environment says nothing: some tens of MiB.
 _MOST_QUEUED = 8192
@@ -94,12 +93,12 @@ class Telemetry:
         return [aio_server_interceptor(tracer_provider=self.provider, filter_=_is_worth_a_span)]  # type: ignore[no-untyped-call]  # untyped
 
     def shutdown(self) -> None:
-        """Send what is left, for at most 3 s; a collector that is away must not hold up an exit."""
+        """Send what is left, for at most FLUSH_S."""
         if self.provider is None:
             return
         worker = threading.Thread(target=self.provider.shutdown, name="telemetry-flush", daemon=True)
         worker.start()
-        worker.join(_FLUSH_S)
+        worker.join(FLUSH_S)
 
 
 def start_telemetry(service_name: str, *, as_global: bool = True) -> Telemetry:

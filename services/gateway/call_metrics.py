@@ -78,9 +78,10 @@ class CountingCallMeter(CallMeter):
         """See `CallMeter`."""
         self._traced, self._span = span, span_ref(span)
 
-    def began(self, stream: StreamMeter, *, is_new: bool) -> None:
+    def began(self, stream: StreamMeter, *, is_new: bool, operation: str) -> None:
         """See `CallMeter`."""
         self._stream, self._is_new = stream, is_new
+        self._labels = (operation, *self._labels[1:])
         stream.traced(self._traced)
 
     def sends(self, item: Chunk | NumericsChanged) -> None:

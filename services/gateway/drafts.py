@@ -18,13 +18,14 @@ from services.core import events as ev
 from services.core import trace_names as names
 from services.core.breaker import Breaker, State
 from services.core.errors import GalleyError, TokenizerMismatch
+from services.core.move_reasons import FAILED, LATE, LEFT
 from services.core.ports import Replica
 from services.core.recent import Recent
 from services.core.routing import DraftCandidate, DraftLease, choose_draft
 from services.core.strategies import HYBRID, MODEL, NGRAM
 from services.gateway.lookup import Lookup
 from services.gateway.members import Member, Members
-from services.gateway.moves import FAILED, LATE, LEFT, Moves
+from services.gateway.moves import Moves
 from services.gateway.pools import DraftPool
 from services.gateway.spans import request_trace
 

@@ -50,8 +50,8 @@ class CallMeter:
     def traced(self, span: SpanContext) -> None:
         """The call's own span, before it has a session; what is observed of that belongs to it, too."""
 
-    def began(self, stream: StreamMeter, *, is_new: bool) -> None:
-        """It has a session, which is new or goes on."""
+    def began(self, stream: StreamMeter, *, is_new: bool, operation: str) -> None:
+        """It has a session, which is new or goes on; `operation` is what the session was begun as."""
 
     def sends(self, item: Chunk | NumericsChanged) -> None:
         """Something is handed over."""

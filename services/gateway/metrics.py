@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from services.common.metrics import catalogue
 from services.core.breaker import State
+from services.core.move_reasons import REASONS
 from services.gateway.call_metrics import Calls, CountingCallMeter
 from services.gateway.meter import CallMeter, GatewayMeter
-from services.gateway.moves import REASONS
 from services.gateway.session_metrics import CountingStreamMeter, Sessions
 
 if TYPE_CHECKING:

@@ -7,25 +7,17 @@ from typing import TYPE_CHECKING
 
 from services.common.logs import get_logger
 from services.core import trace_names as names
+from services.core.move_reasons import RESTARTED
 from services.gateway.spans import request_trace
 
 if TYPE_CHECKING:
     from services.core.ports import Replica
 
-FAILED = "failed"
-LATE = "late"
-LEFT = "left"
-"""It drained or was let go."""
-HEDGED = "hedged"
-"""The other was asked too, and answered first."""
-RESTARTED = "restarted"
-REASONS = (FAILED, LATE, LEFT, HEDGED, RESTARTED)
-
 _log = get_logger(__name__)
 
 
 class Moves:
-    """Of one pool; `counts` is by reason, for metrics."""
+    """Of one pool; `counts` is by reason (`services.core.move_reasons`), for metrics."""
 
     def __init__(self, pool: str) -> None:
         """`pool` is "draft" or "target"."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.core import trace_names as names
+from services.gateway.operations import operation_of
 
 if TYPE_CHECKING:
     from opentelemetry.util.types import AnyValue
@@ -65,12 +66,6 @@ def asked_of(
     if port.isdecimal():
         attributes |= {names.SERVER_ADDRESS: host.strip("[]"), names.SERVER_PORT: int(port)}
     return Asked(span_name(operation, model if model == served else ""), attributes)
-
-
-def operation_of(request: pb.GenerateRequest | pb.ResumeRequest) -> str:
-    """What is asked, as the conventions call it; what a resumed stream is, only its session knows."""
-    is_chat = isinstance(request, pb.GenerateRequest) and request.HasField("messages")
-    return names.CHAT if is_chat else names.TEXT_COMPLETION
 
 
 def span_name(operation: str, model: str) -> str:

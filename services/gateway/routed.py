@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from services.core import events as ev
 from services.core import trace_names as names
+from services.core.move_reasons import HEDGED
 from services.gateway.hedge import Hedge
-from services.gateway.moves import HEDGED
 from services.gateway.patience import SECOND
 from services.gateway.spans import request_trace
 from services.gateway.watch import Watch

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.core.lateness import Patience
+from services.core.move_reasons import FAILED, LATE, LEFT
 from services.core.routing import Wanted, cached_tokens
-from services.gateway.moves import FAILED, LATE, LEFT
 from services.gateway.routed import Routed
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from services.core import events as ev
 from services.core.errors import Broken
 from services.gateway import events_pb
 from services.gateway.authentication import caller
+from services.gateway.operations import operation_of, stored_operation
 from services.gateway.patience import SECOND
 from services.gateway.principals import session_id_for
 from services.gateway.pump import Pump
-from services.gateway.request_attributes import operation_of
 from services.gateway.spans import request_trace
 from services.gateway.validation import (
     check_model,
@@ -75,7 +75,7 @@ class GenerationServicer(rpc.GenerationServicer):
             with self.streams.admit(principal, self._asked_tokens(request)) as place:
                 runner = await self._begin(request, principal, self._deadline_ns(context))
                 self.streams.charge_prompt(place, runner)
-                call.began(runner.meter, is_new=runner.owned.owner.epoch == 1)
+                _begun(call, runner, is_new=runner.owned.owner.epoch == 1)
                 async with aclosing(self._stream(runner, place, context, call)) as events:
                     async for event in events:
                         yield pb.GenerateResponse(event=event)
@@ -100,7 +100,7 @@ class GenerationServicer(rpc.GenerationServicer):
                     asked.seen_hash,
                     self._deadline_ns(context),
                 )
-                call.began(runner.meter, is_new=False)
+                _begun(call, runner, is_new=False)
                 async with aclosing(self._stream(runner, place, context, call)) as events:
                     async for event in events:
                         yield pb.ResumeResponse(event=event)
@@ -137,7 +137,9 @@ class GenerationServicer(rpc.GenerationServicer):
         session_id = session_id_for(principal.name, asked.idempotency_key, self.id_secret)
         _name_in_logs(session_id)
         spec = self.model.spec(asked, session_id, time.time_ns(), principal.tenant_salt)
-        return await self.streams.create(spec, principal.name, asked.body_hash, deadline_ns)
+        return await self.streams.create(
+            spec, principal.name, asked.body_hash, deadline_ns, operation_of(request)
+        )
 
     def _asked_tokens(self, request: pb.GenerateRequest) -> int:
         """The output that it may come to; no answer is longer than the context window."""
@@ -166,6 +168,10 @@ class GenerationServicer(rpc.GenerationServicer):
             yield events_pb.finished(runner.session, _ending(item))
         finally:
             pump.leave()
+
+
+def _begun(call: CallMeter, runner: SessionRunner, *, is_new: bool) -> None:
+    call.began(runner.meter, is_new=is_new, operation=stored_operation(runner.owned.new.fields))
 
 
 def _name_in_logs(session_id: str) -> None:

@@ -24,6 +24,7 @@ from services.core import trace_names as names
 from services.core.answer import NumericsChanged
 from services.core.errors import Fenced
 from services.gateway.call_spans import CallSpan, StoreCall
+from services.gateway.operations import stored_operation
 from services.gateway.request_attributes import Sums, asked_of, end_of, session_of, span_name
 from services.gateway.request_span import RequestSpan
 from services.gateway.round_spans import Rounds
@@ -43,8 +44,7 @@ if TYPE_CHECKING:
     from services.gateway.request_span import Begun
 
 TRACE_FIELD = "trace"
-OPERATION_FIELD = "operation"
-"""Of a stored session: the traceparent of the request that began it, and what that was; if it is traced."""
+"""Of a stored session: the traceparent of the request that began it, if that is traced."""
 
 STALL_NS = 1_000_000_000
 """A client that leaves room for a message only after so long has stalled."""
@@ -100,16 +100,15 @@ class RequestTrace:
 
     def stored_fields(self) -> dict[str, bytes]:
         """What a session that begins now keeps of it."""
-        if self._begun is None or self._request is None:
-            return {}
-        operation = str(self._begun.attributes.get(names.OPERATION, names.TEXT_COMPLETION))
-        return {TRACE_FIELD: self._request.traceparent.encode(), OPERATION_FIELD: operation.encode()}
+        return {} if self._request is None else {TRACE_FIELD: self._request.traceparent.encode()}
 
     def opened(self, session: Session, stored: StoredSession, asked_ns: int, index: int | None) -> None:
         """The session is its own, made or claimed since `asked_ns`; claimed to go on at `index`."""
         begun = self._begun
         if begun is None:
             return
+        operation = begun.attributes[names.OPERATION] = stored_operation(stored.fields)
+        self._rename(span_name(operation, str(begun.attributes.get(names.REQUEST_MODEL, ""))))
         self._continue(begun, stored, "create" if index is None else "claim", asked_ns)
         request, epoch = self._request, stored.ownership.epoch
         if request is None:
@@ -287,11 +286,6 @@ class RequestTrace:
         if request is None:
             return
         request.span.add_link(before, {names.LINK: names.LINK_CONTINUES})
-        was = (
-            names.CHAT if stored.fields.get(OPERATION_FIELD) == names.CHAT.encode() else names.TEXT_COMPLETION
-        )
-        begun.attributes[names.OPERATION] = was
-        self._rename(span_name(was, str(begun.attributes.get(names.REQUEST_MODEL, ""))))
 
 
 def _before(stored: StoredSession) -> SpanContext:

@@ -19,6 +19,7 @@ from services.core.session import Session, SessionLimits
 from services.core.spec_codec import decode_spec, encode_spec
 from services.core.store import NewSession
 from services.gateway.meter import GatewayMeter
+from services.gateway.operations import operation_fields
 from services.gateway.owned import OwnedSession
 from services.gateway.patience import Timeouts, patiently
 from services.gateway.runner import SessionRunner
@@ -119,10 +120,19 @@ class Streams:
             self._admission.charge(place, len(runner.session.spec.prompt), self._clock.now_ns())
 
     async def create(
-        self, spec: SessionSpec, principal: str, body_hash: bytes, deadline_ns: int | None
+        self,
+        spec: SessionSpec,
+        principal: str,
+        body_hash: bytes,
+        deadline_ns: int | None,
+        operation: str,
     ) -> SessionRunner:
-        """Store a new session, or join the one of its id and body. Raises KeyReused, StoreUnavailable."""
-        fields = {SPEC_FIELD: encode_spec(spec), **request_trace().stored_fields()}
+        """Store a new session, begun as `operation`, or join the one of its id and body.
+
+        Raises KeyReused, StoreUnavailable.
+        """
+        kept = operation_fields(operation) | request_trace().stored_fields()
+        fields = {SPEC_FIELD: encode_spec(spec), **kept}
         new = NewSession(spec.session_id, principal, body_hash, fields, spec.prompt)
         nonce = secrets.token_bytes(NONCE_BYTES)
         asked_ns = self._clock.now_ns()

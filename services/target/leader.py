@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
+from services.common.last_words import say_last_words
 from services.common.logs import get_logger
 from services.common.metrics.labels import TARGET
-from services.common.metrics.metering import Metering, start_metering
+from services.common.metrics.metering import ANY_PORT, OFF, Metering, start_metering
 from services.common.process import in_passing_thread
 from services.common.registration import Registered
 from services.common.server import Parts, start_server
@@ -35,6 +37,11 @@ if TYPE_CHECKING:
     from services.target.settings import TargetSettings
 
 _LOG = get_logger(__name__)
+
+METRICS_PORTS = 16
+"""From the one that is told upwards, the first of so many ports that is free serves a replica's metrics."""
+
+_PORTS_END = 65536
 
 
 def spec_of(settings: TargetSettings, size: int) -> RankSpec:
@@ -68,6 +75,8 @@ class Leader:
         """Load and serve; the address. `store` is where the followers come; None with one rank."""
         self._telemetry = start_telemetry("galley-target")
         self._metering = await _start_metering(self._settings)
+        if self.metrics_address:
+            _LOG.info("serving metrics", address=self.metrics_address)
         self._server = await start_server(
             self._settings,
             lambda server, parts: self._build(server, parts, store),
@@ -75,23 +84,27 @@ class Leader:
         )
         return self._settings.advertise or self._server.address
 
+    @property
+    def metrics_address(self) -> str:
+        """Where /metrics is fetched (host:port), if anywhere."""
+        return self._metering.address
+
     def facts(self) -> Facts:
         """What the replica says of itself now."""
         return self._built.facts()
 
     async def withdraw(self) -> None:
-        """Be no longer registered, and say last words to traces; what is under way is left to its fate."""
+        """Be no longer registered, and say last words; what is under way is left to its fate."""
         if self._server is not None and isinstance(self._server.service, Registered):
             await self._server.service.withdraw()
-        await asyncio.to_thread(self._telemetry.shutdown)
+        await say_last_words(self._telemetry, self._metering)
 
     async def stop(self) -> None:
         """Drain, withdraw, and let the other ranks go."""
         if self._server is not None:
             await self._server.stop()
         await asyncio.to_thread(self._release)
-        await self._metering.close()
-        await asyncio.to_thread(self._telemetry.shutdown)
+        await say_last_words(self._telemetry, self._metering)
 
     @property
     def _built(self) -> TargetService:
@@ -124,12 +137,12 @@ class Leader:
 
 
 async def _start_metering(settings: TargetSettings) -> Metering:
-    """Where another replica of the node has the port, any other: the log says which."""
-    host, port = settings.host, settings.metrics_port
-    try:
-        metering = await start_metering(TARGET, host, port)
-    except OSError:
-        metering = await start_metering(TARGET, host, 0)
-    if metering.address:
-        _LOG.info("serving metrics", address=metering.address)
-    return metering
+    """A replica serves, whoever has its metrics port: other replicas of the node are told the same one."""
+    host, told = settings.host, settings.metrics_port
+    if told in {OFF, ANY_PORT}:
+        return await start_metering(TARGET, host, told)
+    for port in range(told, min(told + METRICS_PORTS, _PORTS_END)):
+        with suppress(OSError):
+            return await start_metering(TARGET, host, port)
+    _LOG.warning("no metrics port is free; taking any", first=told, tried=METRICS_PORTS)
+    return await start_metering(TARGET, host, ANY_PORT)

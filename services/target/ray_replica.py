@@ -19,6 +19,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from services.common.logs import get_logger, start_logging
+from services.common.otlp import FLUSH_S
 from services.common.process import limit_threads
 from services.core.errors import Unavailable
 from services.target.autoscaling import KV_FREE_SHARE, QUEUE_DEPTH
@@ -37,7 +38,7 @@ _EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104
 # For the withdrawal and the last answers; then the process ends, whatever is still open.
 _LAST_WORDS_S = 2.0
 # For what the ranks have to send to a collector, at an end in order.
-_FLUSH_S = 4.0
+_RANKS_END_S = FLUSH_S + 1.0
 
 
 class Follower:
@@ -87,9 +88,10 @@ class TargetReplica:
         }
 
     async def facts(self) -> dict[str, Any]:
-        """Where this replica serves, and the processes of its ranks: for operators and tests."""
+        """Where this replica and its metrics are served, and the processes of its ranks: for operators."""
         pids = [os.getpid(), *(await asyncio.gather(*(actor.pid.remote() for actor in self._actors)))]
-        return {"address": self._address, "pids": pids}
+        metrics = "" if self._leader is None else self._leader.metrics_address
+        return {"address": self._address, "metrics": metrics, "pids": pids}
 
     async def __del__(self) -> None:
         """Serve's graceful end: drain, withdraw, let the other ranks go."""
@@ -98,7 +100,7 @@ class TargetReplica:
             await self._leader.stop()
         if self._watches:
             # The other ranks end with this process, and may have traces to send.
-            await asyncio.wait(self._watches, timeout=_FLUSH_S)
+            await asyncio.wait(self._watches, timeout=_RANKS_END_S)
         for watch in self._watches:
             watch.cancel()
 

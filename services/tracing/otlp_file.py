@@ -1,19 +1,22 @@
 """The file of traces: OTLP's JSON encoding, one request a line (OpenTelemetry's "OTLP File Exporter").
 
 It is bounded: before it outgrows its size it becomes `<name>.1`, in the place of the one before. Its last
-line may be torn, if its writer was killed or is just writing it.
+line may be torn, if its writer was killed or is just writing it. What cannot be written leaves it as it was:
+the next request is tried anew.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from typing import TYPE_CHECKING, Any, BinaryIO
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from services.tracing.otlp_json import Malformed, document_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from io import FileIO
     from pathlib import Path
 
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -39,35 +42,46 @@ class OtlpFile:
         """
         self.path = path
         self._max_bytes = max_bytes
-        path.touch(mode=_MODE)
-        self._file: BinaryIO = path.open("r+b")
+        self._file = _opened(path)
         self._file.truncate(_end_of_lines(self._file))
         self._size = self._file.seek(0, 2)
 
     def append(self, request: ExportTraceServiceRequest) -> int:
         """Write the request; returns how many spans were left out, for each is longer than a line may be.
 
-        Raises OSError.
+        Raises OSError if it cannot be written; what was written of it by then may stay.
         """
         lines, dropped = _lines_of(request)
         for line in lines:
             if self._size and self._size + len(line) > self._max_bytes:
                 self._rotate()
-            self._file.write(line)
-            self._size += len(line)
-        self._file.flush()
+            self._write(line)
         return dropped
 
     def close(self) -> None:
         """Nothing follows."""
         self._file.close()
 
+    def _write(self, line: bytes) -> None:
+        """All of it, or nothing: half a line would make those after it unreadable."""
+        left = memoryview(line)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
+            raise
+        self._size += len(line)
+
     def _rotate(self) -> None:
-        self._file.close()
-        self.path.replace(rotated(self.path))
-        self.path.touch(mode=_MODE)
-        self._file = self.path.open("r+b")
+        """The one there is stays open until there is another: where this fails, it is tried again."""
+        with suppress(FileNotFoundError):  # it was moved by a try that failed after that, or taken away
+            self.path.replace(rotated(self.path))
+        full, self._file = self._file, _opened(self.path)
         self._size = 0
+        full.close()
 
 
 def rotated(path: Path) -> Path:
@@ -75,7 +89,13 @@ def rotated(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
 
 
-def _end_of_lines(file: BinaryIO) -> int:
+def _opened(path: Path) -> FileIO:
+    """Private to its user, made if there is none."""
+    path.touch(mode=_MODE)
+    return path.open("r+b", buffering=0)
+
+
+def _end_of_lines(file: FileIO) -> int:
     """Where the last whole line ends."""
     end = file.seek(0, 2)
     while end:

@@ -129,7 +129,7 @@ async def test_it_can_be_switched_off(
 
 
 async def test_a_collector_that_is_away_holds_up_no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.common.metrics.push._LAST_PUSH_S", 0.05)
+    monkeypatch.setattr("services.common.metrics.push.FLUSH_S", 0.05)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     metering = await pushing()
     async with asyncio.timeout(PATIENCE_S / 4):

@@ -10,16 +10,30 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
+from services.client.options import Message
 from services.common import telemetry
+from services.common.metrics import catalogue
+from services.common.metrics.labels import GATEWAY
+from services.common.metrics.registry import Registry
 from services.common.server import Parts
 from services.common.telemetry import telemetry_to
 from services.core import trace_names as names
+from tests.common.readings import count
 from tests.service.callers import ALICE, KeyFile, calling
 from tests.service.fleet import Fleet
 from tests.service.spans import KeptSpans, error_of, told
 from tests.service.test_unread import left_unread
 from tests.service.waiting import PATIENCE_S
-from tests.service.world import MAX_TOKENS, Heard, World, any_credit, hear, must_be_true, refused
+from tests.service.world import (
+    MAX_TOKENS,
+    PROMPT,
+    Heard,
+    World,
+    any_credit,
+    hear,
+    must_be_true,
+    refused,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,6 +125,27 @@ def must_continue(resumed: ReadableSpan, before: ReadableSpan) -> None:
     assert dict(link.attributes or {}) == {names.LINK: names.LINK_CONTINUES}
     assert (told(resumed)[names.RESUMED], told(resumed)[names.EPOCH]) == (True, 2)
     assert told(before)[names.SESSION_ID] == told(resumed)[names.SESSION_ID]
+
+
+async def test_a_chat_is_a_chat_to_trace_and_metrics_wherever_it_is_resumed(
+    world: World, kept: KeptSpans
+) -> None:
+    """Though the gateway that began it traced nothing."""
+    registry = Registry(GATEWAY)
+    first, second = await world.gateway_of(Parts()), await world.gateway_of(kept.parts(metrics=registry))
+    world.target.gate.close()
+    world.target.gate.permit(3)
+    stream = first.ask((Message("user", PROMPT),))
+    heard = await Heard().listen(stream, until=3)
+    stream.cancel()
+    world.target.gate.open()
+    await heard.listen(second.client.resume_stream(stream))
+    assert heard.finished is not None
+    [resumed] = await kept.requests()
+    assert (resumed.name, told(resumed)[names.OPERATION]) == ("chat tiny", names.CHAT)
+    await second.idle()
+    labels = (names.CHAT, names.GALLEY, "tiny", "tiny", "")
+    assert count(registry, catalogue.REQUEST_DURATION, *labels) == 1
 
 
 async def test_an_owner_that_is_fenced_says_so_and_chance_does_not_part_the_two(
@@ -300,7 +335,7 @@ async def test_an_exporter_that_fails_touches_no_stream(
     for heard in await asyncio.gather(*(hear(gateway.ask()) for _ in range(3))):
         must_be_true(heard)
     assert await asyncio.to_thread(exporter.asked.wait, 10)
-    monkeypatch.setattr(telemetry, "_FLUSH_S", 0.05)
+    monkeypatch.setattr(telemetry, "FLUSH_S", 0.05)
     await asyncio.to_thread(traces.shutdown)  # for so long, and no longer
     exporter.may_answer.set()
     await asyncio.to_thread(processor.shutdown)

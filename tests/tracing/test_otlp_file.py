@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from base64 import b64encode
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from services.tracing.spans import Process
 from tests.tracing.builder import Scene, otlp
 
 if TYPE_CHECKING:
+    from io import FileIO
     from pathlib import Path
 
 TRACE, SPAN = "5b8efff798038103d269b633813fc60c", "eee19b7ec3c1b174"
@@ -211,9 +213,7 @@ def test_a_torn_last_line_is_passed_over_and_cut_off_by_the_next_writer(tmp_path
 
 def test_it_is_rotated_before_it_outgrows_its_size(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
-    size = (
-        len(json.dumps(document_of(full_request()), separators=(",", ":"), ensure_ascii=False).encode()) + 1
-    )
+    size = len(_line())
     file = OtlpFile(path, max_bytes=2 * size)
     for count in range(1, 6):
         file.append(full_request())
@@ -222,6 +222,55 @@ def test_it_is_rotated_before_it_outgrows_its_size(tmp_path: Path) -> None:
     file.close()
     assert rotated(path).stat().st_size == 2 * size
     assert rotated(path).stat().st_mode & 0o077 == 0
+
+
+def _line() -> bytes:
+    return json.dumps(document_of(full_request()), separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["before it is moved", "after"])
+def test_a_rotation_that_fails_says_so_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: bool
+) -> None:
+    """Whoever sent what could not be written is told; what came before and comes after is there."""
+    path = tmp_path / "traces.jsonl"
+    file = OtlpFile(path, max_bytes=len(_line()))
+    file.append(full_request())
+    with monkeypatch.context() as broken:
+        if moved:
+            broken.setattr(otlp_file, "_opened", _no_room)
+        else:
+            rotated(path).mkdir()
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"traces\.jsonl|no room"):
+                file.append(full_request())
+    if not moved:
+        rotated(path).rmdir()
+    file.append(full_request())
+    file.close()
+    assert _documents(path) == [document_of(full_request())] * 2
+    assert path.stat().st_size <= len(_line())
+
+
+def _no_room(_path: Path) -> FileIO:
+    raise OSError("no room")
+
+
+def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "traces.jsonl"
+    file = OtlpFile(path)
+    file.append(full_request())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(_line()) + 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            file.append(full_request())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == _line()
+    file.append(full_request())
+    file.close()
+    assert path.read_bytes() == _line() * 2
 
 
 def test_a_request_longer_than_a_line_is_split_and_a_span_longer_than_one_is_counted(

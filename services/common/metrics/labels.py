@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.common.metrics.metric import OTHER, Label
 from services.core.admission import DRAINING, NO_PLACE, NO_SHARE, OWN_STREAMS, OWN_TOKENS
+from services.core.move_reasons import REASONS
 from services.core.strategies import LOOKUP, STRATEGIES
 from services.core.trace_names import CHAT, GALLEY, TEXT_COMPLETION
 
@@ -40,7 +41,7 @@ MOVED = Label(
     "reason",
     "`failed`: it failed an item; `late`: it kept one waiting; `left`: it drained or was let go; `hedged`: "
     "another answered first; `restarted`: the same address, another life",
-    values=("failed", "late", "left", "hedged", "restarted"),
+    values=REASONS,
 )
 UP = Label("state", "`up`: may be asked", values=("up", "down"))
 REFUSED = Label(

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 OFF = -1
 """As a port: nothing is listened on."""
+ANY_PORT = 0
+"""As a port: the system chooses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from services.common.metrics.cells import Distributed
 from services.common.metrics.metric import Kind
-from services.common.otlp import resource_of
+from services.common.otlp import FLUSH_S, resource_of
 from services.common.version import __version__
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 _INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
 _INTERVAL_MS = 60_000.0
 _LOG = logging.getLogger(__name__)
-_LAST_PUSH_S = 3.0
 _CUMULATIVE = sdk.AggregationTemporality.CUMULATIVE
 # Optional on the wire, though the SDK's own histograms always have them.
 _NOT_KEPT: Any = None
@@ -59,14 +58,14 @@ class Pusher:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """What is known by now is sent, for at most 3 s."""
+        """What is known by now is sent, for at most FLUSH_S."""
         task, self._task = self._task, None
         if task is None:
             return
         task.cancel()
         await asyncio.wait({task})
         with suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_PUSH_S):
+            async with asyncio.timeout(FLUSH_S):
                 await self._try_to_push()
         await _in_daemon(self._exporter.shutdown)
 
