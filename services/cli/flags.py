@@ -1,4 +1,4 @@
-"""The flags that say how an answer is made, and how a gateway is spoken to: of every command that asks one."""
+"""The flags that say how an answer is made, and how a gateway is spoken to; of all commands that ask one."""
 
 from __future__ import annotations
 

@@ -54,12 +54,12 @@ _T = TypeVar("_T")
 class GalleyClient:
     """One or more gateways over one session store, by address; open it with `async with`.
 
-    `addresses` are "host:port", several with commas or as a sequence. The first is asked until it fails, then
-    the next. `tls` encrypts, and says which gateways to trust; without it calls go in plain text. `api_key`
-    says who calls, where the gateways ask for it; None is that of GALLEY_API_KEY, if it is set. Streams belong
-    to the trace that they are asked for in, as OpenTelemetry's current span tells it; `telemetry`
-    (services.common.telemetry.start_telemetry) makes calls spans of their own besides. `force_trace` has the
-    gateways trace every request, whatever they sample.
+    `addresses` are "host:port", several with commas or as a sequence. The first is asked until it fails,
+    then the next. `tls` encrypts, and says which gateways to trust; without it calls go in plain text.
+    `api_key` says who calls, where the gateways ask for it; None is that of GALLEY_API_KEY, if it is set.
+    Streams belong to the trace that they are asked for in, as OpenTelemetry's current span tells it;
+    `telemetry` (services.common.telemetry.start_telemetry) makes calls spans of their own besides.
+    `force_trace` has the gateways trace every request, whatever they sample.
     """
 
     def __init__(

@@ -31,8 +31,11 @@ class EchoService(rpc.DraftServicer):
         self.release.set()
         self.cancelled = asyncio.Event()
         self.closed = False
+        # Of those who showed a certificate, the name in it.
+        self.callers: list[str] = []
 
     async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:
+        self.callers += [name.decode() for name in context.auth_context().get("x509_common_name", ())]
         self.entered.set()
         try:
             await self.release.wait()
