@@ -6,7 +6,7 @@ import datetime as dt
 import ipaddress
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -117,6 +117,12 @@ class Mounted:
 def mounted(directory: Path, ca: Path, pair: Certificate) -> Mounted:
     """The usual three: `ca`, `cert` and `key`."""
     return Mounted(directory, ca=ca, cert=pair.cert, key=pair.key)
+
+
+def caller_of(context: Any) -> str:
+    """The name in the certificate that a servicer's caller has shown; empty where there is none."""
+    [name, *_] = context.auth_context().get("x509_common_name", [b""])
+    return str(name.decode())
 
 
 def _new_key() -> ec.EllipticCurvePrivateKey:
