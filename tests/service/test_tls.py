@@ -20,13 +20,16 @@ from services.gateway.settings import GatewaySettings
 from tests.common.service import settings
 from tests.common.tls_world import tls_settings
 from tests.gateway.tls import Authority, Mounted, mounted
+from tests.service.real import Real, Tls
 from tests.service.waiting import PATIENCE_S
-from tests.service.world import Gateway, Heard, World, any_credit, hear, must_be_true, refused
+from tests.service.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
+from tests.target.tiny import save_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from tests.gateway.servers import Server
     from tests.service.fakes import Replica
 
 LONG = 400
@@ -85,6 +88,11 @@ class Mesh:
             self[name].put(ca=ca, cert=pair.cert, key=pair.key)
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
 @pytest.fixture
 def mesh(world: World, tmp_path: Path) -> Mesh:
     return Mesh(world, tmp_path)
@@ -99,6 +107,23 @@ async def test_an_answer_comes_over_tls_on_every_hop(mesh: Mesh) -> None:
     must_be_true(heard)
     assert mesh.world.draft.answered  # whether in time is another question
     assert (mesh.world.target.streams, mesh.world.draft.streams) == (["peer"], ["peer"])
+
+
+async def test_real_services_say_over_tls_what_they_say_without(
+    tiny: Path, shared_store: Server, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path, "authority")
+    files = mounted(tmp_path / "files", authority.ca, authority.issue("all"))
+    tls = Tls(tls_settings(files, mutual=True), ClientTls(files.ca, files.cert, files.key))
+    peers = {"peer_ca_file": files.ca, "peer_cert_file": files.cert, "peer_key_file": files.key}
+    prompt = list(range(1, 9)) * 3
+    answers = []
+    for place, given in (("plain", {}), ("tls", {"tls": tls, **peers})):
+        (tmp_path / place).mkdir()
+        async with Real(tmp_path / place, tiny, shared_store.url, drafts=True, **given) as real:
+            answers.append(await hear(real.ask(prompt)))
+    assert len(answers[0].tokens) == MAX_TOKENS
+    assert answers[1].tokens == answers[0].tokens
 
 
 # ------------------------------------------------------------------------------ who is not trusted --
