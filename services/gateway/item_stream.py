@@ -153,10 +153,11 @@ class ItemStream(Generic[ItemT, AnswerT]):
 
     async def close(self) -> None:
         """End the stream."""
-        connections = self._left if self._current is None else [*self._left, self._current]
+        connections = [*self._left, self._current]
         self._left = []
         for connection in connections:
-            await connection.close()
+            if connection is not None:
+                await connection.close()
 
 
 class _Connection(Generic[ItemT, AnswerT]):

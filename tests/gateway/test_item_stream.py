@@ -199,17 +199,17 @@ async def test_a_stream_that_breaks_fails_an_item_after_the_answers_that_came(
 
 
 async def test_a_stream_is_outdated_once_calls_go_by_another_connection(pool: Pool, stream: Stream) -> None:
-    pool.generation = 1
-    assert not stream.outdated, "it is not open yet"
-    await stream.ask(item("s"))
-    assert not stream.outdated
-    pool.generation = 2
-    assert stream.outdated
-    await stream.ask(item("s"))
+    outdated = [stream.outdated]
+    for generation in (1, 1, 2):
+        pool.generation = generation
+        outdated.append(stream.outdated)
+        await stream.ask(item("s"))
+    assert outdated == [False, False, False, True], "one that is not open is not outdated"
     assert pool.opened == 1, "it goes on until it is renewed"
     stream.renew()
-    assert not stream.outdated
+    outdated = [stream.outdated]
     await stream.ask(item("s"))
+    assert [*outdated, stream.outdated] == [False, False]
     assert pool.opened == 2
 
 

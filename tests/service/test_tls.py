@@ -115,12 +115,13 @@ async def test_real_services_say_over_tls_what_they_say_without(
     authority = Authority(tmp_path, "authority")
     files = mounted(tmp_path / "files", authority.ca, authority.issue("all"))
     tls = Tls(tls_settings(files, mutual=True), ClientTls(files.ca, files.cert, files.key))
-    peers = {"peer_ca_file": files.ca, "peer_cert_file": files.cert, "peer_key_file": files.key}
+    peers: Any = {"peer_ca_file": files.ca, "peer_cert_file": files.cert, "peer_key_file": files.key}
     prompt = list(range(1, 9)) * 3
     answers = []
-    for place, given in (("plain", {}), ("tls", {"tls": tls, **peers})):
-        (tmp_path / place).mkdir()
-        async with Real(tmp_path / place, tiny, shared_store.url, drafts=True, **given) as real:
+    plain = Real(tmp_path / "plain", tiny, shared_store.url, drafts=True)
+    over_tls = Real(tmp_path / "tls", tiny, shared_store.url, drafts=True, tls=tls, **peers)
+    for services in (plain, over_tls):
+        async with services as real:
             answers.append(await hear(real.ask(prompt)))
     assert len(answers[0].tokens) == MAX_TOKENS
     assert answers[1].tokens == answers[0].tokens
