@@ -66,7 +66,7 @@ def shown_secrets(settings: BaseSettings, argv: Sequence[str]) -> list[str]:
     """The flags of `argv` that hold a secret."""
     fields = type(settings).model_fields
     flags = [_flag(name) for name in fields if isinstance(getattr(settings, name), SecretStr)]
-    return [flag for flag in flags if any(_is_secret(text) for text in _given(flag, argv))]
+    return [flag for flag in flags if any(is_secret(text) for text in _given(flag, argv))]
 
 
 def _given(flag: str, argv: Sequence[str]) -> Iterator[str]:
@@ -81,7 +81,7 @@ def named(name: str, env_prefix: str) -> str:
     return f"{_flag(name)} (or {f'{env_prefix}{name}'.upper()})"
 
 
-def _is_secret(text: str) -> bool:
+def is_secret(text: str) -> bool:
     """Of a URL, only one with a password."""
     if "://" not in text:
         return bool(text)
