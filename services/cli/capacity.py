@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -103,7 +103,8 @@ def _asked(tables: dict[str, Any]) -> _Asked:
 def _read_as(what: type[T], table: object, name: str) -> T:
     """An instance of the dataclass `what`. Raises InvalidField."""
     try:
-        return TypeAdapter(checked(what, config=_STRICT, frozen=True)).validate_python(table)
+        strict = checked(what, config=_STRICT, frozen=True)
+        return cast("T", TypeAdapter(strict).validate_python(table))
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join((name, *(str(part) for part in problem["loc"])))

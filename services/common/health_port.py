@@ -15,9 +15,9 @@ from grpc_health.v1 import health, health_pb2
 from services.common.binding import bind
 
 if TYPE_CHECKING:
-    from grpc_health.v1._async import HealthServicer
+    from services.common.standard import Health
 
-HANDSHAKE_TIMEOUT_MS = 10_000
+_HANDSHAKE_TIMEOUT_MS = 10_000
 # A question is a few bytes, and answered at once; connections that ask nothing are closed.
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
@@ -25,7 +25,7 @@ _OPTIONS = (
     ("grpc.max_metadata_size", 4096),
     ("grpc.max_concurrent_streams", 16),
     ("grpc.max_connection_idle_ms", 60_000),
-    ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+    ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
 )
 
 
@@ -42,7 +42,7 @@ class HealthPort:
             await self._server.stop(None)
 
 
-async def open_health_port(host: str, port: int, told: HealthServicer) -> HealthPort:
+async def open_health_port(host: str, port: int, told: Health) -> HealthPort:
     """Tell there what `told` knows; port -1: nowhere. Raises CannotBind."""
     if port < 0:
         return HealthPort()

@@ -16,20 +16,21 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from services.common.arrival import ArrivalInterceptor
 from services.common.binding import CannotBind, bind
-from services.common.channels import KEEPALIVE
 from services.common.config import ServiceSettings, parse_settings, refuse
 from services.common.deserialize import DeserializeInterceptor
 from services.common.files import BadFile
-from services.common.health_port import HANDSHAKE_TIMEOUT_MS, HealthPort, open_health_port
+from services.common.health_port import HealthPort, open_health_port
 from services.common.last_words import say_last_words
+from services.common.limits import server_options
 from services.common.logs import get_logger, start_logging
 from services.common.metrics.metering import Metering, start_metering
 from services.common.process import die_with_parent
 from services.common.readiness import Readiness
+from services.common.standard import Health, StandardCallsInterceptor
 from services.common.status import StatusInterceptor
 from services.common.telemetry import Telemetry, start_telemetry
 from services.common.tls import server_credentials
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
 _LOG = get_logger(__name__)
 
-# grpc refuses larger messages by itself and says RESOURCE_EXHAUSTED; up to here we name field and bound.
-_HARD_LIMIT_FACTOR = 16
 # For what is still open when a service says that it has drained, such as health watches.
 _STOP_GRACE_S = 0.5
 
@@ -95,7 +94,7 @@ class RunningServer:
     service: Service
     health_address: str
     _server: grpc.aio.Server
-    _health: HealthServicer
+    _health: Health
     _health_port: HealthPort
     _drain_timeout_s: float
 
@@ -120,41 +119,31 @@ async def start_server(
 ) -> RunningServer:
     """Start serving in the running event loop, without touching the process; raises CannotBind or BadFile.
 
-    What `interceptors`, the service's own, raise becomes a status as what it raises itself.
+    What `interceptors`, the service's own, raise becomes a status as what it raises itself. They come before
+    a call's one request is read: whom they refuse has sent it for nothing.
     """
     parts = parts or Parts()
     credentials = server_credentials(settings)
     server = grpc.aio.server(
         interceptors=[
+            StandardCallsInterceptor(),
             *parts.telemetry.server_interceptors(),
             StatusInterceptor(),
             *interceptors(parts),
+            ArrivalInterceptor(settings.request_timeout_s),
             DeserializeInterceptor(settings.max_message_bytes),
         ],
-        options=[
-            # Two processes that share a port by accident would each get half of the calls.
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", _HARD_LIMIT_FACTOR * settings.max_message_bytes),
-            ("grpc.max_send_message_length", -1),
-            *KEEPALIVE,
-            # Peers ping as often as we do, also while nothing is called.
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-            ("grpc.http2.max_pings_without_data", 0),
-            # A process that was stopped or starved reads at once what came over seconds: no reason to go.
-            ("grpc.http2.max_ping_strikes", 100),
-            # Who takes longer to say hello keeps a connection, and means nothing good.
-            ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
-        ],
+        options=server_options(settings),
     )
     address = bind(server, settings.host, settings.port, credentials)
-    told, health_port = HealthServicer(), HealthPort()
+    told, health_port = Health(), HealthPort()
     try:
         await _tell(told, ("",), health_pb2.HealthCheckResponse.NOT_SERVING)
         health_port = await open_health_port(settings.host, settings.health_port, told)
         service = await build(server, replace(parts, address=address))
         names = ("", *service.grpc_services)
         await _tell(told, names, health_pb2.HealthCheckResponse.NOT_SERVING)
-        _add_standard_services(server, service.grpc_services, told)
+        _add_standard_services(server, service.grpc_services, told, reflects=settings.reflection)
         await server.start()
     except BaseException:
         await health_port.stop()
@@ -237,19 +226,20 @@ def _where_else(metering: Metering, running: RunningServer) -> dict[str, str]:
 
 
 async def _tell(
-    told: HealthServicer, names: Sequence[str], status: health_pb2.HealthCheckResponse.ServingStatus
+    told: Health, names: Sequence[str], status: health_pb2.HealthCheckResponse.ServingStatus
 ) -> None:
     for name in names:
         await told.set(name, status)
 
 
 def _add_standard_services(
-    server: grpc.aio.Server, grpc_services: Sequence[str], told: HealthServicer
+    server: grpc.aio.Server, grpc_services: Sequence[str], told: Health, *, reflects: bool
 ) -> None:
     health_pb2_grpc.add_HealthServicer_to_server(told, server)
-    reflection.enable_server_reflection(
-        (*grpc_services, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-    )
+    if reflects:
+        reflection.enable_server_reflection(
+            (*grpc_services, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
 
 
 def _stop_signal() -> asyncio.Event:

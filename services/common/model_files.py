@@ -1,0 +1,41 @@
+"""What of a model's directory may be read: files that lie in it, and no code.
+
+A model comes from somebody else. Its directory may hold links; those that lead out of it would have us read,
+and tell of, whatever they point at. The hub's own cache is made of links, from a snapshot to its blobs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+_SNAPSHOTS, _BLOBS = "snapshots", "blobs"
+
+
+def foreign_file(directory: Path, patterns: Iterable[str]) -> str | None:
+    """Which of the files that match may not be read, and why; None if all may."""
+    homes = _homes(directory)
+    for path in sorted({path for pattern in patterns for path in directory.glob(pattern)}):
+        try:
+            real = path.resolve(strict=True)
+        except (OSError, RuntimeError):
+            return f"{path}: is a link to nothing"
+        if not any(real.is_relative_to(home) for home in homes):
+            return f"{path}: is a link that leads out of the model's directory"
+        if not (real.is_file() or real.is_dir()):
+            return f"{path}: is no file"
+    return None
+
+
+def _homes(directory: Path) -> list[Path]:
+    real = directory.resolve()
+    in_hub_cache = real.parent.name == _SNAPSHOTS
+    return [real, *([real.parents[1] / _BLOBS] if in_hub_cache else [])]
+
+
+def code_asked_for(config: Mapping[str, Any]) -> str | None:
+    """What a model's JSON file says if code from its repository is to be run for it; None if none is."""
+    return "needs code from its repository (auto_map), which is never run" if config.get("auto_map") else None
