@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+
+from services.common.limits import ServerLimits
+from services.common.secret_files import named, shown_secrets, with_secrets_read
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +34,7 @@ def settings_config(env_prefix: str) -> SettingsConfigDict:
     )
 
 
-class ServiceSettings(BaseSettings):
+class ServiceSettings(ServerLimits):
     """What every server process can be told."""
 
     model_config = settings_config("GALLEY_")
@@ -62,9 +65,11 @@ class ServiceSettings(BaseSettings):
         le=3600,
         description="Longest time for work under way to finish after SIGTERM, in seconds.",
     )
-    max_message_bytes: int = Field(
-        default=4 * 2**20, ge=1024, le=64 * 2**20, description="Largest request message accepted, in bytes."
-    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_secrets(cls, given: Any) -> Any:
+        return with_secrets_read(cls, given)
 
 
 def parse_settings(cls: type[S], argv: Sequence[str], prog: str, description: str) -> S:
@@ -81,6 +86,10 @@ def parse_settings(cls: type[S], argv: Sequence[str], prog: str, description: st
         for problem in error.errors():
             print(f"{prog}: error: {_explain(problem, prefix)}", file=sys.stderr)  # noqa: T201  # before logs
         raise SystemExit(2) from None
+    for flag in shown_secrets(parsed, argv):
+        told = "holds a secret, and everybody can read a command line: give it by environment or by file"
+        print(f"{prog}: error: {flag}: {told}", file=sys.stderr)  # noqa: T201  # before logs
+        raise SystemExit(2)
     return cls.model_construct(**{name: getattr(parsed, name) for name in cls.model_fields})
 
 
@@ -88,5 +97,4 @@ def _explain(problem: ErrorDetails, env_prefix: str) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     if not name:
         return problem["msg"].removeprefix("Value error, ")
-    flag, variable = "--" + name.replace("_", "-"), f"{env_prefix}{name}".upper()
-    return f"{flag} (or {variable}): {problem['msg']}"
+    return f"{named(name, env_prefix)}: {problem['msg']}"

@@ -29,8 +29,10 @@ class ReplicaSettings(ServiceSettings):
     )
     redis_url: RedisUrlSetting = Field(
         default=SecretStr(""),
-        description="Where the replica registers, in a form of docs/redis.md; empty: it does not.",
+        description="Where the replica registers, in a form of docs/redis.md; empty: it does not. "
+        "With a password, by environment or by file.",
     )
+    redis_url_file: str = Field(default="", description="File that holds it instead.")
     advertise: str = Field(
         default="", description="Address that gateways are told, host:port; empty: where it listens."
     )

@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from services.common.channels import KEEPALIVE
+from services.common.arrival import ArrivalInterceptor
 from services.common.config import ServiceSettings, parse_settings
 from services.common.deserialize import DeserializeInterceptor
+from services.common.limits import server_options
 from services.common.logs import get_logger, start_logging
 from services.common.metrics.metering import start_metering
 from services.common.process import die_with_parent
 from services.common.readiness import Readiness
+from services.common.standard import Health, StandardCallsInterceptor
 from services.common.status import StatusInterceptor
 from services.common.telemetry import Telemetry, start_telemetry
 from services.common.unless import unless
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 _LOG = get_logger(__name__)
 
-# grpc refuses larger messages by itself and says RESOURCE_EXHAUSTED; up to here we name field and bound.
-_HARD_LIMIT_FACTOR = 16
 # For what is still open when a service says that it has drained, such as health watches.
 _STOP_GRACE_S = 0.5
 
@@ -90,7 +89,7 @@ class RunningServer:
     address: str
     service: Service
     _server: grpc.aio.Server
-    _health: HealthServicer
+    _health: Health
     _drain_timeout_s: float
 
     async def stop(self) -> None:
@@ -113,33 +112,27 @@ async def start_server(
 ) -> RunningServer:
     """Start serving in the running event loop, without touching the process; raises CannotBind.
 
-    What `interceptors`, the service's own, raise becomes a status as what it raises itself.
+    What `interceptors`, the service's own, raise becomes a status as what it raises itself. They come before
+    a call's one request is read: whom they refuse has sent it for nothing.
     """
     parts = parts or Parts()
     server = grpc.aio.server(
         interceptors=[
+            StandardCallsInterceptor(),
             *parts.telemetry.server_interceptors(),
             StatusInterceptor(),
             *interceptors(parts),
+            ArrivalInterceptor(settings.request_timeout_s),
             DeserializeInterceptor(settings.max_message_bytes),
         ],
-        options=[
-            # Two processes that share a port by accident would each get half of the calls.
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", _HARD_LIMIT_FACTOR * settings.max_message_bytes),
-            ("grpc.max_send_message_length", -1),
-            *KEEPALIVE,
-            # Peers ping as often as we do, also while nothing is called.
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-            ("grpc.http2.max_pings_without_data", 0),
-            # A process that was stopped or starved reads at once what came over seconds: no reason to go.
-            ("grpc.http2.max_ping_strikes", 100),
-        ],
+        options=server_options(settings),
     )
     address = _bind(server, settings.host, settings.port)
     try:
         service = await build(server, replace(parts, address=address))
-        health_servicer = await _add_standard_services(server, service.grpc_services)
+        health_servicer = await _add_standard_services(
+            server, service.grpc_services, reflects=settings.reflection
+        )
         await server.start()
     except BaseException:
         await server.stop(None)
@@ -219,14 +212,17 @@ def _bind(server: grpc.aio.Server, host: str, port: int) -> str:
     return f"{shown}:{bound}"
 
 
-async def _add_standard_services(server: grpc.aio.Server, grpc_services: Sequence[str]) -> HealthServicer:
-    servicer = HealthServicer()
+async def _add_standard_services(
+    server: grpc.aio.Server, grpc_services: Sequence[str], *, reflects: bool
+) -> Health:
+    servicer = Health()
     for name in ("", *grpc_services):
         await servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    reflection.enable_server_reflection(
-        (*grpc_services, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-    )
+    if reflects:
+        reflection.enable_server_reflection(
+            (*grpc_services, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
     return servicer
 
 

@@ -95,6 +95,10 @@ class Unavailable(OurFault):
     """A part is away or draining; the session stays resumable: UNAVAILABLE."""
 
 
+class CallerUnknown(Unavailable):
+    """Who calls cannot be told at present: what would show it is away."""
+
+
 class StoreUnavailable(Unavailable):
     """The session store has not answered for store_timeout.
 

@@ -32,19 +32,24 @@ class Presented:
     metadata: Mapping[str, str]
 
     @property
-    def key(self) -> str:
-        """Of `authorization: Bearer KEY` or `x-api-key: KEY`; empty if there is neither."""
+    def bearer(self) -> str:
+        """Of `authorization: Bearer …`; empty if there is none."""
         authorization = self.metadata.get("authorization", "")
         if authorization[: len(_BEARER)].lower() == _BEARER:
             return authorization[len(_BEARER) :].strip()
-        return self.metadata.get("x-api-key", "")
+        return ""
+
+    @property
+    def key(self) -> str:
+        """The same, or else of `x-api-key: KEY`."""
+        return self.bearer or self.metadata.get("x-api-key", "")
 
 
 class Authenticator(Protocol):
-    """Decides who asks. Other ways to say who one is (certificates, signed tokens) are others of these."""
+    """Decides who asks. Another way to say who one is, such as a certificate, is another of these."""
 
     async def authenticate(self, presented: Presented) -> Principal:
-        """Raises Unauthenticated, without repeating anything of what was presented."""
+        """Raises Unauthenticated, without repeating anything of what was presented; or CallerUnknown."""
         ...
 
 

@@ -19,7 +19,7 @@ from services.common.handlers import WrappingInterceptor, wrap_handler
 from services.common.status import error_type
 from services.common.telemetry import context_of, fail
 from services.core import trace_names as names
-from services.core.errors import Unauthenticated
+from services.core.errors import CallerUnknown, Unauthenticated
 from services.gateway.request_span import Begun
 from services.gateway.spans import RequestTrace, work_for
 
@@ -71,7 +71,7 @@ class RequestSpans(WrappingInterceptor):
                         yield response
             except grpc.aio.AbortError:  # whoever aborted has told why
                 raise
-            except Unauthenticated as error:
+            except (Unauthenticated, CallerUnknown) as error:
                 begun.failed(error)
                 begun.disown()
                 raise

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import grpc
@@ -19,8 +18,8 @@ from services.common.registry import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
 from services.core.session import SessionLimits
 from services.core.store import SessionStore
 from services.core.trace_names import SCHEMA_URL
-from services.gateway.api_keys import ApiKeys
-from services.gateway.authentication import Everyone, PrincipalInterceptor
+from services.gateway.authentication import PrincipalInterceptor
+from services.gateway.callers import callers_of
 from services.gateway.clock import MonotonicClock
 from services.gateway.drafts import Drafts, SessionDraft
 from services.gateway.members import Registered, Told
@@ -122,12 +121,13 @@ def build(
 
 
 def interceptors(settings: GatewaySettings) -> Interceptors:
-    """Its own. Raises ValueError or OSError if the file of keys cannot be read."""
-    known = ApiKeys(Path(settings.api_keys_file)) if settings.api_keys_file else Everyone()
+    """Its own. Raises ValueError or OSError if a file of keys cannot be read."""
+    callers = callers_of(settings)
 
     def of_process(parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
+        callers.begin()
         scope = parts.telemetry.scope("galley.gateway", SCHEMA_URL)
-        principals = PrincipalInterceptor(known)
+        principals = PrincipalInterceptor(callers.authenticator)
         if scope is None:
             return (principals,)
         return (RequestSpans(scope, _trace_options(settings), MonotonicClock()), principals)

@@ -6,17 +6,19 @@ from typing import Literal
 
 from pydantic import Field, SecretStr
 
-from services.common.config import ServiceSettings, settings_config
+from services.common.config import settings_config
 from services.common.defaults import DEFAULT_MODEL
+from services.common.limits import connection_age, connection_idle
 from services.common.redis_url import RedisUrlSetting  # noqa: TC001  # pydantic reads it
 from services.core.lateness import SLOW_FACTOR
 from services.core.store import FINISHED_TTL_S, SESSION_TTL_S
+from services.gateway.token_settings import TokenSettings
 
 NO_DRAFT = "none"
 """In place of a draft's address: there is none."""
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(TokenSettings):
     """Settings of the gateway."""
 
     model_config = settings_config("GALLEY_GATEWAY_")
@@ -33,8 +35,9 @@ class GatewaySettings(ServiceSettings):
     redis_url: RedisUrlSetting = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
         description="Session store: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// "
-        "(docs/redis.md); with a password, better by environment.",
+        "(docs/redis.md); with a password, by environment or by file.",
     )
+    redis_url_file: str = Field("", description="File that holds it instead.")
     redis_wait_replicas: int = Field(
         0, ge=0, description="Replicas of the store that must have a commit before its tokens leave."
     )
@@ -52,7 +55,9 @@ class GatewaySettings(ServiceSettings):
         64, ge=1, description="Open streams; more are refused. No more than the target keeps sessions."
     )
     api_keys_file: str = Field(
-        "", description="File of API keys (docs/principals.md); empty: everyone is the same caller."
+        "",
+        description="File of API keys and of limits (docs/principals.md); empty, and no issuer of tokens: "
+        "everyone is the same caller.",
     )
     default_max_tokens: int = Field(512, ge=1, description="Length of an answer that names none.")
     window: int = Field(64, ge=1, description="Tokens a session may be ahead of its log.")
@@ -102,5 +107,10 @@ class GatewaySettings(ServiceSettings):
     finished_ttl_s: float = Field(FINISHED_TTL_S, gt=0, description="How long a finished session is kept.")
     id_secret: SecretStr = Field(
         SecretStr(""),
-        description="Key of the HMAC that makes session ids of idempotency keys; the same at all gateways.",
+        description="Key of the HMAC that makes session ids of idempotency keys; the same at all gateways. "
+        "By environment or by file.",
     )
+    id_secret_file: str = Field("", description="File that holds it instead.")
+    # So that clients find gateways that were added, and nobody keeps what they do not use.
+    max_connection_age_s: float = connection_age(600.0)
+    max_connection_idle_s: float = connection_idle(900.0)

@@ -62,6 +62,7 @@ _NOT_FOR_REPLICAS = frozenset(
         "ready_fd",
         "die_with_parent",
         "redis_url",
+        "redis_url_file",
     }
 )
 

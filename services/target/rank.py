@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 REDIS_URL = "GALLEY_TARGET_REDIS_URL"
 """Replicas on Ray get it by environment, as it may hold a password: Ray keeps arguments, and shows them."""
+REDIS_URL_FILE = f"{REDIS_URL}_FILE"
+"""Where each node has it in a file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import asyncio
 import os
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -20,9 +21,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from services.common.logs import get_logger, start_logging
 from services.common.process import limit_threads
+from services.common.secret_files import read_secret
 from services.core.errors import Unavailable
 from services.target.autoscaling import KV_FREE_SHARE, QUEUE_DEPTH
-from services.target.rank import REDIS_URL, RankSpec, run_follower
+from services.target.rank import REDIS_URL, REDIS_URL_FILE, RankSpec, run_follower
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ class TargetReplica:
             self._actors.append(actor)
             call = actor.follow.remote(asdict(spec), rank, store.address if store else "")
             self._watches.append(asyncio.create_task(self._watch(rank, call)))
-        self._leader = Leader(self._settings, spec, os.environ.get(REDIS_URL, ""), self._lose)
+        self._leader = Leader(self._settings, spec, _redis_url(), self._lose)
         self._address = await self._leader.serve(store)
         _LOG.info("serving", address=self._address, ranks=size)
 
@@ -146,9 +148,15 @@ class TargetReplica:
             os._exit(1)
 
 
+def _redis_url() -> str:
+    """As the node's environment says it, or a file that it names; empty: the replica does not register."""
+    url, file = os.environ.get(REDIS_URL, ""), os.environ.get(REDIS_URL_FILE)
+    return read_secret(Path(file)) if file and not url else url
+
+
 def _settings_here(settings: Mapping[str, Any]) -> TargetSettings:
     """The replica's settings on this node; it registers itself where it listens, once it does."""
-    here = {**settings, "redis_url": "", "port": 0}
+    here = {**settings, "redis_url": "", "redis_url_file": "", "port": 0}
     if here.get("host") in _EVERYWHERE:
         util: Any = ray.util
         here["host"] = util.get_node_ip_address()

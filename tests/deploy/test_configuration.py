@@ -13,9 +13,12 @@ from tests.deploy.settings_of import parse_env, settings_of, variables_of
 
 # What the chart decides by itself (a pod is one rank) or keeps for tests; what means nothing in a cluster.
 CHART_DECIDES = {
-    "gateway": {"api_keys_file", "draft", "id_secret", "model", "redis_url", "startup_timeout_s", "target"},
-    "draft": {"advertise", "oracle_answers", "oracle_spoil", "redis_url", "tokenizer"},
-    "target": {"advertise", "model", "redis_url", "tensor_parallel"},
+    "gateway": {
+        *("api_keys_file", "draft", "id_secret", "id_secret_file", "jwt_ca_file", "jwt_jwks_file", "model"),
+        *("redis_url", "redis_url_file", "startup_timeout_s", "target"),
+    },
+    "draft": {"advertise", "oracle_answers", "oracle_spoil", "redis_url", "redis_url_file", "tokenizer"},
+    "target": {"advertise", "model", "redis_url", "redis_url_file", "tensor_parallel"},
 }
 CHART_DECIDES_FOR_ALL = {"drain_timeout_s", "host", "log_format", "log_level", "port"}
 NOT_IN_A_CLUSTER = {"die_with_parent", "ready_fd"}

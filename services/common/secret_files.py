@@ -1,0 +1,99 @@
+"""Secrets as settings: by environment or from a file, never on a command line, which everybody can read.
+
+A secret setting `x` has a neighbour `x_file`: the path of a file that holds it, such as a mounted Secret.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlsplit
+
+from pydantic import SecretStr
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pydantic_settings import BaseSettings
+
+MAX_BYTES = 64 * 1024
+_FILE = "_file"
+
+
+def with_secrets_read(cls: type[BaseSettings], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given to settings of `cls`, with the secrets that are in files.
+
+    Raises ValueError, naming the flag and never a secret, where a file cannot be read or a secret is given
+    both ways.
+    """
+    told = dict(given)
+    prefix = str(cls.model_config.get("env_prefix", ""))
+    for name in cls.model_fields:
+        secret = name.removesuffix(_FILE)
+        if name == secret or secret not in cls.model_fields or not told.get(name):
+            continue
+        if _text(told.get(secret, "")):
+            raise ValueError(f"{named(name, prefix)}: {named(secret, prefix)} is given too; one is enough")
+        try:
+            told[secret] = read_secret(Path(str(told[name])))
+        except ValueError as error:
+            raise ValueError(f"{named(name, prefix)}: {error}") from None
+    return told
+
+
+def read_secret(path: Path) -> str:
+    """The text in the file, without the line break at its end.
+
+    Raises ValueError if it cannot be read, is empty, is no text or is too large.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"{path}: is larger than {MAX_BYTES} bytes")
+    try:
+        text = content.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        text = ""
+    if not text or "\0" in text:
+        raise ValueError(f"{path}: holds no line of text")
+    return text
+
+
+def shown_secrets(settings: BaseSettings, argv: Sequence[str]) -> list[str]:
+    """The flags of `argv` that hold a secret."""
+    words = {word.partition("=")[0] for word in argv if word.startswith("--")} - {"--"}
+    flags = [_flag(name) for name in type(settings).model_fields if _is_secret(getattr(settings, name))]
+    # A flag may be shortened.
+    return [flag for flag in flags if any(flag.startswith(word) for word in words)]
+
+
+def named(name: str, env_prefix: str) -> str:
+    """A setting as its user knows it."""
+    return f"{_flag(name)} (or {f'{env_prefix}{name}'.upper()})"
+
+
+def _is_secret(value: object) -> bool:
+    """Of a URL, only one with a password."""
+    if not isinstance(value, SecretStr):
+        return False
+    text = value.get_secret_value()
+    if "://" not in text:
+        return bool(text)
+    try:
+        address = urlsplit(text)
+    except ValueError:
+        return True
+    _, _, password = address.netloc.rpartition("@")[0].partition(":")
+    in_query = any("password" in name for name, _ in parse_qsl(address.query))
+    return bool(password) or in_query
+
+
+def _text(value: object) -> str:
+    return value.get_secret_value() if isinstance(value, SecretStr) else str(value or "")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
