@@ -111,12 +111,17 @@ class Heard:
     frames: Counter[int] = field(default_factory=Counter)
     resets: dict[int, int] = field(default_factory=dict)
     heads: dict[int, dict[str, str]] = field(default_factory=dict)
+    settings: dict[int, int] = field(default_factory=dict)
+    pongs: int = 0
     goaway: int | None = None
     ended: bool = False
 
 
 class Wire:
-    """A connection whose reader does no more than note what comes; use `wire` to have it closed."""
+    """A connection that says nothing by itself, but that it is there; use `wire` to have it closed.
+
+    A peer that does not answer pings is taken for dead, after 15 seconds.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.heard = Heard()
@@ -143,9 +148,9 @@ class Wire:
 
     async def alive(self) -> bool:
         """Whether it answers a ping."""
-        before = self.heard.frames[Kind.PING]
+        before = self.heard.pongs
         await self.send(frame(Kind.PING, payload=b"are you?"))
-        await self.until(lambda heard: heard.ended or heard.frames[Kind.PING] > before)
+        await self.until(lambda heard: heard.ended or heard.pongs > before)
         return not self.heard.ended
 
     async def ends(self) -> None:
@@ -190,8 +195,13 @@ class Wire:
     def _note(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         heard = self.heard
         heard.frames[kind] += 1
+        if kind == Kind.PING and not flags & ACK:
+            self._writer.write(frame(Kind.PING, ACK, 0, payload))
+        heard.pongs += kind == Kind.PING and flags & ACK
         if kind == Kind.RST_STREAM and len(heard.resets) < _KEPT:
             heard.resets[stream] = int.from_bytes(payload, "big")
+        elif kind == Kind.SETTINGS:
+            heard.settings.update(struct.iter_unpack(">HI", payload))
         elif kind == Kind.GOAWAY:
             heard.goaway = int.from_bytes(payload[4:8], "big")
         elif kind == Kind.HEADERS and flags & END_HEADERS and len(heard.heads) < _KEPT:

@@ -37,6 +37,8 @@ MAX_MESSAGE_BYTES = 1 << 16
 MIB = 1 << 20
 _PROMPT = "Tell me more."
 _TOKENS = 40
+# What a task of a call under way is called in gRPC.
+CALL = "_handle_exceptions"
 SERVICES = ("gateway", "target", "draft", "collector")
 
 
@@ -61,12 +63,18 @@ class Told:
     def task_count(self) -> int:
         return sum(self.tasks.values())
 
+    @property
+    def calls(self) -> int:
+        """Under way, at all services."""
+        return self.tasks.get(CALL, 0)
+
 
 class Attacked:
     """The process; use `attacked` to have it started and ended. Of no event loop in particular."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, store: str) -> None:
         self.log = log
+        self.store = store
         self._process = process
         self._asking = threading.Lock()
         ready = self._read()
@@ -86,12 +94,20 @@ class Attacked:
         """How it stands once nobody new is connected and no task is left; fails if that never comes."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
-            told = Told(**await asyncio.to_thread(self._ask, f"settle {before.task_count}"))
+            told = Told(**await asyncio.to_thread(self._ask, f"tasks-left {before.task_count}"))
             if told.task_count <= before.task_count and told.strangers <= before.strangers:
                 return told
             assert time.monotonic() < until_s, f"left behind: {left_behind(before, told)}"
             # Connections are closed by threads of gRPC's own, which tell nobody.
             await asyncio.sleep(0.02)
+
+    async def has_taken(self, calls: int) -> Told:
+        """How it stands once so many calls are under way, or none has come for long."""
+        return Told(**await asyncio.to_thread(self._ask, f"calls-there {calls}"))
+
+    async def has_let_go(self, sessions: int) -> Told:
+        """How it stands once no more sessions than that are under way, or patience is at its end."""
+        return Told(**await asyncio.to_thread(self._ask, f"sessions-left {sessions}"))
 
     def peak_rss(self) -> int:
         """The most memory that it ever had, in bytes."""
@@ -148,7 +164,7 @@ def attacked(store: str, tokenizer: Path) -> Iterator[Attacked]:
             )
         with process:
             try:
-                yield Attacked(process, log)
+                yield Attacked(process, log, store)
             finally:
                 process.kill()
 

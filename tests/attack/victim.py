@@ -40,7 +40,7 @@ from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
 from services.tracing.collector import CollectorSettings
 from services.tracing.collector import build as build_collector
-from tests.attack.stack import MAX_MESSAGE_BYTES
+from tests.attack.stack import CALL, MAX_MESSAGE_BYTES
 from tests.service.truth import END, VOCAB, true_next
 from tests.simulation.replicas import SimEngine
 
@@ -103,8 +103,10 @@ class Victim:
             addresses = {name: running.address for name, running in self._running.items()}
             _say({"addresses": addresses, "metrics": self._metrics, "traces": str(traces)})
             while (command := (await asked.readline()).decode().split()) not in ([], ["stop"]):
-                if command[0] == "settle":
-                    await _fewer_tasks(int(command[1]))
+                await self._wait(*command)
+                if command[0] in {"tell", "tasks-left"}:
+                    gc.collect()
+                    hand_back_free_memory()
                 _say(self._tell())
         _say({"tasks": len(asyncio.all_tasks()) - 1, "errors": self._errors.lines})
 
@@ -159,16 +161,31 @@ class Victim:
         rpc.add_TargetServicer_to_server(self._target, server)
         return self._target
 
+    async def _wait(self, what: str, count: str = "0", patience_s: float = 10.0) -> None:
+        """Until it is so, or patience is at its end."""
+        holds = {
+            "tell": lambda: True,
+            "tasks-left": lambda: len(_tasks()) <= int(count),
+            "calls-there": lambda: _tasks().count(CALL) >= int(count),
+            "sessions-left": lambda: self._sessions <= int(count),
+        }[what]
+        until_s = time.monotonic() + patience_s
+        # To wait for each of thousands would take minutes.
+        while not holds() and time.monotonic() < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    @property
+    def _sessions(self) -> int:
+        return int(cast("Any", self._running["gateway"].service)._streams.held)
+
     def _tell(self) -> dict[str, Any]:
-        gc.collect()
-        hand_back_free_memory()
         process = psutil.Process()
         return {
             "rss": process.memory_info().rss,
             "tasks": Counter(_tasks()),
             "strangers": self._strangers(process),
             "threads": threading.active_count(),
-            "sessions": cast("Any", self._running["gateway"].service)._streams.held,
+            "sessions": self._sessions,
             "items": self._target.facts().info.queue_depth,
             "errors": self._errors.lines,
             "logged": os.fstat(2).st_size,
@@ -184,7 +201,10 @@ class Victim:
 
 
 class _Errors(logging.Handler):
-    """What is logged as an error, and exceptions that nobody handles: the first of them."""
+    """What is logged as an error, and exceptions that nobody handles: the first of them.
+
+    That spans were lost is none: a process that is flooded may lose them, and nothing else.
+    """
 
     _MOST = 20
 
@@ -193,6 +213,8 @@ class _Errors(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name.startswith("opentelemetry.exporter."):
+            return
         problem = record.exc_info and record.exc_info[1]
         self._note(f"{record.name}: {record.msg} {problem!r}")
 
@@ -209,14 +231,6 @@ def _tasks() -> list[str]:
     """What they do; without those of servers that wait for a call, of which now and then one is not there."""
     names = [str(getattr(task.get_coro(), "__qualname__", "?")) for task in asyncio.all_tasks()]
     return [name for name in names if not name.startswith("AioServer._request_")]
-
-
-async def _fewer_tasks(most: int, patience_s: float = 10.0) -> None:
-    """Until there are no more than that, or patience is at its end."""
-    until_s = time.monotonic() + patience_s
-    # To wait for each of thousands would take minutes.
-    while len(_tasks()) > most and time.monotonic() < until_s:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
 
 
 async def _lines() -> asyncio.StreamReader:
