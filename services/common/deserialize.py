@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from services.common.handlers import WrappingInterceptor, wrap_handler
+from services.common.inflate import within
 from services.core.errors import InvalidField
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from services.common.handlers import Behavior, Handler
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+# That are looked at to say what is wrong with a message: some milliseconds.
+_MAX_FIELDS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class Unreadable:
 
 class DeserializeInterceptor(WrappingInterceptor):
     """Bounds and reads requests; stands inside StatusInterceptor."""
+
+    for_all = True
 
     def __init__(self, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
@@ -54,25 +59,23 @@ class DeserializeInterceptor(WrappingInterceptor):
         parse = GetMessageClass(kind).FromString
 
         def read(data: bytes) -> Any:
-            if len(data) > self._max_message_bytes:
-                return Unreadable(
-                    InvalidField(
-                        kind.name, f"must be at most {self._max_message_bytes} bytes, is {len(data)}"
-                    )
-                )
             try:
-                return parse(data)
+                plain = within(data, self._max_message_bytes)
+            except ValueError as problem:
+                return Unreadable(InvalidField(kind.name, str(problem)))
+            try:
+                return parse(plain)
             except DecodeError:
-                return Unreadable(explain(data, kind))
+                return Unreadable(explain(plain, kind))
 
         return read
 
 
 def explain(data: bytes, kind: Descriptor) -> InvalidField:
-    """Why `data` does not parse as a message of this `kind`."""
+    """Why `data` does not parse as a message of this `kind`; of one of very many fields, only that."""
     try:
-        field = next(_bad_strings(memoryview(data), kind, ""), None)
-    except (ValueError, IndexError):
+        field = next(_Walk().bad_strings(memoryview(data), kind, ""), None)
+    except (ValueError, IndexError, RecursionError):
         field = None
     if field is None:
         return InvalidField(kind.name, "is not a well-formed message of this type")
@@ -113,20 +116,29 @@ async def _each_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield _readable(request)
 
 
-def _bad_strings(data: memoryview, kind: Descriptor, path: str) -> Iterator[str]:
-    """The paths of the string fields that are not UTF-8, in wire order; ValueError if malformed."""
-    seen: dict[int, int] = {}
-    for number, value in _fields(data):
-        field = kind.fields_by_number.get(number)
-        if field is None or value is None:
-            continue
-        index = seen[number] = seen.get(number, -1) + 1
-        is_list = field.is_repeated and not (field.message_type and field.message_type.GetOptions().map_entry)
-        name = path + field.name + (f"[{index}]" if is_list else "")
-        if field.message_type is not None:
-            yield from _bad_strings(value, field.message_type, name + ".")
-        elif field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(value):
-            yield name
+class _Walk:
+    """Through the fields of a message that does not parse, for so long as other calls can wait for it."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_FIELDS
+
+    def bad_strings(self, data: memoryview, kind: Descriptor, path: str) -> Iterator[str]:
+        """The paths of the string fields that are not UTF-8, in wire order; ValueError if malformed."""
+        seen: dict[int, int] = {}
+        for number, value in _fields(data):
+            self._left -= 1
+            if self._left < 0:
+                raise ValueError("too many fields to look through")
+            field = kind.fields_by_number.get(number)
+            if field is None or value is None:
+                continue
+            index = seen[number] = seen.get(number, -1) + 1
+            is_map = field.message_type and field.message_type.GetOptions().map_entry
+            name = path + field.name + (f"[{index}]" if field.is_repeated and not is_map else "")
+            if field.message_type is not None:
+                yield from self.bad_strings(value, field.message_type, name + ".")
+            elif field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(value):
+                yield name
 
 
 def _is_utf8(value: memoryview) -> bool:

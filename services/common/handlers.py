@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class WrappingInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the methods of every service but the standard ones (health, reflection)."""
+    """Wraps the methods of every service, of the standard ones (health, reflection) if it is `for_all`."""
+
+    for_all = False
 
     async def intercept_service(
         self,
@@ -25,7 +27,7 @@ class WrappingInterceptor(grpc.aio.ServerInterceptor):
         """Find the method's handler and wrap it; a method that is not served stays so."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith("/grpc."):
+        if handler is None or (method.startswith("/grpc.") and not self.for_all):
             return handler
         return self.wrap(handler, method)
 

@@ -12,7 +12,7 @@ from services.common.status import item_status, log_internal
 from services.core.errors import InvalidField, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence, Sized
 
     from services.common.item_spans import ItemSpan
     from services.common.pb.galley.v1 import galley_pb2 as pb
@@ -21,7 +21,10 @@ I = TypeVar("I")  # noqa: E741  # item
 A = TypeVar("A")
 
 # Items of one stream that are not answered, or answered and not fetched: beyond, the stream is not read on.
+# A message may have no more, either; those of a gateway are of 64 KiB.
 MAX_OPEN_ITEMS = 1024
+# Extensions, and items given up, in one message: nothing else is done while they are read.
+_MAX_TOLD = 1 << 14
 
 
 async def answer_or_status(
@@ -45,8 +48,7 @@ async def answer_or_status(
 
 async def answer_all(items: Sequence[I], answer: Callable[[I], Coroutine[Any, Any, A]]) -> list[A]:
     """The answer to each item, in order; begun in order. Cancelling cancels all. Raises InvalidField."""
-    if len(items) > MAX_OPEN_ITEMS:
-        raise InvalidField("items", f"must be at most {MAX_OPEN_ITEMS}, are {len(items)}")
+    _check_count("items", items, MAX_OPEN_ITEMS)
     return list(await asyncio.gather(*(answer(item) for item in items)))
 
 
@@ -113,8 +115,12 @@ class _Stream(Generic[I, A]):
         self._changed = asyncio.Event()
 
     async def read(self, requests: AsyncIterator[Any]) -> None:
-        """Begin the items of all requests, as far as there is room, extend them, end those given up."""
+        """Begin the items of all requests, as far as there is room, extend them, end those given up.
+
+        Raises InvalidField.
+        """
         async for request in requests:
+            self._check(request)
             for item in request.items:
                 await self._room.acquire()
                 self._begin(item, (item.slice.session_id, item.slice.request_id))
@@ -127,6 +133,12 @@ class _Stream(Generic[I, A]):
                 task = self._named.get((given_up.session_id, given_up.request_id))
                 if task is not None:
                     task.cancel()
+
+    def _check(self, request: Any) -> None:
+        _check_count("items", request.items, MAX_OPEN_ITEMS)
+        _check_count("cancelled", request.cancelled, _MAX_TOLD)
+        if self._extend is not None:
+            _check_count("extensions", request.extensions, _MAX_TOLD)
 
     def _begin(self, item: I, key: tuple[str, int]) -> None:
         task = asyncio.ensure_future(self._run(item))
@@ -178,3 +190,8 @@ class _Stream(Generic[I, A]):
         for _ in range(self._ended_since):
             self._room.release()
         self._ended_since = 0
+
+
+def _check_count(field: str, entries: Sized, most: int) -> None:
+    if len(entries) > most:
+        raise InvalidField(field, f"must be at most {most}, are {len(entries)}")

@@ -17,6 +17,7 @@ from services.common.channels import KEEPALIVE
 _WEEK_S = 7 * 24 * 3600.0
 # grpc refuses larger messages by itself and says RESOURCE_EXHAUSTED; up to here we name field and bound.
 _HARD_LIMIT_FACTOR = 2
+_IDENTITY, _GZIP = 0, 2
 # A process that was stopped or starved reads at once what came over seconds: no reason to go.
 _SPARE_PINGS = 100
 
@@ -87,6 +88,9 @@ def server_options(limits: ServerLimits) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", _HARD_LIMIT_FACTOR * limits.max_message_bytes),
         ("grpc.max_send_message_length", -1),
+        # gRPC would inflate whatever it is sent, 64 KiB to 64 MiB: it is done behind it (inflate.py).
+        ("grpc.per_message_decompression", 0),
+        ("grpc.compression_enabled_algorithms_bitset", 1 << _IDENTITY | 1 << _GZIP),
         # Between the two gRPC would refuse some calls and not others.
         ("grpc.max_metadata_size", limits.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),

@@ -113,6 +113,8 @@ def describe(error: grpc.RpcError) -> Description:
 class StatusInterceptor(WrappingInterceptor):
     """Turns what a servicer raises into its status; cancellation and the servicer's own abort pass."""
 
+    for_all = True
+
     def wrap(self, handler: Handler, method: str) -> Handler:  # noqa: ARG002  # the same for all
         """Guard the method, whatever its kind."""
         return wrap_handler(handler, unary=_guard_unary, stream=_guard_stream)

@@ -82,7 +82,7 @@ def test_every_option_is_one_that_grpc_knows() -> None:
     assert found.origin is not None
     library = Path(found.origin).read_bytes()
     told = server_options(settings(max_connection_age_s=1, max_connection_idle_s=1))
-    assert len(told) == 16
+    assert len(told) == 18
     assert [name for name, _ in told if name.encode() + b"\0" not in library] == []
 
 

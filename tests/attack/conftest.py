@@ -1,0 +1,27 @@
+"""All services in a process of their own, which the attacks share: what one leaves behind the next meets."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.attack.stack import Attacked, attacked, warmed_up
+from tests.gateway.servers import VALKEY, running
+from tests.service import tokenizer_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    tokenizer: Path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_files.write(tokenizer)
+    with running(VALKEY) as store, attacked(store.url, tokenizer) as stack:
+        asyncio.run(warmed_up(stack))
+        yield stack
+        outcome = stack.stop()
+    assert outcome == {"tasks": 0, "errors": []}

@@ -1,0 +1,223 @@
+"""HTTP/2 by hand: frames as an attacker writes them, whole or broken, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import Counter
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from hpack import Decoder
+from hpack.exceptions import HPACKError
+
+from tests.service.waiting import PATIENCE_S, Watch
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEAD_BYTES = 9
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITISED = 1, 1, 4, 8, 32
+HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE = 1, 2, 3, 4
+CANCEL = 8
+# Of what comes back, as much is kept of each kind.
+_KEPT = 4096
+
+
+class Kind(IntEnum):
+    """Of a frame."""
+
+    DATA = 0
+    HEADERS = 1
+    PRIORITY = 2
+    RST_STREAM = 3
+    SETTINGS = 4
+    PUSH_PROMISE = 5
+    PING = 6
+    GOAWAY = 7
+    WINDOW_UPDATE = 8
+    CONTINUATION = 9
+
+
+def frame(
+    kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"", length: int | None = None
+) -> bytes:
+    """`length` is what the frame says of itself, if that is not the truth."""
+    said = len(payload) if length is None else length
+    return struct.pack(">I", said)[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def settings(*pairs: tuple[int, int]) -> bytes:
+    return frame(Kind.SETTINGS, payload=b"".join(struct.pack(">HI", name, value) for name, value in pairs))
+
+
+def reset(stream: int, code: int = CANCEL) -> bytes:
+    return frame(Kind.RST_STREAM, stream=stream, payload=struct.pack(">I", code))
+
+
+def number(value: int, prefix_bits: int, first: int = 0) -> bytes:
+    """An integer as HPACK writes it, behind the bits `first` of its first byte."""
+    most = (1 << prefix_bits) - 1
+    if value < most:
+        return bytes([first | value])
+    coded, value = bytearray([first | most]), value - most
+    while value >= 0x80:
+        coded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*coded, value])
+
+
+def text(value: bytes) -> bytes:
+    return number(len(value), 7) + value
+
+
+def field_of(name: str | bytes, value: str | bytes, *, indexed: bool = False) -> bytes:
+    """One header field in full; `indexed` asks the peer to keep it in its table."""
+    name, value = (part.encode() if isinstance(part, str) else part for part in (name, value))
+    return (b"\x40" if indexed else b"\x00") + text(name) + text(value)
+
+
+def head(path: str, more: Iterable[tuple[str | bytes, str | bytes]] = ()) -> bytes:
+    """The header block of a gRPC call."""
+    fields = (
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", path),
+        (":authority", "localhost"),
+        ("te", "trailers"),
+        ("content-type", "application/grpc"),
+        *more,
+    )
+    return b"".join(field_of(name, value) for name, value in fields)
+
+
+def opening(stream: int, path: str, more: Iterable[tuple[str | bytes, str | bytes]] = ()) -> bytes:
+    """The frame that begins a call, of which more is to come."""
+    return frame(Kind.HEADERS, END_HEADERS, stream, head(path, more))
+
+
+def message(data: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:
+    """A gRPC message with its prefix, which says `length` if that is not the truth."""
+    return struct.pack(">BI", compressed, len(data) if length is None else length) + data
+
+
+@dataclass
+class Heard:
+    """What a server said on one connection."""
+
+    frames: Counter[int] = field(default_factory=Counter)
+    resets: dict[int, int] = field(default_factory=dict)
+    heads: dict[int, dict[str, str]] = field(default_factory=dict)
+    settings: dict[int, int] = field(default_factory=dict)
+    pongs: int = 0
+    goaway: int | None = None
+    ended: bool = False
+
+
+class Wire:
+    """A connection that says nothing by itself, but that it is there; use `wire` to have it closed.
+
+    A peer that does not answer pings is taken for dead, after 15 seconds.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.heard = Heard()
+        self._reader = reader
+        self._writer = writer
+        self._decoder = Decoder()
+        self._watch = Watch()
+        self._task = asyncio.create_task(self._read())
+
+    async def send(self, *data: bytes) -> bool:
+        """Whether the server is still there to take it."""
+        if self.heard.ended or self._writer.is_closing():
+            return False
+        self._writer.write(b"".join(data))
+        with suppress(ConnectionError):
+            await self._writer.drain()
+        return not self.heard.ended
+
+    async def begin(self, *pairs: tuple[int, int]) -> None:
+        """As a client begins, with these settings, and wait for the server's."""
+        await self.send(PREFACE, settings(*pairs))
+        await self.until(lambda heard: heard.frames[Kind.SETTINGS] > 0)
+        await self.send(frame(Kind.SETTINGS, ACK))
+
+    async def alive(self) -> bool:
+        """Whether it answers a ping."""
+        before = self.heard.pongs
+        await self.send(frame(Kind.PING, payload=b"are you?"))
+        await self.until(lambda heard: heard.ended or heard.pongs > before)
+        return not self.heard.ended
+
+    async def ends(self) -> None:
+        """Wait until the server has closed the connection."""
+        await self.until(lambda heard: heard.ended)
+
+    async def status(self, stream: int) -> str:
+        """How the call ended: its grpc-status, or `reset` or `closed`."""
+        await self.until(
+            lambda heard: (
+                heard.ended or stream in heard.resets or "grpc-status" in heard.heads.get(stream, {})
+            )
+        )
+        told = self.heard.heads.get(stream, {}).get("grpc-status")
+        return told or ("reset" if stream in self.heard.resets else "closed")
+
+    async def until(self, holds: Callable[[Heard], bool], patience_s: float = PATIENCE_S) -> None:
+        await self._watch.until(lambda: holds(self.heard), patience_s)
+
+    def half_close(self) -> None:
+        """Nothing more comes."""
+        with suppress(OSError):  # the server may have been quicker
+            self._writer.write_eof()
+
+    async def close(self) -> None:
+        self._writer.transport.abort()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                begun = await self._reader.readexactly(HEAD_BYTES)
+                length = int.from_bytes(begun[:3], "big")
+                stream = int.from_bytes(begun[5:], "big") & 0x7FFFFFFF
+                self._note(begun[3], begun[4], stream, await self._reader.readexactly(length))
+                self._watch.changed()
+        except (OSError, asyncio.IncompleteReadError):
+            self.heard.ended = True
+            self._watch.changed()
+
+    def _note(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        heard = self.heard
+        heard.frames[kind] += 1
+        if kind == Kind.PING and not flags & ACK:
+            self._writer.write(frame(Kind.PING, ACK, 0, payload))
+        heard.pongs += kind == Kind.PING and flags & ACK
+        if kind == Kind.RST_STREAM and len(heard.resets) < _KEPT:
+            heard.resets[stream] = int.from_bytes(payload, "big")
+        elif kind == Kind.SETTINGS:
+            heard.settings.update(struct.iter_unpack(">HI", payload))
+        elif kind == Kind.GOAWAY:
+            heard.goaway = int.from_bytes(payload[4:8], "big")
+        elif kind == Kind.HEADERS and flags & END_HEADERS and len(heard.heads) < _KEPT:
+            with suppress(HPACKError):
+                told = heard.heads.setdefault(stream, {})
+                told.update((str(name), str(value)) for name, value in self._decoder.decode(payload))
+
+
+@asynccontextmanager
+async def wire(address: str) -> AsyncIterator[Wire]:
+    """A connection to host:port, gone at the end."""
+    host, _, port = address.rpartition(":")
+    async with asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection(host, int(port))
+    it = Wire(reader, writer)
+    try:
+        yield it
+    finally:
+        await it.close()

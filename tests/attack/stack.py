@@ -1,0 +1,245 @@
+"""What is attacked: all services, for real, in a process of their own, and whoever uses them meanwhile.
+
+The services tell of themselves when they are asked: memory, tasks, open files, what was logged as an error.
+What they should be afterwards is what they were before (`settled`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.client.client import GalleyClient
+from services.common.pb.galley.v1 import galley_pb2 as pb
+from tests.service.truth import SEED, true_output
+from tests.service.waiting import PATIENCE_S
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+# The bystander, the attacker who has a key all the same, and one whose key has expired.
+GOOD, BAD, EXPIRED = "good-3f9a1c77", "bad-8d20e4b1", "expired-51c6f0aa"
+_PRINCIPALS = ((GOOD, "good", ""), (BAD, "bad", ""), (EXPIRED, "late", "expires = 2020-01-01T00:00:00Z\n"))
+# So that the attacker takes no places from others: what a principal's limits are for.
+_LIMITS = "[principals.bad]\nmax_sessions = 16\n"
+MAX_MESSAGE_BYTES = 1 << 16
+MIB = 1 << 20
+_PROMPT = "Tell me more."
+_TOKENS = 40
+# What a task of a call under way is called in gRPC.
+CALL = "_handle_exceptions"
+SERVICES = ("gateway", "target", "draft", "collector")
+
+
+@dataclass(frozen=True)
+class Told:
+    """How the process stands.
+
+    `strangers` are connections to it from elsewhere, `sessions` and `items` streams and work under way;
+    `logged` are bytes written to its log, `errors` what it logged as such.
+    """
+
+    rss: int
+    tasks: dict[str, int]
+    strangers: int
+    threads: int
+    sessions: int
+    items: int
+    errors: list[str]
+    logged: int
+
+    @property
+    def task_count(self) -> int:
+        return sum(self.tasks.values())
+
+    @property
+    def calls(self) -> int:
+        """Under way, at all services."""
+        return self.tasks.get(CALL, 0)
+
+
+class Attacked:
+    """The process; use `attacked` to have it started and ended. Of no event loop in particular."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, store: str) -> None:
+        self.log = log
+        self.store = store
+        self._process = process
+        self._asking = threading.Lock()
+        ready = self._read()
+        self.addresses: dict[str, str] = ready["addresses"]
+        self.metrics: dict[str, str] = ready["metrics"]
+        self.traces = Path(ready["traces"])
+
+    @property
+    def gateway(self) -> str:
+        return self.addresses["gateway"]
+
+    async def told(self) -> Told:
+        """How it stands once garbage is collected and what is free has been given back."""
+        return Told(**await asyncio.to_thread(self._ask, "tell"))
+
+    async def settled(self, before: Told) -> Told:
+        """How it stands once nobody new is connected and no task is left; fails if that never comes."""
+        until_s = time.monotonic() + PATIENCE_S
+        while True:
+            told = Told(**await asyncio.to_thread(self._ask, f"tasks-left {before.task_count}"))
+            if told.task_count <= before.task_count and told.strangers <= before.strangers:
+                return told
+            assert time.monotonic() < until_s, f"left behind: {left_behind(before, told)}"
+            # Connections are closed by threads of gRPC's own, which tell nobody.
+            await asyncio.sleep(0.02)
+
+    async def has_taken(self, calls: int) -> Told:
+        """How it stands once so many calls are under way, or none has come for long."""
+        return Told(**await asyncio.to_thread(self._ask, f"calls-there {calls}"))
+
+    async def has_let_go(self, sessions: int) -> Told:
+        """How it stands once no more sessions than that are under way, or patience is at its end."""
+        return Told(**await asyncio.to_thread(self._ask, f"sessions-left {sessions}"))
+
+    def peak_rss(self) -> int:
+        """The most memory that it ever had, in bytes."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        [line] = [line for line in status.splitlines() if line.startswith("VmHWM")]
+        return int(line.split()[1]) * 1024
+
+    def forget_peak(self) -> None:
+        """Have `peak_rss` begin anew."""
+        Path(f"/proc/{self._process.pid}/clear_refs").write_text("5")
+
+    def stop(self) -> dict[str, Any]:
+        """Have it stop in order; what it says at its end."""
+        outcome = self._ask("stop")
+        assert self._process.wait(PATIENCE_S) == 0
+        return outcome
+
+    def _ask(self, command: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with self._asking:
+            self._process.stdin.write(command.encode() + b"\n")
+            self._process.stdin.flush()
+            return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        answer = self._process.stdout.readline()
+        assert answer, f"the process is gone: {self.log.read_text()[-4000:]}"
+        told: dict[str, Any] = json.loads(answer)
+        return told
+
+
+def left_behind(before: Told, now: Told) -> str:
+    more = {name: count - before.tasks.get(name, 0) for name, count in now.tasks.items()}
+    tasks = {name: count for name, count in more.items() if count > 0}
+    return f"{now.strangers - before.strangers} connections, {tasks}"
+
+
+@contextmanager
+def attacked(store: str, tokenizer: Path) -> Iterator[Attacked]:
+    """All services over the store at this URL."""
+    with tempfile.TemporaryDirectory(prefix="galley-") as folder:
+        directory = Path(folder)
+        keys = directory / "keys.toml"
+        keys.write_text("".join(_entry(*one) for one in _PRINCIPALS) + _LIMITS)
+        log = directory / "log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                (sys.executable, "-m", "tests.attack.victim", store, str(tokenizer), str(directory)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                env={name: value for name, value in os.environ.items() if not name.startswith("OTEL_")},
+            )
+        with process:
+            try:
+                yield Attacked(process, log, store)
+            finally:
+                process.kill()
+
+
+def _entry(key: str, name: str, more: str) -> str:
+    return f'[[keys]]\nprincipal = "{name}"\nsha256 = "{sha256(key.encode()).hexdigest()}"\n{more}'
+
+
+@dataclass
+class Bystander:
+    """Who uses the gateway meanwhile: one stream after the other, each compared with the truth."""
+
+    client: GalleyClient
+    answers: int = 0
+    longest_pause_s: float = 0.0
+    _stop: bool = False
+    _began: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Until told to stop; the last stream is heard to its end."""
+        truth = true_output(list(_PROMPT.encode()), _TOKENS)
+        while not self._stop:
+            tokens = await self._hear()
+            assert tokens == truth, f"disturbed: {tokens} is not {truth}"
+            self.answers += 1
+
+    async def _hear(self) -> list[int]:
+        stream = self.client.generate(_PROMPT, max_tokens=_TOKENS, seed=SEED, ignore_eos=True)
+        tokens: list[int] = []
+        heard_s = time.monotonic()
+        async with asyncio.timeout(PATIENCE_S):
+            async for event in stream:
+                tokens += event.chunk.token_ids
+                self.longest_pause_s = max(self.longest_pause_s, time.monotonic() - heard_s)
+                heard_s = time.monotonic()
+                if tokens:
+                    self._began.set()
+        return tokens
+
+
+@asynccontextmanager
+async def undisturbed(stack: Attacked) -> AsyncIterator[Bystander]:
+    """A stream is under way when this is entered, others follow; each must be what it is in peace."""
+    async with GalleyClient(stack.gateway, api_key=GOOD) as client:
+        bystander = Bystander(client)
+        running = asyncio.create_task(bystander.run())
+        began = asyncio.create_task(bystander._began.wait())
+        try:
+            await asyncio.wait({running, began}, return_when=asyncio.FIRST_COMPLETED)
+            yield bystander
+        finally:
+            began.cancel()
+            bystander._stop = True
+            await running
+        assert bystander.answers
+
+
+@asynccontextmanager
+async def unharmed(stack: Attacked, *, most_rss: int = 64 * MIB) -> AsyncIterator[Told]:
+    """What is done within disturbs nobody and leaves nothing: no task, no connection, memory, or error."""
+    before = await stack.told()
+    async with undisturbed(stack):
+        yield before
+    after = await stack.settled(before)
+    assert after.errors == before.errors
+    assert (after.sessions, after.items) == (0, 0)
+    assert after.rss - before.rss < most_rss, f"{(after.rss - before.rss) / MIB:.0f} MiB stay taken"
+
+
+async def warmed_up(stack: Attacked) -> None:
+    """All that is opened when first needed has been opened."""
+    async with undisturbed(stack):
+        pass
+
+
+def hello() -> pb.GenerateRequest:
+    """A short request that is served."""
+    return pb.GenerateRequest(text="hello", max_tokens=4, ignore_eos=True)

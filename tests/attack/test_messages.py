@@ -1,0 +1,241 @@
+"""Messages that are too large, cut short, compressed out of all proportion, or made of nothing but parts."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import time
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
+
+from services.common.deserialize import explain
+from services.common.inflate import within
+from services.common.pb.galley.v1 import galley_pb2 as pb
+from services.common.status import describe
+from tests.attack.http2 import END_STREAM, Kind, frame, message, opening, wire
+from tests.attack.stack import BAD, MAX_MESSAGE_BYTES, MIB, SERVICES, Attacked, hello, unharmed
+from tests.service.waiting import PATIENCE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GENERATE = "/galley.v1.Generation/Generate"
+# One unary method of each service, and its message.
+ASKED = {
+    "gateway": ("/galley.v1.Generation/GetModelInfo", "GetModelInfoRequest"),
+    "target": ("/galley.v1.Target/Verify", "VerifyRequest"),
+    "draft": ("/galley.v1.Draft/Propose", "ProposeRequest"),
+    "collector": (
+        "/opentelemetry.proto.collector.trace.v1.TraceService/Export",
+        "ExportTraceServiceRequest",
+    ),
+}
+KEY = (("x-api-key", BAD),)
+
+
+async def answer(
+    stack: Attacked, service: str, data: bytes, compression: grpc.Compression = grpc.Compression.NoCompression
+) -> Any:
+    """What the service says to these bytes: the bytes of its answer, or the description of its status."""
+    path, _ = ASKED[service]
+    unlimited = [("grpc.max_send_message_length", -1)]
+    address = stack.addresses[service]
+    async with grpc.aio.insecure_channel(address, options=unlimited, compression=compression) as channel:
+        call: Any = channel.unary_unary(path)
+        try:
+            return await call(data, metadata=KEY, timeout=PATIENCE_S)
+        except grpc.RpcError as error:
+            return describe(error)
+
+
+async def test_too_large_is_refused_by_name_and_far_too_large_by_grpc(stack: Attacked) -> None:
+    async with unharmed(stack):
+        for service in SERVICES:
+            told = await answer(stack, service, b"\x0a" * (MAX_MESSAGE_BYTES + 1))
+            assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+            bound = f"must be at most {MAX_MESSAGE_BYTES} bytes, is {MAX_MESSAGE_BYTES + 1}"
+            assert told.violations == ((ASKED[service][1], bound),)
+            for size in (2 * MAX_MESSAGE_BYTES + 1, 4 * MIB):
+                refused = await answer(stack, service, bytes(size))
+                assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def bomb(size: int) -> bytes:
+    """So many bytes in a thousandth of them."""
+    packer = zlib.compressobj(9, wbits=31)
+    return b"".join((*(packer.compress(bytes(MIB)) for _ in range(size // MIB)), packer.flush()))
+
+
+async def test_a_bomb_of_gzip_is_inflated_no_further_than_a_message_may_be(stack: Attacked) -> None:
+    """Each of these would take 60 MiB by gRPC's own means."""
+    data = bomb(60 * MIB)
+    assert len(data) < MAX_MESSAGE_BYTES
+    stack.forget_peak()
+    async with unharmed(stack) as before:
+        for service in SERVICES:
+            await _throw(stack.addresses[service], ASKED[service][0], message(data, compressed=1), 10)
+    assert stack.peak_rss() - before.rss < 48 * MIB
+
+
+async def _throw(address: str, path: str, data: bytes, times: int) -> None:
+    streams = range(1, 2 * times, 2)
+    async with wire(address) as attacker:
+        await attacker.begin()
+        for stream in streams:
+            head = opening(stream, path, (("grpc-encoding", "gzip"), *KEY))
+            await attacker.send(head, in_frames(stream, data))
+        for stream in streams:
+            assert await attacker.status(stream) == "3"
+            assert "is more when inflated" in attacker.heard.heads[stream]["grpc-message"]
+
+
+def in_frames(stream: int, data: bytes, size: int = 16_000) -> bytes:
+    """All that a call says, and its end."""
+    pieces = [data[at : at + size] for at in range(0, len(data), size)]
+    last = frame(Kind.DATA, END_STREAM, stream, pieces.pop())
+    return b"".join((*(frame(Kind.DATA, 0, stream, piece) for piece in pieces), last))
+
+
+async def test_what_is_compressed_in_good_faith_is_served_and_by_other_means_refused(stack: Attacked) -> None:
+    asked = pb.GetModelInfoRequest(model="sim" * 500).SerializeToString()
+    async with unharmed(stack):
+        plain = await answer(stack, "gateway", asked)
+        assert await answer(stack, "gateway", asked, grpc.Compression.Gzip) == plain
+        told = await answer(stack, "gateway", asked, grpc.Compression.Deflate)
+        assert told.code is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_gzip_is_read_whole_within_its_bound_or_not_at_all() -> None:
+    assert within(gzip.compress(b"x" * 100), 100) == b"x" * 100
+    assert within(b"plain", 5) == b"plain"
+    for data, most, problem in (
+        (gzip.compress(b"x" * 101), 100, "at most 100 bytes, is more when inflated"),
+        (b"plain.", 5, "at most 5 bytes, is 6"),
+        (gzip.compress(b"x")[:-4], 100, "well-formed gzip"),
+        (gzip.compress(b"x") * 2, 100, "well-formed gzip"),
+        (b"\x1f\x8b", 100, "well-formed gzip"),
+        (b"\x1f\x8bnothing of the kind", 100, "well-formed gzip"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            within(data, most)
+
+
+async def test_messages_of_a_wrong_length_end_with_their_connection(stack: Attacked) -> None:
+    """Cut short, longer than said, of 4 GiB, none at all: refused, or waited for while somebody is there."""
+    sent: Sequence[bytes] = (
+        b"",
+        b"\0\0",
+        message(b"ab", length=50),
+        message(b"ab", length=1),
+        message(b"ab", length=2**32 - 1),
+        message(b"ab", compressed=1),
+        message(b"ab", compressed=255),
+        message(b"") * 3,
+    )
+    async with unharmed(stack):
+        for service in SERVICES:
+            async with wire(stack.addresses[service]) as attacker:
+                await attacker.begin()
+                for stream, data in zip(range(1, 99, 2), sent, strict=False):
+                    last = frame(Kind.DATA, END_STREAM, stream, data)
+                    await attacker.send(opening(stream, ASKED[service][0], KEY), last)
+                assert await attacker.status(9) == "8"  # 4 GiB
+                assert await attacker.status(11) == "13"  # by gRPC itself: compressed by no means
+                assert await attacker.alive()
+
+
+async def test_messages_that_never_end_take_no_more_than_so_much_each(stack: Attacked) -> None:
+    """What has come of them is kept, up to twice the largest message of each stream."""
+    streams = 60
+    stack.forget_peak()
+    piece = bytes(16_000)
+    async with unharmed(stack) as before, wire(stack.gateway) as attacker:
+        await attacker.begin()
+        for stream in range(1, 2 * streams, 2):
+            begun = message(b"", length=2 * MAX_MESSAGE_BYTES)
+            await attacker.send(opening(stream, GENERATE), frame(Kind.DATA, 0, stream, begun))
+        for _ in range(12):
+            await attacker.send(*(frame(Kind.DATA, 0, stream, piece) for stream in range(1, 2 * streams, 2)))
+        await attacker.alive()
+    assert stack.peak_rss() - before.rss < 32 * MIB + streams * 2 * MAX_MESSAGE_BYTES
+
+
+async def test_a_message_of_nothing_but_parts_is_refused_cheaply(stack: Attacked) -> None:
+    """Two bytes on the wire are a hundred in memory, once they are read."""
+    parts = MAX_MESSAGE_BYTES // 2
+    stack.forget_peak()
+    async with unharmed(stack) as before:
+        for service in ("target", "draft"):
+            told = await answer(stack, service, b"\x0a\x00" * parts)
+            assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert told.violations == (("items", f"must be at most 1024, are {parts}"),)
+    assert stack.peak_rss() - before.rss < 64 * MIB
+
+
+@pytest.mark.parametrize("field", ["items", "cancelled", "extensions"])
+async def test_a_streams_message_of_nothing_but_parts_ends_it(stack: Attacked, field: str) -> None:
+    tag = bytes([pb.VerifyStreamRequest.DESCRIPTOR.fields_by_name[field].number << 3 | 2, 0])
+    parts = MAX_MESSAGE_BYTES // 2
+    most = 1024 if field == "items" else 1 << 14
+    async with unharmed(stack):
+        for service in ("target",) if field == "extensions" else ("target", "draft"):
+            told = await stream_end(stack.addresses[service], service, tag * parts)
+            assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert told.violations == ((field, f"must be at most {most}, are {parts}"),)
+
+
+async def stream_end(address: str, service: str, data: bytes) -> Any:
+    """How a stream of items ends that says these bytes."""
+    path = "/galley.v1.Target/VerifyStream" if service == "target" else "/galley.v1.Draft/ProposeStream"
+    async with grpc.aio.insecure_channel(address) as channel:
+        open_stream: Any = channel.stream_stream(path)
+        try:
+            return await open_stream(iter([data])).read()
+        except grpc.RpcError as error:
+            return describe(error)
+
+
+def test_what_is_wrong_with_a_large_message_is_said_at_once() -> None:
+    """Nothing else is done while it is looked for."""
+    kind = pb.GenerateRequest.DESCRIPTOR
+    began_s = time.perf_counter()
+    fault = explain(b"\x10\x01" * (2 * MIB) + b"\xff", kind)
+    assert time.perf_counter() - began_s < 0.5
+    assert "well-formed" in fault.problem
+    late = b"\x12" + b"\xfe\xff\x3f" + b"x" * (MIB - 2) + b"\x0a\x01\xff"
+    assert explain(late, kind).field == "model"
+
+
+async def test_what_is_nested_too_deep_is_the_callers_fault(stack: Attacked) -> None:
+    deep = b""
+    for _ in range(4000):
+        deep = b"\x0a" + _size(len(deep)) + deep  # ArrayValue.values
+        deep = b"\x2a" + _size(len(deep)) + deep  # AnyValue.array_value
+    value = b"\x12" + _size(len(deep)) + deep  # KeyValue.value
+    for number in (1, 1, 1):  # attributes, resource, resource_spans
+        value = bytes([number << 3 | 2]) + _size(len(value)) + value
+    async with unharmed(stack):
+        told = await answer(stack, "collector", value[:MAX_MESSAGE_BYTES])
+        assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "well-formed" in explain(value, otlp.ExportTraceServiceRequest.DESCRIPTOR).problem
+
+
+def _size(value: int) -> bytes:
+    coded = bytearray()
+    while value >= 0x80:
+        coded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*coded, value])
+
+
+async def test_a_call_that_is_served_still_is(stack: Attacked) -> None:
+    """What the attacks are held against."""
+    async with unharmed(stack), grpc.aio.insecure_channel(stack.gateway) as channel:
+        call: Any = channel.unary_stream(GENERATE)
+        async with asyncio.timeout(PATIENCE_S):
+            events = [event async for event in call(hello().SerializeToString(), metadata=KEY)]
+        assert len(events) > 2

@@ -1,0 +1,166 @@
+"""Slow loris and its kin: connections and calls that are begun, held open, and never come to anything."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from services.common.server import start_server
+from tests.attack.http2 import (
+    INITIAL_WINDOW_SIZE,
+    MAX_CONCURRENT_STREAMS,
+    PREFACE,
+    Kind,
+    Wire,
+    frame,
+    head,
+    message,
+    opening,
+    settings,
+    wire,
+)
+from tests.attack.stack import BAD, MIB, Attacked, hello, undisturbed, unharmed
+from tests.common import service
+from tests.service.waiting import PATIENCE_S
+
+WATCH = "/grpc.health.v1.Health/Watch"
+REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+GENERATE = "/galley.v1.Generation/Generate"
+VERIFY = "/galley.v1.Target/VerifyStream"
+PROPOSE = "/galley.v1.Draft/ProposeStream"
+KEY = (("x-api-key", BAD),)
+# Connections of 100 calls: while more than 1,000 wait to be taken, gRPC drops some by chance.
+_AT_ONCE = 5
+
+
+@pytest.mark.parametrize("within_s", [0.3])
+async def test_a_connection_that_does_not_begin_is_closed_however_slowly_it_goes_about_it(
+    within_s: float,
+) -> None:
+    """Byte by byte, too: it is the whole of the beginning that has its time."""
+    given = service.settings(handshake_timeout_s=within_s)
+    running = await start_server(given, service.building(service.EchoService()))
+    begun = PREFACE + settings()
+    try:
+        async with AsyncExitStack() as opened:
+            wires = [await opened.enter_async_context(wire(running.address)) for _ in range(20)]
+            dripping = [asyncio.create_task(_drip(attacker, begun)) for attacker in wires[:10]]
+            for size, attacker in enumerate(wires[10:]):
+                await attacker.send(begun[: 3 * size])
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.gather(*(attacker.ends() for attacker in wires))
+            for task in dripping:
+                task.cancel()
+            await asyncio.gather(*dripping, return_exceptions=True)
+    finally:
+        await running.stop()
+
+
+async def _drip(attacker: Wire, data: bytes) -> None:
+    """A byte now and then, slower than the server has patience: what slow loris is."""
+    for byte in data:
+        if not await attacker.send(bytes([byte])):
+            return
+        await asyncio.sleep(0.05)
+
+
+async def test_calls_whose_request_never_comes_hold_nobody_up(stack: Attacked) -> None:
+    """Their headers byte by byte, their message byte by byte, or nothing of it at all."""
+    async with unharmed(stack), AsyncExitStack() as opened:
+        block, data = head(GENERATE, KEY), message(hello().SerializeToString())
+        for _ in range(20):
+            attacker = await opened.enter_async_context(wire(stack.gateway))
+            await attacker.begin()
+            await attacker.send(*(opening(stream, GENERATE, KEY) for stream in range(1, 40, 2)))
+            for byte in data[:-1]:
+                await attacker.send(*(frame(Kind.DATA, 0, s, bytes([byte])) for s in range(1, 40, 2)))
+            await attacker.send(frame(Kind.HEADERS, 0, 41, block[:1]))
+            for byte in block[1:-1]:
+                await attacker.send(frame(Kind.CONTINUATION, 0, 41, bytes([byte])))
+        async with undisturbed(stack):
+            pass
+
+
+async def test_of_a_stranger_not_even_the_request_is_waited_for(stack: Attacked) -> None:
+    async with unharmed(stack), wire(stack.gateway) as attacker:
+        await attacker.begin()
+        for stream, brought in (
+            (1, ()),
+            (3, (("x-api-key", "none"),)),
+            (5, (("authorization", "Bearer x"),)),
+        ):
+            await attacker.send(opening(stream, GENERATE, brought))
+            assert await attacker.status(stream) == "16"
+
+
+async def test_answers_that_are_never_read_end_and_hold_nobody_up(stack: Attacked) -> None:
+    """A window of nothing: the gateway gives up after its client_timeout, and the place is free."""
+    async with unharmed(stack), wire(stack.gateway) as attacker:
+        await attacker.begin((INITIAL_WINDOW_SIZE, 0))
+        asked = hello()
+        asked.max_tokens = 400
+        for stream in range(1, 21, 2):
+            last = frame(Kind.DATA, 1, stream, message(asked.SerializeToString()))
+            await attacker.send(opening(stream, GENERATE, KEY), last)
+        await attacker.until(lambda heard: len(heard.heads) == 10)
+        assert (await stack.has_let_go(1)).sessions <= 1, "but for the bystander's"
+
+
+class Holder:
+    """Opens idle streams, over as many connections as they need, as fast as the server takes them."""
+
+    def __init__(self, stack: Attacked, opened: AsyncExitStack, calls: int) -> None:
+        """`calls` are under way without it."""
+        self.wires: list[Wire] = []
+        self._stack = stack
+        self._opened = opened
+        self._calls = calls
+
+    async def hold(self, name: str, path: str, streams: int) -> None:
+        while streams > 0:
+            attacker = await self._opened.enter_async_context(wire(self._stack.addresses[name]))
+            self.wires.append(attacker)
+            await attacker.begin()
+            taken = min(streams, 100, attacker.heard.settings.get(MAX_CONCURRENT_STREAMS, 100))
+            for stream in range(1, 2 * taken, 2):
+                asked = frame(Kind.DATA, 1, stream, message(b"")) if path == WATCH else b""
+                await attacker.send(opening(stream, path, KEY), asked)
+            streams -= taken
+            self._calls += taken
+            if not len(self.wires) % _AT_ONCE:
+                await self._stack.has_taken(self._calls)
+
+
+async def test_10_000_idle_streams_take_bounded_memory_and_hold_nobody_up(stack: Attacked) -> None:
+    stack.forget_peak()
+    # What was in use is in pieces afterwards, which the next such flood finds again.
+    async with unharmed(stack, most_rss=256 * MIB) as before, AsyncExitStack() as opened:
+        holder = Holder(stack, opened, before.calls)
+        await holder.hold("target", VERIFY, 4900)
+        await holder.hold("draft", PROPOSE, 4900)
+        await holder.hold("gateway", WATCH, 100)
+        await holder.hold("gateway", REFLECT, 100)
+        told = await stack.has_taken(before.calls + 10_000)
+        assert told.calls >= before.calls + 10_000
+        async with undisturbed(stack) as bystander:
+            pass
+        assert not any(attacker.heard.ended for attacker in holder.wires)
+        assert bystander.longest_pause_s < 5
+    assert stack.peak_rss() - before.rss < 700 * MIB
+
+
+async def test_idle_connections_take_bounded_memory_and_hold_nobody_up(stack: Attacked) -> None:
+    """`make prove-attacks` opens 10,000."""
+    stack.forget_peak()
+    count = 2000
+    async with unharmed(stack) as before, AsyncExitStack() as opened:
+        for _ in range(count):
+            attacker = await opened.enter_async_context(wire(stack.gateway))
+            await attacker.begin()
+        told = await stack.told()
+        assert told.strangers - before.strangers >= count
+        async with undisturbed(stack):
+            pass
+    assert stack.peak_rss() - before.rss < 100 * MIB

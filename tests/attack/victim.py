@@ -1,0 +1,257 @@
+"""The process that is attacked: `python -m tests.attack.victim STORE TOKENIZER DIRECTORY`.
+
+Collector, target, draft and gateway as they are in production, over an engine that knows its answers, with
+traces and metrics on. It says on stdout where they are, then answers what it is asked on stdin, a line each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import psutil
+import uvloop
+
+from services.common.logs import start_logging
+from services.common.metrics.metering import start_metering
+from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.common.process import die_with_parent, hand_back_free_memory
+from services.common.server import Parts, RunningServer, start_server
+from services.common.telemetry import start_telemetry
+from services.common.tokenizer_hash import tokenizer_hash
+from services.core.cost import PassTimes
+from services.draft.__main__ import build as build_draft
+from services.draft.settings import DraftSettings
+from services.gateway.service import build as build_gateway
+from services.gateway.service import interceptors
+from services.gateway.settings import GatewaySettings
+from services.target.servicer import Limits, TargetService
+from services.target.settings import TargetSettings
+from services.tracing.collector import CollectorSettings
+from services.tracing.collector import build as build_collector
+from tests.attack.stack import CALL, MAX_MESSAGE_BYTES
+from tests.service.truth import END, VOCAB, true_next
+from tests.simulation.replicas import SimEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import grpc
+
+    from services.common.config import ServiceSettings
+    from services.common.server import Interceptors
+    from services.core.step import StepOutcome, StepPlan, Watch
+
+_BLOCK_TOKENS, _BLOCKS, _WINDOW = 8, 1024, 1024
+_PASS_S = 0.002
+_TIMES = PassTimes.measured([(1, 2_000_000), (1024, 2_000_001)])
+
+
+class Engine(SimEngine):
+    """Says what tests/service/truth.py says, a pass in `_PASS_S`."""
+
+    def __init__(self, tokenizer: str) -> None:
+        super().__init__("build-1")
+        self.info = replace(
+            self.info,
+            tokenizer_hash=tokenizer,
+            context_window=_WINDOW,
+            vocab_size=VOCAB,
+            eos_token_ids=(END,),
+            kv_blocks=_BLOCKS,
+        )
+
+    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
+        time.sleep(_PASS_S)
+        return super().run(plan, watch)
+
+    def token(self, seed: int, position: int, history: Sequence[int]) -> int:
+        return true_next(history, seed)
+
+
+class Victim:
+    """All services, and what can be asked of them."""
+
+    def __init__(self, store: str, tokenizer: Path, directory: Path) -> None:
+        self._store = store
+        self._tokenizer = tokenizer
+        self._directory = directory
+        self._errors = _Errors()
+        self._running: dict[str, RunningServer] = {}
+        self._metrics: dict[str, str] = {}
+        self._target: TargetService
+
+    async def serve(self) -> None:
+        """Start all, answer questions until told to stop, stop all."""
+        logging.getLogger().addHandler(self._errors)
+        asyncio.get_running_loop().set_exception_handler(self._errors.unhandled)
+        async with AsyncExitStack() as opened:
+            await self._start(opened)
+            asked = await _lines()
+            traces = self._directory / "traces.jsonl"
+            addresses = {name: running.address for name, running in self._running.items()}
+            _say({"addresses": addresses, "metrics": self._metrics, "traces": str(traces)})
+            while (command := (await asked.readline()).decode().split()) not in ([], ["stop"]):
+                await self._wait(*command)
+                if command[0] in {"tell", "tasks-left"}:
+                    gc.collect()
+                    hand_back_free_memory()
+                _say(self._tell())
+        _say({"tasks": len(asyncio.all_tasks()) - 1, "errors": self._errors.lines})
+
+    async def _start(self, opened: AsyncExitStack) -> None:
+        collector = CollectorSettings(file=self._directory / "traces.jsonl", **self._common())
+        await self._serve("collector", opened, collector, build_collector(collector))
+        os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://{self._running['collector'].address}"
+        os.environ["OTEL_METRICS_EXPORTER"] = "none"
+        os.environ["OTEL_TRACES_SAMPLER"] = "parentbased_traceidratio"
+        os.environ["OTEL_TRACES_SAMPLER_ARG"] = "0.1"
+        await self._serve("target", opened, TargetSettings(**self._common()), self._build_target)
+        draft = DraftSettings(tokenizer=self._tokenizer, max_kv_tokens=16384, **self._common())
+        await self._serve("draft", opened, draft, build_draft(draft))
+        gateway = GatewaySettings.model_validate(
+            {
+                "target": self._running["target"].address,
+                "draft": self._running["draft"].address,
+                "redis_url": self._store,
+                "model": str(self._tokenizer),
+                "api_keys_file": str(self._directory / "keys.toml"),
+                "client_timeout_s": 2.0,
+                **self._common(),
+            }
+        )
+        await self._serve("gateway", opened, gateway, build_gateway(gateway), interceptors(gateway))
+
+    def _common(self) -> dict[str, Any]:
+        return {"max_message_bytes": MAX_MESSAGE_BYTES, "drain_timeout_s": 5}
+
+    async def _serve(
+        self,
+        name: str,
+        opened: AsyncExitStack,
+        settings: ServiceSettings,
+        build: Any,
+        own: Interceptors = lambda _: (),
+    ) -> None:
+        metering = await start_metering(name, settings.host, 0)
+        opened.push_async_callback(metering.close)
+        telemetry = start_telemetry(f"galley-{name}", as_global=False)
+        opened.push_async_callback(asyncio.to_thread, telemetry.shutdown)
+        parts = Parts(telemetry=telemetry, metrics=metering.registry)
+        running = self._running[name] = await start_server(settings, build, parts, own)
+        opened.push_async_callback(running.stop)
+        if metering.address:
+            self._metrics[name] = metering.address
+
+    async def _build_target(self, server: grpc.aio.Server, parts: Parts) -> TargetService:
+        engine = Engine(tokenizer_hash(self._tokenizer))
+        tracer = parts.telemetry.tracer("target")
+        self._target = TargetService(engine, _TIMES, tracer, Limits(), parts.metrics)
+        rpc.add_TargetServicer_to_server(self._target, server)
+        return self._target
+
+    async def _wait(self, what: str, count: str = "0", patience_s: float = 10.0) -> None:
+        """Until it is so, or patience is at its end."""
+        holds = {
+            "tell": lambda: True,
+            "tasks-left": lambda: len(_tasks()) <= int(count),
+            "calls-there": lambda: _tasks().count(CALL) >= int(count),
+            "sessions-left": lambda: self._sessions <= int(count),
+        }[what]
+        until_s = time.monotonic() + patience_s
+        # To wait for each of thousands would take minutes.
+        while not holds() and time.monotonic() < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    @property
+    def _sessions(self) -> int:
+        return int(cast("Any", self._running["gateway"].service)._streams.held)
+
+    def _tell(self) -> dict[str, Any]:
+        process = psutil.Process()
+        return {
+            "rss": process.memory_info().rss,
+            "tasks": Counter(_tasks()),
+            "strangers": self._strangers(process),
+            "threads": threading.active_count(),
+            "sessions": self._sessions,
+            "items": self._target.facts().info.queue_depth,
+            "errors": self._errors.lines,
+            "logged": os.fstat(2).st_size,
+        }
+
+    def _strangers(self, process: psutil.Process) -> int:
+        """Connections to the services from outside of this process."""
+        ports = {int(running.address.rpartition(":")[2]) for running in self._running.values()}
+        ports |= {int(address.rpartition(":")[2]) for address in self._metrics.values()}
+        connections = [one for one in process.net_connections("tcp") if one.raddr]
+        own = {one.laddr.port for one in connections}
+        return sum(one.laddr.port in ports and one.raddr.port not in own for one in connections)
+
+
+class _Errors(logging.Handler):
+    """What is logged as an error, and exceptions that nobody handles: the first of them.
+
+    That spans were lost is none: a process that is flooded may lose them, and nothing else.
+    """
+
+    _MOST = 20
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name.startswith("opentelemetry.exporter."):
+            return
+        problem = record.exc_info and record.exc_info[1]
+        self._note(f"{record.name}: {record.msg} {problem!r}")
+
+    def unhandled(self, loop: asyncio.AbstractEventLoop, what: dict[str, Any]) -> None:
+        self._note(f"unhandled: {what.get('message')} {what.get('exception')!r}")
+        loop.default_exception_handler(what)
+
+    def _note(self, line: str) -> None:
+        if len(self.lines) < self._MOST:
+            self.lines.append(line[:500])
+
+
+def _tasks() -> list[str]:
+    """What they do; without those of servers that wait for a call, of which now and then one is not there."""
+    names = [str(getattr(task.get_coro(), "__qualname__", "?")) for task in asyncio.all_tasks()]
+    return [name for name in names if not name.startswith("AioServer._request_")]
+
+
+async def _lines() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    return reader
+
+
+def _say(told: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    die_with_parent()
+    start_logging("victim", "info")
+    store, tokenizer, directory = sys.argv[1:]
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(Victim(store, Path(tokenizer), Path(directory)).serve())
+
+
+if __name__ == "__main__":
+    main()
