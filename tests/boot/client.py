@@ -1,4 +1,4 @@
-"""The clients of a trial: pods outside of the chart's namespace, let in as its policies say that clients are."""
+"""The clients of a trial: pods of their own, where the gateway's policies let callers in."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.deploy.render import component
 
 if TYPE_CHECKING:
     from tests.boot.cluster import Cluster
+    from tests.boot.plan import Plan
     from tests.boot.pod import Pod
-    from tests.boot.trial import Plan
     from tests.deploy.render import Manifest
 
 LOAD = Path(__file__).with_name("load.py")
@@ -35,9 +35,7 @@ def gateway_service(objects: Objects) -> Manifest:
 def gateway_address(objects: Objects) -> str:
     """Its name, as pods of other namespaces call it, and its port."""
     service = gateway_service(objects)
-    port = next(
-        port["port"] for port in service["spec"]["ports"] if port.get("appProtocol", "grpc").endswith("grpc")
-    )
+    port = next(port["port"] for port in service["spec"]["ports"] if port["name"] == "grpc")
     return f"{service['metadata']['name']}.{objects.namespace_of(service)}:{port}"
 
 
@@ -103,7 +101,7 @@ class Client:
         self._load = await self._start("load", "--streams", str(self._plan.streams))
         load = self._load
         async with asyncio.timeout(_SOON_S):
-            while len(_answers(load)) < self._plan.streams:
+            while len(_answers(load)) < self._plan.streams:  # noqa: ASYNC110  # another process writes them
                 await asyncio.sleep(_POLL_S)
 
     async def finish(self) -> list[dict[str, Any]]:

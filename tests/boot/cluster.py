@@ -1,4 +1,4 @@
-"""Controllers of a cluster of one node: Deployments and StatefulSets are kept and rolled, Services find their pods."""
+"""The controllers of a cluster of one node: workloads are made and rolled, Services find their pods."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from services.cli.part import log_tail
 from tests.boot.names import LAG_S, Answers, NameServer, Service
 from tests.boot.objects import Objects, PodTemplate, Workload
 from tests.boot.pod import Identity, Pod
 from tests.boot.policies import Policies, read_policies
-from tests.boot.quantities import share_of
 from tests.boot.wires import DNS_IP
 from tests.service.waiting import Watch
 
@@ -68,6 +68,7 @@ class Cluster:
         self.began = time.monotonic()
         self.events: list[Event] = []
         self.seen: list[Endpoint] = []
+        self._owners: dict[str, str] = {}
 
     # -------------------------------------------------------------------------------------- whole --
 
@@ -116,6 +117,11 @@ class Cluster:
         """All that are there."""
         return list(self._pods.values())
 
+    @property
+    def owners(self) -> dict[str, str]:
+        """The workload, or the trial's own part, that each pod was of."""
+        return dict(self._owners)
+
     def now_s(self) -> float:
         """Since the start."""
         return time.monotonic() - self.began
@@ -133,13 +139,13 @@ class Cluster:
     def report(self) -> str:
         """What happened last, and the ends of the logs of those that are not ready."""
         lines = [str(event.told()) for event in self.events[-30:]]
-        for pod in self._pods.values():
-            if not pod.ready:
-                for spec in pod.template.containers:
-                    lines.append(
-                        f"--- {pod.identity.name}/{spec['name']}\n{self.node.tail(pod.log(spec['name']))}"
-                    )
-        return "\n".join(lines)
+        logs = [
+            pod.log(spec["name"])
+            for pod in self._pods.values()
+            if not pod.ready
+            for spec in pod.template.containers
+        ]
+        return "\n".join([*lines, *(f"--- {log.name}\n{log_tail(log)}" for log in logs)])
 
     def _failed(self) -> BaseException | None:
         for life in self._lives.values():
@@ -156,7 +162,7 @@ class Cluster:
         workloads = self.objects.workloads().values()
         for workload in workloads:
             for ordinal in range(workload.replicas):
-                await self._make(workload, ordinal)
+                await self.make(workload, ordinal)
         await self.until(lambda: all(map(self.is_ready, workloads)), "all workloads are ready")
 
     def is_ready(self, workload: Workload) -> bool:
@@ -164,39 +170,8 @@ class Cluster:
         pods = self.pods_of(workload.name)
         return len(pods) == workload.replicas and all(pod.ready for pod in pods)
 
-    async def roll(self, name: str) -> None:
-        """Replace all pods of a workload, in the way that it says, and wait for the end of it."""
-        workload = self.objects.workloads()[name]
-        if workload.kind == "StatefulSet":
-            await self._roll_stateful_set(workload)
-        else:
-            await self._roll_deployment(workload)
-        await self.until(lambda: self.is_ready(workload), f"{name} is ready")
-
-    async def _roll_stateful_set(self, workload: Workload) -> None:
-        for pod in sorted(self.pods_of(workload.name), key=_ordinal, reverse=True):
-            await self.delete(pod)
-            made = await self._make(workload, _ordinal(pod))
-            await self.until(lambda made=made: made.ready, f"{made.identity.name} is ready")  # type: ignore[misc]
-
-    async def _roll_deployment(self, workload: Workload) -> None:
-        told = (workload.spec.get("strategy") or {}).get("rollingUpdate") or {}
-        surge = share_of(told.get("maxSurge", "25%"), workload.replicas, up=True)
-        least = workload.replicas - share_of(told.get("maxUnavailable", "25%"), workload.replicas, up=False)
-        old, new = self.pods_of(workload.name), list[Pod]()
-        while old:
-            while len(new) < workload.replicas and len(old) + len(new) < workload.replicas + surge:
-                new.append(await self._make(workload, len(new)))
-            ready = sum(pod.ready for pod in (*old, *new))
-            if ready > least or not old[0].ready:
-                old.pop(0).terminate()
-            else:
-                await self.until(
-                    lambda: sum(pod.ready for pod in (*old, *new)) > least, f"one of {workload.name} may go"
-                )
-        await self.until(lambda: len(self._of(workload.name)) == workload.replicas, "the old ones are gone")
-
-    def _of(self, owner: str) -> list[Pod]:
+    def all_of(self, owner: str) -> list[Pod]:
+        """Its pods, those included that are ending."""
         return [pod for pod in self._pods.values() if pod.identity.owner == owner]
 
     async def delete(self, pod: Pod) -> None:
@@ -204,7 +179,8 @@ class Cluster:
         pod.terminate()
         await self.until(lambda: pod.identity.name not in self._pods, f"{pod.identity.name} is gone")
 
-    async def _make(self, workload: Workload, ordinal: int) -> Pod:
+    async def make(self, workload: Workload, ordinal: int) -> Pod:
+        """Start a pod of a workload; in a StatefulSet, the one of this number."""
         if workload.kind == "StatefulSet":
             identity = Identity(f"{workload.name}-{ordinal}", workload.name, workload.service_name)
             return await self.start(_with_claims(workload, identity.name, self.objects), identity)
@@ -222,6 +198,7 @@ class Cluster:
         pod = Pod(self.node, self.objects, template, identity, tell)
         self._pods[identity.name] = pod
         self.seen.append(pod.end)
+        self._owners[identity.name] = identity.owner
         await self._serve()
         life = asyncio.create_task(self._live(pod))
         self._lives[identity.name] = life
@@ -267,10 +244,6 @@ class Cluster:
         """After a Secret or a ConfigMap changed: in every pod that mounts it."""
         for pod in self._pods.values():
             pod.refresh_files()
-
-
-def _ordinal(pod: Pod) -> int:
-    return int(pod.identity.name.rsplit("-", 1)[1])
 
 
 def _with_claims(workload: Workload, pod: str, objects: Objects) -> PodTemplate:

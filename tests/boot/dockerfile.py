@@ -37,6 +37,7 @@ def last_stage(path: Path) -> Stage:
     stages: dict[str, Stage] = {}
     args: dict[str, str] = {}
     stage: Stage | None = None
+    name = ""
     for word, rest in _instructions(path.read_text()):
         if word == "FROM":
             words = _filled(rest, args).split()

@@ -1,7 +1,7 @@
 """Knocking: every port of every pod is tried, by strangers and by each kind of peer that an opening is for.
 
-What comes of it is set beside what the policies say, which shows that the filter really is what they say, and that
-no opening is so narrow that those whom it is for stay outside.
+What comes of it is set beside what the policies say, which shows that the filter really is what they say, and
+that no opening is so narrow that those whom it is for stay outside.
 """
 
 from __future__ import annotations

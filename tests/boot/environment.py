@@ -92,10 +92,7 @@ def command_of(
 ) -> list[str]:
     """What is run: `command` takes the place of the image's ENTRYPOINT and CMD, `args` that of its CMD."""
     command, args = container.get("command"), container.get("args")
-    if command:
-        words = [*command, *(args or [])]
-    else:
-        words = [*entrypoint, *(args if args is not None else cmd)]
+    words = [*command, *(args or [])] if command else [*entrypoint, *(cmd if args is None else args)]
     return [expand(str(word), environment) for word in words]
 
 

@@ -1,13 +1,12 @@
 """The images that the chart names, as root file systems put together from what this machine has.
 
-No image can be pulled or built here. One of ours is the Python of this environment as `/venv`, with `services` (and
-neither tests nor the rest of the repository), the machine's own base system beneath, and the default model where
-the Dockerfile puts it; it is run as its Dockerfile says. The store's is the server that the package brings.
+One of ours is the Python of this environment as `/venv`, with `services` (and neither tests nor the rest of
+the repository), the machine's own base system beneath, and the default model where the Dockerfile puts it; it
+is run as its Dockerfile says. The store's is the server that the package brings.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import site
 import sys
@@ -100,7 +99,7 @@ class Registry:
 
     def image(self, reference: str) -> Image:
         """Raises UnknownImage."""
-        name = reference.rsplit("/", 1)[-1].split("@")[0].split(":")[0]
+        name = reference.rsplit("/", 1)[-1].split("@", maxsplit=1)[0].split(":", maxsplit=1)[0]
         role = name.removeprefix("galley-")
         if role in ROLES:
             return self._service(role)
@@ -144,7 +143,7 @@ def _valkey() -> Image:
 
 def _base_links() -> dict[str, str]:
     """Of a system whose /bin is a link to /usr/bin."""
-    return {f"/{name}": os.readlink(f"/{name}") for name in _BASE if Path(f"/{name}").is_symlink()}
+    return {f"/{name}": str(Path(f"/{name}").readlink()) for name in _BASE if Path(f"/{name}").is_symlink()}
 
 
 @cache

@@ -89,7 +89,7 @@ def security_of(pod: Manifest, container: Manifest, image: Image) -> Security:
     return Security(
         user,
         group,
-        tuple([*shared, *(above.get("supplementalGroups") or ())]),
+        (*shared, *(above.get("supplementalGroups") or ())),
         bool(own.get("readOnlyRootFilesystem")),
         own.get("allowPrivilegeEscalation") is False,
         tuple(sorted(f"CAP_{name.removeprefix('CAP_')}" for name in kept)),

@@ -1,7 +1,7 @@
-"""A client of the gateways, run in a pod of its own: the same questions again and again, each answer on a line.
+"""A client of the gateways, run in a pod of its own: the same questions again and again, a line an answer.
 
-It is handed to its pod as a file, and has nothing but the services' own packages. On SIGTERM what streams is read
-to its end.
+It is handed to its pod as a file, and has nothing but the services' own packages. On SIGTERM what streams is
+read to its end.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _Calls(Telemetry):
         return [_Counting(self)]
 
 
-class _Counting(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[misc]
+class _Counting(grpc.aio.UnaryStreamClientInterceptor):
     def __init__(self, calls: _Calls) -> None:
         self._calls = calls
 

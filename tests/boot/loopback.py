@@ -1,8 +1,8 @@
 """A node without namespaces: the same pods as processes of this user, each at a loopback address of its own.
 
-What a namespace would have given is put into what the process is told: paths that a volume or an image has are
-replaced by where they lie here, names of Services by the address of a relay that balances as a Service does, and
-0.0.0.0 by the pod's address.
+What a namespace would have given is put into what the process is told: paths of volumes and images are
+replaced by where they lie here, names of Services by the address of a relay that balances as a Service does,
+and 0.0.0.0 by the pod's address.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tests.boot.volumes import Mount
     from tests.deploy.render import Manifest
 
-_ANY = "0.0.0.0"  # noqa: S104  # what pods listen on, replaced
+_ANY = "0.0.0.0"  # what pods listen on, replaced
 _READ_BYTES = 65536
 
 
@@ -44,8 +44,8 @@ class LoopbackNode(Node):
 
     isolated = False
 
-    def __init__(self, folder: Path, registry: Registry, warm: Path | None) -> None:
-        super().__init__(folder, registry, warm)
+    def __init__(self, folder: Path, registry: Registry, kernels: Path | None) -> None:
+        super().__init__(folder, registry, kernels)
         # Runs beside one another on one machine draw different ones.
         self._block = f"127.{random.SystemRandom().randrange(16, 250)}"
         self.host_ip = f"{self._block}.0.1"
@@ -201,7 +201,7 @@ class _Relay:
             self._passing.add(task)
             task.add_done_callback(self._passing.discard)
         with contextlib.suppress(OSError, IndexError, asyncio.CancelledError):
-            there, back = await asyncio.open_connection(*random.choice(self.backends))  # noqa: S311
+            there, back = await asyncio.open_connection(*random.choice(self.backends))
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(_copy(reader, back))

@@ -1,4 +1,4 @@
-"""What this machine allows: namespaces of our own, a packet filter and a container runtime, or none of that."""
+"""What this machine allows: namespaces of our own, a packet filter, a container runtime, or none of that."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from dnslib import AAAA, QTYPE, RCODE, RR, A, DNSRecord
+from dnslib import QTYPE, RCODE, RR, A, DNSRecord
 
 from tests.boot.policies import Endpoint, selects
 from tests.boot.ruleset import VirtualAddress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from tests.deploy.render import Manifest
 
@@ -26,8 +26,6 @@ LAG_S = 0.5
 _TTL_S = 5
 _DNS_PORT = 53
 _HEADLESS = "None"
-
-__all__ = ["AAAA", "DOMAIN", "LAG_S", "Answers", "NameServer", "Served", "Service"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +89,8 @@ class Service:
 
 def target_port(port: Manifest, pod: Endpoint) -> int:
     """The number at the pod; raises KeyError if it has no port of that name."""
-    target = port.get("targetPort", port["port"])
-    return (pod.ports or {})[target] if isinstance(target, str) else int(target)
+    target: int | str = port.get("targetPort", port["port"])
+    return (pod.ports or {})[target] if isinstance(target, str) else target
 
 
 class Answers:
@@ -177,11 +175,10 @@ class _Datagrams(asyncio.DatagramProtocol):
             self._transport.sendto(self._reply(data), addr)
 
 
-def resolv_conf(server: str, namespace: str, policy: Mapping[str, object] | None = None) -> str:
+def resolv_conf(server: str, namespace: str, config: Manifest | None = None) -> str:
     """What the kubelet writes for a pod that takes its names from the cluster (dnsPolicy ClusterFirst)."""
-    ndots = "5"
-    for option in (policy or {}).get("options") or ():  # type: ignore[attr-defined]
-        if option["name"] == "ndots":
-            ndots = str(option["value"])
+    options = {"ndots": "5"}
+    options |= {option["name"]: str(option["value"]) for option in (config or {}).get("options") or ()}
     search = f"{namespace}.svc.{DOMAIN} svc.{DOMAIN} {DOMAIN}"
-    return f"nameserver {server}\nsearch {search}\noptions ndots:{ndots}\n"
+    told = " ".join(f"{name}:{value}" for name, value in options.items())
+    return f"nameserver {server}\nsearch {search}\noptions {told}\n"

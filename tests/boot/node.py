@@ -1,7 +1,7 @@
 """The machine that pods run on: what kinds of it share.
 
-`SandboxNode` has namespaces, a packet filter and a container runtime; `LoopbackNode` (loopback.py) is for machines
-that allow none of them.
+`SandboxNode` has namespaces, a packet filter and a container runtime; `LoopbackNode` (loopback.py) is for
+machines that allow none of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.cli.part import log_tail
+from tests.boot.commands import run
 from tests.boot.crun import Crun
 from tests.boot.names import DOMAIN, resolv_conf
 from tests.boot.policies import Endpoint, Policies
@@ -45,9 +45,9 @@ class Node(abc.ABC):
     isolated: bool
     """Whether pods have namespaces of their own."""
 
-    def __init__(self, folder: Path, registry: Registry, warm: Path | None) -> None:
-        """`warm` holds compiled kernels that pods find in their caches; None: their caches are empty."""
-        self.folder, self._registry, self._warm = folder, registry, warm
+    def __init__(self, folder: Path, registry: Registry, kernels: Path | None) -> None:
+        """`kernels` is where this machine keeps compiled ones, for pods to find; None: they find none."""
+        self.folder, self._registry, self._kernels = folder, registry, kernels
         self.claims, self.logs = folder / "claims", folder / "logs"
         self.probes: collections.Counter[str] = collections.Counter()
 
@@ -102,42 +102,52 @@ class Node(abc.ABC):
     async def traffic(self) -> Traffic:
         """What the filter has seen."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027  # most have nothing to do
         """Let go of what is not the pods'."""
 
     def image(self, reference: str) -> Image:
         """Raises UnknownImage."""
         return self._registry.image(reference)
 
-    def tail(self, log: Path) -> str:
-        """The end of a log."""
-        return log_tail(log)
-
     def count_probe(self, kind: str, *, passed: bool) -> None:
         """One answer of one probe."""
         self.probes[f"{kind} {'passed' if passed else 'failed'}"] += 1
 
     def warm(self, pod: Pod) -> None:
-        """Put the kernels that this machine has compiled where the pod's image keeps its own."""
-        if self._warm is None:
+        """Put what this machine has compiled where the pod's image keeps its own."""
+        if self._kernels is not None and self._kernels.is_dir():
+            for place, volume in self._places_of_kernels(pod):
+                if not place.exists():
+                    shutil.copytree(self._kernels, place)
+                    _share(place, volume)
+
+    def keep_kernels(self, pod: Pod) -> None:
+        """Take what a pod has compiled, for the next ones."""
+        if self._kernels is None:
             return
+        for place, _ in self._places_of_kernels(pod):
+            for file in place.rglob("*"):
+                kept = self._kernels / file.relative_to(place)
+                if file.is_file() and not kept.exists():
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    scratch = kept.with_name(f"{kept.name}.{os.getpid()}")
+                    shutil.copyfile(file, scratch)
+                    scratch.rename(kept)
+
+    def _places_of_kernels(self, pod: Pod) -> Iterator[tuple[Path, Path]]:
+        """In which volumes, and in which folder of each, the containers keep them."""
         for spec in pod.template.containers:
             cache = self.image(spec["image"]).stage.env.get("XDG_CACHE_HOME")
             for mount in pod.mounts_of(spec):
                 if cache and not mount.read_only and Path(cache).is_relative_to(mount.destination):
                     place = mount.source / Path(cache).relative_to(mount.destination) / _KERNELS
-                    if not place.exists():
-                        shutil.copytree(self._warm, place)
-                        _share(place, mount.source)
-
-    def keep_warm(self, pod: Pod) -> None:
-        """Take what a pod has compiled for the next ones; for machines that had nothing."""
+                    yield place, mount.source
 
 
-def _share(place: Path, like: Path) -> None:
+def _share(place: Path, volume: Path) -> None:
     """As what lies in the volume itself is shared."""
-    group = like.stat().st_gid if os.geteuid() == 0 else -1
-    for path in [*_between(place, like), *place.rglob("*")]:
+    group = volume.stat().st_gid if os.geteuid() == 0 else -1
+    for path in [*_between(place, volume), *place.rglob("*")]:
         os.chown(path, -1, group)
         path.chmod(0o777 if path.is_dir() else 0o666)
 
@@ -154,8 +164,8 @@ class SandboxNode(Node):
     host_ip = NODE_IP
     isolated = True
 
-    def __init__(self, folder: Path, registry: Registry, warm: Path | None) -> None:
-        super().__init__(folder, registry, warm)
+    def __init__(self, folder: Path, registry: Registry, kernels: Path | None) -> None:
+        super().__init__(folder, registry, kernels)
         self._wires = Wires()
         self._crun = Crun(folder / "crun")
         self._pod_ips, self._service_ips = pod_ips(), service_ips()
@@ -185,9 +195,10 @@ class SandboxNode(Node):
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"{size},mode=777", "tmpfs", str(path)], check=True)
 
     async def forget(self, folder: Path) -> None:
-        inside = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
-        for path in sorted((p for p in inside if Path(p).is_relative_to(folder)), reverse=True):
-            subprocess.run(["umount", "--lazy", path], check=True)
+        mounted = (await run("cat", "/proc/self/mounts")).splitlines()
+        for path in sorted((line.split()[1] for line in mounted), reverse=True):
+            if Path(path).is_relative_to(folder):
+                await run("umount", "--lazy", path)
 
     def own_files(self, folder: Path, facts: PodFacts, spec: Manifest) -> list[Mount]:
         files = {

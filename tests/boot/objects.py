@@ -1,4 +1,4 @@
-"""What a cluster holds: the objects that the chart rendered, and those that its user made before (Secrets)."""
+"""What a cluster holds: the objects that the chart rendered, and those that its user made before."""
 
 from __future__ import annotations
 

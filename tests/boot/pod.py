@@ -1,43 +1,40 @@
 """A pod from its making to its end, as the kubelet has it.
 
-Its containers are started, asked by their probes, started again where they end or hang, and told to end: preStop,
-SIGTERM, and SIGKILL once the grace is over.
+Its containers are started, asked by their probes, started again where they end or hang, and told to end:
+preStop, SIGTERM, and SIGKILL once the grace is over.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import shutil
 import signal
-import time
 import uuid
-from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from services.cli.part import log_tail
 from tests.boot.environment import PodFacts, command_of, environment_of
+from tests.boot.kept import Kept, Tell
 from tests.boot.launch import Container, Launch, security_of
 from tests.boot.names import Served
 from tests.boot.policies import Endpoint
-from tests.boot.probes import Probe, act, problem_of
 from tests.boot.volumes import Volumes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tests.boot.node import Node
     from tests.boot.objects import Objects, PodTemplate
+    from tests.boot.volumes import Mount
     from tests.deploy.render import Manifest
 
 # What the kubelet waits before it starts again what ended: at once, then longer and longer.
 _BACK_OFF_S = (0.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
-# What is left for SIGTERM where preStop took the whole grace.
-_LEAST_GRACE_S = 2.0
-
-Tell = Callable[..., None]
-"""`tell(what, **details)`: something happened to the pod."""
 
 
 class PodFailed(Exception):
@@ -110,6 +107,12 @@ class Pod:
         """As Services see it."""
         return Served(self.end, self.ready, self.identity.name, self.identity.subdomain)
 
+    def set_ready(self, name: str, *, ready: bool, problem: str = "") -> None:
+        """What the probes of one container tell."""
+        if self._ready[name] != ready:
+            self._ready[name] = ready
+            self._tell("ready" if ready else "unready", container=name, problem=problem)
+
     def terminate(self) -> None:
         """Tell it to end; `run` returns when it has."""
         if not self._ending.is_set():
@@ -163,38 +166,31 @@ class Pod:
         running = await self._start(spec)
         status = await running.ended()
         if status != 0:
-            raise PodFailed(
-                f"{self.identity.name}/{spec['name']}: exit {status}: {self._node.tail(self.log(spec['name']))}"
-            )
+            said = log_tail(self.log(spec["name"]))
+            raise PodFailed(f"{self.identity.name}/{spec['name']}: exit {status}: {said}")
 
     async def _keep(self, spec: Manifest) -> None:
         """One container, started again as often as need be."""
         name = spec["name"]
         for attempt in itertools.count():
             running = await self._start(spec)
-            async with asyncio.TaskGroup() as group:
-                watching = group.create_task(self._watch(spec, running))
-                stopping = group.create_task(self._stop_when_told(spec, running))
-                status = await running.ended()
-                watching.cancel()
-                if not self.ending:
-                    stopping.cancel()
-            self._set_ready(name, ready=False)
+            kept = Kept(spec, running, self, self._node.count_probe, self._tell)
+            status = await kept.until_it_ends(self._ending)
+            self.set_ready(name, ready=False)
             self._tell("ended", container=name, status=status)
             if self.ending or self.template.spec.get("restartPolicy", "Always") == "Never":
                 self.exit_status = status
                 return
-            await self._back_off(attempt)
-            if self.ending:
+            if await self._told_while_backing_off(attempt):
                 return
             self.restarts += 1
 
-    async def _back_off(self, attempt: int) -> None:
-        try:
+    async def _told_while_backing_off(self, attempt: int) -> bool:
+        """Wait before the next start; True if it was told to end meanwhile."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_BACK_OFF_S[min(attempt, len(_BACK_OFF_S) - 1)]):
                 await self._ending.wait()
-        except TimeoutError:
-            pass
+        return self.ending
 
     async def _start(self, spec: Manifest) -> Container:
         image = self._node.image(spec["image"])
@@ -219,118 +215,9 @@ class Pod:
         self._tell("started", container=spec["name"])
         return running
 
-    def _own_files(self) -> list[Any]:
+    def _own_files(self) -> list[Mount]:
         return self._node.own_files(self.folder, self.facts, self.template.spec)
 
-    def mounts_of(self, spec: Manifest) -> list[Any]:
+    def mounts_of(self, spec: Manifest) -> list[Mount]:
         """What a container mounts, by path."""
         return self._volumes.mounts(spec)
-
-    # ------------------------------------------------------------------------------------- probes --
-
-    async def _watch(self, spec: Manifest, running: Container) -> None:
-        startup = _probe(spec, "startupProbe")
-        if startup is not None:
-            problem = await self._ask_until(spec, running, "startup", startup, passes=True)
-            if problem is not None:
-                await self._give_up(spec, running, "startup", startup, problem)
-                return
-        self._tell("up", container=spec["name"])
-        readiness, liveness = _probe(spec, "readinessProbe"), _probe(spec, "livenessProbe")
-        async with asyncio.TaskGroup() as group:
-            if readiness is None:
-                self._set_ready(spec["name"], ready=True)
-            else:
-                group.create_task(self._watch_readiness(spec, running, readiness))
-            if liveness is not None:
-                group.create_task(self._watch_liveness(spec, running, liveness))
-
-    async def _watch_readiness(self, spec: Manifest, running: Container, probe: Probe) -> None:
-        while True:
-            await self._ask_until(spec, running, "readiness", probe, passes=True, for_ever=True)
-            self._set_ready(spec["name"], ready=True)
-            problem = await self._ask_until(spec, running, "readiness", probe, passes=False)
-            self._set_ready(spec["name"], ready=False, problem=problem or "")
-
-    async def _watch_liveness(self, spec: Manifest, running: Container, probe: Probe) -> None:
-        problem = await self._ask_until(spec, running, "liveness", probe, passes=False)
-        await self._give_up(spec, running, "liveness", probe, problem or "")
-
-    async def _give_up(
-        self, spec: Manifest, running: Container, kind: str, probe: Probe, problem: str
-    ) -> None:
-        if self.ending:
-            return
-        self._tell("failed", probe=kind, container=spec["name"], problem=problem)
-        await self._stop(spec, running, probe.grace_s)
-
-    async def _ask_until(
-        self,
-        spec: Manifest,
-        running: Container,
-        kind: str,
-        probe: Probe,
-        *,
-        passes: bool,
-        for_ever: bool = False,
-    ) -> str | None:
-        """Ask until it has passed, or failed, as often in a row as it must.
-
-        The problem that it failed with; None where it passed. A pod that ends is asked nothing but readiness.
-        """
-        await asyncio.sleep(probe.delay_s)
-        passed = failed = 0
-        while True:
-            if kind != "readiness" and self.ending:
-                await asyncio.Event().wait()
-            asked = time.monotonic()
-            problem = await problem_of(probe, self.ip, self.end.ports or {}, running)
-            passed, failed = (passed + 1, 0) if problem is None else (0, failed + 1)
-            self._node.count_probe(kind, passed=problem is None)
-            if passes and passed >= probe.successes:
-                return None
-            if not for_ever and failed >= probe.failures:
-                return problem
-            await asyncio.sleep(max(0.0, asked + probe.period_s - time.monotonic()))
-
-    def _set_ready(self, name: str, *, ready: bool, problem: str = "") -> None:
-        if self._ready[name] != ready:
-            self._ready[name] = ready
-            self._tell("ready" if ready else "unready", container=name, problem=problem)
-
-    # ---------------------------------------------------------------------------------------- end --
-
-    async def _stop_when_told(self, spec: Manifest, running: Container) -> None:
-        await self._ending.wait()
-        await self._stop(spec, running, None)
-
-    async def _stop(self, spec: Manifest, running: Container, grace_s: float | None) -> None:
-        grace_s = self.template.grace_s if grace_s is None else grace_s
-        began = time.monotonic()
-        hook = (spec.get("lifecycle") or {}).get("preStop")
-        if hook is not None:
-            problem = await self._pre_stop(hook, running, grace_s)
-            self._tell("preStop", container=spec["name"], seconds=_since(began), problem=problem or "")
-        running.send(signal.SIGTERM)
-        self._tell("SIGTERM", container=spec["name"])
-        try:
-            async with asyncio.timeout(max(_LEAST_GRACE_S, grace_s - (time.monotonic() - began))):
-                await running.ended()
-        except TimeoutError:
-            self._tell("SIGKILL", container=spec["name"], seconds=_since(began))
-            await running.kill()
-
-    async def _pre_stop(self, hook: Manifest, running: Container, grace_s: float) -> str | None:
-        try:
-            async with asyncio.timeout(grace_s):
-                return await act(hook, self.ip, self.end.ports or {}, running, grace_s)
-        except TimeoutError:
-            return f"no end within {grace_s:g} s"
-
-
-def _probe(spec: Manifest, kind: str) -> Probe | None:
-    return Probe(spec[kind]) if kind in spec else None
-
-
-def _since(began: float) -> float:
-    return round(time.monotonic() - began, 3)

@@ -1,6 +1,6 @@
 """What NetworkPolicies allow: a pure reading of them, one `Opening` a rule.
 
-Once any policy selects a pod for a direction, only what an opening of that direction lets through may pass it;
+Once any policy selects a pod for a direction, only what an opening of that direction lets through may pass;
 a connection needs leave at both of its ends. Addresses are those behind a Service: that is what the network
 plugins of clusters look at.
 """
@@ -106,7 +106,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """All policies of a cluster. `guarded` are (selector, namespace, direction) that are closed by default."""
+    """All policies; `guarded` are the (selector, namespace, direction) that are closed by default."""
 
     openings: tuple[Opening, ...]
     guarded: tuple[tuple[Manifest, str, str], ...]

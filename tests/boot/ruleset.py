@@ -1,7 +1,7 @@
 """The node's packet filter as text for `nft -f`: policies that really hold, Services that really balance.
 
 Made anew as a whole whenever a pod comes, goes or changes its readiness, and taken over in one transaction;
-counters and the sets of connections seen live on. Connections that are open stay open, as they do in a cluster.
+counters and the sets of connections seen live on. What is open stays open, as in a cluster.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the filter has seen since it was made; `packets` are the first ones let through by each opening."""
+    """What the filter has seen; `packets` are the first of connections that each opening let through."""
 
     made: frozenset[Connection]
     refused: frozenset[Connection]
@@ -146,7 +146,7 @@ def _matches(opening: Opening, pod: Endpoint, known: Sequence[Endpoint], policie
 
 def _peers(opening: Opening, known: Sequence[Endpoint], policies: Policies) -> Iterator[tuple[Endpoint, str]]:
     _, other = _ADDRESS[opening.direction]
-    anyone = Endpoint("anyone", "0.0.0.0")  # noqa: S104  # no address to listen on
+    anyone = Endpoint("anyone", "0.0.0.0")  # no address to listen on
     if not opening.peers:
         yield anyone, ""
     for end in known:

@@ -1,4 +1,4 @@
-"""Trials in processes of their own, with the namespaces that they need; nothing of them is left, however they end."""
+"""Trials in processes of their own, with namespaces; nothing of them is left, however they end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from services.cli import guard
@@ -16,7 +15,7 @@ from tests.deploy.render import ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.boot.trial import Plan
+    from tests.boot.plan import Plan
 
 
 class TrialFailed(Exception):
@@ -26,7 +25,7 @@ class TrialFailed(Exception):
 def run_trial(plan: Plan, folder: Path, timeout_s: float) -> dict[str, Any]:
     """The record of a trial; raises TrialFailed."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(json.dumps(asdict(plan)))
+    plan.write(folder / "plan.json")
     record, said = folder / "record.json", folder / "said"
     trial = [sys.executable, "-P", "-m", "tests.boot.trial", "--plan", str(folder / "plan.json")]
     trial += ["--record", str(record), "--folder", str(folder)]

@@ -1,8 +1,8 @@
 """One trial of the chart: `python -m tests.boot.trial --plan FILE --record FILE --folder DIR`.
 
-Boots what a plan's values render, asks for reference answers, keeps streams coming, rolls every workload and hurts
-some pods meanwhile, knocks at every door, and writes down what happened. It judges nothing: that is for those who
-read the record. Run it by `runs.py`, which gives it namespaces of its own.
+Boots what a plan's values render, asks for reference answers, keeps streams coming, rolls every workload and
+hurts some pods meanwhile, knocks at every door, and writes down what happened. It judges nothing: that is for
+those who read the record (verdict.py). `runs.py` gives it namespaces of its own.
 """
 
 from __future__ import annotations
@@ -11,59 +11,38 @@ import argparse
 import asyncio
 import json
 import signal
-import subprocess
 import sys
 import traceback
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from services.cli.part import log_tail
 from services.common.defaults import DEFAULT_MODEL
 from services.engine.prepare import resolve_model
 from services.engine.store import cache_dir
 from tests.boot.client import Client, gateway_address
 from tests.boot.cluster import Cluster
+from tests.boot.commands import run
 from tests.boot.doors import knock
 from tests.boot.images import Models, Registry
 from tests.boot.launch import Launch, Security
 from tests.boot.loopback import LoopbackNode
 from tests.boot.node import Node, SandboxNode
 from tests.boot.objects import Objects, hook_of
+from tests.boot.plan import Plan
 from tests.boot.policies import Policies
+from tests.boot.records import told_of
+from tests.boot.rollouts import roll
 from tests.deploy.render import render
 
 if TYPE_CHECKING:
-    from tests.boot.cluster import Event
+    from collections.abc import Awaitable, Callable, Sequence
+
     from tests.boot.pod import Pod
     from tests.deploy.render import Manifest
 
 NAMESPACE = "galley"
 _FAULT_S = 240.0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one trial does. `objects` are what the user of the chart made before, such as Secrets."""
-
-    values: Manifest = field(default_factory=dict)
-    objects: list[Manifest] = field(default_factory=list)
-    release: str = "galley"
-    isolated: bool = True
-    warm: bool = True
-    # What is rolled, by component, one after the other; and how often all of it.
-    rolls: tuple[str, ...] = ()
-    rounds: int = 1
-    # Pods of these components are killed; those are stopped until their probes tell, and go on or are replaced.
-    killed: tuple[str, ...] = ()
-    frozen: tuple[str, ...] = ()
-    hung: tuple[str, ...] = ()
-    streams: int = 2
-    max_tokens: int = 48
-    patience_s: float = 60.0
-    doors: bool = True
-    # Of the clients: environment, and Secrets that they mount, by path.
-    client_environment: dict[str, str] = field(default_factory=dict)
-    client_secrets: dict[str, str] = field(default_factory=dict)
 
 
 class Trial:
@@ -82,22 +61,24 @@ class Trial:
         work.mkdir()
         if plan.isolated:
             # Gone with the namespaces, whatever happens.
-            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(work)], check=True)
+            await run("mount", "-t", "tmpfs", "tmpfs", str(work))
         registry = Registry(Models.prepared(resolve_model(DEFAULT_MODEL), work))
         kernels = cache_dir() / "kernels"
         node = (SandboxNode if plan.isolated else LoopbackNode)(
-            work, registry, kernels if plan.warm and kernels.is_dir() else None
+            work, registry, kernels if plan.warm else None
         )
         async with Cluster(node, objects) as cluster:
             try:
                 await self._carry_out(cluster)
             finally:
-                await self._write_down(cluster)
-        self.record["left"] = [event.told() for event in cluster.events if event.what == "SIGKILL"]
+                self.record |= await told_of(cluster)
+        self.record["events"] = [event.told() for event in cluster.events]
 
     async def _carry_out(self, cluster: Cluster) -> None:
         began = cluster.now_s()
         await cluster.deploy()
+        for pod in cluster.pods():
+            cluster.node.keep_kernels(pod)
         self._phase("boot", cluster, began)
         client = Client(cluster, gateway_address(cluster.objects), self._plan)
         began = cluster.now_s()
@@ -118,22 +99,26 @@ class Trial:
         for component in self._plan.rolls:
             for name in _workloads_of(cluster, component):
                 began = cluster.now_s()
-                await cluster.roll(name)
+                await roll(cluster, name)
                 self._phase(f"roll {name}", cluster, began)
-        for component in self._plan.killed:
-            await self._fault(cluster, component, "kill", self._kill)
-        for component in self._plan.frozen:
-            await self._fault(cluster, component, "freeze", self._freeze)
-        for component in self._plan.hung:
-            await self._fault(cluster, component, "hang", self._hang)
+        await self._strike(cluster, "kill", self._plan.killed, self._kill)
+        await self._strike(cluster, "freeze", self._plan.frozen, self._freeze)
+        await self._strike(cluster, "hang", self._plan.hung, self._hang)
 
-    async def _fault(self, cluster: Cluster, component: str, kind: str, strike: Any) -> None:
-        for name in _workloads_of(cluster, component):
-            began = cluster.now_s()
-            pod = cluster.pods_of(name)[-1]
-            await strike(cluster, pod)
-            await cluster.until(lambda pod=pod: pod.ready, f"{pod.identity.name} is back", _FAULT_S)  # type: ignore[misc]
-            self._phase(f"{kind} {pod.identity.name}", cluster, began)
+    async def _strike(
+        self, cluster: Cluster, kind: str, components: Sequence[str], strike: Callable[..., Awaitable[None]]
+    ) -> None:
+        """One pod of each, at the same time; returns when all are ready again."""
+        began = cluster.now_s()
+        struck = [
+            cluster.pods_of(name)[-1]
+            for component in components
+            for name in _workloads_of(cluster, component)
+        ]
+        await asyncio.gather(*(strike(cluster, pod) for pod in struck))
+        await cluster.until(lambda: all(pod.ready for pod in struck), "those struck are back", _FAULT_S)
+        if struck:
+            self._phase(kind, cluster, began)
 
     async def _kill(self, cluster: Cluster, pod: Pod) -> None:
         restarts = pod.restarts
@@ -165,31 +150,6 @@ class Trial:
     def _phase(self, name: str, cluster: Cluster, began: float) -> None:
         told = {"began_s": round(began, 3), "seconds": round(cluster.now_s() - began, 3)}
         self.record["phases"].setdefault(name, []).append(told)
-
-    async def _write_down(self, cluster: Cluster) -> None:
-        traffic = await cluster.node.traffic()
-        events: list[Event] = cluster.events
-        self.record |= {
-            "began_s": cluster.began,
-            "events": [event.told() for event in events],
-            "probes": dict(sorted(cluster.node.probes.items())),
-            "unknown_names": sorted(cluster.unknown_names),
-            "made": [asdict(connection) for connection in sorted(traffic.made)],
-            "refused": [asdict(connection) for connection in sorted(traffic.refused)],
-            "packets": dict(traffic.packets),
-            "ends": {
-                end.ip: {"name": end.name, "namespace": end.namespace, "labels": dict(end.labels or {})}
-                for end in cluster.seen
-            },
-            "openings": _openings(cluster.policies),
-        }
-
-
-def _openings(policies: Policies) -> list[dict[str, Any]]:
-    return [
-        {"name": opening.name, "peers": list(opening.peers), "ports": [str(port) for port in opening.ports]}
-        for opening in policies.openings
-    ]
 
 
 def _workloads_of(cluster: Cluster, component: str) -> list[str]:
@@ -228,15 +188,7 @@ async def _check(folder: Path) -> None:
     launch.folder.mkdir()
     running = await node.start(launch)
     if await running.ended() != 0:
-        raise RuntimeError(node.tail(log))
-
-
-def read_plan(told: dict[str, Any]) -> Plan:
-    """A plan as JSON holds it."""
-    kinds = {known.name: known for known in fields(Plan)}
-    return Plan(
-        **{name: tuple(v) if str(kinds[name].type).startswith("tuple") else v for name, v in told.items()}
-    )
+        raise RuntimeError(log_tail(log))
 
 
 def main() -> int:
@@ -250,7 +202,7 @@ def main() -> int:
     if given.check:
         asyncio.run(_check(given.folder))
         return 0
-    trial = Trial(read_plan(json.loads(given.plan.read_text())), given.folder)
+    trial = Trial(Plan.read(given.plan), given.folder)
     status = 0
     try:
         asyncio.run(trial.run())

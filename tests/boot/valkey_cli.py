@@ -1,4 +1,4 @@
-"""What `valkey-cli [-h HOST] [-p PORT] [-a PASSWORD] COMMAND...` does, for machines that have no client of a store."""
+"""What `valkey-cli [-h HOST] [-p PORT] [-a PASSWORD] COMMAND...` does, for machines that have none."""
 
 import argparse
 import os

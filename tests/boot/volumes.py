@@ -50,7 +50,7 @@ class Volumes:
     def __init__(
         self, spec: Manifest, pod: PodFacts, objects: Objects, folder: Path, claims: Path, empty: MakeFolder
     ) -> None:
-        """`folder` is the pod's own; `claims` holds what outlives pods, by name; `empty` makes an emptyDir."""
+        """`folder` is the pod's own; `claims` holds what outlives pods; `empty` makes an emptyDir."""
         self._pod, self._objects, self._folder, self._claims = pod, objects, folder, claims
         self._empty = empty
         self._group = (spec.get("securityContext") or {}).get("fsGroup")

@@ -44,7 +44,7 @@ class Wires:
         await run("mount", "-t", "tmpfs", "tmpfs", str(_NAMESPACES))
         await run("ip", "link", "set", "lo", "up")
         await run("ip", "address", "add", f"{DNS_IP}/32", "dev", "lo")
-        Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+        await run("tee", "/proc/sys/net/ipv4/ip_forward", stdin="1")
 
     async def attach(self, ip: str) -> Path:
         """A new namespace with this address; its path."""
