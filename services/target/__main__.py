@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from services.common.process import in_passing_thread
+from services.common.redis_connections import refuse_bad_files
 from services.common.server import main_of
 from services.target.loading import load_engine
 from services.target.registration import registered_target
@@ -22,8 +23,8 @@ _DESCRIPTION = "A Galley target: verifies draft tokens of many sessions at once 
 
 
 def build(settings: TargetSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Service]]:
-    """How to build the service of these settings."""
-
+    """How to build the service of these settings. Raises BadFile."""
+    refuse_bad_files(settings.redis_url)
     if settings.tensor_parallel > 1:
         raise ValueError(
             f"tensor_parallel: {settings.tensor_parallel} ranks need Ray: python -m services.target.deploy"
