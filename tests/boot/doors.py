@@ -53,7 +53,8 @@ class Visitor:
 
 async def knock(cluster: Cluster) -> list[dict[str, Any]]:
     """Who came in where, and who may: one entry for each visitor, pod and port."""
-    visitors = [await _enter(cluster, visitor) for visitor in _visitors(cluster)]
+    kinds = {(kind.namespace, tuple(sorted(kind.labels.items()))): kind for kind in _kinds(cluster)}
+    visitors = [await _enter(cluster, kind) for kind in kinds.values()]
     hosts = [pod for pod in cluster.pods() if pod.identity.owner in cluster.objects.workloads()]
     doors = [(pod, port) for pod in hosts for port in _ports(pod)]
     await cluster.until(lambda: all(visitor.ready for visitor in visitors), "the visitors are there")
@@ -76,7 +77,7 @@ async def knock(cluster: Cluster) -> list[dict[str, Any]]:
     return found
 
 
-def _visitors(cluster: Cluster) -> Iterator[Visitor]:
+def _kinds(cluster: Cluster) -> Iterator[Visitor]:
     yield Visitor("stranger-outside", cluster.space_for({}), {})
     yield Visitor("stranger-inside", cluster.objects.namespace, {})
     for opening in cluster.policies.openings:

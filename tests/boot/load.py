@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ from typing import Any
 import grpc.aio
 
 from services.client.client import GalleyClient, GalleyRpcError, Retries
-from services.client.options import GenerateOptions
+from services.client.options import ClientTls, GenerateOptions
 from services.common.telemetry import Telemetry
 
 PROMPTS = (
@@ -72,7 +73,7 @@ async def _answer(given: argparse.Namespace, question: int) -> dict[str, Any]:
     )
     told: dict[str, Any] = {"question": question, "began_s": time.monotonic(), "first_s": None, "error": ""}
     longest_s, last_s, changed = 0.0, time.monotonic(), 0
-    async with GalleyClient(given.address, calls, retries) as client:
+    async with GalleyClient(given.address, calls, retries, tls=_tls()) as client:
         stream = client.generate(PROMPTS[question // len(TEMPERATURES)], **options)
         try:
             async for event in stream:
@@ -91,6 +92,13 @@ async def _answer(given: argparse.Namespace, question: int) -> dict[str, Any]:
         "numerics_changed": changed,
         "finished": stream.finished is not None,
     }
+
+
+def _tls() -> ClientTls | None:
+    """As `galley` is told of it."""
+    names = ("ca_file", "cert_file", "key_file", "server_name")
+    told = {name: os.environ.get(f"GALLEY_TLS_{name.upper()}", "") for name in names}
+    return ClientTls(**told) if any(told.values()) else None
 
 
 def _say(answer: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dnslib import QTYPE, RCODE, RR, A, DNSRecord
 
@@ -89,8 +89,8 @@ class Service:
 
 def target_port(port: Manifest, pod: Endpoint) -> int:
     """The number at the pod; raises KeyError if it has no port of that name."""
-    target: int | str = port.get("targetPort", port["port"])
-    return (pod.ports or {})[target] if isinstance(target, str) else target
+    target: Any = port.get("targetPort", port["port"])
+    return (pod.ports or {})[target] if isinstance(target, str) else int(target)
 
 
 class Answers:

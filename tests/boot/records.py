@@ -25,6 +25,7 @@ async def told_of(cluster: Cluster) -> dict[str, Any]:
         "events": [event.told() for event in cluster.events],
         "probes": dict(sorted(cluster.node.probes.items())),
         "unknown_names": sorted(cluster.unknown_names),
+        "namespace": cluster.objects.namespace,
         "services": sorted(service["metadata"]["name"] for service in cluster.objects.of("Service")),
         "made": [_told(connection, ends, cluster.policies) for connection in sorted(traffic.made)],
         "refused": [_told(connection, ends, cluster.policies) for connection in sorted(traffic.refused)],
