@@ -40,13 +40,14 @@ async def _roll_deployment(cluster: Cluster, workload: Workload) -> None:
     def one_may_go() -> bool:
         return sum(pod.ready for pod in (*old, *new)) > least or any(not pod.ready for pod in old)
 
-    while old:
+    while old or len(new) < workload.replicas:
         while len(new) < workload.replicas and len(old) + len(new) < workload.replicas + surge:
             new.append(await cluster.make(workload, len(new)))
-        await cluster.until(one_may_go, f"one of {workload.name} may go")
-        leaving = min(old, key=lambda pod: pod.ready)
-        old.remove(leaving)
-        leaving.terminate()
+        if old:
+            await cluster.until(one_may_go, f"one of {workload.name} may go")
+            leaving = min(old, key=lambda pod: pod.ready)
+            old.remove(leaving)
+            leaving.terminate()
     await cluster.until(
         lambda: len(cluster.all_of(workload.name)) == workload.replicas,
         f"the old ones of {workload.name} are gone",

@@ -1,4 +1,4 @@
-"""The chart boots: what it renders runs, serves, rolls and heals here as pods. See verdict.py for what must hold."""
+"""The chart boots: what it renders runs, serves and ends here as pods; verdict.py says what must hold."""
 
 from __future__ import annotations
 

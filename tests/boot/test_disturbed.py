@@ -1,4 +1,4 @@
-"""With TLS on every hop: every role is rolled under load, pods are killed and stopped, and no stream notices."""
+"""With TLS on every hop: roles are rolled under load, pods killed and stopped, and no stream notices."""
 
 from __future__ import annotations
 
