@@ -1,0 +1,266 @@
+"""The controllers of a cluster of one node: workloads are made and rolled, Services find their pods."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import string
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from services.cli.part import log_tail
+from tests.boot.names import LAG_S, Answers, NameServer, Service
+from tests.boot.objects import Objects, PodTemplate, Workload
+from tests.boot.pod import Identity, Pod
+from tests.boot.policies import Policies, read_policies
+from tests.boot.wires import DNS_IP
+from tests.service.waiting import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tests.boot.names import Served
+    from tests.boot.node import Node
+    from tests.boot.policies import Endpoint
+    from tests.deploy.render import Manifest
+
+NAMESPACES = ("kube-system", "kube-public", "default")
+_NAME_LABEL = "kubernetes.io/metadata.name"
+_SETTLE_S = 240.0
+
+
+class ClusterFailed(Exception):
+    """A pod came to an end that nobody asked for, or something was not ready in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What happened, `at_s` after the start."""
+
+    at_s: float
+    pod: str
+    what: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def told(self) -> dict[str, Any]:
+        """As a record holds it."""
+        return {"at_s": round(self.at_s, 3), "pod": self.pod, "what": self.what, **self.details}
+
+
+class Cluster:
+    """Open it with `async with`; at its end every pod is told to end, and waited for."""
+
+    def __init__(self, node: Node, objects: Objects) -> None:
+        self.node, self.objects = node, objects
+        names = (*NAMESPACES, objects.namespace)
+        self._spaces: dict[str, dict[str, str]] = {name: {_NAME_LABEL: name} for name in names}
+        self._services: dict[tuple[str, str], Service] = {}
+        self._pods: dict[str, Pod] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._served: list[Served] = []
+        self._dirty, self._changed = asyncio.Event(), Watch()
+        self._names = NameServer(lambda: Answers(list(self._services.values()), self._served))
+        self._random = random.Random(0)
+        self._generation = itertools.count(1)
+        self._keeper: asyncio.Task[None] | None = None
+        self.began = time.monotonic()
+        self.events: list[Event] = []
+        self.seen: list[Endpoint] = []
+        self._owners: dict[str, str] = {}
+
+    # -------------------------------------------------------------------------------------- whole --
+
+    async def __aenter__(self) -> Cluster:
+        await self.node.open()
+        if self.node.isolated:
+            await self._names.start(DNS_IP)
+        self._keeper = asyncio.create_task(self._keep_serving())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for pod in self._pods.values():
+            pod.terminate()
+        if self._lives:
+            await asyncio.wait(self._lives.values())
+        if self._keeper is not None:
+            self._keeper.cancel()
+        self._names.close()
+        await self.node.close()
+
+    @property
+    def unknown_names(self) -> set[str]:
+        """What pods looked up and there was not."""
+        return self._names.unknown
+
+    @property
+    def policies(self) -> Policies:
+        """The rendered NetworkPolicies."""
+        return read_policies(self.objects.of("NetworkPolicy"), self._spaces)
+
+    def space_for(self, labels: Mapping[str, str]) -> str:
+        """A namespace with these labels, made if there is none; without any, one of nobody's."""
+        if labels:
+            for name, given in self._spaces.items():
+                if labels.items() <= given.items():
+                    return name
+        name = labels.get(_NAME_LABEL) or ("elsewhere" if not labels else f"elsewhere-{len(self._spaces)}")
+        self._spaces[name] = {_NAME_LABEL: name, **labels}
+        return name
+
+    def pods_of(self, owner: str) -> list[Pod]:
+        """The pods of a workload that are not told to end, in the order in which they were made."""
+        return [pod for pod in self._pods.values() if pod.identity.owner == owner and not pod.ending]
+
+    def pods(self) -> list[Pod]:
+        """All that are there."""
+        return list(self._pods.values())
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """The workload, or the trial's own part, that each pod was of."""
+        return dict(self._owners)
+
+    def now_s(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self.began
+
+    async def until(self, holds: Callable[[], bool], what: str, patience_s: float = _SETTLE_S) -> None:
+        """Wait; raises ClusterFailed where a pod fails or it takes too long."""
+        try:
+            await self._changed.until(lambda: self._failed() is not None or holds(), patience_s)
+        except TimeoutError:
+            raise ClusterFailed(f"not within {patience_s:g} s: {what}\n{self.report()}") from None
+        failed = self._failed()
+        if failed is not None:
+            raise ClusterFailed(f"while waiting until {what}\n{self.report()}") from failed
+
+    def report(self) -> str:
+        """What happened last, and the ends of the logs of those that are not ready."""
+        lines = [str(event.told()) for event in self.events[-30:]]
+        logs = [
+            pod.log(spec["name"])
+            for pod in self._pods.values()
+            if not pod.ready
+            for spec in pod.template.containers
+        ]
+        return "\n".join([*lines, *(f"--- {log.name}\n{log_tail(log)}" for log in logs)])
+
+    def _failed(self) -> BaseException | None:
+        for life in self._lives.values():
+            if life.done() and not life.cancelled() and life.exception() is not None:
+                return life.exception()
+        return None
+
+    # ----------------------------------------------------------------------------------- workloads --
+
+    async def deploy(self) -> None:
+        """Make what the objects say, and wait until all of it is ready."""
+        for manifest in self.objects.of("Service"):
+            self._add_service(manifest)
+        workloads = self.objects.workloads().values()
+        for workload in workloads:
+            for ordinal in range(workload.replicas):
+                await self.make(workload, ordinal)
+        await self.until(lambda: all(map(self.is_ready, workloads)), "all workloads are ready")
+
+    def is_ready(self, workload: Workload) -> bool:
+        """It has all of its pods, and they are ready."""
+        pods = self.pods_of(workload.name)
+        return len(pods) == workload.replicas and all(pod.ready for pod in pods)
+
+    def all_of(self, owner: str) -> list[Pod]:
+        """Its pods, those included that are ending."""
+        return [pod for pod in self._pods.values() if pod.identity.owner == owner]
+
+    async def delete(self, pod: Pod) -> None:
+        """Tell a pod to end, and wait until it is gone."""
+        pod.terminate()
+        await self.until(lambda: pod.identity.name not in self._pods, f"{pod.identity.name} is gone")
+
+    async def make(self, workload: Workload, ordinal: int) -> Pod:
+        """Start a pod of a workload; in a StatefulSet, the one of this number."""
+        if workload.kind == "StatefulSet":
+            identity = Identity(f"{workload.name}-{ordinal}", workload.name, workload.service_name)
+            return await self.start(_with_claims(workload, identity.name, self.objects), identity)
+        suffix = "".join(self._random.choices(string.ascii_lowercase, k=5))
+        return await self.start(workload.template, Identity(f"{workload.name}-{suffix}", workload.name))
+
+    async def start(self, template: PodTemplate, identity: Identity) -> Pod:
+        """Start a pod. It is known to the filter before it runs."""
+
+        def tell(what: str, **details: Any) -> None:
+            self.events.append(Event(self.now_s(), identity.name, what, details))
+            self._dirty.set()
+            self._changed.changed()
+
+        pod = Pod(self.node, self.objects, template, identity, tell)
+        self._pods[identity.name] = pod
+        self.seen.append(pod.end)
+        self._owners[identity.name] = identity.owner
+        await self._serve()
+        life = asyncio.create_task(self._live(pod))
+        self._lives[identity.name] = life
+        return pod
+
+    async def _live(self, pod: Pod) -> None:
+        try:
+            await pod.run()
+            del self._pods[pod.identity.name]
+        finally:
+            self._dirty.set()
+            self._changed.changed()
+
+    # ------------------------------------------------------------------------------------ services --
+
+    def _add_service(self, manifest: Manifest) -> None:
+        namespace = self.objects.namespace_of(manifest)
+        ip = self.node.service_ip()
+        service = Service.of(manifest, namespace, ip)
+        if not self.node.isolated:
+            # Without a name server of its own, a name stands for one address.
+            service = replace(service, ip=ip)
+        self._services[namespace, service.name] = service
+
+    async def _keep_serving(self) -> None:
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            # What is done within this time is taken over together.
+            await asyncio.sleep(LAG_S)
+            self._served = [pod.served for pod in self._pods.values()]
+            await self._serve()
+
+    async def _serve(self) -> None:
+        services = list(self._services.values())
+        known = [pod.end for pod in self._pods.values()]
+        there = {end.ip for end in known}
+        served = [pod for pod in self._served if pod.end.ip in there]
+        addresses = [address for service in services for address in service.addresses(served)]
+        await self.node.serve(known, self.policies, services, addresses)
+
+    def refresh_files(self) -> None:
+        """After a Secret or a ConfigMap changed: in every pod that mounts it."""
+        for pod in self._pods.values():
+            pod.refresh_files()
+
+
+def _with_claims(workload: Workload, pod: str, objects: Objects) -> PodTemplate:
+    """The template with the volumes that are this pod's for good."""
+    volumes: list[Manifest] = list(workload.template.spec.get("volumes") or [])
+    for claim in workload.claims:
+        name = f"{claim['metadata']['name']}-{pod}"
+        objects.add(
+            {
+                "kind": "PersistentVolumeClaim",
+                "metadata": {"name": name, "namespace": workload.template.namespace},
+                "spec": claim["spec"],
+            }
+        )
+        volumes.append({"name": claim["metadata"]["name"], "persistentVolumeClaim": {"claimName": name}})
+    return replace(
+        workload.template,
+        labels={**workload.template.labels, "statefulset.kubernetes.io/pod-name": pod},
+        spec={**workload.template.spec, "volumes": volumes},
+    )

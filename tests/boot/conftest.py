@@ -1,0 +1,38 @@
+"""Trials of the chart, each run once for all tests that read its record."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.boot.machine import why_no_sandbox
+from tests.boot.runs import run_trial
+from tests.boot.worlds import plain, secured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_BOOT_S, _WHOLE_S = 240.0, 480.0
+
+
+@pytest.fixture(scope="session")
+def defaults(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The chart as it comes: booted, asked, and knocked at."""
+    plan = plain(isolated=why_no_sandbox() is None)
+    return run_trial(plan, tmp_path_factory.mktemp("defaults"), _BOOT_S)
+
+
+@pytest.fixture(scope="session")
+def disturbed(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """With TLS, keys and several replicas: every role rolled under load, and some pods killed and stopped."""
+    folder = tmp_path_factory.mktemp("disturbed")
+    plan = secured(
+        folder / "made",
+        pre_stop_s=2,
+        isolated=why_no_sandbox() is None,
+        rolls=("gateway", "draft", "redis", "target"),
+        killed=("gateway", "draft", "target"),
+        frozen=("gateway", "target"),
+    )
+    return run_trial(plan, folder / "trial", _WHOLE_S)

@@ -1,0 +1,132 @@
+"""A client of the gateways, run in a pod of its own: the same questions again and again, a line an answer.
+
+It is handed to its pod as a file, and has nothing but the services' own packages. On SIGTERM what streams is
+read to its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import grpc.aio
+
+from services.client.client import GalleyClient, GalleyRpcError, Retries
+from services.client.options import ClientTls, GenerateOptions
+from services.common.telemetry import Telemetry
+
+PROMPTS = (
+    "The ship's cook looked into the pot and said",
+    "red, green, blue, yellow, red, green, blue, yellow, red, green,",
+    "There are three things that a sailor should never forget. The first",
+    "def total(numbers):\n    ",
+)
+TEMPERATURES = (0.0, 0.8)
+
+
+def main() -> int:
+    """Ask until there were enough answers, or SIGTERM."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address")
+    parser.add_argument("--streams", type=int, default=1, help="asked at once")
+    parser.add_argument("--answers", type=int, default=0, help="of each stream; 0: until told to end")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--patience-s", type=float, default=60.0, help="for a stream to go on after it broke")
+    given = parser.parse_args()
+    asyncio.run(_run(given))
+    return 0
+
+
+async def _run(given: argparse.Namespace) -> None:
+    over = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, over.set)
+    async with asyncio.TaskGroup() as group:
+        for first in range(given.streams):
+            group.create_task(_stream(given, first, over))
+
+
+async def _stream(given: argparse.Namespace, first: int, over: asyncio.Event) -> None:
+    number = first
+    asked = 0
+    while not over.is_set() and (not given.answers or asked < given.answers):
+        _say(await _answer(given, number % (len(PROMPTS) * len(TEMPERATURES))))
+        asked += 1
+        number += given.streams
+
+
+async def _answer(given: argparse.Namespace, question: int) -> dict[str, Any]:
+    """One answer by a client of its own: it finds a gateway anew, as the clients of other people do."""
+    calls = _Calls()
+    retries = Retries(given.patience_s, given.patience_s)
+    options = GenerateOptions(
+        temperature=TEMPERATURES[question % len(TEMPERATURES)],
+        seed=question,
+        max_tokens=given.max_tokens,
+        ignore_eos=True,
+    )
+    told: dict[str, Any] = {"question": question, "began_s": time.monotonic(), "first_s": None, "error": ""}
+    longest_s, last_s, changed = 0.0, time.monotonic(), 0
+    async with GalleyClient(given.address, calls, retries, tls=_tls()) as client:
+        stream = client.generate(PROMPTS[question // len(TEMPERATURES)], **options)
+        try:
+            async for event in stream:
+                now = time.monotonic()
+                told["first_s"] = told["first_s"] or now
+                longest_s, last_s = max(longest_s, now - last_s), now
+                changed += event.WhichOneof("event") == "numerics_changed"
+        except GalleyRpcError as error:
+            told["error"] = str(error)
+    return {
+        **told,
+        "ended_s": time.monotonic(),
+        "tokens": stream.token_ids,
+        "calls": calls.count,
+        "longest_pause_s": round(longest_s, 3),
+        "numerics_changed": changed,
+        "finished": stream.finished is not None,
+    }
+
+
+def _tls() -> ClientTls | None:
+    """As `galley` is told of it."""
+    names = ("ca_file", "cert_file", "key_file", "server_name")
+    told = {name: os.environ.get(f"GALLEY_TLS_{name.upper()}", "") for name in names}
+    return ClientTls(**told) if any(told.values()) else None
+
+
+def _say(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+class _Calls(Telemetry):
+    """Counts how often the gateways were called for one answer: once, unless it broke."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "count", 0)
+
+    count: int
+
+    def client_interceptors(self) -> list[Any]:
+        return [_Counting(self)]
+
+
+class _Counting(grpc.aio.UnaryStreamClientInterceptor):
+    def __init__(self, calls: _Calls) -> None:
+        self._calls = calls
+
+    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        object.__setattr__(self._calls, "count", self._calls.count + 1)
+        return await continuation(client_call_details, request)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

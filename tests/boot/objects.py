@@ -1,0 +1,165 @@
+"""What a cluster holds: the objects that the chart rendered, and those that its user made before."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.deploy.render import Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+WORKLOAD_KINDS = ("Deployment", "StatefulSet")
+TEST_HOOK = "test"
+
+
+class NoSuchObject(Exception):
+    """Something names an object, or a key of one, that is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodTemplate:
+    """What the pods of a workload are made of."""
+
+    namespace: str
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    spec: Manifest
+
+    @staticmethod
+    def of(manifest: Manifest, namespace: str) -> PodTemplate:
+        """Of a pod, or of the `template` of something that makes pods."""
+        metadata = manifest.get("metadata") or {}
+        return PodTemplate(
+            namespace, metadata.get("labels") or {}, metadata.get("annotations") or {}, manifest["spec"]
+        )
+
+    @property
+    def containers(self) -> list[Manifest]:
+        """The containers that stay, in their order."""
+        found: list[Manifest] = self.spec["containers"]
+        return found
+
+    @property
+    def init_containers(self) -> list[Manifest]:
+        """The containers that run before, one after the other."""
+        found: list[Manifest] = self.spec.get("initContainers") or []
+        return found
+
+    @property
+    def grace_s(self) -> float:
+        """From the order to end until SIGKILL."""
+        return float(self.spec.get("terminationGracePeriodSeconds", 30))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A Deployment or a StatefulSet."""
+
+    kind: str
+    name: str
+    replicas: int
+    template: PodTemplate
+    spec: Manifest
+
+    @property
+    def service_name(self) -> str:
+        """Of a StatefulSet: the headless Service that names its pods."""
+        return str(self.spec.get("serviceName", ""))
+
+    @property
+    def claims(self) -> list[Manifest]:
+        """Of a StatefulSet: the volumes that each of its pods keeps for good."""
+        found: list[Manifest] = self.spec.get("volumeClaimTemplates") or []
+        return found
+
+
+class Objects:
+    """Every object by kind, namespace and name; what says no namespace is of `namespace`."""
+
+    def __init__(self, manifests: Iterable[Manifest], namespace: str) -> None:
+        self.namespace = namespace
+        self._by_key: dict[tuple[str, str, str], Manifest] = {}
+        for manifest in manifests:
+            self.add(manifest)
+
+    def add(self, manifest: Manifest) -> None:
+        """Put it in the place of what has its name."""
+        metadata = manifest["metadata"]
+        self._by_key[(manifest["kind"], self.namespace_of(manifest), metadata["name"])] = manifest
+
+    def namespace_of(self, manifest: Manifest) -> str:
+        """Where an object lives."""
+        return str(manifest["metadata"].get("namespace") or self.namespace)
+
+    def of(self, kind: str) -> Iterator[Manifest]:
+        """All of a kind that are installed: hooks are not, they run when they are asked for."""
+        for (found, _, _), manifest in list(self._by_key.items()):
+            if found == kind and not hook_of(manifest):
+                yield manifest
+
+    def hooks(self, event: str) -> list[Manifest]:
+        """What helm runs at an event: `test`, `pre-upgrade`..."""
+        return [manifest for manifest in self._by_key.values() if event in hook_of(manifest)]
+
+    def find(self, kind: str, namespace: str, name: str) -> Manifest | None:
+        """One object, or None."""
+        return self._by_key.get((kind, namespace, name))
+
+    def workloads(self) -> dict[str, Workload]:
+        """Deployments and StatefulSets by name."""
+        found = [manifest for kind in WORKLOAD_KINDS for manifest in self.of(kind)]
+        return {manifest["metadata"]["name"]: self._workload(manifest) for manifest in found}
+
+    def _workload(self, manifest: Manifest) -> Workload:
+        name, spec = manifest["metadata"]["name"], manifest["spec"]
+        template = PodTemplate.of(spec["template"], self.namespace_of(manifest))
+        replicas = spec.get("replicas")
+        if replicas is None:
+            replicas = self._least_replicas(manifest["kind"], name)
+        return Workload(manifest["kind"], name, int(replicas), template, spec)
+
+    def _least_replicas(self, kind: str, name: str) -> int:
+        """Of a workload that something scales: what that starts from."""
+        for scaler in self.of("HorizontalPodAutoscaler"):
+            reference = scaler["spec"]["scaleTargetRef"]
+            if (reference["kind"], reference["name"]) == (kind, name):
+                return int(scaler["spec"].get("minReplicas", 1))
+        for scaler in self.of("ScaledObject"):
+            reference = scaler["spec"]["scaleTargetRef"]
+            if (reference.get("kind", "Deployment"), reference["name"]) == (kind, name):
+                return int(scaler["spec"].get("minReplicaCount", 0))
+        return 1
+
+    def data(self, kind: str, namespace: str, name: str) -> dict[str, bytes] | None:
+        """What a Secret or ConfigMap holds; None if there is none of the name."""
+        manifest = self.find(kind, namespace, name)
+        if manifest is None:
+            return None
+        if kind == "Secret":
+            data = {key: base64.b64decode(value) for key, value in (manifest.get("data") or {}).items()}
+            plain = manifest.get("stringData") or {}
+        else:
+            data = {key: base64.b64decode(value) for key, value in (manifest.get("binaryData") or {}).items()}
+            plain = manifest.get("data") or {}
+        return data | {key: value.encode() for key, value in plain.items()}
+
+
+def hook_of(manifest: Manifest) -> list[str]:
+    """The events at which helm runs it; empty if it is part of the release."""
+    annotations: dict[str, Any] = manifest["metadata"].get("annotations") or {}
+    events = str(annotations.get("helm.sh/hook", ""))
+    return [event.strip() for event in events.split(",") if event.strip()]
+
+
+def secret(name: str, namespace: str, data: Mapping[str, bytes]) -> Manifest:
+    """A Secret, as `kubectl create secret generic` makes one."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name, "namespace": namespace},
+        "type": "Opaque",
+        "data": {key: base64.b64encode(value).decode() for key, value in data.items()},
+    }

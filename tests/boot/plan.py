@@ -1,0 +1,54 @@
+"""What a trial is told to do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from tests.deploy.render import Manifest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One trial. `objects` are what the user of the chart made before, such as Secrets."""
+
+    values: Manifest = field(default_factory=dict)
+    objects: tuple[Manifest, ...] = ()
+    release: str = "galley"
+    isolated: bool = True
+    # Pods find this machine's compiled kernels in their caches: a start costs seconds, not half a minute.
+    warm: bool = True
+    # What is rolled, by component, one after the other; and how often everything is done.
+    rolls: tuple[str, ...] = ()
+    rounds: int = 1
+    # Of each of these components one pod is killed; stopped until its readiness probe tells; stopped until
+    # its liveness probe has it started again.
+    killed: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    hung: tuple[str, ...] = ()
+    streams: int = 2
+    max_tokens: int = 48
+    patience_s: float = 60.0
+    doors: bool = True
+    # Of the clients: environment, and Secrets of the release that they mount, by path.
+    client_environment: dict[str, str] = field(default_factory=dict)
+    client_secrets: dict[str, str] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """For `read`."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(path: Path) -> Plan:
+        """What `write` wrote."""
+        told = json.loads(path.read_text())
+        return Plan(**{known.name: _as(known.default, told[known.name]) for known in fields(Plan)})
+
+
+def _as(default: object, value: Any) -> Any:
+    """JSON has no tuples."""
+    return tuple(value) if isinstance(default, tuple) and isinstance(value, list) else value

@@ -1,0 +1,60 @@
+"""What a trial writes down of its cluster."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.boot.node import DNS
+from tests.boot.policies import Endpoint, Policies
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.boot.cluster import Cluster
+    from tests.boot.ruleset import Connection, Traffic
+
+
+async def told_of(cluster: Cluster) -> dict[str, Any]:
+    """Everything that happened, who connected to whom, and which openings let them."""
+    traffic = await cluster.node.traffic()
+    ends = {DNS.ip: DNS} | {end.ip: end for end in cluster.seen}
+    return {
+        "began_s": cluster.began,
+        "workloads": {name: made.replicas for name, made in cluster.objects.workloads().items()},
+        "owners": cluster.owners,
+        "events": [event.told() for event in cluster.events],
+        "probes": dict(sorted(cluster.node.probes.items())),
+        "unknown_names": sorted(cluster.unknown_names),
+        "namespace": cluster.objects.namespace,
+        "services": sorted(service["metadata"]["name"] for service in cluster.objects.of("Service")),
+        "made": [_told(connection, ends, cluster.policies) for connection in sorted(traffic.made)],
+        "refused": [_told(connection, ends, cluster.policies) for connection in sorted(traffic.refused)],
+        "openings": _openings(cluster.policies, traffic),
+    }
+
+
+def _told(connection: Connection, ends: Mapping[str, Endpoint], policies: Policies) -> dict[str, Any]:
+    """A connection with the names of its ends, and the openings that let it through; None: nothing does."""
+    source, destination = (
+        ends.get(ip, Endpoint(ip, ip)) for ip in (connection.source, connection.destination)
+    )
+    may, through = policies.leave(source, destination, connection.protocol, connection.port)
+    return {
+        "source": source.name,
+        "destination": destination.name,
+        "protocol": connection.protocol,
+        "port": connection.port,
+        "through": [opening.name for opening in through] if may else None,
+    }
+
+
+def _openings(policies: Policies, traffic: Traffic) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": opening.name,
+            "peers": list(opening.peers),
+            "ports": [str(port) for port in opening.ports],
+            "used": traffic.packets.get(opening.name, 0),
+        }
+        for opening in policies.openings
+    ]

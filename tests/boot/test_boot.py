@@ -1,0 +1,61 @@
+"""The chart boots: what it renders runs, serves and ends here as pods; verdict.py says what must hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.boot import verdict
+from tests.boot.machine import why_no_sandbox
+from tests.boot.objects import Objects
+from tests.boot.trial import NAMESPACE
+from tests.deploy.render import render
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+Record = dict[str, Any]
+
+
+def needs_namespaces() -> None:
+    why = why_no_sandbox()
+    if why is not None:
+        pytest.skip(why)
+
+
+class TestDefaults:
+    def test_every_probe_passes(self, defaults: Record) -> None:
+        for kind in ("startup", "readiness", "liveness"):
+            assert defaults["probes"][f"{kind} passed"] > 0
+        assert "readiness failed" not in defaults["probes"]
+        assert "liveness failed" not in defaults["probes"]
+
+    def test_a_completion_is_streamed_through_the_service(self, defaults: Record) -> None:
+        assert defaults["reference"]
+        assert all(len(answer["tokens"]) == 48 for answer in defaults["reference"].values())
+        assert verdict.lost_or_other_answers(defaults) == []
+
+    def test_helms_own_test_passes(self, defaults: Record) -> None:
+        rendered = Objects(render(), NAMESPACE).hooks("test")
+        assert len(defaults["hooks"]) == len(rendered)
+        assert verdict.failed_hooks(defaults) == []
+
+    def test_pods_end_in_good_order(self, defaults: Record) -> None:
+        assert verdict.cut_short(defaults) == []
+        assert verdict.bad_ends(defaults) == []
+
+    def test_the_policies_fit_the_connections(self, defaults: Record) -> None:
+        needs_namespaces()
+        assert defaults["made"], "nobody connected to anybody?"
+        assert verdict.forbidden_attempts(defaults) == []
+        assert verdict.uncovered_connections(defaults) == []
+        assert verdict.idle_openings(defaults) == []
+
+    def test_nobody_comes_in_who_may_not(self, defaults: Record) -> None:
+        needs_namespaces()
+        assert defaults["doors"]
+        assert verdict.wrong_doors(defaults) == []
+
+    def test_nothing_outside_is_looked_up(self, defaults: Record) -> None:
+        needs_namespaces()
+        assert verdict.foreign_names(defaults) == []
