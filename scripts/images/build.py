@@ -1,8 +1,8 @@
 """Builds images by buildah, from a base by debootstrap: no daemon, no registry, no name but ours.
 
-Everything lies below one folder: the store of images (vfs: a file system of any kind will do), and the
-pip.conf that the builds are shown. Programs run in a mount namespace of their own, so that nothing stays
-mounted.
+Everything lies below one folder: the store of images (vfs, which any file system will do for;
+STORAGE_DRIVER=overlay is quicker where there is one), and the pip.conf that the builds are shown. What
+builds runs in a mount namespace of its own, so that nothing stays mounted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ SUITE, MIRROR = "bookworm", "http://deb.debian.org/debian"
 BASE, BUILD_BASE = "localhost/galley-base:python", "localhost/galley-base:build"
 # Debian's names of what python:3.11-slim has, and of what only the first stages use.
 _PACKAGES, _BUILD_PACKAGES = "ca-certificates,python3", "python3-venv"
+# As in Debian's own slim images.
+_UNWANTED = "/var/cache/apt/* /var/lib/apt/lists/* /var/log/* /usr/share/doc /usr/share/man /usr/share/locale"
 _NAMESPACE = ("unshare", "--mount", "--propagation", "private")
 
 
@@ -51,28 +53,32 @@ class Workshop:
 
     folder: Path
 
-    def buildah(self, *arguments: str, capture: bool = False) -> str:
-        """What buildah prints, if that is wanted; raises CalledProcessError once it has said why."""
+    def buildah(self, *arguments: str, apart: bool = False) -> str:
+        """What buildah says; `apart`: in a mount namespace of its own, and what it says is shown instead.
+
+        Raises CalledProcessError once it has said why.
+        """
         where = ("--root", str(self.folder / "storage"), "--runroot", str(self.folder / "run"))
-        environment = {**os.environ, "STORAGE_DRIVER": "vfs", "BUILDAH_ISOLATION": "chroot"}
+        # (Beside --root buildah does not look for the variable itself.)
+        driver = ("--storage-driver", os.environ.get("STORAGE_DRIVER", "vfs"))
         done = subprocess.run(  # noqa: S603  # our own words
-            (*_NAMESPACE, "buildah", *where, *arguments),
-            env=environment,
+            (*(_NAMESPACE if apart else ()), "buildah", *where, *driver, *arguments),
+            env={**os.environ, "BUILDAH_ISOLATION": "chroot"},
             cwd=ROOT,
             check=True,
             text=True,
-            stdout=subprocess.PIPE if capture else None,
+            stdout=None if apart else subprocess.PIPE,
         )
-        return done.stdout if capture else ""
+        return done.stdout or ""
 
     def has(self, name: str) -> bool:
         """Is there an image of this name?"""
-        kept = json.loads(self.buildah("images", "--json", capture=True) or "[]")
+        kept = json.loads(self.buildah("images", "--json") or "[]")
         return any(name in (image["names"] or ()) for image in kept)
 
     def config(self, name: str) -> Mapping[str, Any]:
         """What the image `name` says of how it is run: Entrypoint, Env, User, Healthcheck and so on."""
-        told = json.loads(self.buildah("inspect", "--type", "image", name, capture=True))
+        told = json.loads(self.buildah("inspect", "--type", "image", name))
         config: Mapping[str, Any] = told["Docker"]["config"]
         return config
 
@@ -85,8 +91,7 @@ class Workshop:
         context.mkdir(parents=True)
         bootstrap = ("debootstrap", "--variant=minbase", f"--include={_PACKAGES}", SUITE, "root", MIRROR)
         subprocess.run((*_NAMESPACE, *bootstrap), cwd=context, check=True)  # noqa: S603  # our own words
-        unwanted = "rm -rf /var/cache/apt/* /var/lib/apt/lists/* /var/log/* /usr/share/doc /usr/share/man"
-        (context / "python").write_text(f"FROM scratch\nCOPY root /\nRUN {unwanted}\n")
+        (context / "python").write_text(f"FROM scratch\nCOPY root /\nRUN rm -rf {_UNWANTED}\n")
         install = f"apt-get update && apt-get install -y --no-install-recommends {_BUILD_PACKAGES}"
         (context / "build").write_text(f"FROM {BASE}\nRUN {install}\n")
         for name, file in ((BASE, "python"), (BUILD_BASE, "build")):
@@ -110,13 +115,14 @@ class Workshop:
 
     def _bud(self, file: Path, name: str, *more: str) -> None:
         # Docker's format knows HEALTHCHECK.
-        self.buildah("bud", "--format", "docker", "--pull-never", "--file", str(file), "--tag", name, *more)
+        command = ("bud", "--format", "docker", "--pull-never", "--file", str(file), "--tag", name)
+        self.buildah(*command, *more, apart=True)
 
     def unpack(self, name: str) -> tuple[str, Path]:
         """A container of the image `name`: its id and its root folder, until `remove`."""
-        container = self.buildah("from", "--pull-never", name, capture=True).strip()
-        return container, Path(self.buildah("mount", container, capture=True).strip())
+        container = self.buildah("from", "--pull-never", name).strip()
+        return container, Path(self.buildah("mount", container).strip())
 
     def remove(self, container: str) -> None:
         """Drop what `unpack` made."""
-        self.buildah("rm", container, capture=True)
+        self.buildah("rm", container)
