@@ -1,0 +1,115 @@
+"""Prove that the images are built and serve as their Dockerfiles say: `make prove-images`.
+
+Builds the three without a daemon (`make images`), looks at what they hold, and runs them as they say
+themselves (ENTRYPOINT, ENV, USER, VOLUME), with a read-only root and no capability: the gateway beside an
+embedded store, then a target and a draft. The gateway's HEALTHCHECK must fail while there is no target, and
+succeed once there is one; a stream must end, its tokens the same whether the draft's image drafts or not;
+each must end well when it is asked to. Writes bench/results/images/<commit>.json; exits 1 if anything of
+that does not hold, 2 if nothing can be built here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.harness import BENCH, commit, machine, result_path, write_record
+from bench.image_stack import serve
+from scripts.images.build import FOLDER, ORDER, Workshop, image, revision
+from scripts.images.container import Container
+from scripts.images.host import lacking
+from scripts.images.inside import contents, privileges
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GATEWAY_MB = 300
+_TRIED = ("/", "/venv", "/models", "/tmp", "/var/cache/galley")  # volumes of the images
+_WRITABLE = ("/tmp", "/var/cache/galley")  # the same
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 if all of it holds."""
+    parser = argparse.ArgumentParser(prog="python -m bench.prove_images", description=__doc__)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--kept", action="store_true", help="take the images that are there, build none")
+    parser.add_argument("--results", type=Path, default=BENCH / "results")
+    given = parser.parse_args(argv)
+    reason = None if given.kept else lacking(given.folder, "cpu")
+    if reason is not None:
+        sys.stderr.write(f"the images cannot be built here: {reason}\n")
+        return 2
+    workshop = Workshop(given.folder)
+    built_s = {} if given.kept else build(workshop)
+    with ExitStack() as held:
+        containers = {role: unpacked(workshop, role, held) for role in ORDER}
+        held_by = {role: contents(container) for role, container in containers.items()}
+        allowed = {role: privileges(container, _TRIED) for role, container in containers.items()}
+        served, wrong = serve(containers)
+    faults = [*faults_of(held_by, allowed), *wrong]
+    record = {
+        "name": "images",
+        "commit": commit(),
+        "machine": machine(),
+        "build_s": built_s,
+        "images": held_by,
+        "privileges": allowed,
+        "served": served,
+        "faults": faults,
+        "held": not faults,
+    }
+    path = result_path("images", commit(), given.results)
+    write_record(path, record)
+    print({role: found["megabytes"] for role, found in held_by.items()}, served, faults)
+    print(f"record: {path}")
+    return int(bool(faults))
+
+
+def build(workshop: Workshop) -> dict[str, float]:
+    """All three; how long each took, and the base."""
+    took = {}
+    for role in ("base", *ORDER):
+        began = time.monotonic()
+        if role == "base":
+            workshop.make_bases()
+        else:
+            workshop.build(role, "cpu", revision())
+        took[role] = round(time.monotonic() - began, 1)
+    return took
+
+
+def unpacked(workshop: Workshop, role: str, held: ExitStack) -> Container:
+    """A role's image as a folder, until `held` is closed."""
+    container, root = workshop.unpack(image(role))
+    held.callback(workshop.remove, container)
+    return Container(root, workshop.config(image(role)))
+
+
+def faults_of(held_by: dict[str, dict[str, Any]], allowed: dict[str, dict[str, str]]) -> list[str]:
+    """What the images hold, or let their user do, and must not."""
+    unwanted = ("compilers", "headers_of_python", "pip", "set_uid_in_environment", "writable_by_the_user")
+    faults = [
+        f"{role}: {name}: {found[name]}"
+        for role, found in held_by.items()
+        for name in unwanted
+        if found[name]
+    ]
+    if held_by["gateway"]["torch"]:
+        faults.append("gateway: has torch")
+    if held_by["gateway"]["megabytes"] > GATEWAY_MB:
+        faults.append(f"gateway: {held_by['gateway']['megabytes']} MB, of at most {GATEWAY_MB}")
+    for role, told in allowed.items():
+        expected = {
+            folder: "written" if folder in _WRITABLE else "Read-only file system" for folder in _TRIED
+        }
+        expected |= {"Uid": "10001 10001 10001 10001", "Groups": "", "CapEff": "0" * 16, "NoNewPrivs": "1"}
+        faults += [f"{role}: {name}: {told[name]}" for name, value in expected.items() if told[name] != value]
+    return faults
+
+
+if __name__ == "__main__":
+    sys.exit(main())

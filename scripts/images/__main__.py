@@ -1,0 +1,45 @@
+"""`make images`: builds the images without a daemon, or says why that cannot be done on this machine.
+
+python -m scripts.images [--device cpu|cuda] [--roles target,draft,gateway] [--build-arg NAME=VALUE]...
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts.images.build import FOLDER, ORDER, Workshop, revision
+from scripts.images.host import lacking
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0; 1 if a build failed, 2 if none can be made here."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.images")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--roles", default=",".join(ORDER), help="with commas; default: %(default)s")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the store of images")
+    parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
+    given = parser.parse_args(argv)
+    roles = given.roles.split(",")
+    unknown = sorted(set(roles) - set(ORDER))
+    if unknown:
+        parser.error(f"--roles: {', '.join(unknown)}: not among {', '.join(ORDER)}")
+    reason = lacking(given.folder, given.device)
+    if reason is not None:
+        sys.stderr.write(f"the images cannot be built here: {reason}\n")
+        return 2
+    workshop = Workshop(given.folder)
+    try:
+        workshop.make_bases()
+        for role in (role for role in ORDER if role in roles):
+            sys.stdout.write(f"== {workshop.build(role, given.device, revision(), given.build_arg)}\n")
+    except subprocess.CalledProcessError as error:
+        sys.stderr.write(f"{' '.join(error.cmd)}: exit status {error.returncode}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""What a machine needs to build images without a daemon, and what this one lacks of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PROGRAMS = ("buildah", "debootstrap", "unshare")
+# vfs keeps every layer as a copy of the whole; the CUDA build of torch has 5 GB of its own.
+_FREE_GB = {"cpu": 16, "cuda": 45}
+_GB = 10**9
+
+
+def lacking(folder: Path, device: str) -> str | None:
+    """The first reason why images of `device` cannot be built here, below `folder`; None if they can."""
+    return next(_reasons(folder, device), None)
+
+
+def _reasons(folder: Path, device: str) -> Iterator[str]:
+    system = f"{platform.system()} {platform.machine()}"
+    if system != "Linux x86_64":
+        yield f"what the images hold is locked for Linux x86_64, and this is {system}"
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        yield f"{' and '.join(missing)} not found (Debian: apt-get install buildah debootstrap util-linux)"
+    if os.geteuid() != 0:
+        yield "debootstrap and buildah's chroot isolation want root"
+    command = ("unshare", "--mount", "true")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # fixed words
+    if done.returncode != 0:
+        yield f"this root may not mount: {done.stderr.strip()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    free, wanted = shutil.disk_usage(folder).free / _GB, _FREE_GB[device]
+    if free < wanted:
+        yield f"{wanted} GB of disk are wanted below {folder}, {free:.0f} are free"
