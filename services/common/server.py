@@ -24,7 +24,7 @@ from services.common.channels import KEEPALIVE
 from services.common.config import ServiceSettings, parse_settings, refuse
 from services.common.deserialize import DeserializeInterceptor
 from services.common.files import BadFile
-from services.common.health_port import HANDSHAKE_TIMEOUT_MS, HealthPort, open_health_port
+from services.common.health_port import HealthPort, open_health_port
 from services.common.logs import get_logger, start_logging
 from services.common.metrics.metering import Metering, start_metering
 from services.common.process import die_with_parent
@@ -141,8 +141,6 @@ async def start_server(
             ("grpc.http2.max_pings_without_data", 0),
             # A process that was stopped or starved reads at once what came over seconds: no reason to go.
             ("grpc.http2.max_ping_strikes", 100),
-            # Who takes longer to say hello keeps a connection, and means nothing good.
-            ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ],
     )
     address = bind(server, settings.host, settings.port, credentials)

@@ -13,11 +13,16 @@ from tests.deploy.settings_of import parse_env, settings_of, variables_of
 
 # What the chart decides by itself (a pod is one rank) or keeps for tests; what means nothing in a cluster.
 CHART_DECIDES = {
-    "gateway": {"api_keys_file", "draft", "id_secret", "model", "redis_url", "startup_timeout_s", "target"},
+    "gateway": {"api_keys_file", "draft", "id_secret", "model", "redis_url", "startup_timeout_s", "target"}
+    | {"peer_ca_file", "peer_cert_file", "peer_key_file", "target_tls_name", "draft_tls_name"},
     "draft": {"advertise", "oracle_answers", "oracle_spoil", "redis_url", "tokenizer"},
     "target": {"advertise", "model", "redis_url", "tensor_parallel"},
 }
-CHART_DECIDES_FOR_ALL = {"drain_timeout_s", "host", "log_format", "log_level", "port"}
+CHART_DECIDES_FOR_ALL = {"drain_timeout_s", "health_port", "host", "log_format", "log_level", "port"} | {
+    "tls_cert_file",
+    "tls_client_ca_file",
+    "tls_key_file",
+}
 NOT_IN_A_CLUSTER = {"die_with_parent", "ready_fd"}
 
 VARIANTS: dict[str, dict[str, Any]] = {
