@@ -17,15 +17,15 @@ from services.common.binding import bind
 if TYPE_CHECKING:
     from services.common.standard import Health
 
-_HANDSHAKE_TIMEOUT_MS = 10_000
 # A question is a few bytes, and answered at once; connections that ask nothing are closed.
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 4096),
     ("grpc.max_metadata_size", 4096),
+    ("grpc.absolute_max_metadata_size", 4096),
     ("grpc.max_concurrent_streams", 16),
     ("grpc.max_connection_idle_ms", 60_000),
-    ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
+    ("grpc.server_handshake_timeout_ms", 10_000),
 )
 
 

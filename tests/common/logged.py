@@ -1,4 +1,4 @@
-"""What a module logs, whatever has been done to logging in this process before."""
+"""What one module logs, whatever has been done to logging in this process before."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import structlog
-from structlog.testing import capture_logs
+from structlog.testing import LogCapture
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping
@@ -18,5 +18,7 @@ if TYPE_CHECKING:
 @contextmanager
 def logged(module: ModuleType) -> Iterator[list[MutableMapping[str, Any]]]:
     """The lines of its `_log`. A logger that was used before may be bound to a configuration of before."""
-    with capture_logs() as logs, patch.object(module, "_log", structlog.get_logger(module.__name__)):
-        yield logs
+    capture = LogCapture()
+    logger = structlog.wrap_logger(structlog.testing.ReturnLogger(), processors=[capture])
+    with patch.object(module, "_log", logger):
+        yield capture.entries

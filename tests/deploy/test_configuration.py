@@ -16,11 +16,16 @@ CHART_DECIDES = {
     "gateway": {
         *("api_keys_file", "draft", "id_secret", "id_secret_file", "jwt_ca_file", "jwt_jwks_file", "model"),
         *("redis_url", "redis_url_file", "startup_timeout_s", "target"),
+        *("peer_ca_file", "peer_cert_file", "peer_key_file", "target_tls_name", "draft_tls_name"),
     },
     "draft": {"advertise", "oracle_answers", "oracle_spoil", "redis_url", "redis_url_file", "tokenizer"},
     "target": {"advertise", "model", "redis_url", "redis_url_file", "tensor_parallel"},
 }
-CHART_DECIDES_FOR_ALL = {"drain_timeout_s", "host", "log_format", "log_level", "port"}
+CHART_DECIDES_FOR_ALL = {"drain_timeout_s", "health_port", "host", "log_format", "log_level", "port"} | {
+    "tls_cert_file",
+    "tls_client_ca_file",
+    "tls_key_file",
+}
 NOT_IN_A_CLUSTER = {"die_with_parent", "ready_fd"}
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -43,7 +43,7 @@ def command(role: str, *flags: str) -> list[str]:
         ),
         (
             "gateway",
-            ("--redis-url=rediss://:secret@store?ca=/nowhere",),
+            ("--redis-url=rediss://store?ca=/nowhere",),
             "--redis-url (or GALLEY_GATEWAY_REDIS_URL): /nowhere: No such file or directory",
         ),
     ],

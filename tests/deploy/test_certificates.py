@@ -1,0 +1,53 @@
+"""The commands of docs/tls.md make certificates that servers and callers take."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from services.common.files import NamedFile
+from services.common.tls import TlsFiles
+from tests.common.service import EchoService
+from tests.common.tls_world import asked_anew, serving
+from tests.deploy.render import ROOT
+from tests.gateway.tls import Certificate, mounted
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which the documented commands were run."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    text = (ROOT / "docs" / "tls.md").read_text()
+    [commands] = re.findall(r"```sh\n(new_key\(\).*?)```", text, re.DOTALL)
+    directory = tmp_path_factory.mktemp("made")
+    subprocess.run(["sh", "-euc", commands], cwd=directory, check=True, capture_output=True)
+    return directory
+
+
+def pair(made: Path, name: str) -> Certificate:
+    return Certificate(made / f"{name}.crt", made / f"{name}.key")
+
+
+@pytest.mark.parametrize("name", ["galley-gateway", "galley-target", "galley-draft", "galley-client"])
+def test_each_certificate_is_of_use(made: Path, name: str) -> None:
+    own = pair(made, name)
+    files = (NamedFile("", str(path)) for path in (made / "ca.crt", own.cert, own.key))
+    assert TlsFiles(*files).read().key == own.key.read_bytes()
+
+
+async def test_a_server_and_a_client_trust_one_another(made: Path, tmp_path: Path) -> None:
+    server = mounted(tmp_path / "server", made / "ca.crt", pair(made, "galley-target"))
+    client = mounted(tmp_path / "client", made / "ca.crt", pair(made, "galley-gateway"))
+    service = EchoService()
+    async with serving(service, server) as running:
+        assert await asked_anew(running, client, name="galley-target") == ""
+        assert await asked_anew(running, client, name="galley-draft")
+    assert service.callers == ["galley-gateway"]
