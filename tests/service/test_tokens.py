@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
+from services.client.client import GalleyClient
 from services.gateway.issuer_keys import FLOOR_S
 from services.gateway.tokens import EXPIRED, NOT_TAKEN
 from tests.common import http2
@@ -93,6 +94,27 @@ async def test_a_stream_goes_on_though_its_token_has_expired(world: World) -> No
         must_be_true(await heard.listen(stream))
     async with calling(gateway, EC.token()) as caller:
         must_be_true(await hear(caller.client.resume(stream.session_id, 0)))
+
+
+async def test_a_client_brings_a_fresh_token_with_each_call(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await world.gateway(**tokens(world))
+    shown = [EC.token(), "stale", EC.token()]
+    async with GalleyClient(gateway.address, api_key=lambda: shown.pop(0)) as client:
+        await client.model_info()
+        assert (await refused(client.model_info())).code is grpc.StatusCode.UNAUTHENTICATED
+        await client.model_info()
+    file = tmp_path / "token"
+    file.write_text("stale")
+    monkeypatch.setenv("GALLEY_API_KEY_FILE", str(file))
+    async with GalleyClient(gateway.address) as client:
+        assert (await refused(client.model_info())).code is grpc.StatusCode.UNAUTHENTICATED
+        file.write_text(EC.token() + "\n")
+        await client.model_info()
+        file.unlink()
+        with pytest.raises(ValueError, match="No such file"):
+            await client.model_info()
 
 
 async def test_limits_of_a_token_are_those_of_its_name(world: World) -> None:
