@@ -40,6 +40,9 @@ _CODES: dict[type[BaseException], grpc.StatusCode] = {
     errors.LogLost: grpc.StatusCode.DATA_LOSS,
 }
 
+# The servicer's own abort; and what could not be sent, for the caller has gone.
+_GRPCS_OWN = (grpc.aio.AbortError, grpc.aio.InternalError)
+
 _NAMES = {int(code.value[0]): code.name.lower() for code in grpc.StatusCode}
 
 
@@ -111,7 +114,7 @@ def describe(error: grpc.RpcError) -> Description:
 
 
 class StatusInterceptor(WrappingInterceptor):
-    """Turns what a servicer raises into its status; cancellation and the servicer's own abort pass."""
+    """Turns what a servicer raises into its status; cancellation and what gRPC raises itself pass."""
 
     for_all = True
 
@@ -124,7 +127,7 @@ def _guard_unary(behavior: Behavior) -> Behavior:
     async def guarded(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await behavior(request, context)
-        except grpc.aio.AbortError:
+        except _GRPCS_OWN:
             raise
         except Exception as error:  # noqa: BLE001  # the outermost guard of a call
             return await _fail(context, error)
@@ -138,7 +141,7 @@ def _guard_stream(behavior: Behavior) -> Behavior:
             async with aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     yield response
-        except grpc.aio.AbortError:
+        except _GRPCS_OWN:
             raise
         except Exception as error:  # noqa: BLE001  # the outermost guard of a call
             await _fail(context, error)

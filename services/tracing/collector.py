@@ -86,7 +86,8 @@ def _response(dropped: int) -> otlp.ExportTraceServiceResponse:
     if not dropped:
         return otlp.ExportTraceServiceResponse()
     partial = otlp.ExportTracePartialSuccess(
-        rejected_spans=dropped, error_message="longer than a line of the file may be"
+        rejected_spans=dropped,
+        error_message="ids of a wrong length, or longer than a line may be",
     )
     return otlp.ExportTraceServiceResponse(partial_success=partial)
 

@@ -12,7 +12,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from services.tracing.otlp_json import Malformed, document_of
+from services.tracing.otlp_json import Malformed, document_of, drop_malformed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ class OtlpFile:
         self._size = self._file.seek(0, 2)
 
     def append(self, request: ExportTraceServiceRequest) -> int:
-        """Write the request; returns how many spans were left out, for each is longer than a line may be.
+        """Write the request; returns how many spans were left out: without ids, or longer than a line may be.
 
         Raises OSError if it cannot be written; what was written of it by then may stay.
         """
@@ -110,7 +110,7 @@ def _end_of_lines(file: FileIO) -> int:
 
 def _lines_of(request: ExportTraceServiceRequest) -> tuple[list[bytes], int]:
     """As one line; as several, of half of the spans each, where one would be too long."""
-    lines, dropped = [], 0
+    lines, dropped = [], drop_malformed(request)
     waiting = deque([document_of(request)])
     while waiting:
         document = waiting.popleft()

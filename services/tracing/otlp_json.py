@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+    from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 
     from services.tracing.spans import Attributes, Value
 
@@ -31,6 +32,31 @@ class Malformed(ValueError):
 
 
 # ---------------------------------------------------------------------------------------- writing --
+
+
+def drop_malformed(request: ExportTraceServiceRequest) -> int:
+    """Take the spans out whose ids, or links', are of a wrong length: no reader takes them. How many."""
+    dropped = 0
+    for resource in request.resource_spans:
+        for scope in resource.scope_spans:
+            good = [span for span in scope.spans if _has_ids(span)]
+            if len(good) < len(scope.spans):
+                dropped += len(scope.spans) - len(good)
+                del scope.spans[:]
+                scope.spans.extend(good)
+    return dropped
+
+
+def _has_ids(span: OtlpSpan) -> bool:
+    return (
+        _is_named(span)
+        and len(span.parent_span_id) in {0, _SPAN_DIGITS // 2}
+        and all(_is_named(link) for link in span.links)
+    )
+
+
+def _is_named(holder: OtlpSpan | OtlpSpan.Link) -> bool:
+    return len(holder.trace_id) == _TRACE_DIGITS // 2 and len(holder.span_id) == _SPAN_DIGITS // 2
 
 
 def document_of(request: ExportTraceServiceRequest) -> dict[str, Any]:

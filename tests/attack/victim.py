@@ -203,7 +203,8 @@ class Victim:
 class _Errors(logging.Handler):
     """What is logged as an error, and exceptions that nobody handles: the first of them.
 
-    That spans were lost is none: a process that is flooded may lose them, and nothing else.
+    That spans were lost is none: a process that is flooded may lose them, and nothing else. Nor is what gRPC
+    could not send, as its caller left in that moment.
     """
 
     _MOST = 20
@@ -213,10 +214,13 @@ class _Errors(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name.startswith("opentelemetry.exporter."):
+        said = f"{record.name}: {record.msg}"
+        if said.startswith(
+            ("opentelemetry.exporter.", "grpc._cython.cygrpc: ExecuteBatchError raised in core")
+        ):
             return
         problem = record.exc_info and record.exc_info[1]
-        self._note(f"{record.name}: {record.msg} {problem!r}")
+        self._note(f"{said} {problem!r}")
 
     def unhandled(self, loop: asyncio.AbstractEventLoop, what: dict[str, Any]) -> None:
         self._note(f"unhandled: {what.get('message')} {what.get('exception')!r}")

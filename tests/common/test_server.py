@@ -18,7 +18,7 @@ from services.common.binding import CannotBind
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.server import RunningServer, start_server
-from services.common.status import describe
+from services.common.status import StatusInterceptor, describe
 from services.core import errors
 from tests.common.service import SERVICE, EchoService, building, settings
 
@@ -91,6 +91,22 @@ async def test_a_bad_field_and_a_retry_time_reach_the_client() -> None:
     async with serving(EchoService(errors.Overloaded("full", 1.5))) as (_, channel):
         full = describe(await failure(rpc.DraftStub(channel).Propose(request())))
     assert full.retry_after_s == 1.5
+
+
+@pytest.mark.parametrize("error", [grpc.aio.InternalError("gone"), grpc.aio.AbortError("told")])
+async def test_what_grpc_raises_itself_is_neither_logged_nor_told_once_more(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as of an answer that cannot be sent, for its caller has gone."""
+
+    async def failing(_request: object, _context: object) -> None:
+        raise error
+
+    handler: Any = grpc.unary_unary_rpc_method_handler(failing)  # type: ignore[arg-type]  # the stubs know the other kind
+    wrapped: Any = StatusInterceptor().wrap(handler, "/galley.v1.Draft/Propose")
+    with pytest.raises(type(error)):
+        await wrapped.unary_unary(b"", None)
+    assert not caplog.records
 
 
 async def test_cancellation_reaches_the_servicer() -> None:

@@ -22,7 +22,7 @@ from services.core.errors import Overloaded
 from services.tracing import otlp_file
 from services.tracing.collector import Collector, CollectorSettings, build
 from services.tracing.otlp_file import Lines, OtlpFile
-from services.tracing.otlp_json import spans_in
+from services.tracing.otlp_json import document_of, spans_in
 from services.tracing.spans import Process, Span
 from tests.tracing.builder import Scene, otlp
 
@@ -110,6 +110,20 @@ async def test_too_much_at_once_is_sent_away_with_a_time_to_come_back(tmp_path: 
     assert await collector.Export(request, context) == otlp_pb.ExportTraceServiceResponse()
     await collector.close()
     assert len(read(path)) == 4
+
+
+async def test_spans_whose_ids_are_none_are_rejected_and_spoil_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "traces.jsonl"
+    request = a_request()
+    spans = request.resource_spans[0].scope_spans[0].spans
+    before = len(list(spans_in(document_of(request))))
+    for name, value in (("trace_id", b"short"), ("span_id", b""), ("parent_span_id", b"7bytes.")):
+        setattr(spans.add(trace_id=b"t" * 16, span_id=b"s" * 8), name, value)
+    spans.add(trace_id=b"t" * 16, span_id=b"s" * 8).links.add(trace_id=b"t" * 16, span_id=b"s" * 9)
+    async with collecting(path) as address, grpc.aio.insecure_channel(address) as channel:
+        answer = await otlp_rpc.TraceServiceStub(channel).Export(request)  # type: ignore[no-untyped-call]  # untyped
+    assert answer.partial_success.rejected_spans == 4
+    assert len(read(path)) == before
 
 
 async def test_spans_that_no_line_can_hold_are_said_to_be_rejected(

@@ -1,0 +1,37 @@
+"""Fuzzed messages on every RPC of every port. `make prove-attacks` sends 100,000 and more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from services.tracing.otlp_file import Lines
+from services.tracing.otlp_json import spans_in
+from tests.attack.campaign import Campaign
+from tests.attack.stack import MIB, Attacked, unharmed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SEED = 20261122
+MESSAGES = 5000
+
+
+async def test_fuzzed_messages_crash_hang_and_leak_nothing_and_are_refused_as_documented(
+    stack: Attacked,
+) -> None:
+    campaign = Campaign(stack.addresses, SEED)
+    async with unharmed(stack):
+        await campaign.run(MESSAGES // 5)
+    warm = await stack.told()
+    async with unharmed(stack):
+        outcome = await campaign.run(MESSAGES - MESSAGES // 5)
+    assert not outcome.faults
+    assert outcome.messages >= MESSAGES
+    assert {end.split(":")[0] for end in outcome.ends} == {rpc.name for rpc in campaign.rpcs}
+    assert (await stack.told()).rss - warm.rss < 32 * MIB
+    assert spans_of(stack.traces) > 100
+
+
+def spans_of(file: Path) -> int:
+    """How many can be read of what the collector wrote."""
+    return sum(len(list(spans_in(line.document()))) for line in Lines(file))
