@@ -22,7 +22,8 @@ from services.core.trace_names import SCHEMA_URL
 from services.gateway.api_keys import ApiKeys
 from services.gateway.authentication import Everyone, PrincipalInterceptor
 from services.gateway.clock import MonotonicClock
-from services.gateway.drafts import Drafts, SessionDraft
+from services.gateway.draft_router import SessionDraft
+from services.gateway.drafts import Drafts
 from services.gateway.members import Registered, Told
 from services.gateway.metrics import CountingGatewayMeter
 from services.gateway.model import ServedModel
