@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING
 from services.core.blocks import BlockPool
 from services.core.content import Hit, Miss, PrefixHasher, look_up
 from services.core.errors import Broken, Overloaded
+from services.core.eviction import RETRY_AFTER_S, candidates_for, victims_of
 from services.core.kv_session import KvSession
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from services.core.content import SessionKey
 
-_RETRY_AFTER_S = 1.0
 # Evicted sessions that are named, should nobody ask for a while.
 _NAMED = 16
 
@@ -175,7 +175,8 @@ class KvTable:
         session = self._live.get(key)
         if session is None:
             raise Broken(f"session {key[1]!r} is not live")
-        victims = self._victims(session, length, busy)
+        candidates = candidates_for(session, self._idle.values(), self._live.values(), busy)
+        victims = victims_of(session, length, self._pool, candidates)
         preempted = tuple(victim.key for victim in victims if victim.live)
         for victim in victims:
             self._evict(victim)
@@ -273,7 +274,7 @@ class KvTable:
 
     def _make_place(self) -> None:
         if len(self._live) >= self._max_sessions:
-            raise Overloaded(f"all {self._max_sessions} sessions are live", _RETRY_AFTER_S)
+            raise Overloaded(f"all {self._max_sessions} sessions are live", RETRY_AFTER_S)
         if len(self._live) + len(self._idle) >= self._max_sessions:
             self._evict(next(iter(self._idle.values())))
 
@@ -297,32 +298,3 @@ class KvTable:
         room = self._max_sessions - len(self._live) - len(self._idle)
         while len(self._evicted) > room:
             self._evicted.popitem(last=False)
-
-    def _victims(self, session: KvSession, length: int, busy: frozenset[SessionKey]) -> list[KvSession]:
-        """Whom to evict so that `session` can cover `length`; raises Overloaded if nobody's blocks suffice.
-
-        A block that it must copy counts as had once all others that hold it are gone.
-        """
-        shared = session.shared_if_written(length)
-        short = session.missing(length) + (shared is not None) - self._pool.available
-        candidates = self._candidates(session, busy) if short > 0 else iter(())
-        chosen: list[KvSession] = []
-        released: Counter[int] = Counter()
-        while short > 0:
-            victim = next(candidates, None)
-            if victim is None:
-                raise Overloaded(f"no room: {short} of {self.total} blocks are missing", _RETRY_AFTER_S)
-            chosen.append(victim)
-            for block in victim.blocks:
-                released[block] += 1
-                left = self._pool.references(block) - released[block]
-                short -= left == (1 if block == shared else 0)
-        return chosen
-
-    def _candidates(self, session: KvSession, busy: frozenset[SessionKey]) -> Iterator[KvSession]:
-        """Who may lose its blocks to the session, in this order."""
-        yield from (other for other in self._idle.values() if other.key not in busy)
-        younger = [
-            other for other in self._live.values() if other.age > session.age and other.key not in busy
-        ]
-        yield from sorted(younger, key=lambda other: other.age, reverse=True)

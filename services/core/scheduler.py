@@ -29,10 +29,11 @@ from services.core.counts import SchedulerCounts
 from services.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
 from services.core.linger import Lingering
 from services.core.live_times import LivePassTimes
+from services.core.passes import Pass, chunk_of
 from services.core.rows import Grant, share_rows
-from services.core.step import Chunk, Draw, Sampled, StepPlan
+from services.core.step import Sampled, StepPlan
 from services.core.target_item import Item, SessionMemory
-from services.core.verify_items import Answer, Confirmed, Outcome, Overtaken, PassFacts
+from services.core.verify_items import Answer, Confirmed, Outcome, Overtaken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
     from services.core.content import SessionKey
     from services.core.cost import PassTimes
     from services.core.kv_table import KvTable, Reservation
+    from services.core.passes import Shared
     from services.core.step import StepOutcome
-    from services.core.verify_items import Extend, VerifyRequest
+    from services.core.verify_items import Extend, PassFacts, VerifyRequest
 
 MAX_ROWS = 256
 _RETRY_AFTER_S = 0.5
@@ -56,34 +58,6 @@ class Linger:
     """Plan again at `until_ns`, or as soon as anything is submitted, extended or cancelled."""
 
     until_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """The pass under way; `grants[i]` is what chunk i of the plan is for.
-
-    After `drawn_rows` a token is drawn: after `draft_rows` draft tokens, and one a session. See `PassFacts`.
-    """
-
-    plan: StepPlan
-    grants: dict[SessionKey, Grant]
-    begun_ns: int
-    draft_rows: int
-    drawn_rows: int
-    preempted: tuple[str, ...]
-    evicted: tuple[SessionKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """What the results of a pass have in common; see `Confirmed`. `drafts_ns` is what draft rows added."""
-
-    sessions: int
-    rows: int
-    row_ns: int
-    prefill_ns: int
-    drafts_ns: int
-    span: bytes
 
 
 class Scheduler:
@@ -114,7 +88,7 @@ class Scheduler:
         self._arriving: dict[SessionKey, list[Item]] = {}
         self._memories: OrderedDict[SessionKey, SessionMemory] = OrderedDict()
         self._overall = SessionMemory()
-        self._under_way: _Pass | None = None
+        self._under_way: Pass | None = None
         self._preempted: deque[str] = deque(maxlen=_NAMED)
         self._answers: list[Answer] = []
         self._last_id = 0
@@ -133,16 +107,7 @@ class Scheduler:
         now = self._under_way
         if now is None:
             raise Broken("no pass is under way")
-        return PassFacts(
-            items=tuple(grant.item.id for grant in now.grants.values()),
-            rows=now.plan.rows,
-            draft_rows=now.draft_rows,
-            prefill_rows=now.plan.rows - now.drawn_rows,
-            free_blocks=self._table.free,
-            queue_depth=self.queue_depth,
-            preempted=now.preempted,
-            evicted=tuple(session_id for _, session_id in now.evicted),
-        )
+        return now.facts(self._table.free, self.queue_depth)
 
     def take_answers(self) -> list[Answer]:
         """All answers since the last time."""
@@ -357,18 +322,10 @@ class Scheduler:
         for item in items:
             item.begun = True
             item.linger_ns += self._lingering.waited_ns
-        chunks = tuple(_chunk(grant, self._table.blocks_of(key)) for key, grant in grants.items())
+        chunks = tuple(chunk_of(grant, self._table.blocks_of(key)) for key, grant in grants.items())
         plan = StepPlan(chunks, tuple(copies))
-        drafts = sum(len(grant.draft_tokens) for grant in grants.values())
-        self._under_way = _Pass(
-            plan,
-            grants,
-            now,
-            draft_rows=drafts,
-            drawn_rows=drafts + sum(grant.final for grant in grants.values()),
-            preempted=tuple(self._preempted),
-            evicted=self._table.take_evicted(),
-        )
+        preempted, evicted = tuple(self._preempted), self._table.take_evicted()
+        self._under_way = Pass.begun(plan, grants, now, preempted, evicted)
         self._preempted.clear()
         return plan
 
@@ -385,32 +342,11 @@ class Scheduler:
         if len(outcomes) != len(plan.chunks):
             raise Broken(f"a pass of {len(plan.chunks)} chunks had {len(outcomes)} outcomes")
         took_ns = now - done.begun_ns
-        shared = self._learn(done, took_ns, batch_span)
+        shared = done.learn(self._times, took_ns, batch_span)
         for grant, outcome in zip(done.grants.values(), outcomes, strict=True):
             grant.item.compute_ns += took_ns
             self._settle(grant, outcome, shared, now)
         self._admit_arrived(done)
-
-    def _learn(self, done: _Pass, took_ns: int, batch_span: bytes) -> _Shared:
-        """What its results tell of the pass.
-
-        Rows of prompts cost less, for nothing is drawn from them: what a row costs is learnt without them.
-        """
-        drafts, drawn, sessions = done.draft_rows, done.drawn_rows, len(done.grants)
-        prefill_ns = 0
-        if drawn == done.plan.rows:
-            self._times.saw(drawn, drafts, took_ns)
-        else:
-            prefill_ns = max(0, took_ns - self._times(drawn, drafts)) if drawn else took_ns
-        drafts_ns = max(0, self._times(drawn, drafts) - self._times(drawn - drafts, 0)) if drafts else 0
-        return _Shared(
-            sessions=sessions,
-            rows=done.plan.rows,
-            row_ns=self._times.of_a_row(sessions),
-            prefill_ns=prefill_ns,
-            drafts_ns=min(drafts_ns, took_ns),
-            span=batch_span,
-        )
 
     def fail(self, plan: StepPlan, error: GalleyError) -> None:
         """The pass came to nothing: its sessions get `error`, and keep what KV they had before it."""
@@ -420,19 +356,19 @@ class Scheduler:
             self._answer(grant.item, error)
         self._admit_arrived(done)
 
-    def _end(self, plan: StepPlan) -> _Pass:
+    def _end(self, plan: StepPlan) -> Pass:
         done = self._under_way
         if done is None or done.plan is not plan:
             raise Broken("this pass is not under way")
         self._under_way = None
         return done
 
-    def _admit_arrived(self, done: _Pass) -> None:
+    def _admit_arrived(self, done: Pass) -> None:
         for key in done.grants:
             for item in self._arriving.pop(key, ()):
                 self._admit(item)
 
-    def _settle(self, grant: Grant, outcome: StepOutcome, shared: _Shared, now: int) -> None:
+    def _settle(self, grant: Grant, outcome: StepOutcome, shared: Shared, now: int) -> None:
         """One session's outcome; an error costs it what the pass computed, and no other anything."""
         item = grant.item
         if grant.final and (outcome is None or (isinstance(outcome, Sampled) and not outcome.tokens)):
@@ -456,7 +392,7 @@ class Scheduler:
         self._table.truncate(item.key, length)
         item.kv_len = length
 
-    def _confirm(self, grant: Grant, sampled: Sampled, shared: _Shared, now: int) -> None:
+    def _confirm(self, grant: Grant, sampled: Sampled, shared: Shared, now: int) -> None:
         item, request, position = grant.item, grant.item.request, grant.item.position
         verdict = confirm(
             grant.draft_tokens,
@@ -517,24 +453,6 @@ class Scheduler:
 
 def _age(item: Item) -> tuple[int, int, int]:
     return item.age
-
-
-def _chunk(grant: Grant, blocks: Sequence[int]) -> Chunk:
-    item, request = grant.item, grant.item.request
-    start = item.kv_len or 0
-    confirmed = item.tokens[start : start + grant.rows]
-    if not grant.final:
-        return Chunk(start, confirmed, blocks, want_logits=0)
-    draw = Draw(
-        params=request.sampling,
-        history=item.tokens,
-        prompt_len=request.prompt_len,
-        stop_token_ids=request.stop_token_ids,
-        min_tokens=request.min_tokens,
-        guesses=grant.draft_tokens,
-        logprobs=request.logprobs,
-    )
-    return Chunk(start, [*confirmed, *grant.draft_tokens], blocks, 1 + len(grant.draft_tokens), draw)
 
 
 def _checked(grant: Grant, sampled: Sampled) -> int:

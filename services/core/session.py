@@ -32,11 +32,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from services.core import events as ev
 from services.core.answer import Ending, Reason
+from services.core.delivery import Delivery
 from services.core.drafting import Asked, Drafting, rest_of
 from services.core.errors import Broken, LogLost, TargetUnavailable, Unavailable
 from services.core.habits import Book
 from services.core.hints import NOTHING, Hint, Rest
 from services.core.records import TokenRecord
+from services.core.rounds import NO_STRATEGY, Round
 from services.core.speculation import Speculation
 from services.core.standing import Standing
 from services.core.stats import SpeculationStats
@@ -111,14 +113,9 @@ class Session:
         self.stats = SpeculationStats()
         self.phase = Phase.READY
         self._limits = limits or SessionLimits()
-        self._stream_from = stream_from
-        self._seen_hash = seen_hash
+        self._delivery = Delivery(answer, stream_from, seen_hash)
         self._finished = finished
-        self._logged = len(answer.tokens)
-        self._committing = False
         self._asked_to_finish = False
-        self._emitted = 0
-        self._taken = 0
         self._draining = False
         self._request_id = 0
         self._credit = min(self._limits.credit, self._limits.window)
@@ -128,13 +125,13 @@ class Session:
         )
         self._hint_due = False
         self._k = 0
-        self._strategy = ev.NO_STRATEGY
+        self._strategy = NO_STRATEGY
         self._standing: Standing | None = None
         self._target_misses = 0
         self._target_cache_len = 0
         self._retry = self._limits.retry_ns
         self._trouble_since: int | None = None
-        self._round = _Round(0)
+        self._round = Round(0, unasked=self._credit > 0)
         self._effects: list[ev.Effect] = []
 
     @property
@@ -145,7 +142,7 @@ class Session:
     @property
     def logged_output(self) -> int:
         """How many output tokens the log holds."""
-        return self._logged - len(self.spec.prompt)
+        return self._delivery.logged_output
 
     def start(self, now: int) -> list[ev.Effect]:
         """Emit what the log holds beyond the client's index, then go on."""
@@ -191,11 +188,9 @@ class Session:
 
     def _room(self) -> int:
         """How many tokens may be confirmed before the log or the client must catch up, or the answer ends."""
-        position = len(self.answer.tokens)
-        unlogged = position - self._logged
-        untaken = self.answer.output_len - max(self._taken, self._stream_from)
-        left = self.spec.max_position - position
-        return min(self._limits.window - unlogged, self._limits.buffer - untaken, left)
+        to_log = self._limits.window - self._delivery.unlogged
+        to_take = self._limits.buffer - self._delivery.untaken
+        return min(to_log, to_take, self.spec.max_position - len(self.answer.tokens))
 
     def _start_round(self, now: int) -> None:
         self._begin_round(now)
@@ -211,7 +206,7 @@ class Session:
         self._tell_target()
 
     def _begin_round(self, now: int) -> None:
-        self._round = _Round(now)
+        self._round = Round(now, unasked=self._credit > 0)
         ready = bool(self._rest_of_hint().draft_tokens)
         self._draft_ahead(now)
         if ready:
@@ -277,7 +272,7 @@ class Session:
         unread = asked.position - self._drafting.cache_len
         came = self._drafting.take(event, self.answer, self._speculation.alpha, now)
         self.stats.proposed += len(event.tokens)
-        self._strategy = event.strategy or self.spec.strategy or ev.NO_STRATEGY
+        self._strategy = event.strategy or self.spec.strategy or NO_STRATEGY
         self._speculation.saw_proposal(came, unread, latency_ns, timing.compute_ns, event.sessions)
         self._after_draft(came, asked.position, now)
 
@@ -410,7 +405,6 @@ class Session:
         self._commit()
 
     def _confirm(self, event: ev.Verified, standing: Standing, now: int) -> None:
-        position = len(self.answer.tokens)
         offered = self._was_offered(event, now)
         confirmed = self._absorb(event)
         self._target_cache_len = min(max(0, event.cache_len), len(self.answer.tokens))
@@ -423,7 +417,7 @@ class Session:
         self._speculation.saw_verdict(offered=offered, verified=event.verified)
         self._give_up_draft(self._drafting.confirm(self.answer.tokens))
         standing.confirm(self.answer)
-        self._count_round(event, position, confirmed, now, reads_prompt=reads_prompt)
+        self._count_round(event, confirmed, now, reads_prompt=reads_prompt)
 
     def _was_offered(self, event: ev.Verified, now: int) -> bool:
         """Had the target a hint when the pass began?"""
@@ -456,37 +450,9 @@ class Session:
                 break
         return self.answer.output_len - before
 
-    def _count_round(
-        self, event: ev.Verified, position: int, confirmed: int, now: int, *, reads_prompt: bool
-    ) -> None:
-        of = self._round
-        if self._credit:
-            unaccounted = now - of.verify_ns - event.timing.queue_ns - event.timing.compute_ns
-        else:
-            unaccounted = now - of.started_ns - of.draft.compute_ns - event.timing.compute_ns
-        done = ev.RoundEnded(
-            position=position,
-            started_ns=of.started_ns,
-            ended_ns=now,
-            drafted=of.drafted,
-            verified=event.verified,
-            accepted=min(event.accepted, confirmed),
-            confirmed=confirmed,
-            draft_wait_ns=of.draft_wait_ns,
-            verify_wait_ns=now - of.verify_ns,
-            exposed_draft_ns=event.timing.linger_ns if self._credit else of.exposed_ns,
-            orchestration_ns=max(0, unaccounted),
-            draft=of.draft,
-            target=event.timing,
-            k=self._k,
-            strategy=self._strategy if of.drafted or event.verified else ev.NO_STRATEGY,
-            overlap=of.overlap,
-            plain_ns=event.plain_ns,
-            prefill_ns=event.prefill_ns,
-            kv_reused=event.kv_reused,
-            batch_span=event.batch_span,
-            batch_sessions=event.sessions,
-            reads_prompt=reads_prompt,
+    def _count_round(self, event: ev.Verified, confirmed: int, now: int, *, reads_prompt: bool) -> None:
+        done = self._round.ended(
+            event, confirmed, now, k=self._k, strategy=self._strategy, reads_prompt=reads_prompt
         )
         self.stats.count(done)
         self._emit_effect(done)
@@ -559,57 +525,37 @@ class Session:
     # --------------------------------------------------------------------- the log, the client --
 
     def _commit(self) -> None:
-        unlogged = self.answer.tokens[self._logged :]
-        if self._committing or not unlogged:
-            return
-        self._committing = True
-        records = self.answer.records[max(0, self.logged_output) :]
-        self._emit_effect(
-            ev.Commit(
-                expected_len=self._logged,
-                tokens=tuple(unlogged),
-                records=tuple(records),
-                draft_cache_len=min(self._drafting.cache_len, len(self.answer.tokens)),
-                target_cache_len=self._target_cache_len,
-            )
-        )
+        commit = self._delivery.commit(self._drafting.cache_len, self._target_cache_len)
+        if commit is not None:
+            self._emit_effect(commit)
 
     def _on_committed(self, event: ev.Committed, now: int) -> None:
-        if not self._logged <= event.length <= len(self.answer.tokens):
-            raise Broken(f"a commit logged {event.length} of {len(self.answer.tokens)} tokens")
-        self._committing = False
-        self._logged = event.length
+        self._delivery.committed(event.length)
         self._commit()
         if self._emit():
             self._seal()
             self._advance(now)
 
     def _emit(self) -> bool:
-        """Emit what is logged and not emitted; false if it contradicts what the client has."""
-        logged = self.logged_output
-        if self._emitted == 0 and logged >= self._stream_from:
-            if not self._agrees_with_client():
-                self._end_with(LogLost("the answer is not the one whose first tokens the client has seen"))
-                return False
-            self._emitted = self._stream_from
-        if logged > self._emitted and logged > self._stream_from:
-            items = tuple(self.answer.stream(self._emitted, logged))
-            self._emitted = logged
-            self._emit_effect(ev.Emit(items))
+        """Emit what can be; false if it contradicts what the client has."""
+        try:
+            emit = self._delivery.emit()
+        except LogLost as error:
+            self._end_with(error)
+            return False
+        if emit is not None:
+            self._emit_effect(emit)
         return True
 
-    def _agrees_with_client(self) -> bool:
-        return not self._seen_hash or self.answer.output_hash(self._stream_from) == self._seen_hash
-
     def _on_taken(self, event: ev.Taken, now: int) -> None:
-        self._taken = max(self._taken, event.index)
+        self._delivery.taken(event.index)
         self._advance(now)
 
     # --------------------------------------------------------------------------------- the end --
 
     def _seal(self) -> None:
         """Once the tail is logged, store the end; once that is stored, say so."""
-        if self.phase is not Phase.SEALING or self._logged < len(self.answer.tokens):
+        if self.phase is not Phase.SEALING or self._delivery.unlogged:
             return
         if self._finished is not None:
             self._conclude(self._finished)
@@ -619,15 +565,16 @@ class Session:
     def _store_finish(self, ending: Ending) -> None:
         self.phase = Phase.FINISHING
         self._asked_to_finish = True
-        self._emit_effect(ev.StoreFinish(ending, self._logged))
+        self._emit_effect(ev.StoreFinish(ending, self._delivery.logged))
 
     def _on_finish_stored(self, _event: ev.FinishStored, _now: int) -> None:
         self._conclude(self.answer.ending)
 
     def _conclude(self, ending: Ending | None) -> None:
         """Say how the answer ended, unless the client has more of it than there is."""
-        if self.logged_output < self._stream_from:
-            self._end_with(LogLost(f"the client has {self._stream_from} tokens of {self.logged_output}"))
+        has = self._delivery.stream_from
+        if self.logged_output < has:
+            self._end_with(LogLost(f"the client has {has} tokens of {self.logged_output}"))
         else:
             self._end(ev.End(ending=ending))
 
@@ -637,7 +584,7 @@ class Session:
 
     def _leave(self) -> None:
         """Draining, between rounds: go once all that was confirmed is logged."""
-        if self._logged == len(self.answer.tokens):
+        if not self._delivery.unlogged:
             self._end_with(Unavailable("this gateway is shutting down; resume at another"))
 
     def _on_store_failed(self, event: ev.StoreFailed, now: int) -> None:
@@ -656,8 +603,7 @@ class Session:
         """
         ending = self.answer.ending
         if self.phase is Phase.SEALING and self._asked_to_finish and ending is not None:
-            self._logged = len(self.answer.tokens)
-            self._committing = False
+            self._delivery.holds(len(self.answer.tokens))
             self._store_finish(ending)
         else:
             self._on_aborted(ev.Aborted(), now)
@@ -667,8 +613,7 @@ class Session:
 
         After two roll-backs it may also hold a part of a commit, and so more than was known to be logged.
         """
-        self._logged = have
-        self._committing = False
+        self._delivery.holds(have)
         if self.phase is Phase.FINISHING:
             self.phase = Phase.SEALING
         self._commit()
@@ -712,23 +657,3 @@ class Session:
         **dict.fromkeys([(phase, ev.Aborted) for phase in _LIVE], _on_aborted),
         (Phase.FINISHING, ev.Aborted): _on_aborted_too_late,
     }
-
-
-class _Round:
-    """What is known of the round under way."""
-
-    def __init__(self, started_ns: int) -> None:
-        self.started_ns = started_ns
-        self.verify_ns = started_ns
-        self.draft_wait_ns = 0
-        self.exposed_ns = 0
-        self.drafted = 0
-        self.overlap: ev.Overlap = "none"
-        self.draft = ev.Timing()
-
-    def draft_came(self, timing: ev.Timing, now: int) -> None:
-        """A proposal came, or came to nothing."""
-        self.draft_wait_ns = now - self.started_ns
-        self.draft = ev.Timing(
-            self.draft.queue_ns + timing.queue_ns, self.draft.compute_ns + timing.compute_ns
-        )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from services.core.events import RoundEnded
+    from services.core.rounds import RoundEnded
 
 
 @dataclass(slots=True)

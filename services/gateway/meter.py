@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from services.core.answer import Chunk, NumericsChanged, SessionSpec
     from services.core.errors import GalleyError
-    from services.core.events import RoundEnded
+    from services.core.rounds import RoundEnded
     from services.core.stats import SpeculationStats
 
 

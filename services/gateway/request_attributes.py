@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.core import trace_names as names
-from services.gateway.operations import operation_of
+from services.gateway.request_origin import operation_of
 
 if TYPE_CHECKING:
     from opentelemetry.util.types import AnyValue

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AnyValue, Attributes
 
     from services.common.lean_spans import LeanSpan
-    from services.core.events import RoundEnded
     from services.core.ports import Replica
+    from services.core.rounds import RoundEnded
     from services.core.session import Session
     from services.gateway.request_span import RequestSpan
 

@@ -18,6 +18,7 @@ from services.core.answer import Chunk, NumericsChanged
 from services.core.errors import Broken, Cancelled, DeadlinePassed, GalleyError, Unread
 from services.core.finish import encode_ending
 from services.core.records import encode_records
+from services.core.rounds import RoundEnded
 from services.core.store import Directory, Held
 from services.gateway.call_spans import COMMIT, RENEW
 from services.gateway.meter import StreamMeter
@@ -122,7 +123,7 @@ class SessionRunner:
                     self._outbox.put_nowait(effect.items)
                 case ev.WakeAt():
                     self._call_at(effect.at_ns, ev.Woken())
-                case ev.RoundEnded():
+                case RoundEnded():
                     self._trace.round_ended(effect, self._ports.draft.replica, self._holder)
                     self.meter.round(effect)
                 case ev.End():

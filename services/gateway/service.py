@@ -19,7 +19,8 @@ from services.core.trace_names import SCHEMA_URL
 from services.gateway.authentication import PrincipalInterceptor
 from services.gateway.callers import callers_of
 from services.gateway.clock import MonotonicClock
-from services.gateway.drafts import Drafts, SessionDraft
+from services.gateway.draft_router import SessionDraft
+from services.gateway.drafts import Drafts
 from services.gateway.members import Registered, Told
 from services.gateway.metrics import CountingGatewayMeter
 from services.gateway.model import ServedModel

@@ -18,10 +18,10 @@ from services.core import events as ev
 from services.core.errors import Broken
 from services.gateway import events_pb
 from services.gateway.authentication import caller
-from services.gateway.operations import operation_of, stored_operation
 from services.gateway.patience import SECOND
 from services.gateway.principals import session_id_for
 from services.gateway.pump import Pump
+from services.gateway.request_origin import operation_of, stored_operation
 from services.gateway.spans import request_trace
 from services.gateway.validation import (
     check_model,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from services.common.metrics.registry import Registry
     from services.core.errors import GalleyError
-    from services.core.events import RoundEnded
+    from services.core.rounds import RoundEnded
     from services.core.stats import SpeculationStats
 
 _POSITIONS = 16

@@ -19,13 +19,13 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 
 from services.common.status import code_of, error_type
-from services.common.telemetry import context_from, fail, traceparent_of
+from services.common.telemetry import fail, traceparent_of
 from services.core import trace_names as names
 from services.core.answer import NumericsChanged
 from services.core.errors import Fenced
 from services.gateway.call_spans import CallSpan, StoreCall
-from services.gateway.operations import stored_operation
 from services.gateway.request_attributes import Sums, asked_of, end_of, session_of, span_name
+from services.gateway.request_origin import stored_operation, stored_trace, trace_fields
 from services.gateway.request_span import RequestSpan
 from services.gateway.round_spans import Rounds
 
@@ -39,12 +39,10 @@ if TYPE_CHECKING:
     from services.core import events as ev
     from services.core.answer import Chunk
     from services.core.ports import Replica
+    from services.core.rounds import RoundEnded
     from services.core.session import Session
     from services.core.store import StoredSession
     from services.gateway.request_span import Begun
-
-TRACE_FIELD = "trace"
-"""Of a stored session: the traceparent of the request that began it, if that is traced."""
 
 STALL_NS = 1_000_000_000
 """A client that leaves room for a message only after so long has stalled."""
@@ -100,7 +98,7 @@ class RequestTrace:
 
     def stored_fields(self) -> dict[str, bytes]:
         """What a session that begins now keeps of it."""
-        return {} if self._request is None else {TRACE_FIELD: self._request.traceparent.encode()}
+        return {} if self._request is None else trace_fields(self._request.traceparent)
 
     def opened(self, session: Session, stored: StoredSession, asked_ns: int, index: int | None) -> None:
         """The session is its own, made or claimed since `asked_ns`; claimed to go on at `index`."""
@@ -154,7 +152,7 @@ class RequestTrace:
 
     # ---------------------------------------------------------------------------- the session --
 
-    def round_ended(self, done: ev.RoundEnded, draft: Replica | None, target: Replica | None) -> None:
+    def round_ended(self, done: RoundEnded, draft: Replica | None, target: Replica | None) -> None:
         """With its verdict; who drafted and verified it."""
         if self._rounds is not None:
             self._rounds.ended(done, draft, target)
@@ -276,7 +274,7 @@ class RequestTrace:
 
         Where no caller has decided otherwise it is then told as that one is, whatever chance had said.
         """
-        before = _before(stored)
+        before = stored_trace(stored.fields)
         if not before.is_valid or before.span_id == begun.context.span_id:
             return
         request = self._request
@@ -286,11 +284,6 @@ class RequestTrace:
         if request is None:
             return
         request.span.add_link(before, {names.LINK: names.LINK_CONTINUES})
-
-
-def _before(stored: StoredSession) -> SpanContext:
-    named = stored.fields.get(TRACE_FIELD, b"").decode(errors="replace")
-    return trace.get_current_span(context_from(named)).get_span_context()
 
 
 UNTRACED = RequestTrace()

@@ -19,9 +19,9 @@ from services.core.session import Session, SessionLimits
 from services.core.spec_codec import decode_spec, encode_spec
 from services.core.store import NewSession
 from services.gateway.meter import GatewayMeter
-from services.gateway.operations import operation_fields
 from services.gateway.owned import OwnedSession
 from services.gateway.patience import Timeouts, patiently
+from services.gateway.request_origin import operation_fields
 from services.gateway.runner import SessionRunner
 from services.gateway.spans import request_trace
 from services.gateway.store import NONCE_BYTES

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from services.core import trace_names as names
-from services.core.events import RoundParts
+from services.core.rounds import RoundParts
 from services.tracing.spans import ERROR
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from services.core.errors import DeadlinePassed, Fenced, StoreUnavailable
 from services.core.hints import Hint
 from services.core.params import SamplingParams
 from services.core.records import PositionLogprobs, TokenRecord
+from services.core.rounds import RoundEnded
 from services.core.session import Phase, Session, SessionLimits
 from services.core.store import LogBehind
 
@@ -114,7 +115,7 @@ class World:
         self.end: ev.End | None = None
         self.now = 0
         self.accepted_counts: set[int] = set()
-        self.rounds: list[ev.RoundEnded] = []
+        self.rounds: list[RoundEnded] = []
         self.extensions = 0
         self.asked = 0
         self._session_type = session_type
@@ -158,7 +159,7 @@ class World:
                     self.waiting["finish"] = effect
                 case ev.WakeAt():
                     self.waiting["wake"] = effect
-                case ev.RoundEnded():
+                case RoundEnded():
                     self.accepted_counts.add(effect.accepted)
                     self.rounds.append(effect)
                 case ev.Emit():

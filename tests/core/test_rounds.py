@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core import events as ev
+from services.core.rounds import RoundEnded
 from services.core.session import SessionLimits
 from tests.core.session_world import World, spec
 
@@ -19,7 +20,7 @@ def test_the_parts_of_a_round_sum_to_it_whatever_was_measured(
 ) -> None:
     started_ns, took_ns, draft_ns, exposed_ns = waits
     target = ev.Timing(*timing)
-    done = ev.RoundEnded(
+    done = RoundEnded(
         position=3,
         started_ns=started_ns,
         ended_ns=started_ns + took_ns,

@@ -295,9 +295,9 @@ class StreamsBeforeCommit(Session):
     def step(self, event: ev.Event, now: int) -> list[ev.Effect]:
         effects = super().step(event, now)
         if isinstance(event, ev.Verified):
-            confirmed = self.answer.output_len
-            effects.append(ev.Emit(tuple(self.answer.stream(self._emitted, confirmed))))
-            self._emitted = confirmed
+            delivery, confirmed = self._delivery, self.answer.output_len
+            effects.append(ev.Emit(tuple(self.answer.stream(delivery._emitted, confirmed))))
+            delivery._emitted = confirmed
         return effects
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.events import RoundEnded, Timing
+from services.core.events import Timing
+from services.core.rounds import RoundEnded
 from services.core.stats import plain_ns
 
 MS = 1_000_000

@@ -20,7 +20,8 @@ from services.core.params import SamplingParams
 from services.core.store import Held
 from services.core.strategies import MODEL, NGRAM
 from services.gateway.clock import MonotonicClock
-from services.gateway.drafts import Drafts, SessionDraft
+from services.gateway.draft_router import SessionDraft
+from services.gateway.drafts import Drafts
 from services.gateway.members import POLL_S, Registered
 from services.gateway.patience import SECOND
 from tests.service.draft_fleet import DraftFleet

@@ -41,11 +41,12 @@ class StreamsBeforeCommit(Session):
         self._emit()
 
     def _emit(self) -> bool:
-        logged, self._logged = self._logged, len(self.answer.tokens)
+        delivery = self._delivery
+        logged, delivery.logged = delivery.logged, len(self.answer.tokens)
         try:
             return super()._emit()
         finally:
-            self._logged = logged
+            delivery.logged = logged
 
 
 class NoFencing(Sessions):

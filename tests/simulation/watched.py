@@ -17,7 +17,8 @@ from services.core.admission import Admission
 from services.core.breaker import LONGEST_PAUSE_NS
 from services.core.errors import Broken, GalleyError, InvalidField
 from services.gateway.authentication import PrincipalInterceptor
-from services.gateway.drafts import Drafts, SessionDraft
+from services.gateway.draft_router import SessionDraft
+from services.gateway.drafts import Drafts
 from services.gateway.patience import SECOND
 from services.gateway.router import SessionTarget
 from services.gateway.streams import Streams
