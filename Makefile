@@ -51,7 +51,7 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 
 .PHONY: bench-round bench-engine bench-throughput bench-speculation bench-slow-links bench-gpu bench-peers
 .PHONY: bench-sessions bench-telemetry simulate chaos soak
-.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership
+.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership prove-images
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
 
@@ -88,6 +88,9 @@ prove-ray: setup ## replicas of three ranks: a killed rank, fewer replicas and a
 prove-ownership: setup ## two gateways told to own one session at once, 1,000 times: one log, one owner at a time
 	@$(BIN)/python -m bench.prove_ownership
 
+prove-images: setup ## build the images without a daemon, look into them, and serve with them (Debian, root)
+	@$(BIN)/python -m bench.prove_images
+
 chaos: setup ## disturb every process and link under 16 streams, with 500 kills; each must hear what it must
 	@$(BIN)/python -m tests.chaos.run
 
@@ -106,6 +109,27 @@ simulate: setup ## 100,000 schedules of faults on virtual time (SCHEDULES, SEED,
 prove-tokens: setup ## the same tokens as transformers, whatever the draft and k
 	@$(BIN)/python -m bench.prove_tokens
 
+# ------------------------------------------------------------------------------------------ images --
+
+# Of `make images`: cpu or cuda, and which of target,draft,gateway (the others take the tokenizer from the target's).
+DEVICE ?= cpu
+ROLES ?= target,draft,gateway
+# Of `make locks`: torch's CPU build, where constraints.txt names another version.
+TORCH_WHEEL ?=
+
+.PHONY: images locks sbom audit
+images: setup ## build the images by buildah, without a daemon, or say why not (Debian, root; DEVICE, ROLES)
+	@$(BIN)/python -m scripts.images --device $(DEVICE) --roles $(ROLES)
+
+locks: setup ## write the images' requirements anew, pinned and hashed (TORCH_WHEEL)
+	@$(BIN)/python -m scripts.locks deploy/locks $(if $(TORCH_WHEEL),--torch-wheel $(TORCH_WHEEL))
+
+sbom: setup ## write what each image is made of, as CycloneDX, into build/sbom
+	@$(BIN)/python -m scripts.sbom build/sbom
+
+audit: setup ## look for known vulnerabilities in what the images are made of, or say why that cannot be done
+	@$(BIN)/python -m scripts.audit
+
 # ------------------------------------------------------------------------------------------- check --
 
 .PHONY: test pytest
@@ -115,11 +139,17 @@ pytest: setup
 	@echo "== tests"
 	@$(BIN)/python -m pytest
 
+# What ruff's rules S do not have of bandit's.
+BANDIT := B613,B614,B615,B703
+
 .PHONY: lint
 lint: setup ## style, types, import walls, the wire
 	@echo "== ruff"
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@echo "== bandit, hadolint"
+	@$(BIN)/bandit --quiet --recursive --tests $(BANDIT) services scripts bench
+	@$(BIN)/hadolint services/*/Dockerfile
 	@echo "== mypy"
 	@$(BIN)/mypy
 	@echo "== import walls"

@@ -67,8 +67,9 @@ class TransformersSide:
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no types for it
         self.threads = threads
         self._torch = torch
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
-        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)  # nosec B615  # a directory
+        kind: torch.dtype = getattr(torch, dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=kind)  # nosec B615  # a directory
         self._model = model.eval()
         self._assistant = assistant
 

@@ -88,7 +88,7 @@ class TransformersModel:
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no types for it
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)  # nosec B615  # a directory
         self.model = model.eval()
         self.config = model.config
         self.dtype = dtype

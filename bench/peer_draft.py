@@ -47,10 +47,10 @@ def load_assistant(draft_dir: Path, target_dir: Path, dtype: torch.dtype) -> Any
 
     An ordinary model is loaded as it is. Raises UnsupportedModel for a trained draft of another target.
     """
-    config = AutoConfig.from_pretrained(draft_dir)
+    config = AutoConfig.from_pretrained(draft_dir)  # nosec B615  # a directory
     form = draft_format(config)
     if form is None:
-        ordinary: Any = AutoModelForCausalLM.from_pretrained(draft_dir, dtype=dtype)
+        ordinary: Any = AutoModelForCausalLM.from_pretrained(draft_dir, dtype=dtype)  # nosec B615  # a directory
         return ordinary.eval()
     attention.register()  # the draft is made with ours, and given torch's own below
     model, tokens = load_draft(draft_dir, config, form, target=target_dir, dtype=dtype, device="cpu")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates stubs, manifests, tables and dashboards into a temporary folder and compares them with what is committed.
+# Generates stubs, manifests, tables, dashboards and locks into a temporary folder and compares them with what is committed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,4 +24,7 @@ compare docs/telemetry.md "$fresh/telemetry.md" metrics
 mkdir "$fresh/dashboards"
 "${VENV:-.venv}/bin/python" -m scripts.monitoring "$fresh/dashboards"
 compare deploy/dashboards "$fresh/dashboards" monitoring
+cp -r deploy/locks "$fresh/locks"
+"${VENV:-.venv}/bin/python" -m scripts.locks "$fresh/locks"
+compare deploy/locks "$fresh/locks" locks
 exit "$failed"

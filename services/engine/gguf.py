@@ -31,7 +31,7 @@ def convert(source: Path, out: Path) -> None:
     config = _read_config(source)
     refuse_config(config, causal_class(config))
     _build(source, config).save_pretrained(out)
-    tokenizer = AutoTokenizer.from_pretrained(
+    tokenizer = AutoTokenizer.from_pretrained(  # nosec B615  # a directory
         source.parent, gguf_file=source.name, local_files_only=True, trust_remote_code=False
     )
     tokenizer.save_pretrained(out, save_jinja_files=False)
@@ -42,7 +42,7 @@ def convert(source: Path, out: Path) -> None:
 
 def _read_config(source: Path) -> Any:
     try:
-        config = AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(  # nosec B615  # a directory
             source.parent, gguf_file=source.name, local_files_only=True, trust_remote_code=False
         )
     except (ValueError, KeyError, OSError) as error:

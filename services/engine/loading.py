@@ -48,7 +48,7 @@ def load_config(directory: Path) -> Any:
     """The transformers configuration of a servable model; raises UnsupportedModel."""
     refuse_files(directory)
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)  # nosec B615  # a directory
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModel(f"{directory}: transformers does not know this model: {error}") from error
     refuse_config(config, causal_class(config))
@@ -114,7 +114,7 @@ def eos_token_ids(directory: Path, config: Any) -> tuple[int, ...]:
     """The model's own end tokens: of generation_config.json where there is one, else of config.json."""
     ids = None
     if (directory / "generation_config.json").is_file():
-        ids = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
+        ids = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id  # nosec B615  # a directory
     if ids is None:
         ids = getattr(config, "eos_token_id", None)
     if ids is None:

@@ -20,6 +20,7 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from services.common.defaults import DEFAULT_MODEL
+from services.common.hub import hub_model
 from services.core.errors import GalleyError
 from services.engine.errors import UnsupportedModel
 from services.engine.store import cache_dir, file_digest
@@ -35,7 +36,8 @@ def resolve_model(spec: str) -> Path:
     """The directory of the model `spec`, with config.json, safetensors weights and tokenizer.json.
 
     `spec` is the default model's name, a directory, a .gguf file (converted once into the cache directory),
-    or a hub id (downloaded, or with HF_HUB_OFFLINE=1 found in the hub's cache). Raises UnsupportedModel.
+    or a hub id, with `@revision` or without (downloaded, or with HF_HUB_OFFLINE=1 found in the hub's cache).
+    Raises UnsupportedModel.
     """
     if spec == DEFAULT_MODEL:
         return _converted(_default_gguf(), spec)
@@ -79,8 +81,10 @@ def _default_gguf() -> Path:
 
 
 def _downloaded(hub_id: str) -> Path:
+    name, revision = hub_model(hub_id)
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(MODEL_FILES)))
+        found = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(MODEL_FILES))
+        return Path(found)
     except HFValidationError as error:
         raise UnsupportedModel(f"{hub_id!r} is no directory, no .gguf file and no hub id") from error
     except LocalEntryNotFoundError as error:

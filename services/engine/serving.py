@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.common.hub import hub_model
 from services.common.process import hand_back_free_memory
 from services.engine.device_options import DeviceOptions
 from services.engine.draft_directory import takes_embeddings
@@ -51,8 +52,8 @@ def load_model(  # noqa: PLR0913  # each a choice of its own
 
 
 def _name_of(spec: str) -> str:
-    """What to call the model: a hub id as it is, a path by its last part."""
+    """What to call the model: a hub id without its revision, a path by its last part."""
     path = Path(spec).expanduser()
     if path.suffix == ".gguf":
         return path.stem
-    return path.resolve().name if path.is_dir() else spec
+    return path.resolve().name if path.is_dir() else hub_model(spec)[0]

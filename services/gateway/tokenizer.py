@@ -11,6 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
+from services.common.hub import hub_model
 from services.common.model_files import code_asked_for, foreign_file
 from services.common.tokenizer_hash import tokenizer_hash
 from services.core.errors import InvalidField
@@ -109,8 +110,9 @@ def _directory(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    name, revision = hub_model(model)
     try:
-        return Path(snapshot_download(model, allow_patterns=list(FILES)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"{model!r} is no directory, and no model that the hub gives: {error}"

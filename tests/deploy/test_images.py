@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+from scripts.locks import LOCKS
 from services.common.version import __version__
 from tests.deploy.render import ROLES, ROOT, container, default_values, pod, render, workloads
 from tests.deploy.settings_of import variables_of
@@ -53,10 +58,80 @@ def test_caches_lie_where_the_chart_mounts_something(role: str) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_only_the_services_own_extra_is_installed_and_nothing_in_the_last_stage(role: str) -> None:
-    assert re.findall(r'"\.\[(\w+)\]"', dockerfile(role)) == [role]
-    assert "pip install" not in last_stage(role)
-    assert "apt-get" not in dockerfile(role)
+def test_what_is_written_to_is_a_volume(role: str) -> None:
+    (line,) = re.findall(r"^VOLUME (.*)$", last_stage(role), re.MULTILINE)
+    mounts = {mount["mountPath"] for mount in container(workloads(render())[role])["volumeMounts"]}
+    assert set(json.loads(line)) <= mounts
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_all_that_is_installed_is_locked_and_nothing_in_the_last_stage(role: str) -> None:
+    text = dockerfile(role)
+    found = re.findall(r"pip (?:--python \S+ )?install ([^&\n]*)", text)
+    installed, own = [words.strip() for words in found], "dist/*.whl"
+    assert own in installed
+    assert all("--require-hashes" in words for words in installed if words != own)
+    wanted = {"gateway": {"gateway"}, "draft": {"torch-${DEVICE}", "draft"}}
+    wanted["target"] = {"torch-${DEVICE}", "target", "model"}
+    assert set(re.findall(r"-r \"?locks/(\S+?)\.txt", text)) == wanted[role] | {"build"}
+    assert re.search(r"\b(pip|apt-get|gcc|strip)\b", last_stage(role)) is None
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_each_device_has_a_lock_and_no_other_is_taken_unasked(role: str) -> None:
+    (device,) = re.findall(r"^ARG DEVICE=(\S+)$", dockerfile(role), re.MULTILINE)
+    assert device == "cpu"
+    assert {path.stem for path in LOCKS.glob("torch-*.txt")} == {"torch-cpu", "torch-cuda"}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_copied_files_are_in_the_context(role: str) -> None:
+    """.dockerignore leaves out everything but what it names."""
+    admitted = [
+        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
+    ]
+    for words in re.findall(r"^COPY (?!--from)(.*)$", dockerfile(role), re.MULTILINE):
+        for source in words.split()[:-1]:
+            path = source.replace("${DEVICE}", "cpu").rstrip("/")
+            assert (ROOT / path).exists(), path
+            assert any(path == name or path.startswith(f"{name}/") for name in admitted), path
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_probe_asks_the_port_without_tls_where_there_is_one(role: str) -> None:
+    (command,) = re.findall(r"HEALTHCHECK .*?CMD (\[.*\])", last_stage(role))
+    shell, option, script = json.loads(command)
+    said = subprocess.run(
+        [shell, option, script.replace("exec python", "echo")],
+        env={**env(role), f"GALLEY_{role.upper()}_HEALTH_PORT": "8086"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.split()[-1] == "127.0.0.1:8086"
+    without = subprocess.run(
+        [shell, option, script.replace("exec python", "echo")],
+        env=env(role),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert without.stdout.split()[-1] == f"127.0.0.1:{env(role)[f'GALLEY_{role.upper()}_PORT']}"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_hadolint_finds_nothing(role: str) -> None:
+    hadolint = Path(sys.prefix) / "bin" / "hadolint"
+    done = subprocess.run(
+        [hadolint, ROOT / "services" / role / "Dockerfile"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_labels_are_those_of_oci(role: str) -> None:
+    labels = set(re.findall(r"org\.opencontainers\.image\.([a-z.]+)=", last_stage(role)))
+    assert labels >= {"title", "description", "version", "revision", "licenses", "base.name"}
 
 
 @pytest.mark.parametrize("role", ROLES)
