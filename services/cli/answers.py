@@ -12,8 +12,17 @@ from rich.console import Console
 
 from services.cli.endpoint import NoEndpoint, find_endpoint
 from services.cli.faults import INTERRUPTED, fail, say
-from services.cli.flags import PATIENCE_S, AsJson, Endpoint, Origins, Patience, Timeout, with_answer_flags
-from services.client.options import GenerateOptions, Message, Prompt, Retries
+from services.cli.flags import (
+    PATIENCE_S,
+    AsJson,
+    Endpoint,
+    Origins,
+    Patience,
+    Timeout,
+    with_answer_flags,
+    with_tls_flags,
+)
+from services.client.options import ClientTls, GenerateOptions, Message, Prompt, Retries
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,11 +33,13 @@ if TYPE_CHECKING:
 _CHAT_HELP = "/quit ends, /reset forgets the conversation, Ctrl-C stops an answer."
 
 
+@with_tls_flags
 @with_answer_flags
-def generate(
+def generate(  # noqa: PLR0913  # one parameter a flag
     *,
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     options: GenerateOptions,
+    tls: ClientTls | None,
     endpoint: Endpoint = None,
     patience: Patience = PATIENCE_S,
     chat: Annotated[
@@ -40,13 +51,15 @@ def generate(
     """Stream the answer to a prompt."""
     text = sys.stdin.read() if prompt == "-" else prompt
     asked: Prompt = [Message("user", text)] if chat else text
-    gateways = _gateways(endpoint, patience)
+    gateways = _gateways(endpoint, patience, tls)
     _stream(gateways, lambda client: client.generate(asked, **options), as_json=as_json, origins=origins)
 
 
-def resume(
+@with_tls_flags
+def resume(  # noqa: PLR0913  # one parameter a flag
     session_id: Annotated[str, typer.Argument(help="As `galley generate` told it.")],
     *,
+    tls: ClientTls | None,
     next_index: Annotated[int, typer.Option(min=0, help="The first output token to show.")] = 0,
     endpoint: Endpoint = None,
     patience: Patience = PATIENCE_S,
@@ -56,24 +69,26 @@ def resume(
 ) -> None:
     """Go on with an answer that was cut off, at this or any other gateway."""
     _stream(
-        _gateways(endpoint, patience),
+        _gateways(endpoint, patience, tls),
         lambda client: client.resume(session_id, next_index, timeout_s=timeout),
         as_json=as_json,
         origins=origins,
     )
 
 
+@with_tls_flags
 @with_answer_flags
 def chat(
     *,
     options: GenerateOptions,
+    tls: ClientTls | None,
     endpoint: Endpoint = None,
     patience: Patience = PATIENCE_S,
     system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
     origins: Origins = False,
 ) -> None:
     """Talk with the model, one turn after the other."""
-    gateways = _gateways(endpoint, patience)
+    gateways = _gateways(endpoint, patience, tls)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, PLC0415  # history and line editing for input()
     say(_CHAT_HELP)
@@ -143,15 +158,17 @@ def _stream(
 
 
 class _Gateways(NamedTuple):
-    """Whom to ask, and how long to go on trying."""
+    """Whom to ask and to trust, and how long to go on trying."""
 
     addresses: str
     retries: Retries
+    tls: ClientTls | None
 
 
-def _gateways(endpoint: str | None, patience_s: float) -> _Gateways:
+def _gateways(endpoint: str | None, patience_s: float, tls: ClientTls | None) -> _Gateways:
     try:
-        return _Gateways(find_endpoint(endpoint), Retries(patience_s))
+        # What runs here by `galley up` is found by a file of ours, and speaks no TLS.
+        return _Gateways(find_endpoint(endpoint), Retries(patience_s), tls if endpoint else None)
     except (NoEndpoint, PermissionError) as error:
         raise fail(error) from None
 
@@ -183,7 +200,8 @@ class _Answer:
 
         telemetry = start_telemetry("galley-cli", as_global=False)
         try:
-            async with GalleyClient(gateways.addresses, telemetry, gateways.retries) as client:
+            asked = GalleyClient(gateways.addresses, telemetry, gateways.retries, tls=gateways.tls)
+            async with asked as client:
                 self._stream = start(client)
                 async for event in self._stream:
                     self.text += event.chunk.text

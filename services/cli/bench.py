@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from services.cli.faults import INTERRUPTED, errors, fail, say
+from services.cli.flags import with_tls_flags
 from services.cli.stack import StackOptions
 from services.cli.up import DraftModel, DType, LogDir, Model, Threads, run_stack, shown_stack
+from services.client.options import ClientTls  # noqa: TC001  # Typer reads the annotation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +30,10 @@ _NONCE_BYTES = 4
 _WHAT, _SPECULATION = "What is asked", "Speculation"
 
 
+@with_tls_flags
 def bench(  # noqa: PLR0913  # one parameter a flag
     *,
+    tls: ClientTls | None,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -110,7 +114,7 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         )
         measured = run_stack(_measure_own(tuning, options))
     else:
-        measured = run_stack(_measure(tuning, endpoint))
+        measured = run_stack(_measure(tuning, endpoint, tls))
     if measured is None:
         raise typer.Exit(INTERRUPTED)
     _show(measured, tuning, plot, as_json=as_json)
@@ -171,13 +175,13 @@ async def _measure_own(tuning: Tuning, options: StackOptions) -> Measured:
         return await stack.run(_measure(tuning, stack.gateways[0]))
 
 
-async def _measure(tuning: Tuning, address: str) -> Measured:
+async def _measure(tuning: Tuning, address: str, tls: ClientTls | None = None) -> Measured:
     from services.benching.tuning import measure  # noqa: PLC0415  # with grpc and numpy, slow to load
     from services.client.client import GalleyClient  # noqa: PLC0415
     from services.client.errors import GalleyRpcError  # noqa: PLC0415
 
     try:
-        async with GalleyClient(address) as client:
+        async with GalleyClient(address, tls=tls) as client:
             return await measure(tuning, client, say)
     except GalleyRpcError as error:
         raise fail(error) from None

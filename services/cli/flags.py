@@ -1,4 +1,4 @@
-"""The flags that say how an answer is made, shared by every command that asks for one."""
+"""The flags that say how an answer is made, and how a gateway is spoken to; of all commands that ask one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.client.options import GenerateOptions, Retries, Speculation
+from services.client.options import ClientTls, GenerateOptions, Retries, Speculation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_SAMPLING, _LENGTH, _SPECULATION = "Sampling", "Length", "Speculation"
+_SAMPLING, _LENGTH, _SPECULATION, _TLS = "Sampling", "Length", "Speculation", "TLS to the gateway"
 
 Endpoint = Annotated[
     str | None,
@@ -137,17 +137,82 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
     }
 
 
+def tls_options(
+    *,
+    tls: Annotated[
+        bool,
+        typer.Option(
+            "--tls",
+            envvar="GALLEY_TLS",
+            help="Trust public authorities. Any flag below asks for TLS too; "
+            "the stack that `galley up` runs here, and is found by itself, speaks none.",
+            rich_help_panel=_TLS,
+        ),
+    ] = False,
+    tls_ca_file: Annotated[
+        str,
+        typer.Option(
+            envvar="GALLEY_TLS_CA_FILE", help="Trust these authorities alone (PEM).", rich_help_panel=_TLS
+        ),
+    ] = "",
+    tls_cert_file: Annotated[
+        str,
+        typer.Option(
+            envvar="GALLEY_TLS_CERT_FILE",
+            help="A certificate of our own (PEM), for gateways that ask.",
+            rich_help_panel=_TLS,
+        ),
+    ] = "",
+    tls_key_file: Annotated[
+        str, typer.Option(envvar="GALLEY_TLS_KEY_FILE", help="Its key (PEM).", rich_help_panel=_TLS)
+    ] = "",
+    tls_server_name: Annotated[
+        str,
+        typer.Option(
+            envvar="GALLEY_TLS_SERVER_NAME",
+            help="The name in the gateway's certificate. Default: the host of its address.",
+            rich_help_panel=_TLS,
+        ),
+    ] = "",
+) -> ClientTls | None:
+    """The client's TLS for these flags, its files tried; None where none is asked for."""
+    files = (tls_ca_file, tls_cert_file, tls_key_file, tls_server_name)
+    if not (tls or any(files)):
+        return None
+    from services.client.client import channel_tls  # noqa: PLC0415  # grpc is slow to load
+    from services.common.files import BadFile  # noqa: PLC0415
+
+    asked = ClientTls(*files)
+    try:
+        channel_tls(asked)
+    except BadFile as error:
+        flag = "--tls-" + error.setting.replace("_", "-")
+        raise typer.BadParameter(error.problem, param_hint=flag) from None
+    return asked
+
+
 def with_answer_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command(..., options)` the flags of `answer_options` in place of `options`."""
-    flags = inspect.signature(answer_options, eval_str=True).parameters
+    return _with_flags_of(answer_options, "options", command)
+
+
+def with_tls_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command(..., tls)` the flags of `tls_options` in place of `tls`."""
+    return _with_flags_of(tls_options, "tls", command)
+
+
+def _with_flags_of(
+    options_of: Callable[..., object], replaced: str, command: Callable[..., None]
+) -> Callable[..., None]:
+    flags = inspect.signature(options_of, eval_str=True).parameters
     own = inspect.signature(command, eval_str=True).parameters
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        options = answer_options(**{name: given.pop(name) for name in flags})
-        command(**given, options=options)
+        options = options_of(**{name: given.pop(name) for name in flags})
+        command(**given, **{replaced: options})
 
-    parameters = [*(p for name, p in own.items() if name != "options"), *flags.values()]
+    parameters = [*(p for name, p in own.items() if name != replaced), *flags.values()]
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
     # Typer reads both.
     run.__dict__["__signature__"] = inspect.Signature(parameters)

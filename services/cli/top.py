@@ -89,11 +89,12 @@ def _found(metrics: str | None, redis_url: str | None) -> Announced:
 def _check(redis_url: str) -> None:
     """Refuse what cannot be asked."""
     try:
-        from services.common.redis_url import parse_redis_url  # noqa: PLC0415  # comes with the extras
+        from services.common.redis_connections import Connections  # noqa: PLC0415  # comes with the extras
+        from services.common.redis_url import parse_redis_url  # noqa: PLC0415
     except ImportError as error:
         raise fail("--redis-url needs redis: pip install 'galley[gateway]'") from error
     try:
-        parse_redis_url(redis_url)
+        Connections(parse_redis_url(redis_url))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--redis-url") from error
     from services.common.logs import start_logging  # noqa: PLC0415

@@ -18,14 +18,16 @@ import grpc.aio
 
 from services.client.credentials import key_interceptors
 from services.client.errors import GalleyRpcError, rpc_error
-from services.client.options import GenerateOptions, Message, Prompt, Retries, Speculation
+from services.client.options import ClientTls, GenerateOptions, Message, Prompt, Retries, Speculation
 from services.client.request import generate_request
 from services.client.streams import NO_RETRIES, Comeback, ResumePoint, TokenStream
 from services.client.tracing import CallerTrace
-from services.common.channels import KEEPALIVE, RECONNECT
+from services.common.channels import ChannelTls, open_channel
+from services.common.files import NamedFile
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.telemetry import Telemetry
+from services.common.tls import TlsFiles
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_RETRIES",
+    "ClientTls",
     "GalleyClient",
     "GalleyRpcError",
     "Message",
@@ -51,10 +54,11 @@ _T = TypeVar("_T")
 class GalleyClient:
     """One or more gateways over one session store, by address; open it with `async with`.
 
-    `addresses` are "host:port", several with commas or as a sequence. The first is asked until it fails, then
-    the next. `api_key` says who calls, where the gateways ask for it; None is that of GALLEY_API_KEY, if
-    it is set. Streams belong to the trace that they are asked for in, as OpenTelemetry's current span tells
-    it; `telemetry` (services.common.telemetry.start_telemetry) makes calls spans of their own besides.
+    `addresses` are "host:port", several with commas or as a sequence. The first is asked until it fails,
+    then the next. `tls` encrypts, and says which gateways to trust; without it calls go in plain text.
+    `api_key` says who calls, where the gateways ask for it; None is that of GALLEY_API_KEY, if it is set.
+    Streams belong to the trace that they are asked for in, as OpenTelemetry's current span tells it;
+    `telemetry` (services.common.telemetry.start_telemetry) makes calls spans of their own besides.
     `force_trace` has the gateways trace every request, whatever they sample.
     """
 
@@ -64,14 +68,16 @@ class GalleyClient:
         telemetry: Telemetry | None = None,
         retries: Retries = Retries(),  # noqa: B008  # frozen
         *,
+        tls: ClientTls | None = None,
         api_key: str | None = None,
         force_trace: bool = False,
     ) -> None:
-        """Raises ValueError if there is no address."""
+        """Raises ValueError if there is no address, or a file of `tls` is of no use (BadFile)."""
         told = addresses.split(",") if isinstance(addresses, str) else addresses
         self.addresses = tuple(dict.fromkeys(address.strip() for address in told if address.strip()))
         if not self.addresses:
             raise ValueError("a client needs the address of a gateway")
+        self._tls = None if tls is None else channel_tls(tls)
         self._key_interceptors = key_interceptors(api_key)
         self._telemetry = telemetry or Telemetry()
         self._retries = retries
@@ -81,10 +87,8 @@ class GalleyClient:
 
     async def __aenter__(self) -> Self:
         self._channels = [
-            grpc.aio.insecure_channel(
-                address,
-                interceptors=[*self._telemetry.client_interceptors(), *self._key_interceptors],
-                options=[*KEEPALIVE, *RECONNECT],
+            open_channel(
+                address, self._tls, [*self._telemetry.client_interceptors(), *self._key_interceptors]
             )
             for address in self.addresses
         ]
@@ -197,3 +201,13 @@ class GalleyClient:
                 if not left or error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise rpc_error(error) from error
                 self._at = (self._at + 1) % len(self.addresses)
+
+
+def channel_tls(tls: ClientTls) -> ChannelTls:
+    """For `open_channel`. Raises BadFile."""
+    files = TlsFiles(
+        NamedFile("ca_file", tls.ca_file),
+        NamedFile("cert_file", tls.cert_file),
+        NamedFile("key_file", tls.key_file),
+    )
+    return ChannelTls(files, tls.server_name)

@@ -43,6 +43,20 @@ class Retries:
     longest_pause_s: float = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """TLS to the gateways: paths of PEM files, which are read anew when they change.
+
+    Trusted is a gateway whose certificate is of an authority in `ca_file` (empty: of a public one) and bears
+    `server_name` (empty: the host of its address). `cert_file` and `key_file` are shown to gateways that ask.
+    """
+
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    server_name: str = ""
+
+
 class GenerateOptions(TypedDict, total=False):
     """What `GalleyClient.generate` takes by keyword; names and bounds as in the proto.
 

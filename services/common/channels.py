@@ -1,6 +1,18 @@
-"""How a channel notices that its peer has gone, and finds it again."""
+"""Channels: how one notices that its peer has gone, and finds it again; and what it trusts."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from services.common.reloading import ReloadingChannel
+from services.common.tls import LOOK_EVERY_S, Material, channel_credentials
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.common.tls import TlsFiles
 
 # A peer that is gone without a word (a partition, a lost machine) is noticed within 15 seconds.
 KEEPALIVE = (
@@ -13,3 +25,31 @@ RECONNECT = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
+
+
+class ChannelTls:
+    """TLS to servers that have `name` in their certificate; empty: the host of their address."""
+
+    def __init__(self, files: TlsFiles, name: str = "") -> None:
+        """Raises BadFile."""
+        self.files = files.watch(LOOK_EVERY_S)
+        self.options = (("grpc.ssl_target_name_override", name),) if name else ()
+
+
+def open_channel(
+    address: str,
+    tls: ChannelTls | None,
+    interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
+    options: Sequence[tuple[str, int | str]] = (),
+) -> grpc.aio.Channel:
+    """A channel to the server at `address`, over TLS if there is any; for calls of the running event loop."""
+    if tls is None:
+        told = [*KEEPALIVE, *RECONNECT, *options]
+        return grpc.aio.insecure_channel(address, interceptors=interceptors, options=told)
+    told = [*KEEPALIVE, *RECONNECT, *tls.options, *options]
+
+    def open_with(material: Material) -> grpc.aio.Channel:
+        credentials = channel_credentials(material)
+        return grpc.aio.secure_channel(address, credentials, interceptors=interceptors, options=told)
+
+    return ReloadingChannel(address, open_with, tls.files)

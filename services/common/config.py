@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 if TYPE_CHECKING:
@@ -44,6 +44,20 @@ class ServiceSettings(BaseSettings):
         le=65535,
         description="Port on which Prometheus fetches /metrics; 0 lets the system choose, -1 is none.",
     )
+    tls_cert_file: str = Field(
+        default="", description="PEM of the certificate to serve with, its chain after it; empty: no TLS."
+    )
+    tls_key_file: str = Field(default="", description="PEM of its key.")
+    tls_client_ca_file: str = Field(
+        default="",
+        description="PEM of the authorities of which every client must show a certificate; empty: of none.",
+    )
+    health_port: int = Field(
+        default=-1,
+        ge=-1,
+        le=65535,
+        description="Port that tells health alone, without TLS; 0 lets the system choose, -1 is none.",
+    )
     ready_fd: int | None = Field(
         default=None, ge=0, description="File descriptor that is told, in JSON lines, how the start goes."
     )
@@ -66,6 +80,14 @@ class ServiceSettings(BaseSettings):
         default=4 * 2**20, ge=1024, le=64 * 2**20, description="Largest request message accepted, in bytes."
     )
 
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            raise ValueError("--tls-cert-file and --tls-key-file go together")
+        if self.tls_client_ca_file and not self.tls_cert_file:
+            raise ValueError("--tls-client-ca-file needs --tls-cert-file and --tls-key-file")
+        return self
+
 
 def parse_settings(cls: type[S], argv: Sequence[str], prog: str, description: str) -> S:
     """Read `cls` from flags, then environment, then defaults; exits 2 with a message if a value is wrong."""
@@ -77,16 +99,33 @@ def parse_settings(cls: type[S], argv: Sequence[str], prog: str, description: st
     try:
         parsed = CliApp.run(Parsed, cli_args=list(argv))
     except ValidationError as error:
-        prefix = str(cls.model_config.get("env_prefix", ""))
         for problem in error.errors():
-            print(f"{prog}: error: {_explain(problem, prefix)}", file=sys.stderr)  # noqa: T201  # before logs
+            _say(prog, _explain(problem, _prefix_of(cls)))
         raise SystemExit(2) from None
     return cls.model_construct(**{name: getattr(parsed, name) for name in cls.model_fields})
+
+
+def refuse(cls: type[BaseSettings], prog: str, setting: str, problem: str) -> NoReturn:
+    """Exit 2 with a message, as where a value is wrong: what it names turned out to be of no use."""
+    _say(prog, _of(setting, problem, _prefix_of(cls)))
+    raise SystemExit(2)
+
+
+def _say(prog: str, problem: str) -> None:
+    print(f"{prog}: error: {problem}", file=sys.stderr)  # noqa: T201  # before logs
+
+
+def _prefix_of(cls: type[BaseSettings]) -> str:
+    return str(cls.model_config.get("env_prefix", ""))
 
 
 def _explain(problem: ErrorDetails, env_prefix: str) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     if not name:
         return problem["msg"].removeprefix("Value error, ")
+    return _of(name, problem["msg"], env_prefix)
+
+
+def _of(name: str, problem: str, env_prefix: str) -> str:
     flag, variable = "--" + name.replace("_", "-"), f"{env_prefix}{name}".upper()
-    return f"{flag} (or {variable}): {problem['msg']}"
+    return f"{flag} (or {variable}): {problem}"

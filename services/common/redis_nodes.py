@@ -24,9 +24,12 @@ from redis.backoff import NoBackoff
 from redis.crc import key_slot
 
 from services.common.redis_batches import Batches
+from services.common.redis_connections import Connections
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from redis.asyncio.connection import Connection
 
     from services.common.redis_url import RedisUrl
 
@@ -71,8 +74,12 @@ class Connector:
         reply_timeout_s: float,
         max_connections: int,
     ) -> None:
-        """`call_timeout_s` bounds connecting, and waiting for a free connection; `max_connections` a node."""
+        """`call_timeout_s` bounds connecting, and waiting for a free connection; `max_connections` a node.
+
+        Raises BadFile.
+        """
         self.url = url
+        self._connections = Connections(url)
         self._limits: dict[str, Any] = {
             "socket_timeout": reply_timeout_s,
             "socket_connect_timeout": call_timeout_s,
@@ -81,17 +88,21 @@ class Connector:
 
     def node(self, host: str, port: int) -> Node:
         """A node there; nothing is connected yet."""
-        kind, arguments = self.url.connection(host, port)
-        pool = redis_asyncio.BlockingConnectionPool(
-            connection_class=kind, **self._pool, **self._limits, **_ONCE, **arguments
-        )
-        client = redis_asyncio.Redis.from_pool(pool)
-        return Node((host, port), client)
+        return Node((host, port), self._client(*self._connections.to_server(host, port)))
 
     def sentinel(self) -> Sentinel:
         """The sentinels that the URL names."""
-        arguments = {**self._limits, **_ONCE, **self.url.sentinel_connection()}
-        return Sentinel(self.url.hosts, sentinel_kwargs=arguments)  # type: ignore[no-untyped-call]  # is untyped
+        sentinel = Sentinel([])  # type: ignore[no-untyped-call]  # is untyped
+        sentinel.sentinels = [
+            self._client(*self._connections.to_sentinel(host, port)) for host, port in self.url.hosts
+        ]
+        return sentinel
+
+    def _client(self, kind: type[Connection], arguments: dict[str, Any]) -> redis_asyncio.Redis:
+        pool = redis_asyncio.BlockingConnectionPool(
+            connection_class=kind, **self._pool, **self._limits, **_ONCE, **arguments
+        )
+        return redis_asyncio.Redis.from_pool(pool)
 
 
 class _Shared(Generic[T]):

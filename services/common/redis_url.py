@@ -9,7 +9,7 @@
 With `rediss` in place of `redis` all of it is spoken over TLS, the sentinels' part too. User and password are
 percent-encoded. After the question mark, each at most once:
 
-    ca=/path           PEM of the authorities that the server's certificate may be of; else the system's
+    ca=/path           PEM of the only authorities that the server's certificate may be of; else the system's
     cert=/path         PEM of our own certificate, where the server asks for one
     key=/path          PEM of its key; else it stands in `cert`
     service=name       what the sentinels call the replica set
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import parse_qsl, unquote
 
 from pydantic import AfterValidator, SecretStr
-from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,16 +59,6 @@ class Tls:
     cert: str = ""
     key: str = ""
 
-    def arguments(self) -> dict[str, Any]:
-        """For a connection; certificates and host names are always checked."""
-        return {
-            "ssl_ca_certs": self.ca or None,
-            "ssl_certfile": self.cert or None,
-            "ssl_keyfile": self.key or None,
-            "ssl_cert_reqs": "required",
-            "ssl_check_hostname": True,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
@@ -83,25 +72,6 @@ class RedisUrl:
     tls: Tls | None = None
     service: str = ""
     sentinel_credentials: Credentials = Credentials()
-
-    def connection(self, host: str, port: int) -> tuple[type[Connection], dict[str, Any]]:
-        """The class and the arguments of a connection to the server there (ignored for a unix socket)."""
-        arguments = {**self.credentials.arguments(), "db": self.database}
-        if self.path:
-            # It is no Connection by type only.
-            unix: Any = UnixDomainSocketConnection
-            return unix, {**arguments, "path": self.path}
-        return self._tcp({**arguments, "host": host, "port": port})
-
-    def sentinel_connection(self) -> dict[str, Any]:
-        """What every connection to a sentinel has, besides its address."""
-        arguments = self.sentinel_credentials.arguments()
-        return arguments if self.tls is None else {**arguments, "ssl": True, **self.tls.arguments()}
-
-    def _tcp(self, arguments: dict[str, Any]) -> tuple[type[Connection], dict[str, Any]]:
-        if self.tls is None:
-            return Connection, arguments
-        return SSLConnection, {**arguments, **self.tls.arguments()}
 
 
 def parse_redis_url(url: str) -> RedisUrl:

@@ -19,15 +19,19 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from services.common.binding import CannotBind, bind
 from services.common.channels import KEEPALIVE
-from services.common.config import ServiceSettings, parse_settings
+from services.common.config import ServiceSettings, parse_settings, refuse
 from services.common.deserialize import DeserializeInterceptor
+from services.common.files import BadFile
+from services.common.health_port import HANDSHAKE_TIMEOUT_MS, HealthPort, open_health_port
 from services.common.logs import get_logger, start_logging
-from services.common.metrics.metering import start_metering
+from services.common.metrics.metering import Metering, start_metering
 from services.common.process import die_with_parent
 from services.common.readiness import Readiness
 from services.common.status import StatusInterceptor
 from services.common.telemetry import Telemetry, start_telemetry
+from services.common.tls import server_credentials
 from services.common.unless import unless
 from services.core.errors import GalleyError
 
@@ -79,18 +83,19 @@ def no_interceptors(_parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
     return ()
 
 
-class CannotBind(Exception):
-    """The address cannot be listened on."""
-
-
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that serves at `address` (host:port) until it is stopped."""
+    """A server that serves at `address` (host:port) until it is stopped.
+
+    `health_address` is where health alone is told; empty: nowhere.
+    """
 
     address: str
     service: Service
+    health_address: str
     _server: grpc.aio.Server
     _health: HealthServicer
+    _health_port: HealthPort
     _drain_timeout_s: float
 
     async def stop(self) -> None:
@@ -102,6 +107,7 @@ class RunningServer:
         except TimeoutError:
             _LOG.warning("drain timeout passed; ending what is still under way")
         await self._server.stop(_STOP_GRACE_S)
+        await self._health_port.stop()
         await self.service.close()
 
 
@@ -111,11 +117,12 @@ async def start_server(
     parts: Parts | None = None,
     interceptors: Interceptors = no_interceptors,
 ) -> RunningServer:
-    """Start serving in the running event loop, without touching the process; raises CannotBind.
+    """Start serving in the running event loop, without touching the process; raises CannotBind or BadFile.
 
     What `interceptors`, the service's own, raise becomes a status as what it raises itself.
     """
     parts = parts or Parts()
+    credentials = server_credentials(settings)
     server = grpc.aio.server(
         interceptors=[
             *parts.telemetry.server_interceptors(),
@@ -134,19 +141,28 @@ async def start_server(
             ("grpc.http2.max_pings_without_data", 0),
             # A process that was stopped or starved reads at once what came over seconds: no reason to go.
             ("grpc.http2.max_ping_strikes", 100),
+            # Who takes longer to say hello keeps a connection, and means nothing good.
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ],
     )
-    address = _bind(server, settings.host, settings.port)
+    address = bind(server, settings.host, settings.port, credentials)
+    told, health_port = HealthServicer(), HealthPort()
     try:
+        await _tell(told, ("",), health_pb2.HealthCheckResponse.NOT_SERVING)
+        health_port = await open_health_port(settings.host, settings.health_port, told)
         service = await build(server, replace(parts, address=address))
-        health_servicer = await _add_standard_services(server, service.grpc_services)
+        names = ("", *service.grpc_services)
+        await _tell(told, names, health_pb2.HealthCheckResponse.NOT_SERVING)
+        _add_standard_services(server, service.grpc_services, told)
         await server.start()
     except BaseException:
+        await health_port.stop()
         await server.stop(None)
         raise
-    for name in ("", *service.grpc_services):
-        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return RunningServer(address, service, server, health_servicer, settings.drain_timeout_s)
+    await _tell(told, names, health_pb2.HealthCheckResponse.SERVING)
+    return RunningServer(
+        address, service, health_port.address, server, told, health_port, settings.drain_timeout_s
+    )
 
 
 async def run_service(
@@ -168,7 +184,7 @@ async def run_service(
         # What a start leaves behind (modules, a model) lives as long as the process; do not walk it again.
         gc.collect()
         gc.freeze()
-        told = {"metrics": metering.address} if metering.address else {}
+        told = _where_else(metering, running)
         _LOG.info("serving", address=running.address, **told)
         parts.readiness.ready(running.address, **told)
         await stopped.wait()
@@ -194,40 +210,46 @@ def main_of(
     argv: Sequence[str] | None = None,
     interceptors: Callable[[S], Interceptors] = lambda _: no_interceptors,
 ) -> None:
-    """The whole of a service's `__main__`: returns when it has stopped, exits 1 if it cannot start."""
+    """The whole of a service's `__main__`: returns when it has stopped, exits 1 if it cannot start.
+
+    And 2 for what it is told: a setting that is wrong, or names a file that is of no use.
+    """
     arguments = sys.argv[1:] if argv is None else argv
-    settings = parse_settings(settings_type, arguments, f"python -m services.{name}", description)
+    program = f"python -m services.{name}"
+    settings = parse_settings(settings_type, arguments, program, description)
     if settings.die_with_parent:
         die_with_parent()
     start_logging(f"galley-{name}", settings.log_level, settings.log_format)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run_service(settings, name, build(settings), interceptors(settings)))
+    except BadFile as error:
+        refuse(settings_type, program, error.setting, error.problem)
     except (CannotBind, GalleyError, OSError, ValueError) as error:
         _LOG.error("cannot start", problem=str(error))  # the message says it all
         raise SystemExit(1) from None
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> str:
-    shown = f"[{host}]" if ":" in host else host
-    try:
-        bound = server.add_insecure_port(f"{shown}:{port}")
-    except RuntimeError as error:
-        raise CannotBind(f"cannot listen on {shown}:{port}; is it in use?") from error
-    if bound == 0:
-        raise CannotBind(f"cannot listen on {shown}:{port}; is it in use?")
-    return f"{shown}:{bound}"
+def _where_else(metering: Metering, running: RunningServer) -> dict[str, str]:
+    """What is served apart from the service itself."""
+    served = {"metrics": metering.address, "health": running.health_address}
+    return {what: address for what, address in served.items() if address}
 
 
-async def _add_standard_services(server: grpc.aio.Server, grpc_services: Sequence[str]) -> HealthServicer:
-    servicer = HealthServicer()
-    for name in ("", *grpc_services):
-        await servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+async def _tell(
+    told: HealthServicer, names: Sequence[str], status: health_pb2.HealthCheckResponse.ServingStatus
+) -> None:
+    for name in names:
+        await told.set(name, status)
+
+
+def _add_standard_services(
+    server: grpc.aio.Server, grpc_services: Sequence[str], told: HealthServicer
+) -> None:
+    health_pb2_grpc.add_HealthServicer_to_server(told, server)
     reflection.enable_server_reflection(
         (*grpc_services, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
-    return servicer
 
 
 def _stop_signal() -> asyncio.Event:

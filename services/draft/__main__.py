@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.process import in_passing_thread
+from services.common.redis_connections import refuse_bad_files
 from services.common.registration import registered
 from services.common.registry import DRAFT_POOL
 from services.common.server import main_of
@@ -26,7 +27,8 @@ _DESCRIPTION = (
 
 
 def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Service]]:
-    """How to build the service of these settings."""
+    """How to build the service of these settings. Raises BadFile."""
+    refuse_bad_files(settings.redis_url)
 
     async def build_service(server: grpc.aio.Server, parts: Parts) -> Service:
         if settings.model is not None:

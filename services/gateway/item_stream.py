@@ -3,6 +3,7 @@
 Items of all sessions share the stream to a pool. An item may have several answers, and be told more of
 (extended) until the last of them. What comes while a message is being written goes into the next one
 together. Giving up an item tells the pool; a stream that breaks fails what is open, and the next item opens a
+new one. One that is outdated (its TLS files have changed) is left to the items that it has; the next go by a
 new one.
 """
 
@@ -92,28 +93,50 @@ class ItemStream(Generic[ItemT, AnswerT]):
     """One pool's stream; opened when first needed."""
 
     def __init__(
-        self, open_call: OpenCall, request: MakeRequest[ItemT], more: More[AnswerT] = lambda _: False
+        self,
+        open_call: OpenCall,
+        request: MakeRequest[ItemT],
+        more: More[AnswerT] = lambda _: False,
+        generation: Callable[[], int] = lambda: 0,
     ) -> None:
         """`request` makes a message of items, references to those given up, and extensions.
 
-        `more` tells whether an answer is not the last of its item.
+        `more` tells whether an answer is not the last of its item; `generation` is another once a call would
+        go by another connection.
         """
         self._open_call = open_call
         self._request: MakeRequest[ItemT] = request
         self._more: More[AnswerT] = more
+        self._generation = generation
+        self._generation_of_current = 0
         self._ids = itertools.count(1)
         self._current: _Connection[ItemT, AnswerT] | None = None
+        self._left: list[_Connection[ItemT, AnswerT]] = []
 
     @property
     def broken(self) -> bool:
         """Whether it has ended since it was last opened, so that somebody else may answer the next item."""
         return self._current is not None and self._current.broken
 
+    @property
+    def outdated(self) -> bool:
+        """Whether a new one would go by another connection."""
+        return self._current is not None and self._generation() != self._generation_of_current
+
+    def renew(self) -> None:
+        """Have the next item open a new stream; this one ends when its items have."""
+        left, self._current = self._current, None
+        self._left = [connection for connection in self._left if not connection.broken]
+        if left is not None and not left.broken:
+            self._left.append(left)
+            left.leave()
+
     def open(self, item: ItemT) -> OpenItem[AnswerT]:
         """Send `item`, whose `request_id` becomes one of the stream's own."""
         item.slice.request_id = next(self._ids)
         connection = self._current
         if connection is None or connection.broken:
+            self._generation_of_current = self._generation()
             connection = self._current = _Connection(self._open_call(), self._request, self._more)
         return connection.open(item)
 
@@ -130,8 +153,11 @@ class ItemStream(Generic[ItemT, AnswerT]):
 
     async def close(self) -> None:
         """End the stream."""
-        if self._current is not None:
-            await self._current.close()
+        connections = [*self._left, self._current]
+        self._left = []
+        for connection in connections:
+            if connection is not None:
+                await connection.close()
 
 
 class _Connection(Generic[ItemT, AnswerT]):
@@ -144,6 +170,7 @@ class _Connection(Generic[ItemT, AnswerT]):
         more: More[AnswerT],
     ) -> None:
         self.broken = False
+        self._is_left = False
         self._call = call
         self._request: MakeRequest[ItemT] = request
         self._more: More[AnswerT] = more
@@ -176,6 +203,11 @@ class _Connection(Generic[ItemT, AnswerT]):
             self._given_up.append(ref)
             self._work.set()
 
+    def leave(self) -> None:
+        """End it in good order once all its items have their answers."""
+        self._is_left = True
+        self._work.set()
+
     async def close(self) -> None:
         self._break(Unavailable("the gateway is closing"))
         self._call.cancel()
@@ -190,6 +222,9 @@ class _Connection(Generic[ItemT, AnswerT]):
             try:
                 while self._items or self._given_up or self._extensions:
                     await self._call.write(self._next_message())
+                if self._is_left and not self._open:
+                    await self._call.done_writing()
+                    return
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
                 self._call.cancel()  # if it is not over anyway, whose reason the reader learns
                 return
@@ -236,6 +271,8 @@ class _Connection(Generic[ItemT, AnswerT]):
             return
         if not self._more(answer):
             del self._open[answer.request_id]
+            if self._is_left:
+                self._work.set()
         opened.put(answer)
 
     def _break(self, error: Exception) -> None:

@@ -93,6 +93,10 @@ class MemberPool(Protocol):
     def replica(self) -> Replica | None:
         """Who answers; None while nobody does, as far as is known."""
 
+    @property
+    def outdated(self) -> bool:
+        """Whether it is to be met again, over a new connection."""
+
     async def meet(self, timeout_s: float) -> None:
         """Ask who serves there. Raises grpc.aio.AioRpcError, TokenizerMismatch or Unavailable."""
 
@@ -126,7 +130,7 @@ class Member(Generic[PoolT, LeaseT]):
     def must_meet(self) -> bool:
         """Whether it is not known who serves there, if anybody."""
         replica = self.pool.replica
-        if replica is None or not self.up:
+        if replica is None or not self.up or self.pool.outdated:
             return True
         return self.lease is not None and self.lease.incarnation != replica.incarnation
 

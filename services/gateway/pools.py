@@ -13,6 +13,7 @@ import grpc
 from services.common.codec import logprobs_from, sampling_message
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.common.reloading import generation_of
 from services.common.status import error_type, item_error_type
 from services.core import events as ev
 from services.core import trace_names as names
@@ -64,7 +65,7 @@ class TargetPool:
         self.address = address
         self._came_back = came_back
         self._items: ItemStream[pb.VerifyItem, pb.VerifyAnswer] = ItemStream(
-            self._stub.VerifyStream, _verify_request, _has_more
+            self._stub.VerifyStream, _verify_request, _has_more, generation_of(channel)
         )
         self.info = pb.GetTargetInfoResponse()
         self._met = False
@@ -75,13 +76,18 @@ class TargetPool:
         """Who answers; None while nobody does."""
         return Replica(self.address, self.info.incarnation) if self._met else None
 
+    @property
+    def outdated(self) -> bool:
+        """Whether it is to be met over a new connection, where items then go."""
+        return self._items.outdated
+
     async def meet(self, timeout_s: float, *, wait: bool = False) -> None:
         """Ask the target who it is; `wait` until it serves.
 
         Raises grpc.aio.AioRpcError if it does not answer in time, TokenizerMismatch if it is another than
         was met before.
         """
-        request = pb.GetTargetInfoRequest()
+        request, outdated = pb.GetTargetInfoRequest(), self._items.outdated
         info = await self._stub.GetTargetInfo(request, timeout=timeout_s, wait_for_ready=wait)
         if self.info.tokenizer_hash not in {"", info.tokenizer_hash}:
             raise TokenizerMismatch(info.tokenizer_hash, self.info.tokenizer_hash, "new target")
@@ -89,6 +95,8 @@ class TargetPool:
             raise Unavailable(
                 f"another model has come: vocabulary {info.vocab_size}, was {self.info.vocab_size}"
             )
+        if outdated and self._items.outdated:  # nobody else met it meanwhile
+            self._items.renew()
         self.info = info
         self._met = True
 
@@ -103,7 +111,7 @@ class TargetPool:
         """
         if self._items.broken:
             self.lost()  # though no item was open to notice
-        if not self._met:
+        if not self._met or self._items.outdated:
             # However long the item may take: who does not say who it is keeps nobody from asking another.
             closed = self._closed
             await self.meet(min(_seconds(item.slice.remaining_ns) or MEET_TIMEOUT_S, MEET_TIMEOUT_S))
@@ -221,7 +229,9 @@ class DraftPool:
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = rpc.DraftStub(channel)
         self._address = address
-        self._items = self._new_stream()
+        self._items: ItemStream[pb.ProposeItem, pb.ProposeAnswer] = ItemStream(
+            self._stub.ProposeStream, _propose_request, generation=generation_of(channel)
+        )
         self.info = pb.GetDraftInfoResponse()
         self._met = False
 
@@ -231,11 +241,17 @@ class DraftPool:
         there = self._met and not self._items.broken
         return Replica(self._address, self.info.incarnation) if there else None
 
+    @property
+    def outdated(self) -> bool:
+        """Whether it is to be met over a new connection, where items then go."""
+        return self._items.outdated
+
     async def meet(self, timeout_s: float) -> None:
         """Ask the draft who it is. Raises grpc.aio.AioRpcError if it does not answer in time."""
+        outdated = self._items.outdated
         self.info = await self._stub.GetDraftInfo(pb.GetDraftInfoRequest(), timeout=timeout_s)
-        if self._items.broken:
-            self._items = self._new_stream()
+        if self._items.broken or (outdated and self._items.outdated):
+            self._items.renew()
         self._met = True
 
     async def propose(
@@ -285,9 +301,6 @@ class DraftPool:
             most=self.info.max_draft_tokens,
             strategy=request.strategy or self.info.default_strategy,
         )
-
-    def _new_stream(self) -> ItemStream[pb.ProposeItem, pb.ProposeAnswer]:
-        return ItemStream(self._stub.ProposeStream, _propose_request)
 
     def lost(self) -> None:
         """It failed: another process may come back at this address."""

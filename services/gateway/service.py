@@ -9,12 +9,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-import grpc
-
-from services.common.channels import KEEPALIVE, RECONNECT
 from services.common.logs import get_logger
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S, Copies
+from services.common.redis_connections import refuse_bad_files
 from services.common.registry import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
 from services.core.session import SessionLimits
 from services.core.store import SessionStore
@@ -27,6 +25,7 @@ from services.gateway.members import Registered, Told
 from services.gateway.metrics import CountingGatewayMeter
 from services.gateway.model import ServedModel
 from services.gateway.patience import SECOND, Timeouts, patiently
+from services.gateway.peers import Peers
 from services.gateway.request_spans import RequestSpans
 from services.gateway.round_spans import TraceOptions
 from services.gateway.router import SessionTarget
@@ -41,6 +40,8 @@ from services.gateway.validation import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
+
+    import grpc
 
     from services.common.server import Interceptors, Parts
     from services.core.session import Session
@@ -108,15 +109,21 @@ def open_redis(settings: GatewaySettings) -> OpenedStore:
 
 
 StoreOpener: TypeAlias = Callable[[GatewaySettings], OpenedStore]
+ChannelOpener: TypeAlias = "Callable[[str], grpc.aio.Channel]"
 
 
 def build(
     settings: GatewaySettings, open_store: StoreOpener = open_redis
 ) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
-    """How `services.common.server` makes a gateway of its settings; measurements pass another store."""
+    """How `services.common.server` makes a gateway of its settings; measurements pass another store.
+
+    Raises BadFile.
+    """
+    refuse_bad_files(settings.redis_url)
+    peers = Peers(settings)
 
     async def build_gateway(server: grpc.aio.Server, parts: Parts) -> GatewayService:
-        return await _build(settings, open_store, server, parts)
+        return await _build(settings, peers, open_store, server, parts)
 
     return build_gateway
 
@@ -136,18 +143,18 @@ def interceptors(settings: GatewaySettings) -> Interceptors:
 
 
 async def _build(
-    settings: GatewaySettings, open_store: StoreOpener, server: grpc.aio.Server, parts: Parts
+    settings: GatewaySettings, peers: Peers, open_store: StoreOpener, server: grpc.aio.Server, parts: Parts
 ) -> GatewayService:
     parts.readiness.stage("loading the tokenizer")
     tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
     clock = MonotonicClock()
     async with AsyncExitStack() as opened:
-        targets = _targets(settings, tokenizer, clock, parts)
+        targets = _targets(settings, tokenizer, clock, lambda address: peers.open_target(address, parts))
         opened.push_async_callback(targets.close)
         parts.readiness.stage("waiting for a target")
         await targets.start(settings.startup_timeout_s)
         parts.readiness.stage("pairing with the drafts")
-        drafts = _drafts(settings, tokenizer, clock, parts)
+        drafts = _drafts(settings, tokenizer, clock, lambda address: peers.open_draft(address, parts))
         opened.push_async_callback(drafts.close)
         await _meet_drafts(settings, drafts)
         parts.readiness.stage("connecting to the session store")
@@ -215,13 +222,15 @@ def _id_secret(settings: GatewaySettings) -> bytes:
     return given or secrets.token_bytes(32)
 
 
-def _targets(settings: GatewaySettings, tokenizer: Tokenizer, clock: MonotonicClock, parts: Parts) -> Targets:
+def _targets(
+    settings: GatewaySettings, tokenizer: Tokenizer, clock: MonotonicClock, open_channel: ChannelOpener
+) -> Targets:
     told = _addresses(settings.target)
     source = Told(told) if told else Registered(_registry(settings), TARGET_POOL)
     return Targets(
         source,
         tokenizer.hash,
-        lambda address: _open(address, parts),
+        open_channel,
         clock,
         settings.max_draft_tokens,
         settings.slow_factor,
@@ -229,13 +238,15 @@ def _targets(settings: GatewaySettings, tokenizer: Tokenizer, clock: MonotonicCl
     )
 
 
-def _drafts(settings: GatewaySettings, tokenizer: Tokenizer, clock: MonotonicClock, parts: Parts) -> Drafts:
+def _drafts(
+    settings: GatewaySettings, tokenizer: Tokenizer, clock: MonotonicClock, open_channel: ChannelOpener
+) -> Drafts:
     if settings.draft:
         source: Source = Told([] if settings.draft == NO_DRAFT else _addresses(settings.draft))
     else:
         source = Registered(_registry(settings), DRAFT_POOL)
     timeout_ns = int(settings.draft_timeout_s * SECOND)
-    return Drafts(source, tokenizer.hash, lambda address: _open(address, parts), clock, timeout_ns)
+    return Drafts(source, tokenizer.hash, open_channel, clock, timeout_ns)
 
 
 async def _meet_drafts(settings: GatewaySettings, drafts: Drafts) -> None:
@@ -253,19 +264,6 @@ def _addresses(told: str) -> list[str]:
 
 def _registry(settings: GatewaySettings) -> ReplicaRegistry:
     return ReplicaRegistry(settings.redis_url.get_secret_value())
-
-
-def _open(address: str, parts: Parts) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(
-        address,
-        interceptors=parts.telemetry.client_interceptors(),
-        options=[
-            ("grpc.max_receive_message_length", -1),
-            ("grpc.max_send_message_length", -1),
-            *KEEPALIVE,
-            *RECONNECT,
-        ],
-    )
 
 
 def _copies(settings: GatewaySettings) -> Copies | None:

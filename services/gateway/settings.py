@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 
 from services.common.config import ServiceSettings, settings_config
 from services.common.defaults import DEFAULT_MODEL
@@ -40,6 +40,19 @@ class GatewaySettings(ServiceSettings):
     )
     redis_wait_timeout_s: float = Field(
         1.0, gt=0, description="How long one commit waits for them; it is repeated for --store-timeout-s."
+    )
+    peer_ca_file: str = Field(
+        "",
+        description="PEM of the authorities of targets and drafts, which are spoken to over TLS then; "
+        "empty: plainly.",
+    )
+    peer_cert_file: str = Field("", description="PEM of the certificate that targets and drafts are shown.")
+    peer_key_file: str = Field("", description="PEM of its key.")
+    target_tls_name: str = Field(
+        "", description="Name that targets' certificates must bear; empty: the host of the address."
+    )
+    draft_tls_name: str = Field(
+        "", description="Name that drafts' certificates must bear; empty: the host of the address."
     )
     model: str = Field(DEFAULT_MODEL, description="Where the target's tokenizer is: a directory or a hub id.")
     model_name: str = Field(
@@ -104,3 +117,12 @@ class GatewaySettings(ServiceSettings):
         SecretStr(""),
         description="Key of the HMAC that makes session ids of idempotency keys; the same at all gateways.",
     )
+
+    @model_validator(mode="after")
+    def _peer_tls_is_whole(self) -> Self:
+        if bool(self.peer_cert_file) != bool(self.peer_key_file):
+            raise ValueError("--peer-cert-file and --peer-key-file go together")
+        for name in ("peer_cert_file", "target_tls_name", "draft_tls_name"):
+            if getattr(self, name) and not self.peer_ca_file:
+                raise ValueError(f"--{name.replace('_', '-')} needs --peer-ca-file")
+        return self

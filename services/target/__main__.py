@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from services.common.config import parse_settings
 from services.common.process import in_passing_thread
+from services.common.redis_connections import refuse_bad_files
 from services.common.server import main_of
 from services.target.hosts import run_host
 from services.target.loading import load_engine
@@ -26,7 +27,8 @@ _DESCRIPTION = "A Galley target: verifies draft tokens of many sessions at once 
 
 
 def build(settings: TargetSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Service]]:
-    """How to build the service of these settings."""
+    """How to build the service of these settings. Raises BadFile."""
+    refuse_bad_files(settings.redis_url)
 
     async def build_service(server: grpc.aio.Server, parts: Parts) -> Service:
         if settings.tensor_parallel > 1:

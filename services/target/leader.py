@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
+from services.common.binding import CannotBind
 from services.common.logs import get_logger
 from services.common.metrics.labels import TARGET
 from services.common.metrics.metering import Metering, start_metering
@@ -55,11 +56,7 @@ class Leader:
         """Load and serve; the address. `store` is where the followers come; None with one rank."""
         self._telemetry = start_telemetry("galley-target")
         self._metering = await _start_metering(self._settings)
-        self._server = await start_server(
-            self._settings,
-            lambda server, parts: self._build(server, parts, store),
-            Parts(telemetry=self._telemetry, metrics=self._metering.registry),
-        )
+        self._server = await self._start_server(self._settings, store)
         return self._settings.advertise or self._server.address
 
     def facts(self) -> Facts:
@@ -85,6 +82,22 @@ class Leader:
         if self._service is None:
             raise Unavailable("this replica is not loaded yet")
         return self._service
+
+    async def _start_server(self, settings: TargetSettings, store: Store | None) -> RunningServer:
+        """Where another replica of the node has the health port, any other: the log says which."""
+        try:
+            running = await start_server(
+                settings,
+                lambda server, parts: self._build(server, parts, store),
+                Parts(telemetry=self._telemetry, metrics=self._metering.registry),
+            )
+        except CannotBind:
+            if settings.health_port <= 0:
+                raise
+            return await self._start_server(settings.model_copy(update={"health_port": 0}), store)
+        if running.health_address:
+            _LOG.info("serving health", address=running.health_address)
+        return running
 
     async def _build(self, server: grpc.aio.Server, parts: Parts, store: Store | None) -> Service:
         engine = await in_passing_thread(self._rank.load, store)

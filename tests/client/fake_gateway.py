@@ -125,12 +125,15 @@ class FakeGateway(rpc.GenerationServicer):
 
 
 @contextlib.contextmanager
-def serving(gateway: FakeGateway) -> Iterator[str]:
-    """The address at which `gateway` serves."""
+def serving(gateway: FakeGateway, credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
+    """The address at which `gateway` serves; with `credentials`, over TLS."""
     with ThreadPoolExecutor(max_workers=4) as pool:
         server = grpc.server(pool)
         rpc.add_GenerationServicer_to_server(gateway, server)
-        port = server.add_insecure_port("127.0.0.1:0")
+        if credentials is None:
+            port = server.add_insecure_port("127.0.0.1:0")
+        else:
+            port = server.add_secure_port("127.0.0.1:0", credentials)
         server.start()
         try:
             yield f"127.0.0.1:{port}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from services.common.config import ServiceSettings
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from tests.gateway.tls import caller_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -31,8 +32,11 @@ class EchoService(rpc.DraftServicer):
         self.release.set()
         self.cancelled = asyncio.Event()
         self.closed = False
+        # The name in each one's certificate; empty where none was shown.
+        self.callers: list[str] = []
 
     async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:
+        self.callers.append(caller_of(context))
         self.entered.set()
         try:
             await self.release.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import grpc
@@ -10,23 +11,37 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common.healthcheck import main, problem_of
+from services.common.tls import server_credentials
+from tests.common.service import settings
+from tests.common.tls_world import tls_settings
+from tests.gateway.tls import Authority, mounted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 Served = tuple[health.HealthServicer, str]
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
+@contextmanager
+def serving(credentials: grpc.ServerCredentials | None = None) -> Iterator[Served]:
     with ThreadPoolExecutor(2) as threads:
         server = grpc.server(threads)
         servicer = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-        port = server.add_insecure_port("127.0.0.1:0")
+        if credentials is None:
+            port = server.add_insecure_port("127.0.0.1:0")
+        else:
+            port = server.add_secure_port("127.0.0.1:0", credentials)
         server.start()
         yield servicer, f"127.0.0.1:{port}"
         server.stop(None).wait()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving() as served:
+        yield served
 
 
 def test_serving_is_healthy(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,5 +65,25 @@ def test_nobody_there_is_said() -> None:
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([])
     assert "ADDRESS" in capsys.readouterr().err
+
+
+def test_over_tls_it_says_who_it_is_and_whom_it_trusts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path, "authority")
+    files = mounted(tmp_path / "files", authority.ca, authority.issue("galley.test"))
+    credentials = server_credentials(settings(**tls_settings(files, mutual=True)))
+    with serving(credentials) as (_, address):
+        assert main([address]) == 1
+        pair = ["--tls-cert-file", files.cert, "--tls-key-file", files.key]
+        assert main([address, "--tls-ca-file", files.ca, *pair]) == 0
+        assert main([address, "--tls-ca-file", files.ca, *pair, "--tls-server-name", "galley.test"]) == 0
+        assert main([address, "--tls-ca-file", files.ca, *pair, "--tls-server-name", "another"]) == 1
+        for name, path in (("CA", files.ca), ("CERT", files.cert), ("KEY", files.key)):
+            monkeypatch.setenv(f"GALLEY_TLS_{name}_FILE", path)
+        assert main([address]) == 0
+    assert main([address, "--tls-ca-file", "/nowhere"]) == 2
+    assert "--tls-ca-file: /nowhere: No such file or directory" in capsys.readouterr().err

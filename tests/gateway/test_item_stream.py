@@ -29,6 +29,8 @@ class Pool(rpc.TargetServicer):
         self.hold = False
         self.script: Callable[[pb.VerifyItem], list[pb.VerifyAnswer]] | None = None
         self.end = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.generation = 0
 
     async def VerifyStream(
         self,
@@ -53,6 +55,7 @@ class Pool(rpc.TargetServicer):
                         for item in message.items
                     ]
                 )
+        self.ended.set()  # in good order: its caller has closed it
 
 
 @pytest.fixture
@@ -73,6 +76,7 @@ async def stream(pool: Pool) -> AsyncIterator[Stream]:
                 items=items, cancelled=given_up, extensions=extensions
             ),
             lambda answer: answer.result.more,
+            lambda: pool.generation,
         )
         yield stream
         await stream.close()
@@ -192,3 +196,61 @@ async def test_a_stream_that_breaks_fails_an_item_after_the_answers_that_came(
     assert (await opened.next_answer()).result.position == 1
     with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
         await opened.next_answer()
+
+
+async def test_a_stream_is_outdated_once_calls_go_by_another_connection(pool: Pool, stream: Stream) -> None:
+    outdated = [stream.outdated]
+    for generation in (1, 1, 2):
+        pool.generation = generation
+        outdated.append(stream.outdated)
+        await stream.ask(item("s"))
+    assert outdated == [False, False, False, True], "one that is not open is not outdated"
+    assert pool.opened == 1, "it goes on until it is renewed"
+    stream.renew()
+    outdated = [stream.outdated]
+    await stream.ask(item("s"))
+    assert [*outdated, stream.outdated] == [False, False]
+    assert pool.opened == 2
+
+
+async def test_a_renewed_stream_ends_in_good_order_after_the_last_answer_to_its_items(
+    pool: Pool, stream: Stream
+) -> None:
+    pool.script = lambda item: [result(item.slice, 1, more=True)]
+    first, second = stream.open(item("first")), stream.open(item("second"))
+    for opened in (first, second):
+        await opened.next_answer()
+    stream.renew()
+    pool.script = None
+    assert (await stream.ask(item("after"))).session_id == "after"
+    first.extend(pb.Extension(limit=9))
+    while not (await pool.arrived.get()).extensions:
+        pass
+    first.close()
+    (given_up,) = (await pool.arrived.get()).cancelled
+    assert given_up.session_id == "first"
+    assert not pool.ended.is_set()
+    second.close()
+    async with asyncio.timeout(5):
+        await pool.ended.wait()
+    assert (await stream.ask(item("again"))).session_id == "again"
+    assert pool.opened == 2
+
+
+async def test_a_renewed_stream_without_items_ends_at_once(pool: Pool, stream: Stream) -> None:
+    await stream.ask(item("s"))
+    stream.renew()
+    async with asyncio.timeout(5):
+        await pool.ended.wait()
+
+
+async def test_a_renewed_stream_that_breaks_fails_its_own_items_only(pool: Pool, stream: Stream) -> None:
+    pool.hold = True
+    asked = asyncio.create_task(stream.ask(item("old")))
+    await pool.arrived.get()
+    stream.renew()
+    pool.hold = False
+    assert (await stream.ask(item("new"))).session_id == "new"
+    await stream.close()
+    with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
+        await asked

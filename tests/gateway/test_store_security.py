@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from services.common import files as files_module
+from services.common.files import BadFile
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.redis_calls import Copies
 from services.common.registry import DRAFT_POOL, ReplicaRegistry, draft_lease
 from services.core.errors import Broken, GalleyError, StoreUnavailable
 from services.core.store import Directory, Held
 from services.gateway.store import RedisStore
+from tests.common.logged import logged
 from tests.gateway.acl import documented_user
 from tests.gateway.clusters import (
     CLUSTER,
@@ -26,7 +29,7 @@ from tests.gateway.clusters import (
 )
 from tests.gateway.servers import BINARIES, REDIS, running
 from tests.gateway.test_store import ALICE, PROMPT, Backend, a_session, store_at
-from tests.gateway.tls import Authority
+from tests.gateway.tls import Authority, mounted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -253,3 +256,64 @@ async def test_who_shows_no_certificate_is_turned_away(tls_server: TcpServer, au
         async with store_at(At(url), call_timeout_s=0.5) as store:
             with pytest.raises(StoreUnavailable):
                 await store.ping()
+
+
+async def test_who_names_an_authority_trusts_no_other(
+    tls_server: TcpServer, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca))
+    mine, other = authority.issue("client"), Authority(tmp_path, "other")
+    files = f"cert={mine.cert}&key={mine.key}"
+    await must_work(At(f"rediss://{tls_server.address}/0?{files}"))
+    async with store_at(At(f"rediss://{tls_server.address}/0?ca={other.ca}&{files}")) as store:
+        with pytest.raises(StoreUnavailable, match=r"[Cc]ertificate"):
+            await store.ping()
+
+
+async def test_connections_are_made_with_the_files_as_they_are(authority: Authority, tmp_path: Path) -> None:
+    other = Authority(tmp_path, "other")
+    files = mounted(tmp_path / "client", authority.ca, authority.issue("client"))
+    options = tls_options(authority)
+    with serving(lambda directory: TcpServer(REDIS, directory, free_port(), tls=options)) as server:
+        url = f"rediss://{server.address}/0?ca={files.ca}&cert={files.cert}&key={files.key}"
+        async with store_at(At(url)) as store:
+            await store.ping()
+            await change_over(server, other)
+            await store.ping()  # over the connection that stands
+            await server.command("CLIENT", "KILL", "TYPE", "normal")
+            with pytest.raises(StoreUnavailable, match=r"[Cc]ertificate"):
+                await store.ping()
+            files.put_pair(other.ca, other.issue("client"))
+            await store.ping()
+            files.put(ca=other.ca, cert=b"half", key=b"written")
+            await server.command("CLIENT", "KILL", "TYPE", "normal")
+            with logged(files_module) as logs:
+                await store.ping()
+            assert logs[0]["problem"].startswith("redis_url: the files of ca=, cert= and key= are of no use")
+
+
+async def change_over(server: TcpServer, authority: Authority) -> None:
+    """To certificates of another authority, its own and its clients'."""
+    mine = authority.issue("server")
+    files = {"tls-cert-file": mine.cert, "tls-key-file": mine.key, "tls-ca-cert-file": authority.ca}
+    await server.command("CONFIG", "SET", *(str(part) for item in files.items() for part in item))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("ca=/nowhere", "/nowhere: No such file or directory"),
+        ("ca={ca}&cert={cert}&key=/nowhere", "/nowhere: No such file or directory"),
+        ("cert={cert}&key={other}", "KEY_VALUES_MISMATCH"),
+        ("ca={key}", "are of no use"),
+    ],
+)
+def test_files_of_no_use_are_refused_before_anything_is_connected(
+    options: str, why: str, authority: Authority
+) -> None:
+    mine, other = authority.issue("mine"), authority.issue("other")
+    told = options.format(ca=authority.ca, cert=mine.cert, key=mine.key, other=other.key)
+    with pytest.raises(BadFile, match=why) as refused:
+        RedisStore(f"rediss://:secret@store?{told}")
+    assert refused.value.setting == "redis_url"
+    assert "secret" not in str(refused.value)

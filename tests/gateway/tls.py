@@ -1,21 +1,24 @@
-"""Certificates for servers of tests, made on the spot."""
+"""Certificates for tests, made on the spot, and files of them that are replaced as Kubernetes does it."""
 
 from __future__ import annotations
 
 import datetime as dt
 import ipaddress
+import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import NameOID
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_DAY = dt.timedelta(days=1)
+PrivateKey = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey
+
+DAY = dt.timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -32,35 +35,46 @@ class Authority:
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
         self._name = _name_of(name)
-        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._key = _new_key()
         certificate = self._build(self._name, self._key, authority=True)
         self.ca = self._write(f"{name}.ca", certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str) -> Certificate:
-        """For whoever serves at 127.0.0.1, or calls from anywhere."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._build(_name_of(name), key, authority=False)
+    def issue(
+        self,
+        name: str,
+        *,
+        until: dt.timedelta = DAY,
+        key: PrivateKey | None = None,
+        encryption: serialization.KeySerializationEncryption | None = None,
+    ) -> Certificate:
+        """For whoever serves at 127.0.0.1, or by `name`, or calls from anywhere; it ends in `until`."""
+        key = key or _new_key()
+        certificate = self._build(_name_of(name), key, authority=False, until=until)
         pem = serialization.Encoding.PEM
-        private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        encryption = encryption or serialization.NoEncryption()
+        private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, encryption)
         return Certificate(
             self._write(f"{name}.cert", certificate.public_bytes(pem)), self._write(f"{name}.key", private)
         )
 
     def _build(
-        self, name: x509.Name, key: ec.EllipticCurvePrivateKey, *, authority: bool
+        self, name: x509.Name, key: PrivateKey, *, authority: bool, until: dt.timedelta = DAY
     ) -> x509.Certificate:
         now = dt.datetime.now(dt.UTC)
-        host = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+        [common] = name.get_attributes_for_oid(NameOID.COMMON_NAME)
+        hosts = x509.SubjectAlternativeName(
+            [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName(str(common.value))]
+        )
         return (
             x509.CertificateBuilder()
             .subject_name(name)
             .issuer_name(self._name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - _DAY)
-            .not_valid_after(now + _DAY)
+            .not_valid_before(now - 2 * DAY)
+            .not_valid_after(now + until)
             .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
-            .add_extension(host, critical=False)
+            .add_extension(hosts, critical=False)
             .sign(self._key, hashes.SHA256())
         )
 
@@ -68,6 +82,51 @@ class Authority:
         path = self._directory / name
         path.write_bytes(data)
         return path
+
+
+class Mounted:
+    """Files in a directory, as kubelet mounts a Secret: all of them are replaced in one moment."""
+
+    def __init__(self, directory: Path, **files: Path | bytes) -> None:
+        self._directory = directory
+        self._versions = itertools.count()
+        directory.mkdir()
+        self.put(**files)
+        for name in files:
+            (directory / name).symlink_to(f"..data/{name}")
+
+    def __getattr__(self, name: str) -> str:
+        """The path of a file."""
+        return str(self._directory / name)
+
+    def put(self, **files: Path | bytes) -> None:
+        """Replace them, all that there were."""
+        version = self._directory / f"..{next(self._versions)}"
+        version.mkdir()
+        for name, content in files.items():
+            (version / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+        fresh = self._directory / "..fresh"
+        fresh.symlink_to(version.name)
+        fresh.rename(self._directory / "..data")
+
+    def put_pair(self, ca: Path, pair: Certificate) -> None:
+        """The usual three."""
+        self.put(ca=ca, cert=pair.cert, key=pair.key)
+
+
+def mounted(directory: Path, ca: Path, pair: Certificate) -> Mounted:
+    """The usual three: `ca`, `cert` and `key`."""
+    return Mounted(directory, ca=ca, cert=pair.cert, key=pair.key)
+
+
+def caller_of(context: Any) -> str:
+    """The name in the certificate that a servicer's caller has shown; empty where there is none."""
+    [name, *_] = context.auth_context().get("x509_common_name", [b""])
+    return str(name.decode())
+
+
+def _new_key() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
 
 
 def _name_of(name: str) -> x509.Name:

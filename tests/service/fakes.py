@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,12 @@ from services.core.acceptance import confirm
 from services.core.content import Miss, look_up, prefix_hash
 from services.core.errors import InvalidField
 from services.core.hints import MAX_HINT_TOKENS
+from tests.gateway.tls import caller_of
 from tests.service.truth import CONTEXT, END, VOCAB, logprobs_of, true_next
 from tests.service.waiting import Gate, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
 MAX_DRAFT_TOKENS = 16
@@ -42,7 +44,8 @@ class Replica:
     """What both fakes are: a server on a unix socket, which can go and come back, with a gate before it.
 
     `calls` is every item that came, `answered` how many passed the gate (under credit, each pass of an item
-    does), `cancelled` how many were given up.
+    does), `cancelled` how many were given up. `streams` are those that are open, by the name in the caller's
+    certificate. With `credentials` it speaks TLS.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -56,6 +59,8 @@ class Replica:
         self.failure: grpc.StatusCode | None = None
         self.failures_left = 0
         self.incarnations = 0
+        self.credentials: grpc.ServerCredentials | None = None
+        self.streams: list[str] = []
         self._held: dict[str, list[int]] = {}
         self._server: grpc.aio.Server | None = None
 
@@ -68,7 +73,10 @@ class Replica:
         self._held.clear()
         self._server = grpc.aio.server()
         self._serve(self._server)
-        self._server.add_insecure_port(self.address)
+        if self.credentials is None:
+            self._server.add_insecure_port(self.address)
+        else:
+            self._server.add_secure_port(self.address, self.credentials)
         await self._server.start()
 
     async def stop(self) -> None:
@@ -98,6 +106,21 @@ class Replica:
 
     async def was_given_up(self, times: int = 1) -> None:
         await self.watch.until(lambda: self.cancelled >= times)
+
+    async def has_streams(self, *callers: str) -> None:
+        """Wait until just these have one open."""
+        await self.watch.until(lambda: sorted(self.streams) == sorted(callers))
+
+    @contextmanager
+    def _open_stream(self, context: Any) -> Iterator[None]:
+        caller = caller_of(context)
+        self.streams.append(caller)
+        self.watch.changed()
+        try:
+            yield
+        finally:
+            self.streams.remove(caller)
+            self.watch.changed()
 
     async def _enter(self, item: Any) -> None:
         self.calls.append(item)
@@ -214,8 +237,9 @@ class FakeTarget(Replica, rpc.TargetServicer):
         stream = _TargetStream(self)
         reader = asyncio.create_task(stream.read(request_iterator))
         try:
-            while (answer := await stream.answers.get()) is not None:
-                yield pb.VerifyStreamResponse(answers=[answer])
+            with self._open_stream(context):
+                while (answer := await stream.answers.get()) is not None:
+                    yield pb.VerifyStreamResponse(answers=[answer])
         except _Failure as failure:
             await context.abort(failure.code, "as told")
         finally:
@@ -423,8 +447,9 @@ class FakeDraft(Replica, rpc.DraftServicer):
     async def ProposeStream(
         self, request_iterator: AsyncIterator[pb.ProposeStreamRequest], context: Any
     ) -> AsyncIterator[pb.ProposeStreamResponse]:
-        async for answers in self._answers(request_iterator, context):
-            yield pb.ProposeStreamResponse(answers=answers)
+        with self._open_stream(context):
+            async for answers in self._answers(request_iterator, context):
+                yield pb.ProposeStreamResponse(answers=answers)
 
     async def _answers(
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import grpc
 
     from services.client.client import TokenStream
+    from services.client.options import ClientTls
     from services.common.metrics.metric import Metric
     from services.common.server import Parts
     from services.core.step import StepOutcome, StepPlan, Watch
@@ -101,16 +102,33 @@ class RealTarget:
         await self.running._server.stop(None)
 
 
+@dataclass(frozen=True)
+class Tls:
+    """Settings of all servers, and what the client is told."""
+
+    served: dict[str, Any] = field(default_factory=dict)
+    client: ClientTls | None = None
+
+
 class Real:
     """Use as an async context; what they have told by then can be read after it."""
 
     def __init__(
-        self, directory: Path, tiny: Path, store: str, *, targets: int = 1, drafts: bool = False, **given: Any
+        self,
+        directory: Path,
+        tiny: Path,
+        store: str,
+        *,
+        targets: int = 1,
+        drafts: bool = False,
+        tls: Tls | None = None,
+        **given: Any,
     ) -> None:
         """`given` are settings of the gateway."""
         self._tiny = tiny
         self._store = store
         self._given = given
+        self._tls = tls or Tls()
         self._target_count = targets
         self._file = directory / "traces.jsonl"
         self._registries = {name: [Registry(name)] for name in (GATEWAY, DRAFT)}
@@ -151,13 +169,17 @@ class Real:
                 opened.callback(self.targets[-1].engine.gate.set)
             if not self.draft_address:
                 draft = await start_server(
-                    DraftSettings(drain_timeout_s=_DRAIN_S), self._build_draft, self._parts(DRAFT)
+                    DraftSettings(drain_timeout_s=_DRAIN_S, **self._tls.served),
+                    self._build_draft,
+                    self._parts(DRAFT),
                 )
                 self.draft_address = draft.address
                 opened.push_async_callback(draft.stop)
             gateway = await self._gateway()
             opened.push_async_callback(gateway.stop)
-            client = await opened.enter_async_context(GalleyClient(gateway.address, retries=NO_RETRIES))
+            client = await opened.enter_async_context(
+                GalleyClient(gateway.address, retries=NO_RETRIES, tls=self._tls.client)
+            )
             self.gateway = Gateway(gateway, client)
             self._opened = opened.pop_all()
         return self
@@ -177,7 +199,7 @@ class Real:
             rpc.add_TargetServicer_to_server(service, server)
             return service
 
-        settings = TargetSettings(drain_timeout_s=_DRAIN_S)
+        settings = TargetSettings(drain_timeout_s=_DRAIN_S, **self._tls.served)
         return RealTarget(
             await start_server(settings, build_target, self.kept.parts(TARGET, registry)), engine
         )
@@ -201,6 +223,7 @@ class Real:
                 "draft_timeout_s": 10,
                 "lookup_fallback": False,
                 "drain_timeout_s": _DRAIN_S,
+                **self._tls.served,
                 **self._given,
             }
         )

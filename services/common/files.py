@@ -1,0 +1,126 @@
+"""Files that settings name, read anew when they change: a mounted Secret is replaced while processes run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from services.common.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+T = TypeVar("T")
+Version = tuple[int, int, int]
+
+_MAX_BYTES = 4 * 2**20
+"""No certificate, key or bundle of authorities is nearly as large; a device has no end."""
+_TRIES = 3
+
+_log = get_logger(__name__)
+
+
+class BadFile(ValueError):
+    """A file is of no use: `setting` is the field that names it, `problem` says why, without its content."""
+
+    def __init__(self, setting: str, problem: str) -> None:
+        super().__init__(f"{setting}: {problem}")
+        self.setting = setting
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFile:
+    """The file at `path`, which the field `setting` names."""
+
+    setting: str
+    path: str
+
+    def bad(self, why: str) -> BadFile:
+        """What to raise of it."""
+        return BadFile(self.setting, f"{self.path}: {why}")
+
+    def read(self) -> bytes:
+        """Its content. Raises BadFile."""
+        try:
+            with Path(self.path).open("rb") as file:
+                content = file.read(_MAX_BYTES + 1)
+        except OSError as error:
+            raise self.bad(error.strerror or "cannot be read") from None
+        if len(content) > _MAX_BYTES:
+            raise self.bad(f"is larger than {_MAX_BYTES} bytes")
+        return content
+
+    def version(self) -> Version | None:
+        """Another whenever the file is; None while there is none."""
+        try:
+            stat = Path(self.path).stat()
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_ino, stat.st_size
+
+
+class WatchedFiles(Generic[T]):
+    """What `read` makes of some files, made anew when one of them has changed.
+
+    They are looked at in passing, whenever somebody asks for it. What cannot be read by then is logged, once
+    for each version of the files, and what was read before stays. For any thread.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[NamedFile],
+        read: Callable[[], T],
+        *,
+        look_every_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`read` raises BadFile, and so does this; files are looked at every `look_every_s` at most."""
+        self._files = files
+        self._read = read
+        self._look_every_s = look_every_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._looked_s = clock()
+        self._seen, self._value = self._read_together()
+
+    def current(self) -> T:
+        """The same object for as long as the files are the same."""
+        with self._lock:
+            now_s = self._clock()
+            if now_s - self._looked_s >= self._look_every_s:
+                self._looked_s = now_s
+                self._look()
+            return self._value
+
+    def _look(self) -> None:
+        seen = self._versions()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        settings = [file.setting for file in self._files]
+        try:
+            self._seen, self._value = self._read_together()
+        except BadFile as error:
+            _log.error("files could not be read anew; those read before stay", problem=str(error))
+        else:
+            _log.info("read files anew", settings=settings)
+
+    def _read_together(self, tries: int = _TRIES) -> tuple[Sequence[Version | None], T]:
+        """All of one moment: a key of now and a certificate of before would not fit together."""
+        before = self._versions()
+        try:
+            value: T | BadFile = self._read()
+        except BadFile as error:
+            value = error
+        if tries > 1 and self._versions() != before:
+            return self._read_together(tries - 1)
+        if isinstance(value, BadFile):
+            raise value
+        return before, value
+
+    def _versions(self) -> Sequence[Version | None]:
+        return [file.version() for file in self._files]

@@ -1,0 +1,60 @@
+"""A second port that tells health and nothing else, without TLS: kubelet's gRPC probes know none.
+
+Only `Check` is served. `Watch`, which the protocol leaves to servers, would keep streams open for whoever can
+reach a port that asks nobody who he is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health, health_pb2
+
+from services.common.binding import bind
+
+if TYPE_CHECKING:
+    from grpc_health.v1._async import HealthServicer
+
+HANDSHAKE_TIMEOUT_MS = 10_000
+# A question is a few bytes, and answered at once; connections that ask nothing are closed.
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 4096),
+    ("grpc.max_metadata_size", 4096),
+    ("grpc.max_concurrent_streams", 16),
+    ("grpc.max_connection_idle_ms", 60_000),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+)
+
+
+@dataclass(frozen=True)
+class HealthPort:
+    """Serves at `address` (host:port; empty: nowhere) from `open_health_port` to `stop`."""
+
+    address: str = ""
+    _server: grpc.aio.Server | None = None
+
+    async def stop(self) -> None:
+        """Answer nobody any more."""
+        if self._server is not None:
+            await self._server.stop(None)
+
+
+async def open_health_port(host: str, port: int, told: HealthServicer) -> HealthPort:
+    """Tell there what `told` knows; port -1: nowhere. Raises CannotBind."""
+    if port < 0:
+        return HealthPort()
+    server = grpc.aio.server(options=_OPTIONS)
+    check = grpc.unary_unary_rpc_method_handler(
+        told.Check,
+        request_deserializer=health_pb2.HealthCheckRequest.FromString,
+        response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check}),)
+    )
+    address = bind(server, host, port)
+    await server.start()
+    return HealthPort(address, server)

@@ -1,0 +1,49 @@
+"""How a gateway reaches targets and drafts: plainly, or over TLS with files that may change under it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from services.common.channels import ChannelTls, open_channel
+from services.common.files import NamedFile
+from services.common.tls import TlsFiles
+
+if TYPE_CHECKING:
+    import grpc
+
+    from services.common.server import Parts
+    from services.gateway.settings import GatewaySettings
+
+_UNBOUNDED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+
+
+class Peers:
+    """What the gateway's channels have in common."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        """Raises BadFile."""
+        self._targets = _tls_to(settings.target_tls_name, settings)
+        self._drafts = _tls_to(settings.draft_tls_name, settings)
+
+    def open_target(self, address: str, parts: Parts) -> grpc.aio.Channel:
+        """A channel to the target there."""
+        return _open(address, self._targets, parts)
+
+    def open_draft(self, address: str, parts: Parts) -> grpc.aio.Channel:
+        """A channel to the draft there."""
+        return _open(address, self._drafts, parts)
+
+
+def _tls_to(name: str, settings: GatewaySettings) -> ChannelTls | None:
+    if not settings.peer_ca_file:
+        return None
+    files = TlsFiles(
+        NamedFile("peer_ca_file", settings.peer_ca_file),
+        NamedFile("peer_cert_file", settings.peer_cert_file),
+        NamedFile("peer_key_file", settings.peer_key_file),
+    )
+    return ChannelTls(files, name)
+
+
+def _open(address: str, tls: ChannelTls | None, parts: Parts) -> grpc.aio.Channel:
+    return open_channel(address, tls, parts.telemetry.client_interceptors(), _UNBOUNDED)
