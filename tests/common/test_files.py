@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from structlog.testing import capture_logs
 
+from services.common import files as files_module
 from services.common.files import BadFile, NamedFile, WatchedFiles
+from tests.common.logged import logged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +66,7 @@ def test_a_change_is_read_at_the_next_look_and_no_sooner(watched: Watched) -> No
 def test_what_is_of_no_use_is_logged_once_and_what_was_read_stays(watched: Watched) -> None:
     files = WatchedFiles(watched.named, watched.read)
     replace(watched.paths[0], "torn")
-    with capture_logs() as logs:
+    with logged(files_module) as logs:
         assert files.current() == ["old"]
         assert files.current() == ["old"]
     [line] = logs
@@ -78,7 +79,7 @@ def test_what_is_of_no_use_is_logged_once_and_what_was_read_stays(watched: Watch
 def test_a_file_that_goes_and_comes_back_is_read_when_it_is_back(watched: Watched) -> None:
     files = WatchedFiles(watched.named, watched.read)
     watched.paths[1].unlink()
-    with capture_logs() as logs:
+    with logged(files_module) as logs:
         assert files.current() == ["old"]
     assert "No such file" in logs[0]["problem"]
     watched.write("new")

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from structlog.testing import capture_logs
 
+from services.common import files
+from services.common import reloading as reloading_module
 from services.common.channels import ChannelTls
 from services.common.files import BadFile
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.reloading import ReloadingChannel
 from services.common.server import start_server
 from services.common.tls import channel_credentials
+from tests.common.logged import logged
 from tests.common.service import EchoService, building, settings
 from tests.common.tls_world import (
     PATIENCE_S,
@@ -191,7 +193,7 @@ async def test_a_server_keeps_its_certificate_while_the_new_one_is_of_no_use(par
         assert await asked_anew(running, parties.client) == ""
         newer = parties.other.issue("server")
         parties.server.put(ca=parties.authority.ca, cert=newer.cert, key=b"half written")
-        with capture_logs() as logs:
+        with logged(files) as logs:
             assert await asked_anew(running, parties.client) == ""
             assert await asked_anew(running, parties.client) == ""
         [line] = [line for line in logs if line["log_level"] == "error"]
@@ -266,13 +268,11 @@ async def test_a_connection_that_stands_is_used_while_none_can_be_made_with_the_
     parties: Parties, service: EchoService, reloading: Reloading
 ) -> None:
     await ask(reloading.channel)
-    with capture_logs() as logs:
+    with logged(reloading_module) as logs:
         parties.client.put_pair(parties.other.ca, parties.authority.issue("too early"))
         await ask(reloading.channel)
-        await reloading.until(lambda: any(line["log_level"] == "warning" for line in logs))
-    assert [line["event"] for line in logs if line["log_level"] == "warning"] == [
-        "cannot connect with the TLS files as they are now"
-    ]
+        await reloading.until(lambda: bool(logs))
+    assert [line["event"] for line in logs] == ["cannot connect with the TLS files as they are now"]
     await ask(reloading.channel)
     assert service.callers == ["client"] * 3
     # The server follows, and the connection is made.
@@ -302,7 +302,7 @@ async def test_files_of_no_use_leave_a_channel_as_it_is(
 ) -> None:
     await ask(reloading.channel)
     parties.client.put(ca=parties.authority.ca, cert=b"half", key=b"written")
-    with capture_logs() as logs:
+    with logged(files) as logs:
         await ask(reloading.channel)
     assert [line["problem"].partition(":")[0] for line in logs] == ["cert_file"]
     assert len(reloading.opened) == 1

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from structlog.testing import capture_logs
 
+from services.common import files as files_module
 from services.common.files import BadFile
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.redis_calls import Copies
@@ -16,6 +16,7 @@ from services.common.registry import DRAFT_POOL, ReplicaRegistry, draft_lease
 from services.core.errors import Broken, GalleyError, StoreUnavailable
 from services.core.store import Directory, Held
 from services.gateway.store import RedisStore
+from tests.common.logged import logged
 from tests.gateway.acl import documented_user
 from tests.gateway.clusters import (
     CLUSTER,
@@ -286,7 +287,7 @@ async def test_connections_are_made_with_the_files_as_they_are(authority: Author
             await store.ping()
             files.put(ca=other.ca, cert=b"half", key=b"written")
             await server.command("CLIENT", "KILL", "TYPE", "normal")
-            with capture_logs() as logs:
+            with logged(files_module) as logs:
                 await store.ping()
             assert logs[0]["problem"].startswith("redis_url: the files of ca=, cert= and key= are of no use")
 

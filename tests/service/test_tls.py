@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from structlog.testing import capture_logs
 
 from services.client.client import NO_RETRIES, GalleyClient
 from services.client.options import ClientTls, Speculation
+from services.common import reloading
 from services.common.tls import server_credentials
 from services.core.errors import TargetUnavailable
 from services.gateway.settings import GatewaySettings
+from tests.common.logged import logged
 from tests.common.service import settings
 from tests.common.tls_world import tls_settings
 from tests.gateway.tls import Authority, Mounted, mounted
@@ -304,10 +305,10 @@ async def test_a_stream_lives_while_the_gateway_no_longer_trusts_the_target(mesh
     async with mesh.calling(gateway) as seen:
         answering = Answering(mesh, seen)
         await answering.goes_on()
-        with capture_logs() as logs:
+        with logged(reloading) as logs:
             mesh["peer"].put_pair(mesh.other.ca, mesh.authority.issue("peer-2"))
             async with asyncio.timeout(PATIENCE_S):
-                while sum(line["event"].startswith("cannot connect with") for line in logs) < 2:
+                while len(logs) < len(("target", "draft")):
                     await answering.goes_on()
                     await asyncio.sleep(0.05)
         await answering.ends_as_it_must()
