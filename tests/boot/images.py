@@ -107,12 +107,13 @@ class Registry:
         name = image_name(reference)
         role = name.removeprefix("galley-")
         if role in ROLES:
-            return self._service(role)
+            return self.service(role)
         if name == "valkey":
             return _valkey()
         raise UnknownImage(f"{reference}: neither one of {', '.join(ROLES)} nor valkey")
 
-    def _service(self, role: str) -> Image:
+    def service(self, role: str) -> Image:
+        """The image of a service."""
         model = self._models.whole if role == "target" else self._models.tokenizer
         binds = {**_base_binds(), str(ROOT / "services"): ROOT / "services", "/models/default": model}
         binds |= {str(path): path for path in _python_folders()}

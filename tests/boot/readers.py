@@ -1,4 +1,4 @@
-"""Who reads an environment variable that the chart sets: a service's settings, the pod's own spec, or a package."""
+"""Who reads a variable that the chart sets: a service's settings, the pod's own spec, or a package."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def role_of(container: Manifest) -> str:
     return next((role for role in ROLES if name.startswith(f"galley-{role}")), "")
 
 
+def _extra_of(container: Manifest) -> str:
+    """What of galley its image has installed: the role's extra, or the one that it is a variant for."""
+    role = role_of(container)
+    return image_name(container["image"]).removeprefix(f"galley-{role}").removeprefix("-") or role
+
+
 def unread_variables(container: Manifest) -> set[str]:
     """The variables of a container of ours that nothing reads."""
     given = {entry["name"] for entry in container.get("env") or []}
@@ -38,7 +44,7 @@ def unread_variables(container: Manifest) -> set[str]:
 def _is_read(name: str, container: Manifest) -> bool:
     role = role_of(container)
     if not name.startswith(_PREFIX):
-        return _is_in_packages(name, role)
+        return _is_in_packages(name, _extra_of(container))
     if name.startswith(f"{_PREFIX}{role.upper()}_"):
         return name in variables_of(role)
     return not runs_a_service(container) and name in _names_in_services()
@@ -58,12 +64,12 @@ def _names_in_services() -> frozenset[str]:
 
 
 @cache
-def _is_in_packages(name: str, role: str) -> bool:
-    """Whether it stands in the Python of anything that the role's extra installs."""
+def _is_in_packages(name: str, extra: str) -> bool:
+    """Whether it stands in the Python of anything that the extra installs."""
     wanted = name.encode()
     return any(
         wanted in path.read_bytes()
-        for distribution in _installed_for(role)
+        for distribution in _installed_for(extra)
         for path in _sources(distribution)
     )
 
@@ -74,9 +80,9 @@ def _sources(distribution: str) -> Iterator[Path]:
 
 
 @cache
-def _installed_for(role: str) -> tuple[str, ...]:
-    """The distributions beneath galley[role], without galley itself."""
-    wanted = [Requirement(f"galley[{role}]")]
+def _installed_for(extra: str) -> tuple[str, ...]:
+    """The distributions beneath galley[extra], without galley itself."""
+    wanted = [Requirement(f"galley[{extra}]")]
     seen: set[tuple[str, frozenset[str]]] = set()
     while wanted:
         requirement = wanted.pop()
@@ -86,7 +92,7 @@ def _installed_for(role: str) -> tuple[str, ...]:
         seen.add(key)
         for line in importlib.metadata.requires(requirement.name) or ():
             needed = Requirement(line)
-            extras = requirement.extras or {""}
-            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+            given = requirement.extras or {""}
+            if needed.marker is None or any(needed.marker.evaluate({"extra": each}) for each in given):
                 wanted.append(needed)
     return tuple(sorted({name for name, _ in seen} - {"galley"}))

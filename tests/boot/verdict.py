@@ -58,7 +58,7 @@ def uncovered_connections(record: Record) -> list[str]:
 def idle_openings(record: Record) -> list[str]:
     """Openings that nobody needed.
 
-    A visitor may use those for others than the chart's own pods (Prometheus), not in the place of one of these.
+    A visitor may use those for others than the chart's own pods (Prometheus), not in the place of one.
     """
     doors = record.get("doors", ())
     inside = {door["visitor"] for door in doors if door["namespace"] == record["namespace"]}
