@@ -163,16 +163,20 @@ helm: setup
 
 helm-lint: helm ## lint the chart
 	@echo "== helm lint"
-	@$(BIN)/helm lint --strict --quiet helm/galley
+	@$(BIN)/helm lint --strict --quiet helm/galley $(foreach values,$(wildcard helm/galley/examples/*.yaml),\
+		&& $(BIN)/helm lint --strict --quiet helm/galley --values $(values))
 
 # --------------------------------------------------------------------------------- generated files --
 
-.PHONY: proto manifests metrics monitoring trace-picture check-generated
+.PHONY: proto manifests chart-files metrics monitoring trace-picture check-generated
 proto: setup ## write the stubs in services/common/pb anew
 	@scripts/proto.sh .
 
 manifests: helm ## render deploy/k8s from the chart
-	@scripts/manifests.sh deploy/k8s
+	@$(BIN)/python scripts/manifests.py deploy/k8s
+
+chart-files: ## copy alerts and dashboards into the chart
+	@scripts/chart_files.sh helm/galley/files
 
 trace-picture: setup ## draw docs/images/trace.png from the committed sample of a trace (needs chromium)
 	@$(BIN)/python -m tests.tracing.picture
@@ -182,6 +186,7 @@ metrics: setup ## write the tables of metrics into docs/telemetry.md anew
 
 monitoring: setup ## write the dashboards in deploy/dashboards anew
 	@$(BIN)/python -m scripts.monitoring deploy/dashboards
+	@$(MAKE) chart-files
 
 check-generated: helm ## fail if committed stubs, manifests, tables or dashboards are not what would be generated
 	@echo "== generated files"

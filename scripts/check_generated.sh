@@ -16,8 +16,11 @@ compare() { # COMMITTED GENERATED TARGET
 
 scripts/proto.sh "$fresh"
 compare services/common/pb "$fresh/services/common/pb" proto
-scripts/manifests.sh "$fresh/k8s"
-compare deploy/k8s "$fresh/k8s" manifests
+"${VENV:-.venv}/bin/python" scripts/manifests.py "$fresh/k8s"
+compare deploy/k8s/base "$fresh/k8s/base" manifests
+compare deploy/k8s/overlays "$fresh/k8s/overlays" manifests
+scripts/chart_files.sh "$fresh/files"
+compare helm/galley/files "$fresh/files" chart-files
 cp docs/telemetry.md "$fresh/telemetry.md"
 "${VENV:-.venv}/bin/python" scripts/metrics_table.py "$fresh/telemetry.md"
 compare docs/telemetry.md "$fresh/telemetry.md" metrics

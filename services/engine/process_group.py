@@ -165,10 +165,12 @@ class Store:
         return self._store
 
 
-def open_store(host: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> Store:
-    """The store of rank 0, at a free port of the interface `host`. Raises OSError."""
+def open_store(host: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S, port: int = 0) -> Store:
+    """The store of rank 0, on the interface `host`, at `port` or, with 0, at a free one. Raises OSError."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((host, 0))
+    # What a predecessor left in TIME_WAIT does not hold up its successor.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
     listener.listen()
     port = listener.getsockname()[1]
     store = _STORES.TCPStore(
@@ -183,6 +185,21 @@ def open_store(host: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> St
         use_libuv=True,
     )
     return Store(f"{host}:{port}", store)
+
+
+def connect_store(address: str, size: int, timeout_s: float) -> Any:
+    """The store of rank 0 at `address`, for who is no rank. Raises RuntimeError if it is not there."""
+    host, _, port = address.rpartition(":")
+    store = _STORES.TCPStore(
+        host,
+        int(port),
+        size,
+        is_master=False,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+    store.set_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S))
+    return store
 
 
 def join(

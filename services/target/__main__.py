@@ -1,13 +1,17 @@
-"""Runs a target replica: `python -m services.target`."""
+"""Runs a target replica, or one host of its ranks: `python -m services.target`."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
+from services.common.config import parse_settings
 from services.common.process import in_passing_thread
 from services.common.redis_connections import refuse_bad_files
 from services.common.server import main_of
+from services.target.hosts import run_host
 from services.target.loading import load_engine
+from services.target.ranks import start_ranked_target
 from services.target.registration import registered_target
 from services.target.serving import add_target
 from services.target.settings import TargetSettings
@@ -25,12 +29,10 @@ _DESCRIPTION = "A Galley target: verifies draft tokens of many sessions at once 
 def build(settings: TargetSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Service]]:
     """How to build the service of these settings. Raises BadFile."""
     refuse_bad_files(settings.redis_url)
-    if settings.tensor_parallel > 1:
-        raise ValueError(
-            f"tensor_parallel: {settings.tensor_parallel} ranks need Ray: python -m services.target.deploy"
-        )
 
     async def build_service(server: grpc.aio.Server, parts: Parts) -> Service:
+        if settings.tensor_parallel > 1:
+            return await start_ranked_target(settings, server, parts)
         parts.readiness.stage("loading model", detail=settings.model)
         engine = await in_passing_thread(load_engine, settings)
         service = await add_target(server, parts, engine, settings)
@@ -40,7 +42,11 @@ def build(settings: TargetSettings) -> Callable[[grpc.aio.Server, Parts], Awaita
 
 
 def main() -> None:
-    """Serve until told to stop."""
+    """Serve until told to stop; a host that does not lead runs its ranks until it is let go."""
+    settings = parse_settings(TargetSettings, sys.argv[1:], "python -m services.target", _DESCRIPTION)
+    if settings.host_index > 0:
+        run_host(settings)
+        return
     main_of(TargetSettings, "target", _DESCRIPTION, build)
 
 

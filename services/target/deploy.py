@@ -30,6 +30,7 @@ from services.common.registry import TARGET_POOL, ReplicaRegistry
 from services.common.unless import unless
 from services.core.errors import GalleyError, StoreUnavailable
 from services.target import ray_cluster
+from services.target.loading import refuse_model
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ _NOT_FOR_REPLICAS = frozenset(
         "port",
         "advertise",
         "tensor_parallel",
+        "hosts",
+        "host_index",
+        "ranks_address",
+        "ranks_timeout_s",
         "ray_address",
         "ready_fd",
         "die_with_parent",
@@ -135,7 +140,7 @@ class Deployment:
         stopped, hung_up = asyncio.Event(), asyncio.Event()
         _listen(stopped, hung_up)
         self._readiness.stage("checking the model", detail=self._settings.model)
-        await asyncio.to_thread(_refuse_model, self._settings)
+        await asyncio.to_thread(refuse_model, self._settings)
         self._readiness.stage("starting Ray")
         scratch = Path(tempfile.mkdtemp(prefix="galley-ray-"))
         try:
@@ -236,15 +241,6 @@ class Deployment:
                 await asyncio.sleep(_POLL_S)
         finally:
             await registry.close()
-
-
-def _refuse_model(settings: DeploySettings) -> None:
-    """Raise UnsupportedModel, before anything is started, if the model cannot be cut over so many ranks."""
-    from services.engine.loading import load_config  # noqa: PLC0415  # so that --help needs no torch
-    from services.engine.prepare import resolve_model  # noqa: PLC0415
-    from services.engine.sharding import refuse_ranks  # noqa: PLC0415
-
-    refuse_ranks(load_config(resolve_model(settings.model)), settings.tensor_parallel)
 
 
 def _args(settings: DeploySettings) -> AppArgs:

@@ -18,12 +18,9 @@ from services.common.registration import Registered
 from services.common.server import Parts, start_server
 from services.common.telemetry import Telemetry, start_telemetry
 from services.core.errors import Unavailable
-from services.target.loading import kv_blocks, load_engine
-from services.target.paged_engine import PagedEngine
-from services.target.rank import RankSpec, load_rank
+from services.target.rank_zero import RankZero
 from services.target.registration import registered_target
 from services.target.serving import add_target
-from services.target.sharded import ShardedModel, agree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,8 +28,8 @@ if TYPE_CHECKING:
     import grpc
 
     from services.common.server import RunningServer, Service
-    from services.engine.process_group import ProcessGroup, Store
-    from services.target.engine import TargetEngine
+    from services.engine.process_group import Store
+    from services.target.rank import RankSpec
     from services.target.registration import Facts
     from services.target.servicer import TargetService
     from services.target.settings import TargetSettings
@@ -43,13 +40,6 @@ METRICS_PORTS = 16
 """From the one that is told upwards, the first of so many ports that is free serves a replica's metrics."""
 
 _PORTS_END = 65536
-
-
-def spec_of(settings: TargetSettings, size: int) -> RankSpec:
-    """What all ranks of a replica of these settings are told."""
-    return RankSpec(
-        settings.model, settings.dtype, settings.device, settings.threads, size, settings.invariant
-    )
 
 
 class Leader:
@@ -63,10 +53,7 @@ class Leader:
     ) -> None:
         # Replicas on Ray are told where to register apart from what Ray shows.
         self._settings = settings.model_copy(update={"redis_url": SecretStr(redis_url)})
-        self._spec = spec
-        self._on_loss = on_loss
-        self._group: ProcessGroup | None = None
-        self._model: ShardedModel | None = None
+        self._rank = RankZero(self._settings, spec, on_loss)
         self._service: TargetService | None = None
         self._server: RunningServer | None = None
         self._telemetry = Telemetry()
@@ -100,7 +87,7 @@ class Leader:
         """Drain, withdraw, and let the other ranks go."""
         if self._server is not None:
             await self._server.stop()
-        await asyncio.to_thread(self._release)
+        await asyncio.to_thread(self._rank.release)
         await say_last_words(self._telemetry, self._metering)
 
     @property
@@ -108,12 +95,6 @@ class Leader:
         if self._service is None:
             raise Unavailable("this replica is not loaded yet")
         return self._service
-
-    def _release(self) -> None:
-        if self._model is not None:
-            self._model.stop()
-        if self._group is not None:
-            self._group.close()
 
     async def _start_server(self, settings: TargetSettings, store: Store | None) -> RunningServer:
         """Where another replica of the node has the health port, any other: the log says which."""
@@ -132,21 +113,9 @@ class Leader:
         return running
 
     async def _build(self, server: grpc.aio.Server, parts: Parts, store: Store | None) -> Service:
-        engine = await in_passing_thread(self._load, store)
+        engine = await in_passing_thread(self._rank.load, store)
         self._service = await add_target(server, parts, engine, self._settings)
         return registered_target(self._service, self._settings, parts.address)
-
-    def _load(self, store: Store | None) -> TargetEngine:
-        if store is None:
-            return load_engine(self._settings)
-        from services.engine.process_group import join  # noqa: PLC0415  # imports torch
-
-        spec = self._spec
-        group = self._group = join(0, spec.size, device=spec.device, store=store, timeout_s=spec.timeout_s)
-        blocks = agree(group, group.rank, kv_blocks(self._settings, group))
-        loaded = load_rank(spec, group, blocks)
-        self._model = ShardedModel(loaded.model, group, self._on_loss)
-        return PagedEngine(self._model, loaded.fingerprint, ranks=spec.size)
 
 
 async def _start_metering(settings: TargetSettings) -> Metering:

@@ -48,6 +48,15 @@ def load_engine(settings: TargetSettings) -> PagedEngine:
     return engine
 
 
+def refuse_model(settings: TargetSettings) -> None:
+    """Raise UnsupportedModel, before anything is started, if the model cannot be cut over so many ranks."""
+    from services.engine.loading import load_config  # noqa: PLC0415  # so that --help needs no torch
+    from services.engine.prepare import resolve_model  # noqa: PLC0415
+    from services.engine.sharding import refuse_ranks  # noqa: PLC0415
+
+    refuse_ranks(load_config(resolve_model(settings.model)), settings.tensor_parallel)
+
+
 def kv_blocks(settings: TargetSettings, ranks: Ranks = ALONE) -> int:
     """How many blocks of a rank's KV the memory bound holds. Raises UnsupportedModel, ValueError."""
     from services.engine.kv_pool import kv_block_bytes  # noqa: PLC0415  # imports torch

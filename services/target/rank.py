@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from services.common.telemetry import Telemetry
     from services.engine.model import CausalModel
     from services.engine.process_group import ProcessGroup
+    from services.target.settings import TargetSettings
 
 REDIS_URL = "GALLEY_TARGET_REDIS_URL"
 """Replicas on Ray get it by environment, as it may hold a password: Ray keeps arguments, and shows them."""
@@ -32,6 +33,13 @@ class RankSpec:
     size: int
     invariant: bool = False
     timeout_s: float = 30.0
+
+
+def spec_of(settings: TargetSettings, size: int) -> RankSpec:
+    """What all ranks of a replica of these settings are told."""
+    return RankSpec(
+        settings.model, settings.dtype, settings.device, settings.threads, size, settings.invariant
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from services.common.process import limit_threads
 from services.common.secret_files import read_secret
 from services.core.errors import Unavailable
 from services.target.autoscaling import KV_FREE_SHARE, QUEUE_DEPTH
-from services.target.rank import REDIS_URL, REDIS_URL_FILE, RankSpec, run_follower
+from services.target.rank import REDIS_URL, REDIS_URL_FILE, RankSpec, run_follower, spec_of
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class TargetReplica:
 
     async def _start(self, size: int) -> None:
         from services.engine.process_group import open_store  # noqa: PLC0415  # after limit_threads
-        from services.target.leader import Leader, spec_of  # noqa: PLC0415
+        from services.target.leader import Leader  # noqa: PLC0415
 
         spec = spec_of(self._settings, size)
         store = open_store(self._settings.host, size) if size > 1 else None
@@ -157,8 +157,11 @@ def _redis_url() -> str:
 
 
 def _settings_here(settings: Mapping[str, Any]) -> TargetSettings:
-    """The replica's settings on this node; it registers itself where it listens, once it does."""
-    here = {**settings, "redis_url": "", "redis_url_file": "", "port": 0}
+    """The replica's settings on this node; it registers itself where it listens, once it does.
+
+    Without a port of their own, replicas of one node each take a free one, whatever its environment says.
+    """
+    here = {"port": 0, **settings, "redis_url": "", "redis_url_file": ""}
     if here.get("host") in _EVERYWHERE:
         util: Any = ray.util
         here["host"] = util.get_node_ip_address()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from services.common.config import settings_config
 from services.common.defaults import DEFAULT_MODEL
@@ -45,3 +47,27 @@ class TargetSettings(ReplicaSettings):
     tensor_parallel: int = Field(
         default=1, ge=1, le=64, description="Ranks over which the model is sharded; 1 is this process alone."
     )
+    hosts: int = Field(
+        default=1, ge=1, le=64, description="Hosts that share these ranks; each runs as many processes."
+    )
+    host_index: int = Field(
+        default=0, ge=0, lt=64, description="Which of the hosts this is; 0 runs rank 0, and serves."
+    )
+    ranks_address: str = Field(
+        default="", description="host:port at which host 0 meets the others; needed with several hosts."
+    )
+    ranks_timeout_s: float = Field(
+        default=600.0, gt=0, description="How long the hosts wait for one another at the start."
+    )
+
+    @model_validator(mode="after")
+    def _hosts_share_ranks(self) -> Self:
+        if self.tensor_parallel % self.hosts:
+            raise ValueError(
+                f"--tensor-parallel {self.tensor_parallel} is not divided by --hosts {self.hosts}"
+            )
+        if self.host_index >= self.hosts:
+            raise ValueError(f"--host-index {self.host_index} is not below --hosts {self.hosts}")
+        if self.hosts > 1 and not self.ranks_address.rpartition(":")[2].isdecimal():
+            raise ValueError(f"--hosts {self.hosts} need --ranks-address host:port")
+        return self

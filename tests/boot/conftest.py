@@ -32,7 +32,7 @@ def disturbed(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory)
         pre_stop_s=2,
         isolated=why_no_sandbox() is None,
         rolls=("gateway", "draft", "redis", "target"),
-        killed=("gateway", "draft", "target"),
+        killed=("gateway", "draft"),
         frozen=("gateway", "target"),
     )
     return run_trial(plan, folder / "trial", _WHOLE_S)

@@ -91,6 +91,11 @@ class Models:
         return Models(directory, tokenizer)
 
 
+def image_name(reference: str) -> str:
+    """The last part of `registry/name:tag` or `registry/name@digest`."""
+    return reference.rpartition("/")[2].partition("@")[0].partition(":")[0]
+
+
 class Registry:
     """Images by their reference, `registry/name:tag`."""
 
@@ -99,15 +104,16 @@ class Registry:
 
     def image(self, reference: str) -> Image:
         """Raises UnknownImage."""
-        name = reference.rsplit("/", 1)[-1].split("@", maxsplit=1)[0].split(":", maxsplit=1)[0]
+        name = image_name(reference)
         role = name.removeprefix("galley-")
         if role in ROLES:
-            return self._service(role)
+            return self.service(role)
         if name == "valkey":
             return _valkey()
         raise UnknownImage(f"{reference}: neither one of {', '.join(ROLES)} nor valkey")
 
-    def _service(self, role: str) -> Image:
+    def service(self, role: str) -> Image:
+        """The image of a service."""
         model = self._models.whole if role == "target" else self._models.tokenizer
         binds = {**_base_binds(), str(ROOT / "services"): ROOT / "services", "/models/default": model}
         binds |= {str(path): path for path in _python_folders()}

@@ -48,7 +48,8 @@ class Node(abc.ABC):
     def __init__(self, folder: Path, registry: Registry, kernels: Path | None) -> None:
         """`kernels` is where this machine keeps compiled ones, for pods to find; None: they find none."""
         self.folder, self._registry, self._kernels = folder, registry, kernels
-        self.claims, self.logs = folder / "claims", folder / "logs"
+        # Logs outlast the node: they are what is looked at when something went wrong.
+        self.claims, self.logs = folder / "claims", folder.parent / "logs"
         self.probes: collections.Counter[str] = collections.Counter()
 
     async def open(self) -> None:

@@ -35,11 +35,14 @@ def broken_calls(record: Record) -> list[str]:
 
 
 def forbidden_attempts(record: Record) -> list[str]:
-    """Connections that a pod of the chart, or a client, tried and the policies stopped."""
+    """Connections that a pod of the chart, or a client, tried and the policies stopped.
+
+    Not those to where a pod has been: there is nobody at the address whom a policy could name.
+    """
     return [
         f"{tried['source']} to {tried['destination']} {tried['protocol']}/{tried['port']}"
         for tried in record["refused"]
-        if not _knocks(record, tried["source"])
+        if tried["through"] is None and not _knocks(record, tried["source"])
     ]
 
 
@@ -55,9 +58,10 @@ def uncovered_connections(record: Record) -> list[str]:
 def idle_openings(record: Record) -> list[str]:
     """Openings that nobody needed.
 
-    A visitor may use those for others than the chart's own pods (Prometheus); not in the place of one of these.
+    A visitor may use those for others than the chart's own pods (Prometheus), not in the place of one.
     """
-    inside = {door["visitor"] for door in record.get("doors", ()) if door["namespace"] == record["namespace"]}
+    doors = record.get("doors", ())
+    inside = {door["visitor"] for door in doors if door["namespace"] == record["namespace"]}
     used = {name for made in record["made"] if made["source"] not in inside for name in made["through"] or ()}
     return [
         f"{opening['name']}: {opening['ports'] or 'all ports'} for {opening['peers'] or 'everyone'}"

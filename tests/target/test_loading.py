@@ -9,7 +9,6 @@ import pytest
 
 from services.engine.kv_pool import kv_block_bytes
 from services.engine.loading import load_config, parse_dtype
-from services.target.__main__ import build
 from services.target.loading import kv_blocks, load_engine
 from services.target.paged_engine import PagedEngine
 from services.target.settings import TargetSettings
@@ -46,6 +45,15 @@ def test_the_context_window_is_what_the_pool_holds(loaded: CausalModel) -> None:
     assert info.context_window == info.kv_blocks * info.kv_block_tokens
 
 
-def test_several_ranks_are_not_for_this_process(tiny: Path) -> None:
-    with pytest.raises(ValueError, match="3 ranks"):
-        build(settings(tiny, tensor_parallel=3))
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"tensor_parallel": 3, "hosts": 2, "ranks_address": "leader:1"}, "--hosts 2"),
+        ({"tensor_parallel": 4, "hosts": 2}, "--ranks-address"),
+        ({"tensor_parallel": 4, "hosts": 2, "ranks_address": "leader"}, "--ranks-address"),
+        ({"host_index": 1}, "--host-index 1"),
+    ],
+)
+def test_hosts_that_cannot_share_the_ranks_are_refused(told: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TargetSettings(**told)

@@ -1,0 +1,51 @@
+{{/* What the gateway alone is told. Targets and drafts are not named to it: they register at the store. */}}
+{{- define "galley.gatewayEnv" -}}
+# A target's model may take long to load: it is waited for, not restarted into.
+- name: GALLEY_GATEWAY_STARTUP_TIMEOUT_S
+  value: {{ .Values.target.startupTimeoutSeconds | quote }}
+{{- if not .Values.draft.enabled }}
+- name: GALLEY_GATEWAY_DRAFT
+  value: none
+{{- end }}
+{{- with .Values.model }}
+- name: GALLEY_GATEWAY_MODEL
+  value: {{ . | quote }}
+{{- end }}
+{{- with .Values.auth.idSecret }}
+{{- if .secretName }}
+- name: GALLEY_GATEWAY_ID_SECRET
+  valueFrom:
+    secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}
+{{- end }}
+{{- end }}
+{{- with .Values.auth.apiKeys }}
+{{- if .secretName }}
+- name: GALLEY_GATEWAY_API_KEYS_FILE
+  value: /etc/galley/api-keys/{{ .key }}
+{{- end }}
+{{- end }}
+{{- include "galley.jwtEnv" .Values.auth.jwt }}
+{{- if include "galley.isHubId" .Values.model }}
+{{- include "galley.hubTokenEnv" . }}
+{{- end }}
+{{- end -}}
+
+{{- define "galley.jwtEnv" -}}
+{{- if .enabled }}
+- name: GALLEY_GATEWAY_JWT_ISSUER
+  value: {{ .issuer | quote }}
+- name: GALLEY_GATEWAY_JWT_AUDIENCE
+  value: {{ .audience | quote }}
+{{- if .jwksConfigMap.name }}
+- name: GALLEY_GATEWAY_JWT_JWKS_FILE
+  value: /etc/galley/jwks/{{ .jwksConfigMap.key }}
+{{- else if .jwksUrl }}
+- name: GALLEY_GATEWAY_JWT_JWKS_URL
+  value: {{ .jwksUrl | quote }}
+{{- end }}
+- name: GALLEY_GATEWAY_JWT_ALGORITHMS
+  value: {{ join "," .algorithms | quote }}
+- name: GALLEY_GATEWAY_JWT_PRINCIPAL_CLAIM
+  value: {{ .principalClaim | quote }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,39 @@
+{{/* Models that are fetched: by the pod itself at its start, or by an init container before. */}}
+
+{{/* The hub's token, where one is given; for whoever fetches. */}}
+{{- define "galley.hubTokenEnv" -}}
+{{- with .Values.modelCache.hubToken }}
+{{- if and .secretName (not $.Values.modelCache.download.enabled) }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The init container that puts `model`, a hub id, into the cache; nothing for a directory. */}}
+{{- define "galley.download" -}}
+{{- $values := .root.Values -}}
+{{- if and $values.modelCache.download.enabled (include "galley.isHubId" .model) }}
+initContainers:
+  - name: download
+    image: {{ include "galley.image" (dict "root" .root "repository" (.repository | default (index $values .role).image.repository)) }}
+    imagePullPolicy: {{ $values.image.pullPolicy }}
+    command: [python, -m, services.engine.prepare, {{ .model | quote }}]
+    securityContext:
+      {{- include "galley.containerSecurity" . | nindent 6 }}
+    resources:
+      {{- toYaml $values.modelCache.download.resources | nindent 6 }}
+    {{- with $values.modelCache.hubToken }}
+    {{- if .secretName }}
+    env:
+      - name: HF_TOKEN
+        valueFrom:
+          secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}
+    {{- end }}
+    {{- end }}
+    volumeMounts:
+      - {name: tmp, mountPath: /tmp}
+      - {name: cache, mountPath: /var/cache/galley}
+{{- end }}
+{{- end -}}

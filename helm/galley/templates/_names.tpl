@@ -1,0 +1,77 @@
+{{/* Names, labels, images, addresses. Most helpers of this chart take (dict "root" $ "role" "gateway"). */}}
+
+{{- define "galley.name" -}}
+{{- if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Of everything that belongs to a role. */}}
+{{- define "galley.roleName" -}}
+{{- include "galley.name" .root }}-{{ .role -}}
+{{- end -}}
+
+{{/* What selects every pod of the release. */}}
+{{- define "galley.releaseSelector" -}}
+app.kubernetes.io/name: galley
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "galley.selector" -}}
+{{ include "galley.releaseSelector" .root }}
+app.kubernetes.io/component: {{ .role }}
+{{- end -}}
+
+{{- define "galley.labels" -}}
+{{ include "galley.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/part-of: galley
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end -}}
+
+{{/* Of pods: without what changes with the chart alone, which would restart them. */}}
+{{- define "galley.podLabels" -}}
+{{ include "galley.selector" . }}
+app.kubernetes.io/version: {{ .root.Values.image.tag | default .root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: galley
+{{- end -}}
+
+{{/* The metadata of an object of a role; `name` where it is not the role's own. */}}
+{{- define "galley.metadata" -}}
+name: {{ .name | default (include "galley.roleName" .) }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "galley.labels" . | nindent 2 }}
+{{- end -}}
+
+{{/* (dict "root" $ "repository" "galley-gateway") */}}
+{{- define "galley.image" -}}
+{{- $image := .root.Values.image -}}
+{{- with $image.registry }}{{ . }}/{{ end -}}
+{{- .repository }}:{{ $image.tag | default .root.Chart.AppVersion -}}
+{{- end -}}
+
+{{/* The name that a role's certificate must bear, unless values say another. */}}
+{{- define "galley.tlsName" -}}
+{{- $own := (index .root.Values.tls .role).name -}}
+{{- $own | default (printf "%s.%s.svc" (include "galley.roleName" .) .root.Release.Namespace) -}}
+{{- end -}}
+
+{{- define "galley.isHubId" -}}
+{{- if and . (not (hasPrefix "/" .)) }}true{{ end -}}
+{{- end -}}
+
+{{/* A value of `settings` as text; helm reads numbers as float64, which would print 1e+06. */}}
+{{- define "galley.text" -}}
+{{- if and (kindIs "float64" .) (eq . (floor .)) -}}{{ int64 . }}{{- else -}}{{ . }}{{- end -}}
+{{- end -}}
+
+{{/* Whether something else than this chart says how many pods a role has. */}}
+{{- define "galley.isScaled" -}}
+{{- $role := index .root.Values .role -}}
+{{- $keda := index .root.Values.keda .role | default dict -}}
+{{- if or (and $role.autoscaling $role.autoscaling.enabled) (and .root.Values.keda.enabled $keda.enabled) }}true{{ end -}}
+{{- end -}}

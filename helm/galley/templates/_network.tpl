@@ -1,0 +1,80 @@
+{{/* Peers and ports of the NetworkPolicies. */}}
+
+{{/* (dict "root" $ "roles" (list …)): pods of the release. */}}
+{{- define "galley.podsOf" -}}
+{{- $root := .root -}}
+{{- range .roles }}
+- podSelector:
+    matchLabels:
+      {{- include "galley.selector" (dict "root" $root "role" .) | nindent 6 }}
+{{- end }}
+{{- end -}}
+
+{{/* The head of a role's policy. */}}
+{{- define "galley.policyHead" -}}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  {{- include "galley.metadata" . | nindent 2 }}
+{{- end -}}
+
+{{/* Prometheus fetches metrics. */}}
+{{- define "galley.fromPrometheus" -}}
+{{- if ne .root.Values.monitoring.scrape "none" }}
+- from:
+    {{- toYaml .root.Values.networkPolicy.prometheus | nindent 4 }}
+  ports:
+    - {port: {{ (index .root.Values .role).metricsPort }}, protocol: TCP}
+{{- end }}
+{{- end -}}
+
+{{/* Names, the store, the collector; and with `https` what is fetched from outside. */}}
+{{- define "galley.egress" -}}
+{{- $values := .root.Values -}}
+{{- $policy := $values.networkPolicy -}}
+- to:
+    {{- toYaml $policy.dns | nindent 4 }}
+  ports:
+    - {port: 53, protocol: UDP}
+    - {port: 53, protocol: TCP}
+{{- if $values.redis.embedded.enabled }}
+- to:
+    {{- include "galley.podsOf" (dict "root" .root "roles" (list "redis")) | nindent 4 }}
+  ports:
+    - {port: {{ $values.redis.embedded.port }}, protocol: TCP}
+{{- else }}
+- {{ with $policy.redis.to -}}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{ end -}}
+  ports:
+    {{- range $policy.redis.ports }}
+    - {port: {{ . }}, protocol: TCP}
+    {{- end }}
+{{- end }}
+{{- if $values.otel.endpoint }}
+- {{ with $policy.otel.to -}}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{ end -}}
+  ports:
+    - {port: {{ regexFind ":[0-9]+$" (trimSuffix "/" $values.otel.endpoint) | trimPrefix ":" | default "4317" }}, protocol: TCP}
+{{- end }}
+{{- if .https }}
+# The model hub, or the issuer's keys.
+- to:
+    {{- toYaml $policy.https | nindent 4 }}
+  ports:
+    - {port: 443, protocol: TCP}
+{{- end }}
+{{- end -}}
+
+{{/* All ports between pods of the same kind: ranks, and Ray's processes, choose theirs as they start. */}}
+{{- define "galley.amongThemselves" -}}
+{{- $target := .Values.target -}}
+{{- if eq $target.kind "rayservice" -}}
+{{- include "galley.podsOf" (dict "root" . "roles" (list "target" "ray-head")) -}}
+{{- else if eq $target.kind "leaderworkerset" -}}
+{{- include "galley.podsOf" (dict "root" . "roles" (list "target")) -}}
+{{- end -}}
+{{- end -}}

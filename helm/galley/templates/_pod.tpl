@@ -1,0 +1,162 @@
+{{/* What the pods of all roles have in common. */}}
+
+{{- define "galley.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "galley.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{- define "galley.serviceAccountName" -}}
+{{- if .root.Values.serviceAccount.create }}{{ include "galley.roleName" . }}{{ else }}default{{ end -}}
+{{- end -}}
+
+{{/*
+How long Kubernetes waits before SIGKILL: the pause before SIGTERM, the drain that SIGTERM begins, and 15 s for what
+comes after it (last answers 0.5 s, withdrawal from the store, spans and metrics that are still to be sent: 3 s each).
+The one place where this is computed.
+*/}}
+{{- define "galley.gracePeriod" -}}
+{{- $role := index .root.Values .role -}}
+{{- add $role.preStopSeconds $role.drainTimeoutSeconds 15 -}}
+{{- end -}}
+
+{{/* What every pod says that runs nothing which needs Kubernetes' API. */}}
+{{- define "galley.podCommon" -}}
+serviceAccountName: {{ include "galley.serviceAccountName" . }}
+automountServiceAccountToken: false
+# Kubernetes would else give every pod GALLEY_GATEWAY_PORT=tcp://..., for the service of that name, and the
+# gateway would read it as its own setting.
+enableServiceLinks: false
+securityContext:
+  {{- include "galley.podSecurity" . | nindent 2 }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Where a role's pods go. A constraint without a labelSelector of its own spreads the role's pods. */}}
+{{- define "galley.placement" -}}
+{{- $it := . -}}
+{{- $role := index .root.Values .role -}}
+{{- with $role.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $role.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $role.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $role.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $role.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- range . }}
+  {{- $own := dict "labelSelector" (dict "matchLabels" (include "galley.selector" $it | fromYaml)) }}
+  - {{ toYaml (merge (deepCopy .) $own) | nindent 4 | trim }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The metadata of a role's pods; with `silent`, of those that have no metrics. */}}
+{{- define "galley.podMetadata" -}}
+{{- $role := index .root.Values .role -}}
+labels:
+  {{- include "galley.podLabels" . | nindent 2 }}
+annotations:
+  # So that kubectl logs and exec find it where there are several.
+  kubectl.kubernetes.io/default-container: {{ .container | default .role }}
+  {{- if and (eq .root.Values.monitoring.scrape "annotations") (not .silent) }}
+  prometheus.io/scrape: "true"
+  prometheus.io/port: {{ $role.metricsPort | quote }}
+  prometheus.io/path: /metrics
+  {{- end }}
+  {{- with $role.podAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{/* What every pod of Galley's own says before its containers. */}}
+{{- define "galley.podHead" -}}
+{{ include "galley.podCommon" . }}
+terminationGracePeriodSeconds: {{ include "galley.gracePeriod" . }}
+{{- include "galley.placement" . }}
+{{- end -}}
+
+{{/*
+Health is grpc.health.v1, on a port of its own that speaks plaintext: the kubelet asks natively, and knows no TLS.
+A pod's own node may always reach it, whatever the NetworkPolicies say.
+*/}}
+{{- define "galley.probes" -}}
+startupProbe:
+  grpc: {port: {{ .port }}}
+  periodSeconds: 2
+  timeoutSeconds: 2
+  failureThreshold: {{ div (add .startupSeconds 1) 2 }}
+readinessProbe:
+  grpc: {port: {{ .port }}}
+  periodSeconds: 5
+  timeoutSeconds: 3
+  failureThreshold: 2
+# Slow to conclude: a restart loses every cache. (A draining pod is no longer asked.)
+livenessProbe:
+  grpc: {port: {{ .port }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+{{- end -}}
+
+{{- define "galley.ports" -}}
+{{- $role := index .root.Values .role -}}
+- {name: grpc, containerPort: {{ $role.port }}, protocol: TCP}
+- {name: health, containerPort: {{ $role.healthPort }}, protocol: TCP}
+- {name: metrics, containerPort: {{ $role.metricsPort }}, protocol: TCP}
+{{- end -}}
+
+{{/* Requests and limits, with the GPUs of the role. */}}
+{{- define "galley.resources" -}}
+{{- $role := index .root.Values .role -}}
+{{- $resources := deepCopy $role.resources -}}
+{{- if $role.gpus -}}
+{{- $limits := merge (dict $role.gpuResource (int $role.gpus)) ($resources.limits | default dict) -}}
+{{- $resources = merge (dict "limits" $limits) $resources -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{/* What stands in a container of Galley's beside its environment and probes; `container` is its name. */}}
+{{- define "galley.container" -}}
+{{- $role := index .root.Values .role -}}
+name: {{ .container | default .role }}
+image: {{ include "galley.image" (dict "root" .root "repository" (.repository | default $role.image.repository)) }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+securityContext:
+  {{- include "galley.containerSecurity" . | nindent 2 }}
+resources:
+  {{- include "galley.resources" . | nindent 2 }}
+volumeMounts:
+  {{- include "galley.mounts" . | nindent 2 }}
+{{- end -}}
+
+{{/* Endpoints are taken away while this pause lasts: nobody new comes to a server that has begun to refuse. */}}
+{{- define "galley.lifecycle" -}}
+{{- with (index .root.Values .role).preStopSeconds }}
+lifecycle:
+  preStop:
+    sleep: {seconds: {{ . }}}
+{{- end }}
+{{- end -}}

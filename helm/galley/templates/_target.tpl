@@ -1,0 +1,64 @@
+{{/* What the three kinds of target share. */}}
+
+{{/* (dict "root" $ "role" "target"): what every process of a target is told. */}}
+{{- define "galley.targetEnv" -}}
+{{- $values := .root.Values -}}
+{{- $target := $values.target -}}
+{{ include "galley.env" . }}
+{{ include "galley.advertiseEnv" . }}
+{{- with $values.model }}
+- name: GALLEY_TARGET_MODEL
+  value: {{ . | quote }}
+{{- end }}
+{{- if and $target.gpus (not $target.settings.device) }}
+- name: GALLEY_TARGET_DEVICE
+  value: cuda
+{{- end }}
+{{- if include "galley.isHubId" $values.model }}
+{{- include "galley.hubTokenEnv" .root }}
+{{- end }}
+{{- if ne $target.kind "rayservice" }}
+{{- if gt (int $target.tensorParallel) 1 }}
+- name: GALLEY_TARGET_TENSOR_PARALLEL
+  value: {{ $target.tensorParallel | quote }}
+{{- end }}
+{{- if eq $target.kind "leaderworkerset" }}
+- name: GALLEY_TARGET_HOSTS
+  value: {{ $target.nodes | quote }}
+- name: GALLEY_TARGET_HOST_INDEX
+  valueFrom:
+    fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"}
+- name: GROUP_INDEX
+  valueFrom:
+    fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}
+# The leader of the group, by the name that its pod has before it is ready.
+- name: GALLEY_TARGET_RANKS_ADDRESS
+  value: {{ $name := include "galley.roleName" . }}{{ $name }}-$(GROUP_INDEX).{{ $name }}:{{ $target.ranksPort }}
+- name: GALLEY_TARGET_RANKS_TIMEOUT_S
+  value: {{ $target.startupTimeoutSeconds | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The pods of a StatefulSet, and of the leaders of a LeaderWorkerSet. */}}
+{{- define "galley.targetTemplate" -}}
+{{- $target := .root.Values.target -}}
+metadata:
+  {{- include "galley.podMetadata" . | nindent 2 }}
+spec:
+  {{- include "galley.podHead" . | nindent 2 }}
+  {{- include "galley.download" (merge (dict "model" .root.Values.model) .) | nindent 2 }}
+  containers:
+    - {{ include "galley.container" . | nindent 6 | trim }}
+      ports:
+        {{- include "galley.ports" . | nindent 8 }}
+        {{- if eq $target.kind "leaderworkerset" }}
+        - {name: ranks, containerPort: {{ $target.ranksPort }}, protocol: TCP}
+        {{- end }}
+      env:
+        {{- include "galley.targetEnv" . | nindent 8 }}
+      {{- include "galley.probes" (dict "port" $target.healthPort "startupSeconds" $target.startupTimeoutSeconds) | nindent 6 }}
+      {{- include "galley.lifecycle" . | nindent 6 }}
+  volumes:
+    {{- include "galley.volumes" . | nindent 4 }}
+{{- end -}}

@@ -1,0 +1,110 @@
+{{/*
+Combinations of values that cannot work, each with what to change. What a schema can say by itself (unknown keys,
+bounds, what an enabled part needs, GPUs that tensor parallelism does not divide) is in values.schema.json.
+*/}}
+{{- define "galley.validate" -}}
+{{- include "galley.validateStore" . -}}
+{{- include "galley.validateModels" . -}}
+{{- include "galley.validateTarget" . -}}
+{{- include "galley.validateScaling" . -}}
+{{- include "galley.validateAccess" . -}}
+{{- end -}}
+
+{{- define "galley.validateStore" -}}
+{{- $redis := .Values.redis -}}
+{{- $ways := list -}}
+{{- if $redis.url }}{{ $ways = append $ways "redis.url" }}{{ end -}}
+{{- if $redis.existingSecret.name }}{{ $ways = append $ways "redis.existingSecret.name" }}{{ end -}}
+{{- if $redis.embedded.enabled }}{{ $ways = append $ways "redis.embedded.enabled" }}{{ end -}}
+{{- if ne (len $ways) 1 -}}
+{{- fail (printf "set exactly one of redis.url, redis.existingSecret.name and redis.embedded.enabled; set: %s" (join ", " $ways | default "none")) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "galley.validateModels" -}}
+{{- $values := .Values -}}
+{{- if and $values.draft.enabled (not $values.draft.settings.model) (include "galley.isHubId" $values.model) -}}
+{{- fail "a draft without a model of its own takes the tokenizer from a directory: with a hub id as `model`, set draft.settings.model too, or draft.enabled=false" -}}
+{{- end -}}
+{{- if and $values.modelCache.download.enabled (not (include "galley.isHubId" $values.model)) (not (include "galley.isHubId" $values.draft.settings.model)) -}}
+{{- fail "modelCache.download.enabled: neither model nor draft.settings.model is a hub id, so that there is nothing to download" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "galley.validateTarget" -}}
+{{- $target := .Values.target -}}
+{{- $nodes := int $target.nodes -}}
+{{- $ranks := int $target.tensorParallel -}}
+{{- $gpus := int $target.gpus -}}
+{{- $ofSeveral := eq $target.kind "leaderworkerset" -}}
+{{- if and $ofSeveral (lt $nodes 2) -}}
+{{- fail "target.kind leaderworkerset is for a replica of several pods: set target.nodes to 2 or more, or target.kind to statefulset" -}}
+{{- end -}}
+{{- if and (not $ofSeveral) (gt $nodes 1) -}}
+{{- fail (printf "target.nodes is %d: only target.kind leaderworkerset puts a replica on several nodes" $nodes) -}}
+{{- end -}}
+{{- if mod $ranks $nodes -}}
+{{- fail (printf "target.tensorParallel %d is not divided by target.nodes %d: each node runs as many ranks" $ranks $nodes) -}}
+{{- end -}}
+{{- if and $gpus (ne (mul $gpus $nodes) $ranks) -}}
+{{- fail (printf "target.gpus %d in each of %d pod(s) of a replica, but target.tensorParallel %d: a rank takes one GPU, so that %d of them would %s" $gpus $nodes $ranks (mul $gpus $nodes) (ternary "not do" "leave some idle" (lt (mul $gpus $nodes) $ranks))) -}}
+{{- end -}}
+{{- $device := $target.settings.device | default "" -}}
+{{- if and $gpus (eq $device "cpu") -}}
+{{- fail (printf "target.settings.device is cpu, but target.gpus is %d" $gpus) -}}
+{{- end -}}
+{{- if and (not $gpus) (hasPrefix "cuda" $device) -}}
+{{- fail (printf "target.settings.device is %s, but target.gpus is 0: pods without GPUs would not start" $device) -}}
+{{- end -}}
+{{- if and (eq $target.kind "rayservice") (lt (int $target.replicas) 1) -}}
+{{- fail "target.kind rayservice needs target.replicas of 1 or more" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "galley.validateScaling" -}}
+{{- $keda := .Values.keda -}}
+{{- if $keda.enabled -}}
+{{- if and $keda.draft.enabled .Values.draft.autoscaling.enabled -}}
+{{- fail "keda.draft.enabled and draft.autoscaling.enabled would both scale the draft pool: switch one off" -}}
+{{- end -}}
+{{- if eq .Values.monitoring.scrape "none" -}}
+{{- fail "keda.enabled asks Prometheus, but monitoring.scrape is none: it would know nothing" -}}
+{{- end -}}
+{{- if and $keda.target.enabled (eq .Values.target.kind "rayservice") -}}
+{{- fail "keda.target.enabled cannot scale target.kind rayservice, which has no scale subresource: set keda.target.enabled=false" -}}
+{{- end -}}
+{{- range $role := list "draft" "target" -}}
+{{- $one := index $keda $role -}}
+{{- if gt (int $one.minReplicas) (int $one.maxReplicas) -}}
+{{- fail (printf "keda.%s.minReplicas %v is above keda.%s.maxReplicas %v" $role $one.minReplicas $role $one.maxReplicas) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $role := list "gateway" "draft" -}}
+{{- $one := (index $.Values $role).autoscaling -}}
+{{- if and $one.enabled (gt (int $one.minReplicas) (int $one.maxReplicas)) -}}
+{{- fail (printf "%s.autoscaling.minReplicas %v is above %s.autoscaling.maxReplicas %v" $role $one.minReplicas $role $one.maxReplicas) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "galley.validateAccess" -}}
+{{- $values := .Values -}}
+{{- $outside := list -}}
+{{- if $values.ingress.enabled }}{{ $outside = append $outside "ingress.enabled" }}{{ end -}}
+{{- if $values.gatewayApi.enabled }}{{ $outside = append $outside "gatewayApi.enabled" }}{{ end -}}
+{{- if ne $values.gateway.service.type "ClusterIP" }}{{ $outside = append $outside (printf "gateway.service.type %s" $values.gateway.service.type) }}{{ end -}}
+{{- if and $outside $values.networkPolicy.enabled (not $values.networkPolicy.clients) -}}
+{{- fail (printf "%s lets callers in from elsewhere, but networkPolicy.clients is empty, which means this namespace alone: name them (the namespace of the ingress controller, or an ipBlock)" (join " and " $outside)) -}}
+{{- end -}}
+{{- $jwt := $values.auth.jwt -}}
+{{- if and $jwt.enabled $jwt.jwksUrl $jwt.jwksConfigMap.name -}}
+{{- fail "auth.jwt: set one of jwksUrl and jwksConfigMap.name, or neither, for OIDC discovery" -}}
+{{- end -}}
+{{- range $role := list "gateway" "draft" "target" -}}
+{{- $one := index $values $role -}}
+{{- if ne (len (uniq (list $one.port $one.healthPort $one.metricsPort))) 3 -}}
+{{- fail (printf "%s.port, %s.healthPort and %s.metricsPort must differ" $role $role $role) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

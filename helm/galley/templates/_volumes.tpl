@@ -1,0 +1,90 @@
+{{/* Volumes of a role's pods, and where they are mounted. */}}
+
+{{- define "galley.mounts" -}}
+{{- $values := .root.Values -}}
+- {name: tmp, mountPath: /tmp}
+- {name: cache, mountPath: /var/cache/galley}
+{{- if include "galley.needsSharedMemory" . }}
+- {name: shared-memory, mountPath: /dev/shm}
+{{- end }}
+{{- if $values.modelVolume.existingClaim }}
+- {name: models, mountPath: {{ $values.modelVolume.mountPath }}, readOnly: true}
+{{- end }}
+{{- range include "galley.secretMounts" . | fromYamlArray }}
+- {name: {{ .name }}, mountPath: {{ .path }}, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "galley.volumes" -}}
+{{- $values := .root.Values -}}
+- name: tmp
+  emptyDir: {sizeLimit: {{ .scratch | default $values.scratchSizeLimit }}}
+- name: cache
+{{- if and $values.modelCache.persistence.enabled (ne .role "gateway") }}
+  persistentVolumeClaim:
+    claimName: {{ include "galley.cacheClaim" .root }}
+{{- else }}
+  emptyDir: {sizeLimit: {{ $values.modelCache.sizeLimit }}}
+{{- end }}
+{{- if include "galley.needsSharedMemory" . }}
+- name: shared-memory
+  emptyDir: {medium: Memory, sizeLimit: {{ $values.target.sharedMemory }}}
+{{- end }}
+{{- with $values.modelVolume.existingClaim }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}
+{{- end }}
+{{- range include "galley.secretMounts" . | fromYamlArray }}
+- name: {{ .name }}
+  {{- if .configMap }}
+  configMap: {name: {{ .configMap }}}
+  {{- else }}
+  # For the group of the containers alone (fsGroup). Mounted as a folder, so that a rotated secret is seen.
+  secret: {secretName: {{ .secret }}, defaultMode: 0440}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "galley.cacheClaim" -}}
+{{- .Values.modelCache.persistence.existingClaim | default (printf "%s-model-cache" (include "galley.name" .)) -}}
+{{- end -}}
+
+{{/* Ranks of a pod that exchange through shared memory; Kubernetes gives 64 MiB. KubeRay mounts its own. */}}
+{{- define "galley.needsSharedMemory" -}}
+{{- $target := .root.Values.target -}}
+{{- if and (eq .role "target") (gt (int $target.tensorParallel) 1) (ne $target.kind "rayservice") }}true{{ end -}}
+{{- end -}}
+
+{{/* A list of {name, path, secret or configMap}: what of a role is mounted below /etc/galley. */}}
+{{- define "galley.secretMounts" -}}
+{{- $values := .root.Values -}}
+{{- $found := list -}}
+{{- if $values.tls.enabled -}}
+{{- $tls := index $values.tls .role -}}
+{{- $found = append $found (dict "name" "tls" "path" "/etc/galley/tls" "secret" $tls.secretName) -}}
+{{- if eq .role "gateway" -}}
+{{- $peer := $tls.peerSecretName | default $tls.secretName -}}
+{{- $found = append $found (dict "name" "peer-tls" "path" "/etc/galley/peer-tls" "secret" $peer) -}}
+{{- with $tls.clientCaSecretName -}}
+{{- $found = append $found (dict "name" "client-ca" "path" "/etc/galley/client-ca" "secret" .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if eq .role "gateway" -}}
+{{- with $values.auth.apiKeys.secretName -}}
+{{- $found = append $found (dict "name" "api-keys" "path" "/etc/galley/api-keys" "secret" .) -}}
+{{- end -}}
+{{- if $values.auth.jwt.enabled -}}
+{{- with $values.auth.jwt.jwksConfigMap.name -}}
+{{- $found = append $found (dict "name" "jwks" "path" "/etc/galley/jwks" "configMap" .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- with $values.redis.tlsSecretName -}}
+{{- $found = append $found (dict "name" "redis-tls" "path" "/etc/galley/redis-tls" "secret" .) -}}
+{{- end -}}
+{{- with $values.otel.caSecretName -}}
+{{- $found = append $found (dict "name" "otel-ca" "path" "/etc/galley/otel-ca" "secret" .) -}}
+{{- end -}}
+{{- toYaml $found -}}
+{{- end -}}

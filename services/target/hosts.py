@@ -1,0 +1,147 @@
+"""Several hosts whose ranks are one replica: how they meet, and the life of one that does not lead.
+
+Host 0 opens the store at `ranks_address`. Each other host signs in there; once all have, host 0 says so, and
+each starts its ranks, which meet at the same store. Pods are scheduled, and images fetched, in their own
+time: that is waited for here, so that a rank finds all others about to come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+from services.common.logs import get_logger, start_logging
+from services.common.process import limit_threads
+from services.common.unless import unless
+from services.core.errors import Unavailable
+from services.target.follower import start_followers
+from services.target.rank import spec_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.engine.process_group import Store
+    from services.target.settings import TargetSettings
+
+_LOG = get_logger(__name__)
+_ALL_HERE = "galley/all-here"
+_POLL_S = 0.1
+_CONNECT_S = 2.0
+
+
+async def await_hosts(store: Store, settings: TargetSettings) -> None:
+    """Host 0: return once all others have signed in, and they know it. Raises Unavailable when time is up."""
+    names = [_name(index) for index in range(1, settings.hosts)]
+    await _until_set(store.store, names, settings, "not all hosts came")
+    store.store.set(_ALL_HERE, "1")
+
+
+def run_host(settings: TargetSettings) -> None:
+    """A host other than 0: run its ranks until the leader lets them go; exits 1 if one is lost."""
+    start_logging("galley-target", settings.log_level, settings.log_format)
+    limit_threads(settings.threads)
+    try:
+        asyncio.run(_run_host(settings))
+    except (Unavailable, OSError, ValueError) as error:
+        _LOG.error("this host ends", host=settings.host_index, problem=str(error))
+        raise SystemExit(1) from None
+
+
+async def _run_host(settings: TargetSettings) -> None:
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    if await unless(told, _sign_in(settings)) is None:
+        return
+    spec = spec_of(settings, settings.tensor_parallel)
+    ranks = await start_followers(settings, spec, settings.ranks_address)
+    _LOG.info("ranks started", host=settings.host_index, ranks=len(ranks))
+    watched = asyncio.create_task(_first_loss(ranks))
+    stop = asyncio.create_task(told.wait())
+    await asyncio.wait({watched, stop}, return_when=asyncio.FIRST_COMPLETED)
+    if not watched.done():
+        # The leader is told so as well, and serves on while it drains: then it lets its ranks here go.
+        _LOG.info("stopping with the leader", host=settings.host_index)
+    stop.cancel()
+    lost = await watched
+    if lost:
+        await end_ranks(ranks, spec.timeout_s)
+        raise Unavailable(f"{lost} of this host's ranks ended by themselves")
+
+
+async def _sign_in(settings: TargetSettings) -> bool:
+    """True once all hosts are there. Raises Unavailable when time is up."""
+    store = await _connected(settings)
+    store.set(_name(settings.host_index), "1")
+    await _until_set(store, [_ALL_HERE], settings, "the other hosts did not come")
+    return True
+
+
+async def _connected(settings: TargetSettings) -> Any:
+    from services.engine.process_group import connect_store  # noqa: PLC0415  # imports torch
+
+    deadline = time.monotonic() + settings.ranks_timeout_s
+    address, size = settings.ranks_address, settings.tensor_parallel
+    while True:
+        try:
+            return await asyncio.to_thread(connect_store, address, size, _CONNECT_S)
+        except RuntimeError as error:
+            if time.monotonic() > deadline:
+                problem = str(error).splitlines()[0]
+                raise Unavailable(f"ranks_address: {address} cannot be reached: {problem}") from error
+
+
+async def _until_set(store: Any, names: Sequence[str], settings: TargetSettings, problem: str) -> None:
+    """Until the store holds `names`. Raises Unavailable, with `problem`, when it takes too long."""
+    deadline = time.monotonic() + settings.ranks_timeout_s
+    missing = list(names)
+    while missing:
+        if time.monotonic() > deadline:
+            raise Unavailable(
+                f"{problem} within {settings.ranks_timeout_s:g} s; missing: {', '.join(missing)}"
+            )
+        missing = [name for name in missing if not store.check([name])]
+        if missing:
+            await asyncio.sleep(_POLL_S)
+
+
+async def _first_loss(ranks: Sequence[asyncio.subprocess.Process]) -> int:
+    """How many have failed, once one has or all have ended."""
+    pending = {asyncio.create_task(rank.wait()) for rank in ranks}
+    failed = 0
+    while pending and not failed:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        failed = sum(task.result() != 0 for task in done)
+    for task in pending:
+        task.cancel()
+    return failed
+
+
+async def end_ranks(ranks: Sequence[asyncio.subprocess.Process], patience_s: float) -> None:
+    """Have all of them ended: they have `patience_s` to do so by themselves."""
+    for rank in ranks:
+        if rank.returncode is None:
+            try:
+                async with asyncio.timeout(patience_s):
+                    await rank.wait()
+            except TimeoutError:
+                rank.kill()
+    for rank in ranks:
+        await rank.wait()
+
+
+def _name(index: int) -> str:
+    return f"galley/host-{index}"
+
+
+def open_meeting(settings: TargetSettings) -> Store:
+    """Host 0: where its ranks meet, and those of other hosts where there are. Raises OSError."""
+    from services.engine.process_group import open_store  # noqa: PLC0415  # imports torch
+
+    if settings.hosts == 1:
+        return open_store("127.0.0.1", settings.tensor_parallel)
+    port = int(settings.ranks_address.rpartition(":")[2])
+    return open_store(settings.host, settings.tensor_parallel, port=port)

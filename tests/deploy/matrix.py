@@ -1,0 +1,195 @@
+"""The big switches of the chart, and combinations of them in which every pair of settings occurs."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from itertools import combinations, product
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from tests.deploy.render import Manifest
+
+OWN_STORE = {"embedded": {"enabled": False}}
+TLS = {
+    "enabled": True,
+    "gateway": {"secretName": "gateway-tls"},
+    "draft": {"secretName": "draft-tls"},
+    "target": {"secretName": "target-tls"},
+}
+JWT = {"enabled": True, "issuer": "https://issuer.example.com", "audience": "galley"}
+KEDA = {"enabled": True, "prometheus": {"serverAddress": "http://prometheus:9090"}}
+ALL_MONITORING = {"rules": {"enabled": True}, "dashboards": {"enabled": True}}
+FROM_EDGE = {"clients": [{"namespaceSelector": {"matchLabels": {"name": "edge"}}}]}
+
+SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
+    "target": {
+        "one pod": {},
+        "several gpus": {"target": {"tensorParallel": 4, "gpus": 4, "replicas": 2}},
+        "several nodes": {
+            "target": {"kind": "leaderworkerset", "nodes": 2, "tensorParallel": 8, "gpus": 4, "replicas": 2}
+        },
+        "ray": {"target": {"kind": "rayservice", "tensorParallel": 3, "replicas": 2}},
+    },
+    "store": {
+        "embedded": {},
+        "url": {"redis": {**OWN_STORE, "url": "rediss://store:6380/0?ca=/etc/galley/redis-tls/ca.crt"}},
+        "secret": {
+            "redis": {
+                **OWN_STORE,
+                "existingSecret": {"name": "store", "replicaKey": "replica-url"},
+                "tlsSecretName": "store-tls",
+            }
+        },
+    },
+    "draft": {
+        "lookup": {},
+        "none": {"draft": {"enabled": False}},
+        "model": {"draft": {"gpus": 1, "settings": {"model": "/models/volume/small"}}},
+    },
+    "models": {
+        "of the images": {},
+        "volume": {"model": "/models/volume/big", "modelVolume": {"existingClaim": "models"}},
+        "hub, kept": {
+            "model": "example/big",
+            "draft": {"settings": {"model": "example/small"}},
+            "modelCache": {
+                "persistence": {"enabled": True},
+                "download": {"enabled": True},
+                "hubToken": {"secretName": "hub"},
+            },
+        },
+    },
+    "tls": {
+        "off": {},
+        "mutual": {"tls": TLS},
+        "servers alone": {"tls": {**TLS, "mutual": False}},
+        "callers too": {
+            "tls": {
+                **TLS,
+                "gateway": {
+                    "secretName": "gateway-tls",
+                    "peerSecretName": "peer-tls",
+                    "clientCaSecretName": "callers",
+                },
+            },
+            "test": {"clientCertSecretName": "caller"},
+        },
+    },
+    "callers": {
+        "anybody": {},
+        "keys": {
+            "auth": {"apiKeys": {"secretName": "keys"}, "idSecret": {"secretName": "ids"}},
+            "test": {"apiKey": {"secretName": "test-key"}},
+        },
+        "tokens": {"auth": {"jwt": JWT}},
+        "both": {
+            "auth": {
+                "apiKeys": {"secretName": "keys"},
+                "jwt": {**JWT, "jwksConfigMap": {"name": "jwks"}},
+            }
+        },
+    },
+    "edge": {
+        "inside": {},
+        "ingress": {
+            "ingress": {"enabled": True, "host": "galley.example.com", "tlsSecretName": "edge-tls"},
+            "networkPolicy": FROM_EDGE,
+        },
+        "route": {
+            "gatewayApi": {
+                "enabled": True,
+                "parentRefs": [{"name": "edge"}],
+                "hostnames": ["g.example.com"],
+            },
+            "networkPolicy": FROM_EDGE,
+        },
+        "balancer": {
+            "gateway": {"service": {"type": "LoadBalancer", "externalTrafficPolicy": "Local"}},
+            "networkPolicy": {"enabled": False},
+        },
+    },
+    "seen": {
+        "annotations": {"otel": {"endpoint": "http://collector.observability:4317"}},
+        "pods": {"monitoring": {"scrape": "podMonitor", **ALL_MONITORING}},
+        "services": {"monitoring": {"scrape": "serviceMonitor", "labels": {"release": "prometheus"}}},
+        "not at all": {"monitoring": {"scrape": "none"}},
+    },
+    "scaled": {
+        "by hand": {"gateway": {"replicas": 3}},
+        "hpa": {"gateway": {"autoscaling": {"enabled": True}}, "draft": {"autoscaling": {"enabled": True}}},
+        "keda": {"keda": KEDA},
+    },
+}
+
+Row = dict[str, str]
+
+
+def rows() -> list[Row]:
+    """Combinations of the switches' settings: every possible pair is in one of them at least."""
+    wanted = {
+        pair
+        for first, second in combinations(SWITCHES, 2)
+        for pair in product(_settings(first), _settings(second))
+        if possible(dict(pair))
+    }
+    found: list[Row] = []
+    while wanted:
+        row = _row(wanted)
+        found.append(row)
+        wanted -= set(combinations(row.items(), 2))
+    return found
+
+
+def _settings(name: str) -> list[tuple[str, str]]:
+    return [(name, each) for each in SWITCHES[name]]
+
+
+def _row(wanted: set[tuple[tuple[str, str], ...]]) -> Row:
+    """A row that begins with a pair not had yet, and takes at each switch what adds most such pairs."""
+    row: Row = dict(min(wanted))
+    for name, settings in SWITCHES.items():
+        if name not in row:
+            options = [each for each in settings if possible({**row, name: each})]
+            row[name] = max(options, key=partial(_gain, row, name, wanted))
+    return {name: row[name] for name in SWITCHES}
+
+
+def _gain(row: Row, name: str, wanted: set[tuple[tuple[str, str], ...]], each: str) -> int:
+    """How many pairs not had yet `row` has with this setting of the switch `name`."""
+    whole = {**row, name: each}
+    ordered = {known: whole[known] for known in SWITCHES if known in whole}
+    return sum(pair in wanted for pair in combinations(ordered.items(), 2))
+
+
+def possible(row: Mapping[str, str]) -> bool:
+    """Whether the chart takes these together; that it refuses the others has tests of its own."""
+    if row.get("scaled") == "keda" and row.get("seen") == "not at all":
+        return False
+    return not (row.get("models") == "hub, kept" and row.get("draft") == "lookup")
+
+
+def values_of(row: Mapping[str, str]) -> Manifest:
+    """The values of a combination."""
+    merged = laid_over(SWITCHES[name][setting] for name, setting in row.items())
+    if row.get("target") == "ray" and row.get("scaled") == "keda":
+        merged = laid_over([merged, {"keda": {"target": {"enabled": False}}}])
+    return merged
+
+
+def laid_over(parts: Iterable[Manifest]) -> Manifest:
+    """One value after the other, deep, as helm does it."""
+    merged: Manifest = {}
+    for part in parts:
+        _lay(merged, part)
+    return merged
+
+
+def _lay(below: Manifest, above: Manifest) -> None:
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            _lay(below[key], value)
+        else:
+            below[key] = copy.deepcopy(value)
