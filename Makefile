@@ -168,12 +168,15 @@ helm-lint: helm ## lint the chart
 
 # --------------------------------------------------------------------------------- generated files --
 
-.PHONY: proto manifests chart-files metrics monitoring trace-picture check-generated
+.PHONY: proto manifests chart-files chart-schema metrics monitoring trace-picture check-generated
 proto: setup ## write the stubs in services/common/pb anew
 	@scripts/proto.sh .
 
 manifests: helm ## render deploy/k8s from the chart
 	@$(BIN)/python scripts/manifests.py deploy/k8s
+
+chart-schema: setup ## write the services' settings into the chart's schema
+	@$(BIN)/python -m scripts.chart_schema helm/galley/values.schema.json
 
 chart-files: ## copy alerts and dashboards into the chart
 	@scripts/chart_files.sh helm/galley/files
