@@ -49,8 +49,6 @@ class Named(Protocol):
     def span_id(self) -> int: ...  # noqa: D102
     @property
     def is_remote(self) -> bool: ...  # noqa: D102
-    @property
-    def trace_state(self) -> TraceState | None: ...  # noqa: D102
 
 
 Linked: TypeAlias = "tuple[Named, Attributes]"
@@ -158,7 +156,7 @@ class LeanSpan(trace.NonRecordingSpan):
     numbers: tuple[tuple[str, ...], tuple[int, ...]] = ((), ())
     now_ns: Callable[[], int] = staticmethod(time.time_ns)
 
-    def __init__(  # noqa: PLR0913  # what a span is made of
+    def __init__(  # noqa: PLR0913, PLR0917  # what a span is made of; names would cost as much as all else
         self,
         scope: SpanScope,
         name: str,
@@ -180,6 +178,9 @@ class LeanSpan(trace.NonRecordingSpan):
         self.start_ns = start_ns
         self.attributes: dict[str, AnyValue] = {} if attributes is None else attributes
         self.tell = tell
+
+    def __repr__(self) -> str:
+        return f"LeanSpan({self.name!r}, {self.get_span_context()!r})"
 
     def get_span_context(self) -> SpanContext:
         """It is sampled, or it would not be."""
@@ -262,4 +263,4 @@ def readable(span: LeanSpan) -> ReadableSpan:
 
 
 def _context_of(named: Named) -> SpanContext:
-    return _context(named.trace_id, named.span_id, _SAMPLED, named.trace_state, named.is_remote)
+    return _context(named.trace_id, named.span_id, _SAMPLED, None, named.is_remote)

@@ -117,9 +117,8 @@ def _event(event: Event) -> bytes:
 def _link(link: Linked) -> bytes:
     to, attributes = link
     ids = b"\x0a\x10%b\x12\x08%b" % (to.trace_id.to_bytes(16), to.span_id.to_bytes(8))  # 1, 2
-    state = _state(to.trace_state) if to.trace_state else b""
     flags = b"\x35" + (_REMOTE if to.is_remote else _LOCAL)  # 6
-    return b"\x6a" + _sized(b"".join((ids, state, _attributes(4, attributes), flags)))  # 13
+    return b"\x6a" + _sized(ids + _attributes(4, attributes) + flags)  # 13
 
 
 def _state(state: TraceState) -> bytes:

@@ -68,15 +68,17 @@ class SpanQueue(SpanProcessor):
         self._wake = threading.Event()
         self._sending = threading.Lock()
         self._stopped = False
+        self._dropped = 0
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
 
     def put(self, span: LeanSpan | ReadableSpan) -> None:
         """One that has ended."""
         queue = self._queue
+        waiting = len(queue)
         queue.append(span)
-        if len(queue) >= self._at_once and not self._wake.is_set():
-            self._wake.set()
+        if waiting + 1 >= self._at_once:
+            self._press(waiting)
 
     def on_end(self, span: ReadableSpan) -> None:
         """See `SpanProcessor`."""
@@ -97,12 +99,17 @@ class SpanQueue(SpanProcessor):
         self._thread.join(_STOP_S)
         self._exporter.shutdown()
 
+    def _press(self, waiting: int) -> None:
+        """There is enough for a request, at least."""
+        if waiting == self._limits.most:
+            self._dropped += 1
+        if not self._wake.is_set():
+            self._wake.set()
+
     def _run(self) -> None:
         while not self._stopped:
             woken = self._wake.wait(self._limits.delay_s)
             self._wake.clear()
-            if len(self._queue) == self._limits.most:
-                _LOG.warning("spans are dropped: %s of them wait to be exported", self._limits.most)
             self._send(self._at_once if woken else 1)
         self._send(1)
 
@@ -114,6 +121,9 @@ class SpanQueue(SpanProcessor):
                 self._export([self._queue.popleft() for _ in range(count)])
 
     def _export(self, spans: list[Any]) -> None:
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            _LOG.warning("%s spans were dropped: no more than %s wait", dropped, self._limits.most)
         try:
             self._exporter.export(spans)
         except Exception:  # noqa: BLE001  # whatever it is, spans are to be sent on

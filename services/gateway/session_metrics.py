@@ -1,4 +1,4 @@
-"""What a gateway counts of its sessions: rounds, drafts, commits. A round costs a microsecond, and some later."""
+"""What a gateway counts of its sessions: rounds, drafts, commits. A round costs a microsecond, more later."""
 
 from __future__ import annotations
 
@@ -185,9 +185,7 @@ class CountingStreamMeter(StreamMeter):
         """See `StreamMeter`."""
         self._put_off(partial(self._committed, took_ns, error, self._span, time.time()))
 
-    def _committed(
-        self, took_ns: int, error: GalleyError | None, span: SpanRef | None, at_s: float
-    ) -> None:
+    def _committed(self, took_ns: int, error: GalleyError | None, span: SpanRef | None, at_s: float) -> None:
         outcome = OK if error is None else error_type(error)
         self._all.commits.at(outcome).observe(took_ns / SECOND, span, at_s)
 

@@ -6,7 +6,6 @@ Nothing is made of an item, or of a pass, that nobody traces.
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace

@@ -198,7 +198,9 @@ def full_registry(service: str) -> Registry:
             for value in (0.0004, 0.02, 3.25, 1e9):
                 cell.observe(value, span_ref(span()) if value > 1 and metric.exemplars else None)
         elif metric.kind is Kind.COUNTER:
-            registry.count(metric).at(*labels).value += (0.25, 3, 999_999, 1_000_000, 123_456_789.5)[place % 5]
+            registry.count(metric).at(*labels).value += (0.25, 3, 999_999, 1_000_000, 123_456_789.5)[
+                place % 5
+            ]
         else:
             registry.observe(metric, lambda labels=tuple(labels): [(labels, -2)])  # type: ignore[misc]
     return registry

@@ -26,7 +26,6 @@ OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 _Samples: TypeAlias = "tuple[str, ...]"
 """What stands before each number of a series: a name and labels."""
-_INFO = "info"
 _SHORT = 10**6
 """Whole numbers below are written without an exponent."""
 
@@ -94,9 +93,8 @@ class _Family:
 def _head(metric: Metric, is_open: bool) -> str:
     name, kind = metric.prometheus, metric.kind.value
     about = _escaped(metric.description) if is_open else metric.description.replace("\\", r"\\")
-    if not is_open:
-        # As a name is known there, and what it is known as.
-        name, kind = (name if metric.kind is Kind.HISTOGRAM else metric.series[0]), kind.replace(_INFO, "gauge")
+    if not is_open and metric.kind is not Kind.HISTOGRAM:
+        name, kind = metric.series[0], "gauge" if metric.kind is Kind.INFO else kind
     lines = [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
     if is_open and metric.prometheus_unit:
         lines.append(f"# UNIT {name} {metric.prometheus_unit}")

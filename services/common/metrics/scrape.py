@@ -1,7 +1,7 @@
 """Where Prometheus fetches metrics: GET or HEAD /metrics, one request a connection, nothing else.
 
-Bounded throughout: so many connections, so long a request, so long for all of it. Numbers are read, and text is
-made of them, in the event loop: both together take less than it takes to hand them to a thread.
+Bounded throughout: so many connections, so long a request, so long for all of it. Numbers are read, and text
+is made of them, in the event loop: that takes less than to hand them to a thread.
 """
 
 from __future__ import annotations
