@@ -5,7 +5,7 @@ Imports the SDK: to be imported where traces are on.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
@@ -26,7 +26,7 @@ class LeanExporter(OTLPSpanExporter):
 
     def _initialize_channel_and_stub(self) -> None:
         super()._initialize_channel_and_stub()  # type: ignore[no-untyped-call]  # is untyped
-        self._client: Any = _BytesStub(self._channel)
+        self._client: Any = _BytesStub(cast("grpc.Channel", self._channel))
 
     def _translate_data(self, data: Sequence[Any]) -> Any:
         """Requests may be joined as they stand: all that they hold is repeated."""
@@ -39,4 +39,4 @@ class _BytesStub:
     """Sends requests that are bytes already."""
 
     def __init__(self, channel: grpc.Channel) -> None:
-        self.Export = channel.unary_unary(_EXPORT, None, ExportTraceServiceResponse.FromString)
+        self.Export: Any = channel.unary_unary(_EXPORT, None, ExportTraceServiceResponse.FromString)

@@ -58,7 +58,7 @@ class ItemSpan:
         """The cache of this replica, of the pool, does not hold the `wanted` tokens that it builds on."""
         self.outcome = CACHE_MISS
         if self.span is not None:
-            told = {names.POOL: pool, names.HAVE: miss.have, names.WANTED: wanted}
+            told: dict[str, AnyValue] = {names.POOL: pool, names.HAVE: miss.have, names.WANTED: wanted}
             self.span.add_event(names.KV_MISSED, told)
 
     def failed(self, error: BaseException) -> None:

@@ -131,14 +131,13 @@ def _attributes(number: int, attributes: Mapping[str, AnyValue] | None) -> bytes
         return b""
     said = []
     for key, value in attributes.items():
-        kind = type(value)
-        if kind is int:
+        if type(value) is int:
             if 0 <= value < _OFTEN:
                 said.append(_common(number, key, value))
             elif _LEAST_INT <= value <= _MOST_INT:
                 digits = _varint(value & (2**64 - 1))
                 said.append(_before(number, key, len(digits)) + digits)
-        elif kind is str and len(value) <= _SHORT:
+        elif type(value) is str and len(value) <= _SHORT:
             said.append(_common(number, key, value))
         else:
             said.append(_attribute(number, key, value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import pytest
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
@@ -190,17 +190,17 @@ def test_open_metrics_names_the_traces() -> None:
 
 def full_registry(service: str) -> Registry:
     """With all metrics of a service, of which the numbers are large, small, and none."""
-    registry = Registry(service)
-    for place, metric in enumerate(metric for metric in of_service(service) if metric is not catalogue.BUILD):
+    registry, counts = Registry(service), cycle((0.25, 3, 999_999, 1_000_000, 123_456_789.5))
+    for metric in of_service(service):
+        if metric is catalogue.BUILD:
+            continue
         labels = [label.values[0] if label.values else 'a "b"\n\\' for label in metric.labels]
         if metric.kind is Kind.HISTOGRAM:
             cell = registry.distribute(metric).at(*labels)
             for value in (0.0004, 0.02, 3.25, 1e9):
                 cell.observe(value, span_ref(span()) if value > 1 and metric.exemplars else None)
         elif metric.kind is Kind.COUNTER:
-            registry.count(metric).at(*labels).value += (0.25, 3, 999_999, 1_000_000, 123_456_789.5)[
-                place % 5
-            ]
+            registry.count(metric).at(*labels).value += next(counts)
         else:
             registry.observe(metric, lambda labels=tuple(labels): [(labels, -2)])  # type: ignore[misc]
     return registry

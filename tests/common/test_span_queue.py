@@ -43,6 +43,10 @@ class Taking(SpanExporter):
     def shutdown(self) -> None:
         self.shut_down += 1
 
+    @property
+    def names(self) -> list[str]:
+        return [name for request in self.requests for name in request]
+
     def has_been_asked(self) -> bool:
         return self.asked.acquire(timeout=PATIENCE_S)
 
@@ -108,7 +112,7 @@ def test_a_flush_sends_what_there_is(taking: Taking) -> None:
     spans.put(2)
     taking.may_go.set()
     assert spans.queue.force_flush()
-    assert sum(taking.requests, []) == ["0", "1", "2"]
+    assert taking.names == ["0", "1", "2"]
     spans.queue.shutdown()
 
 
@@ -122,7 +126,7 @@ def test_while_nobody_takes_them_the_oldest_go_and_nobody_waits(
     spans.put(*range(10))
     taking.may_go.set()
     spans.queue.shutdown()
-    assert sum(taking.requests, []) == ["a", "b", "6", "7", "8", "9"]
+    assert taking.names == ["a", "b", "6", "7", "8", "9"]
     assert caplog.messages == ["6 spans were dropped: no more than 4 wait"]
 
 

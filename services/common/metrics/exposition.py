@@ -122,7 +122,7 @@ def _escaped(text: str) -> str:
 def _number(value: float) -> str:
     if type(value) is int and 0 <= value < _SHORT:
         return f"{value}.0"
-    written: str = floatToGoString(value)
+    written: str = floatToGoString(value)  # type: ignore[no-untyped-call]  # is untyped
     return written
 
 
