@@ -6,7 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from services.common.healthcheck import problem_of
-from services.target.leader import Leader, spec_of
+from services.target.leader import Leader
+from services.target.rank import spec_of
 from services.target.settings import TargetSettings
 from tests.common.service import EchoService
 from tests.gateway.clusters import free_port
