@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from services.common.metrics.catalogue import METRICS, of_service
-from services.common.metrics.exposition import render
+from services.common.metrics.exposition import Exposition
 from services.common.metrics.labels import SERVICES
 from services.common.metrics.metric import Kind
 from services.common.metrics.registry import Registry
@@ -73,7 +73,7 @@ def test_prometheus_finds_nothing_to_say_about_our_metrics(service: str) -> None
             registry.count(metric).at(*_values(metric)).value += 1
         elif metric.kind is Kind.GAUGE:
             registry.observe(metric, partial(_ones, _values(metric)))
-    body, _ = render(registry.read(), "text/plain")
+    body, _ = Exposition().render(registry.read(), "text/plain")
     promtool("check", "metrics", given=body)
 
 
