@@ -138,6 +138,7 @@ async def test_keys_are_fetched_from_the_issuer_and_made_up_ids_do_not_pester_it
     world: World, issuer: IssuerServer
 ) -> None:
     issuer.publish("/keys", jwks(EC))
+    began_s = time.monotonic()
     gateway = await world.gateway(
         jwt_issuer=ISSUER,
         jwt_audience=AUDIENCE,
@@ -147,7 +148,6 @@ async def test_keys_are_fetched_from_the_issuer_and_made_up_ids_do_not_pester_it
     async with calling(gateway, EC.token()) as caller:
         must_be_true(await hear(caller.ask()))
     assert issuer.asked == ["/keys"]
-    began_s = time.monotonic()
     for number in range(50):
         async with calling(gateway, EC.token({"kid": f"made-up-{number}"})) as caller:
             assert (await refused(caller.client.model_info())).message.endswith(NOT_TAKEN)
