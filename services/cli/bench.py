@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from services.cli.faults import INTERRUPTED, errors, fail, say
-from services.cli.stack import StackOptions
+from services.cli.stack_options import StackOptions
 from services.cli.up import DraftModel, DType, LogDir, Model, Threads, run_stack, shown_stack
 
 if TYPE_CHECKING:
