@@ -13,7 +13,7 @@ from rich.text import Text
 
 from services.cli.faults import INTERRUPTED, errors, fail, say
 from services.cli.flags import with_tls_flags
-from services.cli.stack import StackOptions
+from services.cli.stack_options import StackOptions
 from services.cli.up import DraftModel, DType, LogDir, Model, Threads, run_stack, shown_stack
 from services.client.options import ClientTls  # noqa: TC001  # Typer reads the annotation
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.faults import FAILED, INTERRUPTED, fail, say
-from services.cli.stack import StackOptions
+from services.cli.stack_options import StackOptions
 from services.cli.up import (
     DraftModel,
     DType,

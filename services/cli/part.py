@@ -17,9 +17,10 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from services.cli import guard
+from services.cli.probes import LOOPBACK, lines, listening, pong
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 Told = Mapping[str, Any]
 Facts = Mapping[str, Told]
 
-LOOPBACK = "127.0.0.1"
 _TAIL_LINES = 20
 _PING_PERIOD_S = 0.01
 _LAST_WORDS_S = 5.0
@@ -151,9 +151,9 @@ class Part:
             case ReadyBy.PIPE:
                 return await self._until_told(command)
             case ReadyBy.PING:
-                return await self._until_pong(command)
+                return await self._untilpong(command)
             case ReadyBy.PORTS:
-                return await self._until_listening(command)
+                return await self._untillistening(command)
             case ReadyBy.EXIT:
                 return await self._until_done(command)
 
@@ -183,8 +183,8 @@ class Part:
                 await self._spawn([*command, "--ready-fd", str(write_fd)], pass_fds=(write_fd,))
             finally:
                 os.close(write_fd)
-            async with _lines(pipe) as lines:
-                async for line in lines:
+            async with lines(pipe) as told:
+                async for line in told:
                     message = self._message(line)
                     if message.get("stage") == "ready":
                         return message
@@ -200,17 +200,17 @@ class Part:
             raise self._failure(f"wrote {line!r} where a JSON object was due")
         return message
 
-    async def _until_pong(self, command: Sequence[str]) -> Told:
+    async def _untilpong(self, command: Sequence[str]) -> Told:
         socket = self.spec.socket
         if socket is None:
             raise ValueError(f"{self.spec.name}: PING needs a socket")
-        await self._until(command, lambda: _pong(socket))
+        await self._until(command, lambda: pong(socket))
         return {"address": str(socket)}
 
-    async def _until_listening(self, command: Sequence[str]) -> Told:
+    async def _untillistening(self, command: Sequence[str]) -> Told:
         if not self.spec.ports:
             raise ValueError(f"{self.spec.name}: PORTS needs ports")
-        await self._until(command, lambda: _listening(self.spec.ports))
+        await self._until(command, lambda: listening(self.spec.ports))
         return {"address": f"{LOOPBACK}:{self.spec.ports[0]}"}
 
     async def _until(self, command: Sequence[str], holds: Callable[[], Awaitable[bool]]) -> None:
@@ -290,43 +290,3 @@ class Part:
     def _report(self, state: State, stage: str, address: str = "") -> None:
         elapsed_s = time.monotonic() - self._started_at
         self._on_status(PartStatus(self.spec.name, state, stage, elapsed_s, address))
-
-
-@contextlib.asynccontextmanager
-async def _lines(pipe: IO[bytes]) -> Any:
-    reader = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), pipe
-    )
-    try:
-        yield reader
-    finally:
-        transport.close()
-
-
-async def _listening(ports: Sequence[int]) -> bool:
-    for port in ports:
-        try:
-            _, writer = await asyncio.open_connection(LOOPBACK, port)
-        except OSError:
-            return False
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-    return True
-
-
-async def _pong(socket: Path) -> bool:
-    try:
-        reader, writer = await asyncio.open_unix_connection(socket)
-    except OSError:
-        return False
-    try:
-        writer.write(b"PING\r\n")
-        return (await reader.readline()).startswith(b"+PONG")
-    except OSError:
-        return False
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.cli.part import Facts, PartSpec, ReadyBy
-from services.cli.stack import StackDirs, StackOptions, drafts_register, registers, threads_of
+from services.cli.stack_options import StackDirs, StackOptions, drafts_register, registers, threads_of
 from services.cli.viewer import export_to
 from services.common.defaults import DEFAULT_MODEL, shipped_draft
 from services.core import strategies

@@ -16,6 +16,7 @@ from services.cli.endpoint import announce, withdraw
 from services.cli.faults import fail, fail_part
 from services.cli.flags import not_shown
 from services.cli.part import PartFailed
+from services.cli.parts import stack_parts
 from services.cli.progress import StackProgress
 from services.cli.stack import PartTable, Stack, StackOptions
 from services.cli.viewer import Viewer, find_viewer
@@ -150,7 +151,7 @@ async def _stay(stack: Stack, viewer: Viewer | None, console: Console) -> None:
 
 @contextlib.asynccontextmanager
 async def shown_stack(
-    options: StackOptions, console: Console, parts: PartTable | None = None
+    options: StackOptions, console: Console, parts: PartTable = stack_parts
 ) -> AsyncIterator[Stack]:
     """A running stack, whose start was shown."""
     progress = StackProgress(console)

@@ -8,7 +8,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.cli.part import LOOPBACK, PartSpec, ReadyBy
+from services.cli.part import PartSpec, ReadyBy
+from services.cli.probes import LOOPBACK
 from services.tracing.places import new_file, trace_dir
 
 if TYPE_CHECKING:

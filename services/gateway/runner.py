@@ -10,20 +10,18 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 from services.common.logs import get_logger
 from services.core import events as ev
 from services.core.answer import Chunk, NumericsChanged
 from services.core.errors import Broken, Cancelled, DeadlinePassed, GalleyError, Unread
-from services.core.finish import encode_ending
-from services.core.records import encode_records
 from services.core.rounds import RoundEnded
 from services.core.store import Directory, Held
-from services.gateway.call_spans import COMMIT, RENEW
 from services.gateway.meter import StreamMeter
-from services.gateway.patience import SECOND, patiently
+from services.gateway.patience import SECOND
 from services.gateway.spans import request_trace
+from services.gateway.store_writes import StoreWrites
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -39,7 +37,6 @@ _SEND_GRACE_S = 5.0
 _DRAFT_SHARE = 0.8
 """Of the time that a proposal is waited for, what the draft is told that it has."""
 
-_T = TypeVar("_T")
 _log = get_logger(__name__)
 
 Item: TypeAlias = Chunk | NumericsChanged
@@ -80,6 +77,7 @@ class SessionRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._trace = request_trace()
+        self._writes = StoreWrites(owned, ports.clock, timeouts, deadline_ns, self.meter, self.tell)
         self._renewal: asyncio.Task[None] | None = None
         self._verification: Verification | None = None
         self._following: asyncio.Task[None] | None = None
@@ -97,7 +95,7 @@ class SessionRunner:
         sender.add_done_callback(self._on_unsent)
         try:
             self._watch_deadline()
-            self._renewal = self._spawn(self._keep_alive())
+            self._renewal = self._spawn(self._writes.keep_alive())
             self._carry_out(self.session.start(self._now()))
             while self._end is None:
                 event = await self._inbox.get()
@@ -117,7 +115,7 @@ class SessionRunner:
                     self._spawn(self._commit(effect))
                 case ev.StoreFinish():
                     self._stop_renewing()  # of a session that has ended it would be refused
-                    self._spawn(self._store_finish(effect))
+                    self._spawn(self._writes.finish(effect))
                 case ev.Emit():
                     self._trace.emitted(effect.items)
                     self._outbox.put_nowait(effect.items)
@@ -194,43 +192,7 @@ class SessionRunner:
             self.tell(failed)
 
     async def _commit(self, effect: ev.Commit) -> None:
-        meta = encode_records(effect.records)
-        directory = self._directory(effect)
-        began_ns = self._now()
-
-        async def commit() -> int:
-            return await self.owned.commit(effect.expected_len, effect.tokens, meta, directory)
-
-        def committed(length: int) -> ev.Committed:
-            self._trace.committed(length, self._now() - began_ns)
-            return ev.Committed(length)
-
-        error = await self._store_op(COMMIT, commit, committed)
-        self.meter.committed(self._now() - began_ns, error)
-
-    async def _store_finish(self, effect: ev.StoreFinish) -> None:
-        record = encode_ending(effect.ending)
-
-        async def finish() -> None:
-            await self.owned.finish(effect.log_len, record)
-
-        await self._store_op("finish", finish, lambda _: ev.FinishStored())
-
-    async def _store_op(
-        self, operation: str, call: Callable[[], Awaitable[_T]], event: Callable[[_T], ev.Event]
-    ) -> GalleyError | None:
-        """Tell the machine what came of it; returns the error, if one did."""
-        try:
-            result = await self._patiently(operation, call)
-        except GalleyError as error:
-            self.tell(ev.StoreFailed(error))
-            return error
-        self.tell(event(result))
-        return None
-
-    async def _patiently(self, operation: str, call: Callable[[], Awaitable[_T]]) -> _T:
-        until_ns = self._store_deadline_ns()
-        return await patiently(operation, call, until_ns, self._ports.clock, self.meter.retried)
+        await self._writes.commit(effect, self._directory(effect))
 
     def _directory(self, effect: ev.Commit) -> Directory:
         """The target's is whose answer told how far its cache reaches, not who is asked next."""
@@ -238,16 +200,6 @@ class SessionRunner:
             draft=_held(self._ports.draft.replica, effect.draft_cache_len),
             target=_held(self._holder, effect.target_cache_len),
         )
-
-    async def _keep_alive(self) -> None:
-        """Renew the session's life in the store, however slow its client is."""
-        while True:
-            await asyncio.sleep(self._timeouts.renew_ns / SECOND)
-            try:
-                await self._patiently(RENEW, self.owned.renew)
-            except GalleyError as error:
-                self.tell(ev.StoreFailed(error))
-                return
 
     def _stop_renewing(self) -> None:
         if self._renewal is not None:
@@ -265,9 +217,6 @@ class SessionRunner:
     def _within(self, timeout_ns: int) -> int:
         remaining = self._remaining()
         return timeout_ns if remaining is None else min(timeout_ns, remaining)
-
-    def _store_deadline_ns(self) -> int:
-        return self._timeouts.store_deadline_ns(self._now(), self._deadline_ns)
 
     def _watch_deadline(self) -> None:
         if self._deadline_ns is not None:

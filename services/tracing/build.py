@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.core import trace_names as names
-from services.tracing.model import Batch, Call, Request, Round, Story, parts_of
+from services.core.rounds import RoundParts
+from services.tracing.model import Batch, Call, Request, Round, Story
 from services.tracing.skew import align
 from services.tracing.spans import CLIENT, SERVER
 
@@ -116,7 +117,7 @@ def _request(key: SpanKey, span: Span | None, spans: list[Span], tree: _Tree) ->
     spans.sort(key=lambda one: (one.start_ns, one.end_ns, one.integer(names.ROUND_INDEX)))
     began_ns = span.start_ns if span is not None else None
     rounds = [
-        Round(one, parts_of(one), idle_ns, tree.batch_of(one), one.events, tree.calls_of(one.key))
+        Round(one, _parts_of(one), idle_ns, tree.batch_of(one), one.events, tree.calls_of(one.key))
         for one, idle_ns in zip(spans, _idle(spans, began_ns), strict=True)
     ]
     calls = tree.calls_of(key)
@@ -237,3 +238,14 @@ def _company(
         return tuple(found)
 
     return company
+
+
+def _parts_of(span: Span) -> RoundParts:
+    """As the span tells them; they sum to its duration, whatever it tells."""
+    left_ns = span.duration_ns
+    compute_ns = min(span.integer(names.COMPUTE_PART), left_ns)
+    left_ns -= compute_ns
+    draft_ns = min(span.integer(names.DRAFT_PART), left_ns)
+    left_ns -= draft_ns
+    queue_ns = min(span.integer(names.QUEUE_PART), left_ns)
+    return RoundParts(draft_ns, queue_ns, compute_ns, wire_ns=left_ns - queue_ns)

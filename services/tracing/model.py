@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from services.core import trace_names as names
-from services.core.rounds import RoundParts
 from services.tracing.spans import ERROR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from services.core.rounds import RoundParts
     from services.tracing.skew import Shift
     from services.tracing.spans import Event, Span
 
@@ -283,17 +283,6 @@ class Story:
         """Which token of the answer is at `position`, from 0."""
         prompt = self.prompt_tokens
         return position - prompt if prompt is not None and position >= prompt else None
-
-
-def parts_of(span: Span) -> RoundParts:
-    """As the span tells them; they sum to its duration, whatever it tells."""
-    left_ns = span.duration_ns
-    compute_ns = min(span.integer(names.COMPUTE_PART), left_ns)
-    left_ns -= compute_ns
-    draft_ns = min(span.integer(names.DRAFT_PART), left_ns)
-    left_ns -= draft_ns
-    queue_ns = min(span.integer(names.QUEUE_PART), left_ns)
-    return RoundParts(draft_ns, queue_ns, compute_ns, wire_ns=left_ns - queue_ns)
 
 
 def _times(request: Request, *, first: bool) -> list[int]:

@@ -8,7 +8,7 @@ import sys
 
 from rich.console import Console
 
-from services.cli.stack import StackOptions
+from services.cli.stack_options import StackOptions
 from services.cli.up import run_stack, shown_stack
 from tests.cli.stand_in_stack import stand_in, valkey
 

@@ -18,7 +18,8 @@ import redis.asyncio
 from services.cli import guard
 from services.cli.part import PartFailed, PartStatus, State
 from services.cli.parts import stack_parts
-from services.cli.stack import Stack, StackOptions, environment_of
+from services.cli.stack import Stack, StackOptions
+from services.cli.stack_options import environment_of
 from services.common.defaults import DEFAULT_MODEL, shipped_draft
 from services.top.service import Service
 from tests.cli.ends import Ends

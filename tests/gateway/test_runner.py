@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from services.core.store import Ownership
+    from services.gateway.meter import StreamMeter
 
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
 
@@ -89,14 +90,19 @@ class Store(MemoryStore):
         return await super().commit(owner, expected_len, tokens, meta, directory)
 
 
-async def runner_of(targets: Targets, store: Store, deadline_ns: int | None = None) -> SessionRunner:
+async def runner_of(
+    targets: Targets,
+    store: Store,
+    deadline_ns: int | None = None,
+    meter: StreamMeter | None = None,
+) -> SessionRunner:
     stored = await store.create(NewSession("s", "me", b"body", {}, SPEC.prompt))
     session = Session(
         Answer(SPEC, lambda tokens: "x" * len(tokens)), replace(SessionLimits(), credit=0, window=8)
     )
     clock, timeouts = MonotonicClock(), Timeouts()
     owned = OwnedSession(store, stored, clock, clock.now_ns(), timeouts.trusted_ns)
-    return SessionRunner(session, owned, Ports(NoDraft(), targets, clock), timeouts, deadline_ns)
+    return SessionRunner(session, owned, Ports(NoDraft(), targets, clock), timeouts, deadline_ns, meter)
 
 
 async def nothing(_: object) -> None:

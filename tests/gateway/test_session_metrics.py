@@ -73,8 +73,7 @@ class Away(Store):
 async def test_a_store_that_is_away_shows_in_repeats_and_in_the_time_that_commits_take(
     registry: Registry, meter: CountingStreamMeter
 ) -> None:
-    runner = await runner_of(Targets(), Away())
-    runner.meter = meter
+    runner = await runner_of(Targets(), Away(), meter=meter)
     assert (await runner.run(nothing)).error is None
     assert number(registry, catalogue.STORE_RETRIES) == 2
     assert count(registry, catalogue.COMMIT_DURATION, "ok") >= 1

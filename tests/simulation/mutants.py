@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from services.core.kv_session import KvSession
     from services.core.store import Ownership
-    from services.gateway.runner import SessionRunner
+    from services.gateway.store_writes import StoreWrites
 
 
 _REFUSED = "the commit is refused, as it is there already"
@@ -123,7 +123,7 @@ def _met_once(draft: Draft) -> bool:
     return not draft.fits
 
 
-async def _no_renewal(_runner: SessionRunner) -> None:
+async def _no_renewal(_writes: StoreWrites) -> None:
     """A live session expires like any other."""
 
 
@@ -184,7 +184,7 @@ MUTANTS = (
     Mutant(
         "does not renew a session",
         "its session has expired",
-        patches={"services.gateway.runner.SessionRunner._keep_alive": _no_renewal},
+        patches={"services.gateway.store_writes.StoreWrites.keep_alive": _no_renewal},
         theme="standing still",
     ),
 )
