@@ -84,7 +84,9 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
             "auth": {"apiKeys": {"secretName": "keys"}, "idSecret": {"secretName": "ids"}},
             "test": {"apiKey": {"secretName": "test-key"}},
         },
-        "tokens": {"auth": {"jwt": JWT}},
+        "tokens": {
+            "auth": {"jwt": {**JWT, "jwksUrl": "https://issuer.example.com/keys", "caSecretName": "ca"}}
+        },
         "both": {
             "auth": {
                 "apiKeys": {"secretName": "keys"},
