@@ -157,7 +157,7 @@ lint: setup ## style, types, import walls, the wire
 	@echo "== buf"
 	@$(BIN)/buf lint
 
-.PHONY: helm helm-lint
+.PHONY: helm helm-lint checkov
 helm: setup
 	@$(BIN)/python scripts/get_helm.py
 
@@ -165,6 +165,9 @@ helm-lint: helm ## lint the chart
 	@echo "== helm lint"
 	@$(BIN)/helm lint --strict --quiet helm/galley $(foreach values,$(wildcard helm/galley/examples/*.yaml),\
 		&& $(BIN)/helm lint --strict --quiet helm/galley --values $(values))
+
+checkov: helm ## have checkov read what the chart renders (makes its environment: 300 MB)
+	@scripts/checkov.sh
 
 # --------------------------------------------------------------------------------- generated files --
 

@@ -27,7 +27,8 @@ _TLS = {"tls_cert_file", "tls_client_ca_file", "tls_key_file"}
 _PEERS = {"draft_tls_name", "peer_ca_file", "peer_cert_file", "peer_key_file", "target_tls_name"}
 _CALLERS = {
     *("api_keys_file", "id_secret", "id_secret_file"),
-    *("jwt_algorithms", "jwt_audience", "jwt_issuer", "jwt_jwks_file", "jwt_jwks_url", "jwt_principal_claim"),
+    *("jwt_algorithms", "jwt_audience", "jwt_ca_file", "jwt_issuer", "jwt_jwks_file", "jwt_jwks_url"),
+    "jwt_principal_claim",
 }
 DECIDED = frozenset(_WIRING | _OWN_VALUES | _RANKS | _TLS | _PEERS | _CALLERS | {"tokenizer"})
 """What the chart sets by itself, from values with a place of their own."""

@@ -119,8 +119,9 @@ def test_the_file_of_api_keys_is_where_the_gateway_is_told() -> None:
             {"jwksConfigMap": {"name": "jwks"}},
             {"GALLEY_GATEWAY_JWT_JWKS_FILE": "/etc/galley/jwks/jwks.json"},
         ),
+        ({"caSecretName": "ca"}, {"GALLEY_GATEWAY_JWT_CA_FILE": "/etc/galley/jwt-ca/ca.crt"}),
     ],
-    ids=["discovery", "url", "file"],
+    ids=["discovery", "url", "file", "own authority"],
 )
 def test_tokens_are_checked_by_the_issuers_keys(jwt: Manifest, told: Mapping[str, str]) -> None:
     gateway = env_of(only_container(pods(render({"auth": {"jwt": {**JWT, **jwt}}}))["gateway"]))

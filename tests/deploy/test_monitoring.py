@@ -89,7 +89,7 @@ def test_runbooks_may_be_served_elsewhere() -> None:
 
 def test_the_dashboards_are_those_of_the_repository() -> None:
     rendered = render({"monitoring": {"dashboards": {"enabled": True}}})
-    found = {}
+    found: dict[str, object] = {}
     for config in of_kind(rendered, "ConfigMap").values():
         assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
         found |= {name: json.loads(text) for name, text in config["data"].items()}
