@@ -76,7 +76,7 @@ class LoopbackNode(Node):
         return []
 
     async def start(self, launch: Launch) -> _Process:
-        told = _Told(launch, self._services)
+        told = Told(launch, self._services)
         folder = launch.folder / "work"
         folder.mkdir(parents=True)
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), "0"]
@@ -115,7 +115,7 @@ class LoopbackNode(Node):
             relay.close()
 
 
-class _Told:
+class Told:
     """What a container is told, with this machine's paths and addresses in it."""
 
     def __init__(self, launch: Launch, services: Mapping[str, str]) -> None:
@@ -135,18 +135,21 @@ class _Told:
             self._rules.append((re.compile(rf"(?<![\w.-]){forms}(?=:\d)"), ip))
         self._rules.append((re.compile(re.escape(_ANY)), launch.ip))
 
-    def _here(self, text: str) -> str:
+    def text(self, text: str) -> str:
+        """A value or an argument."""
         for pattern, replacement in self._rules:
             text = pattern.sub(lambda _, new=replacement: new, text)  # type: ignore[misc]
         return text
 
     def environment(self) -> dict[str, str]:
-        given = {name: self._here(value) for name, value in self._launch.environment.items()}
+        """Its variables, and where this machine has its programs."""
+        given = {name: self.text(value) for name, value in self._launch.environment.items()}
         return {**given, "PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 
     def command(self, command: Sequence[str]) -> list[str]:
+        """A command, with this machine's programs."""
         program = self._launch.image.programs.get(command[0], command[0])
-        words = [program, *map(self._here, command[1:])]
+        words = [program, *map(self.text, command[1:])]
         if command[0] == "valkey-server":
             words += ["--bind", self._launch.ip]
         elif command[0] == "valkey-cli":
@@ -157,7 +160,7 @@ class _Told:
 class _Process:
     """See launch.Container."""
 
-    def __init__(self, process: asyncio.subprocess.Process, told: _Told) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, told: Told) -> None:
         self._process, self._told = process, told
 
     async def ended(self) -> int:
