@@ -1,4 +1,4 @@
-"""`python -m bench.telemetry_parts`: what traces and metrics cost in one process, by part: microseconds of CPU.
+"""`python -m bench.telemetry_parts`: what traces and metrics cost in one process, by part, in CPU time.
 
 Each part is done many times in a row, exports to a collector included (bench/otlp_sink.py, in a process of
 its own), and the least of several tries counts. So caches are warm, and nothing else is done meanwhile: the
