@@ -1,4 +1,4 @@
-"""The server's span of an item, and how a span is named in a message.
+"""The server's span of an item.
 
 An item is traced where it says so itself, by a `traceparent` that is sampled: no span is made of any other.
 """
@@ -26,8 +26,6 @@ _FLAG = 54
 _ODD = frozenset("13579bdf")
 _OURS = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-01")
 """What a gateway sends; to read whatever W3C allows costs eight times as much."""
-_TRACE_ID_BYTES, _SPAN_ID_BYTES = 16, 8
-_SAMPLED = trace.TraceFlags(trace.TraceFlags.SAMPLED)
 
 RESULT, CACHE_MISS, SUPERSEDED, CANCELLED = "result", "cache_miss", "superseded", "cancelled"
 _ERROR = "error"
@@ -103,21 +101,3 @@ def is_sampled(parent: str) -> bool:
 def tell_failure(span: trace.Span, error: BaseException) -> None:
     """Have the span end as one that failed, named by the status that callers get."""
     fail(span, error_type(error))
-
-
-def packed(trace_id: int, span_id: int) -> bytes:
-    """How a message names a span: its trace id, 16 bytes, and its span id, 8 bytes."""
-    return trace_id.to_bytes(_TRACE_ID_BYTES) + span_id.to_bytes(_SPAN_ID_BYTES)
-
-
-def unpacked(name: bytes) -> trace.SpanContext:
-    """The span of another process that a message names; it is sampled, or it would have no name.
-
-    It is not valid if the name is not 24 bytes long.
-    """
-    if len(name) != _TRACE_ID_BYTES + _SPAN_ID_BYTES:
-        return trace.INVALID_SPAN_CONTEXT
-    trace_id, span_id = name[:_TRACE_ID_BYTES], name[_TRACE_ID_BYTES:]
-    return trace.SpanContext(
-        int.from_bytes(trace_id, "big"), int.from_bytes(span_id, "big"), is_remote=True, trace_flags=_SAMPLED
-    )

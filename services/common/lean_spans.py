@@ -24,6 +24,7 @@ from opentelemetry.sdk.util import BoundedList
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from services.common.sampling import follows_sampled_parents
+from services.common.span_names import unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,7 +52,8 @@ class Named(Protocol):
     def is_remote(self) -> bool: ...  # noqa: D102
 
 
-Linked: TypeAlias = "tuple[Named, Attributes]"
+Linked: TypeAlias = "tuple[Named | bytes, Attributes]"
+"""A link; bytes are the name of another process's span, as messages have it (services/common/span_names)."""
 Tell: TypeAlias = "Callable[[LeanSpan], None]"
 """Completes a span that has ended, by attributes and links, in the thread that exports it."""
 
@@ -210,8 +212,8 @@ class LeanSpan(trace.NonRecordingSpan):
         """Unchecked."""
         self.link_to((context,), attributes)
 
-    def link_to(self, spans: Iterable[Named], attributes: Attributes) -> None:
-        """A link to each."""
+    def link_to(self, spans: Iterable[Named | bytes], attributes: Attributes) -> None:
+        """A link to each; one that is bytes is valid."""
         links = [*self.links, *((span, attributes) for span in spans)]
         self.dropped_links += max(0, len(links) - _MOST)
         self.links = links[-_MOST:]
@@ -262,5 +264,7 @@ def readable(span: LeanSpan) -> ReadableSpan:
     )
 
 
-def _context_of(named: Named) -> SpanContext:
+def _context_of(named: Named | bytes) -> SpanContext:
+    if isinstance(named, bytes):
+        return unpacked(named)
     return _context(named.trace_id, named.span_id, _SAMPLED, None, named.is_remote)

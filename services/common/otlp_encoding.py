@@ -116,9 +116,13 @@ def _event(event: Event) -> bytes:
 
 def _link(link: Linked) -> bytes:
     to, attributes = link
-    ids = b"\x0a\x10%b\x12\x08%b" % (to.trace_id.to_bytes(16), to.span_id.to_bytes(8))  # 1, 2
-    flags = b"\x35" + (_REMOTE if to.is_remote else _LOCAL)  # 6
-    return b"\x6a" + _sized(ids + _attributes(4, attributes) + flags)  # 13
+    if isinstance(to, bytes):
+        trace_id, span_id, flags = to[:16], to[16:], _REMOTE
+    else:
+        trace_id, span_id = to.trace_id.to_bytes(16), to.span_id.to_bytes(8)
+        flags = _REMOTE if to.is_remote else _LOCAL
+    told = _attributes(4, attributes)
+    return b"\x6a" + _sized(b"\x0a\x10%b\x12\x08%b%b\x35%b" % (trace_id, span_id, told, flags))  # 13; 1, 2, 6
 
 
 def _state(state: TraceState) -> bytes:

@@ -50,7 +50,7 @@ class GalleySampler(Sampler):
 def follows_sampled_parents(sampler: Sampler) -> bool:
     """Whether it keeps whatever is beneath a sampled span of another process, without being asked.
 
-    So do those that `OTEL_TRACES_SAMPLER` calls `parentbased_…`. A sampler tells it by how it describes itself.
+    So do those that `OTEL_TRACES_SAMPLER` calls `parentbased_…`; how a sampler describes itself tells it.
     """
     said = sampler.get_description()
     return "ParentBased{" in said and ",remoteParentSampled:AlwaysOnSampler," in said

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from services.common.item_spans import unpacked
+from services.common.span_names import names_a_span
 from services.common.telemetry import fail
 from services.core import trace_names as names
 
@@ -195,5 +195,5 @@ def _tell(
         told[names.TARGET_REPLICA] = target.address
     if reused is not None:
         told[names.KV_REUSED] = reused
-    if done.batch_span and (batch := unpacked(done.batch_span)).is_valid:
-        span.add_link(batch, _BATCH_LINK)
+    if names_a_span(done.batch_span):
+        span.link_to((done.batch_span,), _BATCH_LINK)

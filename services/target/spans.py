@@ -16,10 +16,9 @@ from services.common.item_spans import (
     RESULT,
     SUPERSEDED,
     ItemSpan,
-    packed,
     tell_failure,
-    unpacked,
 )
+from services.common.span_names import packed, unpacked
 from services.core import trace_names as names
 from services.core.content import Miss
 from services.core.step import Watch

@@ -1,11 +1,11 @@
-"""When an item is traced, and how its span is named in a message."""
+"""When an item is traced, and what its span says."""
 
 from __future__ import annotations
 
 import pytest
 from opentelemetry import trace
 
-from services.common.item_spans import ItemSpan, is_sampled, packed, unpacked
+from services.common.item_spans import ItemSpan, is_sampled
 from services.core.errors import InvalidField, Unavailable
 from tests.fakes.tracing import Kept, attributes_of, context_of
 
@@ -80,18 +80,6 @@ def test_a_sampler_that_keeps_nothing_is_obeyed(monkeypatch: pytest.MonkeyPatch)
 )
 def test_the_flag_alone_says_whether_a_traceparent_is_sampled(flags: str, sampled: bool) -> None:
     assert is_sampled(SAMPLED[:-2] + flags) == sampled
-
-
-def test_a_span_comes_back_from_its_name_in_a_message(kept: Kept) -> None:
-    span = kept.scope.root("x", 1)
-    name = packed(span.trace_id, span.span_id)
-    assert len(name) == 24
-    found = unpacked(name)
-    assert (found.trace_id, found.span_id) == (span.trace_id, span.span_id)
-    assert found.is_remote
-    assert found.trace_flags.sampled
-    for wrong in (b"", name[:-1], name + b"x", bytes(24)):
-        assert not unpacked(wrong).is_valid
 
 
 @pytest.mark.parametrize(

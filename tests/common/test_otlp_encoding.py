@@ -16,6 +16,7 @@ from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
 
 from services.common.lean_spans import LeanSpan, SpanScope, readable
 from services.common.otlp_encoding import encoded
+from services.common.span_names import packed
 
 RESOURCES = [Resource({"service.name": "a", "n": 1}, "https://example.org"), Resource({})]
 SCOPES = [InstrumentationScope("s", "1", "https://example.org/1"), InstrumentationScope("t")]
@@ -69,6 +70,7 @@ def spans(draw: Any) -> LeanSpan:
         span.add_event(name, draw(attributes), draw(times))
     for context in draw(st.lists(contexts, max_size=3)):
         span.add_link(context, draw(attributes))
+    span.link_to([packed(to.trace_id, to.span_id) for to in draw(st.lists(contexts, max_size=2))], {"a": 1})
     span.failed = draw(st.booleans())
     span.end(draw(times))
     return span
