@@ -1,6 +1,6 @@
 #!/bin/sh
 # Of a CUDA image's build stage: compiles the one C module that Triton otherwise has a compiler make at its first
-# use, and leaves in its place what hands that module out. So the image itself needs none.
+# use, and leaves what hands that module out, to be called as the compiler would be. So the image itself needs none.
 #   triton-module.sh ENVIRONMENT
 set -eu
 environment=$1
@@ -22,7 +22,7 @@ gcc "$kept/driver.c" -O3 -shared -fPIC -Wno-psabi -Wl,--no-as-needed -L"$work" -
   -I"$backend/include" -I"$include" -o "$kept/module.so"
 
 # What Triton calls as $CC: SOURCE ... -o OUT ...
-cat >"$environment/bin/triton-cc" <<EOF
+cat >"$environment/bin/triton-module" <<EOF
 #!/bin/sh
 # Hands out the C module of Triton that this image brings; it compiles nothing.
 set -eu
@@ -34,5 +34,5 @@ if ! cmp -s "\$source" "$kept/driver.c"; then
 fi
 cp "$kept/module.so" "\$2"
 EOF
-chmod 755 "$environment/bin/triton-cc"
+chmod 755 "$environment/bin/triton-module"
 rm -rf "$work"

@@ -129,7 +129,7 @@ def environment(tmp_path: Path) -> Path:
 def compiled(environment: Path, source: Path, out: Path) -> subprocess.CompletedProcess[str]:
     """As Triton calls its compiler."""
     options = ["-O3", "-shared", "-fPIC", "-Wno-psabi", "-o", str(out), "-l:libcuda.so.1", "-L/usr/lib"]
-    command = [str(environment / "bin" / "triton-cc"), str(source), *options]
+    command = [str(environment / "bin" / "triton-module"), str(source), *options]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
