@@ -24,6 +24,7 @@ from services.common.metrics.registry import Registry
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.telemetry import Telemetry, start_telemetry
 from services.core import events as ev
+from services.core import rounds
 from services.core import trace_names as names
 from services.core.answer import Answer, SessionSpec
 from services.core.params import SamplingParams
@@ -52,7 +53,7 @@ _SESSIONS, _STEPS = 16, 4
 _CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0"
 _SPEC = SessionSpec("0123456789abcdef" * 2, (1, 2, 3), SamplingParams(), max_position=99, vocab_size=99)
 _DRAFT, _TARGET = Replica("127.0.0.1:40001", "a"), Replica("127.0.0.1:40002", "b")
-_ROUND = ev.RoundEnded(
+_ROUND = rounds.RoundEnded(
     position=100,
     started_ns=10**9,
     ended_ns=10**9 + 30_000_000,

@@ -156,8 +156,8 @@ class Victim:
 
     async def _build_target(self, server: grpc.aio.Server, parts: Parts) -> TargetService:
         engine = Engine(tokenizer_hash(self._tokenizer))
-        tracer = parts.telemetry.tracer("target")
-        self._target = TargetService(engine, _TIMES, tracer, Limits(), parts.metrics)
+        scope = parts.telemetry.scope("target")
+        self._target = TargetService(engine, _TIMES, scope, Limits(), parts.metrics)
         rpc.add_TargetServicer_to_server(self._target, server)
         return self._target
 
