@@ -46,9 +46,7 @@ def test_pods_are_scraped_in_one_way(scrape: str, annotated: bool, kinds: set[st
         assert annotations.get("prometheus.io/port") == (port if annotated else None)
 
 
-@pytest.mark.parametrize(
-    ("scrape", "kind"), [("podMonitor", "PodMonitor"), ("serviceMonitor", "ServiceMonitor")]
-)
+@pytest.mark.parametrize("kind", MONITORS)
 def test_a_monitor_finds_the_metrics_of_each_role_once(kind: str) -> None:
     scrape = kind[0].lower() + kind[1:]
     rendered = render({"monitoring": {"scrape": scrape, "labels": {"release": "prometheus"}}})
