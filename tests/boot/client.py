@@ -98,7 +98,9 @@ class Client:
 
     async def begin(self) -> None:
         """Streams from now on; returns when each has had an answer."""
-        self._load = await self._start("load", "--streams", str(self._plan.streams))
+        self._load = await self._start(
+            "load", "--streams", str(self._plan.streams), "--pause-s", str(self._plan.pause_s)
+        )
         load = self._load
         async with asyncio.timeout(_SOON_S):
             while len(_answers(load)) < self._plan.streams:  # noqa: ASYNC110  # another process writes them
@@ -112,7 +114,8 @@ class Client:
         return _answers(self._load)
 
     async def _start(self, name: str, *words: str) -> Pod:
-        limits = ["--max-tokens", str(self._plan.max_tokens), "--patience-s", str(self._plan.patience_s)]
+        plan = self._plan
+        limits = ["--max-tokens", str(plan.max_tokens), "--patience-s", str(plan.patience_s)]
         image = next(
             c["image"]
             for w in self._cluster.objects.workloads().values()

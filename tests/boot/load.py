@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -38,6 +39,7 @@ def main() -> int:
     parser.add_argument("--answers", type=int, default=0, help="of each stream; 0: until told to end")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--patience-s", type=float, default=60.0, help="for a stream to go on after it broke")
+    parser.add_argument("--pause-s", type=float, default=0.0, help="between the answers of a stream")
     given = parser.parse_args()
     asyncio.run(_run(given))
     return 0
@@ -58,6 +60,8 @@ async def _stream(given: argparse.Namespace, first: int, over: asyncio.Event) ->
     while not over.is_set() and (not given.answers or asked < given.answers):
         _say(await _answer(given, number % (len(PROMPTS) * len(TEMPERATURES))))
         asked += 1
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), given.pause_s)
         number += given.streams
 
 

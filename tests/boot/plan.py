@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class Plan:
     """One trial. `objects` are what the user of the chart made before, such as Secrets."""
 
+    # Where the model is that the images have as their default.
+    model: str
     values: Manifest = field(default_factory=dict)
     objects: tuple[Manifest, ...] = ()
     release: str = "galley"
@@ -30,8 +32,10 @@ class Plan:
     killed: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     hung: tuple[str, ...] = ()
+    # How many answers are asked for at once, of how many tokens, and how long each asker then waits.
     streams: int = 2
     max_tokens: int = 48
+    pause_s: float = 0.0
     patience_s: float = 60.0
     doors: bool = True
     # Of the clients: environment, and Secrets of the release that they mount, by path.

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 _BACK_OFF_S = (0.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
 
 
+# Starts after which it was never ready; a kubelet would go on for ever.
+_MOST_FRUITLESS = 2
+
+
 class PodFailed(Exception):
     """An init container, or one that must not be started again, ended badly."""
 
@@ -76,7 +80,7 @@ class Pod:
         self._ready: dict[str, bool] = {spec["name"]: False for spec in template.containers}
         self._ending = asyncio.Event()
         self._starts = itertools.count(1)
-        self.restarts = 0
+        self.restarts = self._fruitless = 0
         self.exit_status: int | None = None
 
     @property
@@ -111,6 +115,7 @@ class Pod:
         """What the probes of one container tell."""
         if self._ready[name] != ready:
             self._ready[name] = ready
+            self._fruitless = 0 if ready else self._fruitless
             self._tell("ready" if ready else "unready", container=name, problem=problem)
 
     def terminate(self) -> None:
@@ -184,6 +189,9 @@ class Pod:
             if await self._told_while_backing_off(attempt):
                 return
             self.restarts += 1
+            self._fruitless += 1
+            if self._fruitless > _MOST_FRUITLESS:
+                raise PodFailed(f"{self.identity.name}: it ends again and again: {log_tail(self.log(name))}")
 
     async def _told_while_backing_off(self, attempt: int) -> bool:
         """Wait before the next start; True if it was told to end meanwhile."""

@@ -21,13 +21,12 @@ if offers("tls"):
         assert verdict.lost_or_other_answers(disturbed) == []
 
     def test_a_roll_cuts_no_call(disturbed: Record) -> None:
-        cut = [line for line in verdict.broken_calls(disturbed) if "roll" in line]
-        assert cut == []
+        assert verdict.cut_calls(disturbed) == []
 
-    def test_no_role_is_ever_away(disturbed: Record) -> None:
-        # The trial store has one pod, and its roll is a pause.
+    def test_there_is_always_a_gateway_and_a_target(disturbed: Record) -> None:
+        # A draft may be missing for a while (its GPU has no twin), and so may the one pod of the trial store.
         away = verdict.without_a_ready_pod({**disturbed, "events": _rolls(disturbed)})
-        assert {line.split()[0] for line in away} <= {"galley-redis"}
+        assert not {line.split()[0] for line in away} & {"galley-gateway", "galley-target"}
 
     def test_pods_end_within_their_grace(disturbed: Record) -> None:
         assert verdict.cut_short(disturbed) == []

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.cli.part import log_tail
-from services.common.defaults import DEFAULT_MODEL
-from services.engine.prepare import resolve_model
 from services.engine.store import cache_dir
 from tests.boot.client import Client, gateway_address
 from tests.boot.cluster import Cluster
@@ -62,7 +60,7 @@ class Trial:
         if plan.isolated:
             # Gone with the namespaces, whatever happens.
             await run("mount", "-t", "tmpfs", "tmpfs", str(work))
-        registry = Registry(Models.prepared(resolve_model(DEFAULT_MODEL), work))
+        registry = Registry(Models.prepared(Path(plan.model), work))
         kernels = cache_dir() / "kernels"
         node = (SandboxNode if plan.isolated else LoopbackNode)(
             work, registry, kernels if plan.warm else None

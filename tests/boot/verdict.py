@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     Record = Mapping[str, Any]
 
+_FAULTS = frozenset({"kill", "freeze", "hang"})
 _PROBED = {"SIGKILL": "ended", "SIGSTOP": "unready"}
 
 
@@ -25,12 +26,16 @@ def lost_or_other_answers(record: Record) -> list[str]:
     return found
 
 
-def broken_calls(record: Record) -> list[str]:
-    """Answers of more than one call: a stream was cut, or begun where it would not be had."""
+def cut_calls(record: Record) -> list[str]:
+    """Answers that took more than one call though no pod was killed or stopped while they came.
+
+    A stream was cut, or begun where it would not be had.
+    """
     return [
-        f"question {answer['question']}: {answer['calls']} calls, {_phase(record, answer)}"
+        f"question {answer['question']}: {answer['calls']} calls, during {', '.join(during) or 'nothing'}"
         for answer in record.get("answers", ())
-        if answer["calls"] > 1
+        for during in [_phases(record, answer)]
+        if answer["calls"] > 1 and not _FAULTS.intersection(during)
     ]
 
 
@@ -147,7 +152,14 @@ def foreign_names(record: Record) -> list[str]:
 
 
 CHECKS: tuple[Callable[[Record], list[str]], ...] = (
-    *(lost_or_other_answers, forbidden_attempts, uncovered_connections, idle_openings, wrong_doors),
+    *(
+        lost_or_other_answers,
+        cut_calls,
+        forbidden_attempts,
+        uncovered_connections,
+        idle_openings,
+        wrong_doors,
+    ),
     *(cut_short, bad_ends, failed_hooks, untold_faults, foreign_names),
 )
 """What holds for every trial with all of its parts."""
@@ -161,11 +173,12 @@ def _knocks(record: Record, pod: str) -> bool:
     return any(door["visitor"] == pod for door in record.get("doors", ()))
 
 
-def _phase(record: Record, answer: Mapping[str, Any]) -> str:
-    """What was being done when an answer was asked for."""
-    at_s = answer["began_s"] - record["began_s"]
-    for name, times in record["phases"].items():
-        for told in times:
-            if told["began_s"] <= at_s <= told["began_s"] + told["seconds"]:
-                return str(name)
-    return "between"
+def _phases(record: Record, answer: Mapping[str, Any]) -> list[str]:
+    """What was being done while an answer came."""
+    began_s, ended_s = (answer[name] - record["began_s"] for name in ("began_s", "ended_s"))
+    return [
+        str(name)
+        for name, times in record["phases"].items()
+        for told in times
+        if began_s <= told["began_s"] + told["seconds"] and told["began_s"] <= ended_s
+    ]

@@ -33,12 +33,12 @@ def offers(*keys: str) -> bool:
     return True
 
 
-def plain(**told: Any) -> Plan:
+def plain(model: Path, **told: Any) -> Plan:
     """The chart's own values, but for the size of the KV pool."""
-    return Plan(values={"target": _SMALL}, **told)
+    return Plan(model=str(model), values={"target": _SMALL}, **told)
 
 
-def secured(folder: Path, *, pre_stop_s: int | None = None, **told: Any) -> Plan:
+def secured(model: Path, folder: Path, *, pre_stop_s: int | None = None, **told: Any) -> Plan:
     """Two gateways and targets, TLS on every hop with certificates of both sides, callers with keys."""
     folder.mkdir(parents=True, exist_ok=True)
     servers, peers, callers = (Authority(folder, name) for name in ("servers", "peers", "callers"))
@@ -56,6 +56,7 @@ def secured(folder: Path, *, pre_stop_s: int | None = None, **told: Any) -> Plan
         secret("id-secret", NAMESPACE, {"id-secret": secrets.token_bytes(32).hex().encode()}),
     )
     return Plan(
+        model=str(model),
         values=_secured_values(pre_stop_s),
         objects=objects,
         client_secrets={_CLIENT_TLS: "caller-tls"},
