@@ -6,6 +6,7 @@ import json
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from services.common.model_files import refuse_strays
 from services.core.errors import CallerFault
 
 if TYPE_CHECKING:
@@ -22,8 +23,10 @@ def tokenizer_hash(directory: Path) -> str:
     """The blake2b-128, in hex, of what each token id stands for, added tokens included.
 
     Draft and target agree on tokens exactly if they agree on this table. How text is cut into tokens is the
-    gateway's business alone, and not part of it. Raises NoTokenizer.
+    gateway's business alone, and not part of it. Raises NoTokenizer, or StrayFile.
     """
+    if directory.is_dir():
+        refuse_strays(directory)
     table = sorted(_token_table(directory / "tokenizer.json").items())
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":"))
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES).hexdigest()

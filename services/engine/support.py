@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from services.common.model_files import refuse_strays
 from services.engine.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -55,9 +56,10 @@ def _refuse_rope(name: str, rope: dict[str, Any]) -> None:
 
 
 def refuse_files(directory: Path) -> None:
-    """Raise UnsupportedModel unless `directory` holds a config.json and safetensors weights."""
+    """Raise UnsupportedModel unless `directory` holds a config.json and safetensors weights; or StrayFile."""
     if not (directory / "config.json").is_file():
         raise UnsupportedModel(f"{directory} holds no config.json")
+    refuse_strays(directory)
     if any(directory.glob("*.safetensors")):
         return
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from services.engine.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -16,18 +18,21 @@ _NAMED = 3
 def read_weights(model_class: Any, directory: Path, **given: Any) -> Any:
     """The model of a transformers class (or auto class), from safetensors in `directory` only.
 
-    Raises UnsupportedModel where a weight is missing, for which transformers itself would make up random
-    numbers, or of another shape.
+    Raises UnsupportedModel where a file is damaged; where a weight is missing, for which transformers itself
+    would make up random numbers, or of another shape.
     """
-    module, found = model_class.from_pretrained(
-        directory,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        **given,
-    )
+    try:
+        module, found = model_class.from_pretrained(
+            directory,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **given,
+        )
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedModel(f"{directory}: its weights cannot be read: {error}") from error
     mismatched = {name for name, *_ in found["mismatched_keys"]}
     refuse_weights(directory, sorted({*found["missing_keys"], *mismatched}))
     return module

@@ -11,6 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
+from services.common.model_files import refuse_strays
 from services.common.tokenizer_hash import tokenizer_hash
 from services.core.errors import InvalidField
 from services.gateway.chat_template import ChatTemplate
@@ -55,12 +56,14 @@ class Tokenizer:
     def load(cls, model: str) -> Tokenizer:
         """Of a local directory, or of a model on the hub, whose tokenizer files are then downloaded.
 
-        Raises FileNotFoundError if there is no tokenizer.json, ValueError if one of the files is broken.
+        Raises FileNotFoundError if there is no tokenizer.json, ValueError if one of the files is broken,
+        StrayFile if one is another's.
         """
         directory = _directory(model)
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"{directory} has no tokenizer.json")
+        refuse_strays(directory)
         config = _read_json(directory / "tokenizer_config.json")
         try:
             fast = FastTokenizer.from_file(str(path))
