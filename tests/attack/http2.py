@@ -127,6 +127,7 @@ class Wire:
         self.heard = Heard()
         self._reader = reader
         self._writer = writer
+        self._half_closed = False
         self._decoder = Decoder()
         self._watch = Watch()
         self._task = asyncio.create_task(self._read())
@@ -172,6 +173,7 @@ class Wire:
 
     def half_close(self) -> None:
         """Nothing more comes."""
+        self._half_closed = True
         with suppress(OSError):  # the server may have been quicker
             self._writer.write_eof()
 
@@ -195,7 +197,7 @@ class Wire:
     def _note(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         heard = self.heard
         heard.frames[kind] += 1
-        if kind == Kind.PING and not flags & ACK:
+        if kind == Kind.PING and not flags & ACK and not self._half_closed:
             self._writer.write(frame(Kind.PING, ACK, 0, payload))
         heard.pongs += kind == Kind.PING and flags & ACK
         if kind == Kind.RST_STREAM and len(heard.resets) < _KEPT:
