@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tests.attack.floods import KEY, WATCH
 from tests.attack.http2 import MAX_CONCURRENT_STREAMS, Kind, Wire, frame, message, opening, wire
+from tests.attack.stack import files_allowed
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 _REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 _VERIFY, _PROPOSE = "/galley.v1.Target/VerifyStream", "/galley.v1.Draft/ProposeStream"
+# Beside those that are held.
+_OTHER_FILES = 500
 # Connections of 100 calls: while more than 1,000 wait to be taken, gRPC drops some by chance.
 _AT_ONCE = 5
 
@@ -56,8 +59,10 @@ async def idle_streams(stack: Attacked, opened: AsyncExitStack, calls: int, item
     return holder.wires
 
 
-async def idle_connections(stack: Attacked, opened: AsyncExitStack, count: int) -> None:
-    """To the gateway, each begun in good order."""
+async def idle_connections(stack: Attacked, opened: AsyncExitStack, count: int) -> int:
+    """To the gateway, each begun in good order; how many, as far as this machine lets a process open files."""
+    count = min(count, files_allowed() - _OTHER_FILES)
     for _ in range(count):
         attacker = await opened.enter_async_context(wire(stack.gateway))
         await attacker.begin()
+    return count

@@ -142,9 +142,9 @@ class Wire:
         return not self.heard.ended
 
     async def begin(self, *pairs: tuple[int, int]) -> None:
-        """As a client begins, with these settings, and wait for the server's."""
+        """As a client begins, with these settings, and wait for the server's, unless it closes at once."""
         await self.send(PREFACE, settings(*pairs))
-        await self.until(lambda heard: heard.frames[Kind.SETTINGS] > 0)
+        await self.until(lambda heard: heard.ended or heard.frames[Kind.SETTINGS] > 0)
         await self.send(frame(Kind.SETTINGS, ACK))
 
     async def alive(self) -> bool:

@@ -119,9 +119,8 @@ async def test_10_000_idle_streams_take_bounded_memory_and_hold_nobody_up(stack:
 async def test_idle_connections_take_bounded_memory_and_hold_nobody_up(stack: Attacked) -> None:
     """`make prove-attacks` opens 10,000."""
     stack.forget_peak()
-    count = 2000
     async with unharmed(stack) as before, AsyncExitStack() as opened:
-        await idle_connections(stack, opened, count)
+        count = await idle_connections(stack, opened, 2000)
         told = await stack.told()
         assert told.strangers - before.strangers >= count
         async with undisturbed(stack):

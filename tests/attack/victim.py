@@ -40,7 +40,7 @@ from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
 from services.tracing.collector import CollectorSettings
 from services.tracing.collector import build as build_collector
-from tests.attack.stack import CALL, MAX_MESSAGE_BYTES
+from tests.attack.stack import CALL, MAX_MESSAGE_BYTES, files_allowed
 from tests.service.truth import END, VOCAB, true_next
 from tests.simulation.replicas import SimEngine
 
@@ -252,6 +252,7 @@ def _say(told: dict[str, Any]) -> None:
 
 def main() -> None:
     die_with_parent()
+    files_allowed()
     start_logging("victim", "info")
     store, tokenizer, directory = sys.argv[1:]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
