@@ -79,6 +79,7 @@ class Proof:
         self._at_first: Told
 
     async def run(self, messages: int, streams: int, seed: int) -> None:
+        """All parts but the end, while somebody streams."""
         await warmed_up(self._stack)
         self._at_first = await self._stack.told()
         self._stack.forget_peak()
@@ -156,7 +157,7 @@ class Proof:
     async def _idle_connections(self, count: int) -> None:
         """Beyond what a server takes, they are closed as they come."""
         async with AsyncExitStack() as opened:
-            await idle_connections(self._stack, opened, count)
+            self.record["connections_opened"] = await idle_connections(self._stack, opened, count)
             self.record["connections_held"] = (await self._stack.told()).strangers
 
     async def _repeat(self, name: str, part: Callable[[], Awaitable[None]]) -> None:

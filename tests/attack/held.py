@@ -60,7 +60,7 @@ async def idle_streams(stack: Attacked, opened: AsyncExitStack, calls: int, item
 
 
 async def idle_connections(stack: Attacked, opened: AsyncExitStack, count: int) -> int:
-    """To the gateway, each begun in good order; how many, as far as this machine lets a process open files."""
+    """To the gateway, each begun in good order: how many, as far as a process may open files here."""
     count = min(count, files_allowed() - _OTHER_FILES)
     for _ in range(count):
         attacker = await opened.enter_async_context(wire(stack.gateway))
