@@ -98,7 +98,7 @@ def _generate(random: Random, known: Known) -> pb.GenerateRequest:
         max_tokens=random.randint(1, 16),
         ignore_eos=random.random() < 0.5,
         sampling=_sampling(random),
-        speculation=pb.Speculation(mode=random.randrange(4), k=random.randrange(9)),
+        speculation=pb.Speculation(mode=random.choice(pb.Speculation.Mode.values()), k=random.randrange(9)),
         stop=random.sample(["x", "\n", "the end"], random.randrange(3)),
         stop_token_ids=[random.randrange(VOCAB) for _ in range(random.randrange(3))],
         workload=random.choice(("", "chat", f"w{random.randrange(100)}")),

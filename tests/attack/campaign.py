@@ -139,7 +139,7 @@ class Call:
                 return "OK"
             return self._streamed(sent, leaves_after_s)
         except grpc.RpcError as error:
-            return str(error.code().name)  # type: ignore[attr-defined]  # the stubs know it of calls alone
+            return str(error.code().name)
         finally:
             self._over.set()
 

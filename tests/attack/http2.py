@@ -127,6 +127,7 @@ class Wire:
         self.heard = Heard()
         self._reader = reader
         self._writer = writer
+        self._half_closed = False
         self._decoder = Decoder()
         self._watch = Watch()
         self._task = asyncio.create_task(self._read())
@@ -141,9 +142,9 @@ class Wire:
         return not self.heard.ended
 
     async def begin(self, *pairs: tuple[int, int]) -> None:
-        """As a client begins, with these settings, and wait for the server's."""
+        """As a client begins, with these settings, and wait for the server's, unless it closes at once."""
         await self.send(PREFACE, settings(*pairs))
-        await self.until(lambda heard: heard.frames[Kind.SETTINGS] > 0)
+        await self.until(lambda heard: heard.ended or heard.frames[Kind.SETTINGS] > 0)
         await self.send(frame(Kind.SETTINGS, ACK))
 
     async def alive(self) -> bool:
@@ -172,6 +173,7 @@ class Wire:
 
     def half_close(self) -> None:
         """Nothing more comes."""
+        self._half_closed = True
         with suppress(OSError):  # the server may have been quicker
             self._writer.write_eof()
 
@@ -195,7 +197,7 @@ class Wire:
     def _note(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         heard = self.heard
         heard.frames[kind] += 1
-        if kind == Kind.PING and not flags & ACK:
+        if kind == Kind.PING and not flags & ACK and not self._half_closed:
             self._writer.write(frame(Kind.PING, ACK, 0, payload))
         heard.pongs += kind == Kind.PING and flags & ACK
         if kind == Kind.RST_STREAM and len(heard.resets) < _KEPT:

@@ -63,7 +63,7 @@ class Mutator:
 
     def _change(self, message: Message) -> None:
         """One field of this message."""
-        fields: Sequence[FieldDescriptor] = message.DESCRIPTOR.fields
+        fields: Sequence[Any] = message.DESCRIPTOR.fields
         if not fields:
             return
         field = self._random.choice(fields)

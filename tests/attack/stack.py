@@ -10,13 +10,14 @@ import asyncio
 import gc
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,11 @@ class Attacked:
             assert time.monotonic() < until_s, f"left behind: {left_behind(before, told)}"
             # Connections are closed by threads of gRPC's own, which tell nobody.
             await asyncio.sleep(0.02)
+
+    async def calm(self, before: Told, spare: int = 60) -> Told:
+        """As `settled`, but for the tasks and the connection of somebody who is still there."""
+        tasks = before.tasks | {"somebody's": spare}
+        return await self.settled(replace(before, tasks=tasks, strangers=before.strangers + 1))
 
     async def has_taken(self, calls: int) -> Told:
         """How it stands once so many calls are under way, or none has come for long."""
@@ -234,6 +240,13 @@ async def unharmed(stack: Attacked, *, most_rss: int = 64 * MIB) -> AsyncIterato
     assert after.errors == before.errors
     assert (after.sessions, after.items) == (0, 0)
     assert after.rss - before.rss < most_rss, f"{(after.rss - before.rss) / MIB:.0f} MiB stay taken"
+
+
+def files_allowed() -> int:
+    """How many this process may have open from now on: as many as it may be allowed."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
 
 
 async def warmed_up(stack: Attacked) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import time
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -16,8 +15,9 @@ from services.common.deserialize import explain
 from services.common.inflate import within
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.status import describe
+from tests.attack.floods import KEY, gzip_bomb, gzip_bombs
 from tests.attack.http2 import END_STREAM, Kind, frame, message, opening, wire
-from tests.attack.stack import BAD, MAX_MESSAGE_BYTES, MIB, SERVICES, Attacked, hello, unharmed
+from tests.attack.stack import MAX_MESSAGE_BYTES, MIB, SERVICES, Attacked, hello, unharmed
 from tests.service.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ ASKED = {
         "ExportTraceServiceRequest",
     ),
 }
-KEY = (("x-api-key", BAD),)
 
 
 async def answer(
@@ -64,40 +63,17 @@ async def test_too_large_is_refused_by_name_and_far_too_large_by_grpc(stack: Att
                 assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def bomb(size: int) -> bytes:
-    """So many bytes in a thousandth of them."""
-    packer = zlib.compressobj(9, wbits=31)
-    return b"".join((*(packer.compress(bytes(MIB)) for _ in range(size // MIB)), packer.flush()))
-
-
 async def test_a_bomb_of_gzip_is_inflated_no_further_than_a_message_may_be(stack: Attacked) -> None:
     """Each of these would take 60 MiB by gRPC's own means."""
-    data = bomb(60 * MIB)
+    data = gzip_bomb(60 * MIB)
     assert len(data) < MAX_MESSAGE_BYTES
     stack.forget_peak()
     async with unharmed(stack) as before:
         for service in SERVICES:
-            await _throw(stack.addresses[service], ASKED[service][0], message(data, compressed=1), 10)
+            for status, told in await gzip_bombs(stack.addresses[service], ASKED[service][0], data, 10):
+                assert status == "3"
+                assert "is more when inflated" in told
     assert stack.peak_rss() - before.rss < 48 * MIB
-
-
-async def _throw(address: str, path: str, data: bytes, times: int) -> None:
-    streams = range(1, 2 * times, 2)
-    async with wire(address) as attacker:
-        await attacker.begin()
-        for stream in streams:
-            head = opening(stream, path, (("grpc-encoding", "gzip"), *KEY))
-            await attacker.send(head, in_frames(stream, data))
-        for stream in streams:
-            assert await attacker.status(stream) == "3"
-            assert "is more when inflated" in attacker.heard.heads[stream]["grpc-message"]
-
-
-def in_frames(stream: int, data: bytes, size: int = 16_000) -> bytes:
-    """All that a call says, and its end."""
-    pieces = [data[at : at + size] for at in range(0, len(data), size)]
-    last = frame(Kind.DATA, END_STREAM, stream, pieces.pop())
-    return b"".join((*(frame(Kind.DATA, 0, stream, piece) for piece in pieces), last))
 
 
 async def test_what_is_compressed_in_good_faith_is_served_and_by_other_means_refused(stack: Attacked) -> None:

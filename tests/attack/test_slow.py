@@ -8,9 +8,10 @@ from contextlib import AsyncExitStack
 import pytest
 
 from services.common.server import start_server
+from tests.attack.floods import KEY
+from tests.attack.held import idle_connections, idle_streams
 from tests.attack.http2 import (
     INITIAL_WINDOW_SIZE,
-    MAX_CONCURRENT_STREAMS,
     PREFACE,
     Kind,
     Wire,
@@ -21,18 +22,11 @@ from tests.attack.http2 import (
     settings,
     wire,
 )
-from tests.attack.stack import BAD, MIB, Attacked, hello, undisturbed, unharmed
+from tests.attack.stack import MIB, Attacked, hello, undisturbed, unharmed
 from tests.common import service
 from tests.service.waiting import PATIENCE_S
 
-WATCH = "/grpc.health.v1.Health/Watch"
-REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 GENERATE = "/galley.v1.Generation/Generate"
-VERIFY = "/galley.v1.Target/VerifyStream"
-PROPOSE = "/galley.v1.Draft/ProposeStream"
-KEY = (("x-api-key", BAD),)
-# Connections of 100 calls: while more than 1,000 wait to be taken, gRPC drops some by chance.
-_AT_ONCE = 5
 
 
 @pytest.mark.parametrize("within_s", [0.3])
@@ -108,45 +102,16 @@ async def test_answers_that_are_never_read_end_and_hold_nobody_up(stack: Attacke
         assert (await stack.has_let_go(1)).sessions <= 1, "but for the bystander's"
 
 
-class Holder:
-    """Opens idle streams, over as many connections as they need, as fast as the server takes them."""
-
-    def __init__(self, stack: Attacked, opened: AsyncExitStack, calls: int) -> None:
-        """`calls` are under way without it."""
-        self.wires: list[Wire] = []
-        self._stack = stack
-        self._opened = opened
-        self._calls = calls
-
-    async def hold(self, name: str, path: str, streams: int) -> None:
-        while streams > 0:
-            attacker = await self._opened.enter_async_context(wire(self._stack.addresses[name]))
-            self.wires.append(attacker)
-            await attacker.begin()
-            taken = min(streams, 100, attacker.heard.settings.get(MAX_CONCURRENT_STREAMS, 100))
-            for stream in range(1, 2 * taken, 2):
-                asked = frame(Kind.DATA, 1, stream, message(b"")) if path == WATCH else b""
-                await attacker.send(opening(stream, path, KEY), asked)
-            streams -= taken
-            self._calls += taken
-            if not len(self.wires) % _AT_ONCE:
-                await self._stack.has_taken(self._calls)
-
-
 async def test_10_000_idle_streams_take_bounded_memory_and_hold_nobody_up(stack: Attacked) -> None:
     stack.forget_peak()
     # What was in use is in pieces afterwards, which the next such flood finds again.
     async with unharmed(stack, most_rss=256 * MIB) as before, AsyncExitStack() as opened:
-        holder = Holder(stack, opened, before.calls)
-        await holder.hold("target", VERIFY, 4900)
-        await holder.hold("draft", PROPOSE, 4900)
-        await holder.hold("gateway", WATCH, 100)
-        await holder.hold("gateway", REFLECT, 100)
+        wires = await idle_streams(stack, opened, before.calls, 9_800)
         told = await stack.has_taken(before.calls + 10_000)
         assert told.calls >= before.calls + 10_000
         async with undisturbed(stack) as bystander:
             pass
-        assert not any(attacker.heard.ended for attacker in holder.wires)
+        assert not any(attacker.heard.ended for attacker in wires)
         assert bystander.longest_pause_s < 5
     assert stack.peak_rss() - before.rss < 700 * MIB
 
@@ -154,11 +119,8 @@ async def test_10_000_idle_streams_take_bounded_memory_and_hold_nobody_up(stack:
 async def test_idle_connections_take_bounded_memory_and_hold_nobody_up(stack: Attacked) -> None:
     """`make prove-attacks` opens 10,000."""
     stack.forget_peak()
-    count = 2000
     async with unharmed(stack) as before, AsyncExitStack() as opened:
-        for _ in range(count):
-            attacker = await opened.enter_async_context(wire(stack.gateway))
-            await attacker.begin()
+        count = await idle_connections(stack, opened, 2000)
         told = await stack.told()
         assert told.strangers - before.strangers >= count
         async with undisturbed(stack):

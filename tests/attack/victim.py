@@ -40,12 +40,12 @@ from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
 from services.tracing.collector import CollectorSettings
 from services.tracing.collector import build as build_collector
-from tests.attack.stack import CALL, MAX_MESSAGE_BYTES
+from tests.attack.stack import CALL, MAX_MESSAGE_BYTES, files_allowed
 from tests.service.truth import END, VOCAB, true_next
 from tests.simulation.replicas import SimEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import grpc
 
@@ -103,7 +103,7 @@ class Victim:
             addresses = {name: running.address for name, running in self._running.items()}
             _say({"addresses": addresses, "metrics": self._metrics, "traces": str(traces)})
             while (command := (await asked.readline()).decode().split()) not in ([], ["stop"]):
-                await self._wait(*command)
+                await self._until(command[0], int(command[1]) if command[1:] else 0)
                 if command[0] in {"tell", "tasks-left"}:
                     gc.collect()
                     hand_back_free_memory()
@@ -161,13 +161,13 @@ class Victim:
         rpc.add_TargetServicer_to_server(self._target, server)
         return self._target
 
-    async def _wait(self, what: str, count: str = "0", patience_s: float = 10.0) -> None:
-        """Until it is so, or patience is at its end."""
-        holds = {
+    async def _until(self, what: str, count: int, patience_s: float = 10.0) -> None:
+        """Wait until it is so, or patience is at its end."""
+        holds: Callable[[], bool] = {
             "tell": lambda: True,
-            "tasks-left": lambda: len(_tasks()) <= int(count),
-            "calls-there": lambda: _tasks().count(CALL) >= int(count),
-            "sessions-left": lambda: self._sessions <= int(count),
+            "tasks-left": lambda: len(_tasks()) <= count,
+            "calls-there": lambda: _tasks().count(CALL) >= count,
+            "sessions-left": lambda: self._sessions <= count,
         }[what]
         until_s = time.monotonic() + patience_s
         # To wait for each of thousands would take minutes.
@@ -195,9 +195,10 @@ class Victim:
         """Connections to the services from outside of this process."""
         ports = {int(running.address.rpartition(":")[2]) for running in self._running.values()}
         ports |= {int(address.rpartition(":")[2]) for address in self._metrics.values()}
-        connections = [one for one in process.net_connections("tcp") if one.raddr]
-        own = {one.laddr.port for one in connections}
-        return sum(one.laddr.port in ports and one.raddr.port not in own for one in connections)
+        found: list[Any] = process.net_connections("tcp")
+        ends = [(one.laddr.port, one.raddr.port) for one in found if one.raddr]
+        own = {port for port, _ in ends}
+        return sum(port in ports and peer not in own for port, peer in ends)
 
 
 class _Errors(logging.Handler):
@@ -251,6 +252,7 @@ def _say(told: dict[str, Any]) -> None:
 
 def main() -> None:
     die_with_parent()
+    files_allowed()
     start_logging("victim", "info")
     store, tokenizer, directory = sys.argv[1:]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -102,7 +102,7 @@ async def test_what_grpc_raises_itself_is_neither_logged_nor_told_once_more(
     async def failing(_request: object, _context: object) -> None:
         raise error
 
-    handler: Any = grpc.unary_unary_rpc_method_handler(failing)  # type: ignore[arg-type]  # the stubs know the other kind
+    handler: Any = grpc.unary_unary_rpc_method_handler(failing)
     wrapped: Any = StatusInterceptor().wrap(handler, "/galley.v1.Draft/Propose")
     with pytest.raises(type(error)):
         await wrapped.unary_unary(b"", None)

@@ -1,0 +1,185 @@
+"""Prove that attacks crash, hang and leak nothing, and disturb nobody: `make prove-attacks`.
+
+The long form of tests/attack: all services in a process of their own, over a real Valkey, and a bystander
+who streams throughout and must hear exactly what is said in peace. Fuzzed messages on every RPC of every
+port; what is no HTTP/2, floods of frames, rapid resets, header and gzip bombs; 10,000 idle streams, again and
+again, and 10,000 idle connections. Memory is read after each part, garbage collected. Writes
+bench/results/attacks/<commit>.json; exits 1 if anything shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.harness import BENCH, commit, machine, result_path, write_record
+from services.tracing.otlp_file import Lines
+from services.tracing.otlp_json import spans_in
+from tests.attack import floods
+from tests.attack.campaign import Campaign
+from tests.attack.held import idle_connections, idle_streams
+from tests.attack.stack import MIB, SERVICES, Attacked, Told, attacked, undisturbed, warmed_up
+from tests.gateway.servers import VALKEY, running
+from tests.service import tokenizer_files
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+_PARTS = 10
+_ROUNDS = 3
+_MODEL_INFO = "/galley.v1.Generation/GetModelInfo"
+# Of memory, in MiB: what may be taken for good by all fuzzed messages after the first tenth of them, by each
+# repeated flood after its first round; and what may be in use at any time.
+_MOST_KEPT, _MOST_MORE, _MOST_EVER = 32, 64, 900
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 if nothing shows."""
+    parser = argparse.ArgumentParser(prog="python -m bench.prove_attacks", description=__doc__)
+    parser.add_argument("--messages", type=int, default=100_000)
+    parser.add_argument("--streams", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=BENCH / "results")
+    given = parser.parse_args(argv)
+    with running(VALKEY) as store, tempfile.TemporaryDirectory() as tokenizer:
+        tokenizer_files.write(Path(tokenizer))
+        with attacked(store.url, Path(tokenizer)) as stack:
+            proof = Proof(stack)
+            asyncio.run(proof.run(given.messages, given.streams, given.seed))
+            proof.end()
+    record = {
+        "name": "attacks",
+        "commit": commit(),
+        "machine": machine(),
+        "seed": given.seed,
+        **proof.record,
+        "faults": proof.faults,
+        "held": not proof.faults,
+    }
+    path = result_path("attacks", commit(), given.results)
+    write_record(path, record)
+    print({name: value for name, value in record.items() if name not in {"machine", "ends", "items"}})
+    print(f"record: {path}")
+    return 1 if proof.faults else 0
+
+
+class Proof:
+    """The parts, one after the other; `faults` is what shows, `record` what was done and measured."""
+
+    def __init__(self, stack: Attacked) -> None:
+        self.faults: list[str] = []
+        self.record: dict[str, Any] = {}
+        self._stack = stack
+        self._at_first: Told
+
+    async def run(self, messages: int, streams: int, seed: int) -> None:
+        """All parts but the end, while somebody streams."""
+        await warmed_up(self._stack)
+        self._at_first = await self._stack.told()
+        self._stack.forget_peak()
+        async with undisturbed(self._stack) as bystander:
+            await self._fuzz(messages, seed)
+            await self._repeat("nonsense", self._nonsense)
+            await self._repeat("floods", self._floods)
+            await self._repeat("idle streams", lambda: self._idle_streams(streams))
+            await self._repeat("idle connections", lambda: self._idle_connections(streams))
+        self.record["bystander"] = {
+            "answers": bystander.answers,
+            "longest_pause_s": round(bystander.longest_pause_s, 3),
+        }
+        left = await self._stack.settled(self._at_first)
+        self.record["left"] = {"tasks": left.task_count - self._at_first.task_count, "items": left.items}
+        self.record["log_bytes"] = left.logged
+        self.faults += left.errors
+        peak = (self._stack.peak_rss() - self._at_first.rss) // MIB
+        self.record["peak_mib"] = peak
+        self._expect(peak < _MOST_EVER, f"{peak} MiB were in use")
+
+    def end(self) -> None:
+        """The process must stop in order, with nothing left; what it wrote must be readable."""
+        self.record["spans"] = sum(len(list(spans_in(line.document()))) for line in Lines(self._stack.traces))
+        outcome = self._stack.stop()
+        self._expect(outcome == {"tasks": 0, "errors": []}, f"it ended with {outcome}")
+
+    async def _fuzz(self, messages: int, seed: int) -> None:
+        campaign = Campaign(self._stack.addresses, seed)
+        began_s, memory = time.monotonic(), []
+        for _ in range(_PARTS):
+            await campaign.run(messages // _PARTS)
+            memory.append(await self._mib())
+            print(
+                f"fuzzed messages: {campaign.outcome.messages}, {memory[-1]} MiB more than at first",
+                flush=True,
+            )
+        outcome = campaign.outcome
+        self.record |= {
+            "messages": outcome.messages,
+            "fuzz_s": round(time.monotonic() - began_s, 1),
+            "ends": dict(sorted(outcome.ends.items())),
+            "items": dict(sorted(outcome.items.items())),
+            "mib_after_each_tenth": memory,
+        }
+        self.faults += outcome.faults
+        self._expect(outcome.messages >= messages, f"only {outcome.messages} messages")
+        self._expect(memory[-1] - memory[0] < _MOST_KEPT, f"memory grows: {memory} MiB")
+
+    async def _nonsense(self) -> None:
+        for service in SERVICES:
+            await floods.nonsense(self._stack.addresses[service])
+
+    async def _floods(self) -> None:
+        gateway = self._stack.gateway
+        for name in floods.FLOODS:
+            await floods.flood_of(gateway, name, 100_000)
+        await floods.rapid_resets(gateway, 20, 5_000)
+        for name in floods.HEADER_BOMBS:
+            end = await floods.header_bomb(gateway, name)
+            self._expect(end in {"8", "13", "reset", "closed"}, f"a header bomb ({name}) ends {end}")
+        await floods.endless_headers(gateway, 16_384)
+        bomb = floods.gzip_bomb(60 * MIB)
+        for status, told in await floods.gzip_bombs(gateway, _MODEL_INFO, bomb, 50):
+            self._expect(status == "3", f"a gzip bomb ends {status} ({told})")
+
+    async def _idle_streams(self, count: int) -> None:
+        async with AsyncExitStack() as opened:
+            before = await self._stack.told()
+            wires = await idle_streams(self._stack, opened, before.calls, count - 200)
+            there = (await self._stack.has_taken(before.calls + count)).calls
+            self._expect(there >= count, f"only {there} streams were open")
+            self._expect(not any(one.heard.ended for one in wires), "a connection of idle streams was cut")
+
+    async def _idle_connections(self, count: int) -> None:
+        """Beyond what a server takes, they are closed as they come."""
+        async with AsyncExitStack() as opened:
+            self.record["connections_opened"] = await idle_connections(self._stack, opened, count)
+            self.record["connections_held"] = (await self._stack.told()).strangers
+
+    async def _repeat(self, name: str, part: Callable[[], Awaitable[None]]) -> None:
+        """The first round takes what it needs; those after it must not take more."""
+        memory = []
+        began_s = time.monotonic()
+        for _ in range(_ROUNDS):
+            await part()
+            memory.append(await self._mib())
+        self.record[name] = {"rounds": _ROUNDS, "mib_after_each": memory}
+        self._expect(memory[-1] - memory[0] < _MOST_MORE, f"{name}: memory grows: {memory} MiB")
+        print(f"{name}: {time.monotonic() - began_s:.0f} s, {memory} MiB more than at first", flush=True)
+
+    async def _mib(self) -> int:
+        """Memory in use beyond that at first, once all that was opened is gone but for the bystander's."""
+        now = await self._stack.calm(self._at_first)
+        return (now.rss - self._at_first.rss) // MIB
+
+    def _expect(self, holds: bool, fault: str) -> None:  # reads as a sentence
+        if not holds:
+            self.faults.append(fault)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
