@@ -51,7 +51,7 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 
 .PHONY: bench-round bench-engine bench-throughput bench-speculation bench-slow-links bench-gpu bench-peers
 .PHONY: bench-sessions bench-telemetry simulate chaos soak
-.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership
+.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership prove-boot
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
 
@@ -87,6 +87,9 @@ prove-ray: setup ## replicas of three ranks: a killed rank, fewer replicas and a
 
 prove-ownership: setup ## two gateways told to own one session at once, 1,000 times: one log, one owner at a time
 	@$(BIN)/python -m bench.prove_ownership
+
+prove-boot: setup helm ## the chart as pods here: boots, rolls, kills and hangs under load, in many combinations
+	@$(BIN)/python -m bench.prove_boot
 
 chaos: setup ## disturb every process and link under 16 streams, with 500 kills; each must hear what it must
 	@$(BIN)/python -m tests.chaos.run
