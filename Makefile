@@ -51,7 +51,7 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 
 .PHONY: bench-round bench-engine bench-throughput bench-speculation bench-slow-links bench-gpu bench-peers
 .PHONY: bench-sessions bench-telemetry simulate chaos soak
-.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership prove-images prove-attacks
+.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership prove-images prove-attacks prove-boot
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
 
@@ -93,6 +93,9 @@ prove-images: setup ## build the images without a daemon, look into them, and se
 
 prove-attacks: setup ## 100,000 fuzzed messages, floods, bombs and idle streams: no crash, hang, leak or disturbance
 	@$(BIN)/python -m bench.prove_attacks
+
+prove-boot: setup helm ## the chart as pods here: boots, rolls, kills and hangs under load, in many combinations
+	@$(BIN)/python -m bench.prove_boot
 
 chaos: setup ## disturb every process and link under 16 streams, with 500 kills; each must hear what it must
 	@$(BIN)/python -m tests.chaos.run

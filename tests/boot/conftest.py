@@ -9,7 +9,8 @@ import pytest
 from services.engine.truncate import truncate_model
 from tests.boot.machine import why_no_sandbox
 from tests.boot.runs import run_trial
-from tests.boot.worlds import plain, secured
+from tests.boot.worlds import SECURED, SMALL, TWICE, plan
+from tests.deploy.matrix import laid_over
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,8 +22,9 @@ _LAYERS = (0, 1, 28, 29)
 @pytest.fixture(scope="session")
 def defaults(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The chart as it comes: booted, asked, and knocked at."""
-    plan = plain(default_model_dir, isolated=why_no_sandbox() is None)
-    return run_trial(plan, tmp_path_factory.mktemp("defaults"), _BOOT_S)
+    folder = tmp_path_factory.mktemp("defaults")
+    given = plan(default_model_dir, folder / "made", SMALL, isolated=why_no_sandbox() is None)
+    return run_trial(given, folder / "trial", _BOOT_S)
 
 
 @pytest.fixture(scope="session")
@@ -35,14 +37,15 @@ def disturbed(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory)
     model = truncate_model(default_model_dir, list(_LAYERS), folder / "model")
     for path in model.iterdir():
         path.chmod(0o644)  # as what lies in an image
-    plan = secured(
+    values = laid_over([SECURED, TWICE, {"gateway": {"preStopSeconds": 2}}])
+    given = plan(
         model,
         folder / "made",
+        values,
         pause_s=0.2,
-        pre_stop_s=2,
         isolated=why_no_sandbox() is None,
         rolls=("gateway", "draft", "redis", "target"),
         killed=("gateway", "draft"),
-        frozen=("gateway", "target"),
+        frozen=("target",),
     )
-    return run_trial(plan, folder / "trial", _WHOLE_S)
+    return run_trial(given, folder / "trial", _WHOLE_S)

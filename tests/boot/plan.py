@@ -28,7 +28,7 @@ class Plan:
     rolls: tuple[str, ...] = ()
     rounds: int = 1
     # Of each of these components one pod is killed; stopped until its readiness probe tells; stopped until
-    # its liveness probe has it started again.
+    # its liveness probe has it started again. All at the same time.
     killed: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     hung: tuple[str, ...] = ()

@@ -8,44 +8,47 @@ import pytest
 
 from tests.boot import verdict
 from tests.boot.machine import why_no_sandbox
-from tests.boot.worlds import offers
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 
 Record = dict[str, Any]
 
-if offers("tls"):
 
-    def test_no_stream_fails_or_says_anything_else(disturbed: Record) -> None:
-        assert len(disturbed["answers"]) > 20
-        assert verdict.lost_or_other_answers(disturbed) == []
+def test_no_stream_fails_or_says_anything_else(disturbed: Record) -> None:
+    assert len(disturbed["answers"]) > 20
+    assert verdict.lost_or_other_answers(disturbed) == []
 
-    def test_a_roll_cuts_no_call(disturbed: Record) -> None:
-        assert verdict.cut_calls(disturbed) == []
 
-    def test_there_is_always_a_gateway_and_a_target(disturbed: Record) -> None:
-        # A draft may be missing for a while (its GPU has no twin), and so may the one pod of the trial store.
-        away = verdict.without_a_ready_pod({**disturbed, "events": _rolls(disturbed)})
-        assert not {line.split()[0] for line in away} & {"galley-gateway", "galley-target"}
+def test_a_roll_cuts_no_call(disturbed: Record) -> None:
+    assert verdict.cut_calls(disturbed) == []
 
-    def test_pods_end_within_their_grace(disturbed: Record) -> None:
-        assert verdict.cut_short(disturbed) == []
-        assert verdict.bad_ends(disturbed) == []
-        assert verdict.failed_hooks(disturbed) == []
 
-    def test_probes_tell_of_killed_and_stopped_pods(disturbed: Record) -> None:
-        faults = [event for event in disturbed["events"] if event["what"] == "fault"]
-        assert {event["signal"] for event in faults} == {"SIGKILL", "SIGSTOP", "SIGCONT"}
-        assert verdict.untold_faults(disturbed) == []
+def test_there_is_always_a_gateway_and_a_target(disturbed: Record) -> None:
+    # A draft may be missing for a while (its GPU has no twin), and so may the one pod of the trial store.
+    away = verdict.without_a_ready_pod({**disturbed, "events": _rolls(disturbed)})
+    assert not {line.split()[0] for line in away} & {"galley-gateway", "galley-target"}
 
-    def test_the_policies_fit_the_connections(disturbed: Record) -> None:
-        why = why_no_sandbox()
-        if why is not None:
-            pytest.skip(why)
-        assert verdict.forbidden_attempts(disturbed) == []
-        assert verdict.uncovered_connections(disturbed) == []
-        assert verdict.idle_openings(disturbed) == []
-        assert verdict.wrong_doors(disturbed) == []
+
+def test_pods_end_within_their_grace(disturbed: Record) -> None:
+    assert verdict.cut_short(disturbed) == []
+    assert verdict.bad_ends(disturbed) == []
+    assert verdict.failed_hooks(disturbed) == []
+
+
+def test_probes_tell_of_killed_and_stopped_pods(disturbed: Record) -> None:
+    faults = [event for event in disturbed["events"] if event["what"] == "fault"]
+    assert {event["signal"] for event in faults} == {"SIGKILL", "SIGSTOP", "SIGCONT"}
+    assert verdict.untold_faults(disturbed) == []
+
+
+def test_the_policies_fit_the_connections(disturbed: Record) -> None:
+    why = why_no_sandbox()
+    if why is not None:
+        pytest.skip(why)
+    assert verdict.forbidden_attempts(disturbed) == []
+    assert verdict.uncovered_connections(disturbed) == []
+    assert verdict.idle_openings(disturbed) == []
+    assert verdict.wrong_doors(disturbed) == []
 
 
 def _rolls(record: Record) -> list[dict[str, Any]]:

@@ -34,12 +34,12 @@ from tests.boot.rollouts import roll
 from tests.deploy.render import render
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
     from tests.boot.pod import Pod
     from tests.deploy.render import Manifest
 
 NAMESPACE = "galley"
+FAULTS = "faults"
+"""The phase in which pods are killed and stopped."""
 _FAULT_S = 240.0
 
 
@@ -99,24 +99,24 @@ class Trial:
                 began = cluster.now_s()
                 await roll(cluster, name)
                 self._phase(f"roll {name}", cluster, began)
-        await self._strike(cluster, "kill", self._plan.killed, self._kill)
-        await self._strike(cluster, "freeze", self._plan.frozen, self._freeze)
-        await self._strike(cluster, "hang", self._plan.hung, self._hang)
-
-    async def _strike(
-        self, cluster: Cluster, kind: str, components: Sequence[str], strike: Callable[..., Awaitable[None]]
-    ) -> None:
-        """One pod of each, at the same time; returns when all are ready again."""
         began = cluster.now_s()
         struck = [
-            cluster.pods_of(name)[-1]
+            (strike, pod)
+            for components, strike in (
+                (self._plan.killed, self._kill),
+                (self._plan.frozen, self._freeze),
+                (self._plan.hung, self._hang),
+            )
             for component in components
             for name in _workloads_of(cluster, component)
+            for pod in cluster.pods_of(name)[-1:]
         ]
-        await asyncio.gather(*(strike(cluster, pod) for pod in struck))
-        await cluster.until(lambda: all(pod.ready for pod in struck), "those struck are back", _FAULT_S)
         if struck:
-            self._phase(kind, cluster, began)
+            await asyncio.gather(*(strike(cluster, pod) for strike, pod in struck))
+            await cluster.until(
+                lambda: all(pod.ready for _, pod in struck), "those struck are back", _FAULT_S
+            )
+            self._phase(FAULTS, cluster, began)
 
     async def _kill(self, cluster: Cluster, pod: Pod) -> None:
         restarts = pod.restarts

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from tests.boot.trial import FAULTS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     Record = Mapping[str, Any]
 
-_FAULTS = frozenset({"kill", "freeze", "hang"})
 _PROBED = {"SIGKILL": "ended", "SIGSTOP": "unready"}
 
 
@@ -35,7 +36,7 @@ def cut_calls(record: Record) -> list[str]:
         f"question {answer['question']}: {answer['calls']} calls, during {', '.join(during) or 'nothing'}"
         for answer in record.get("answers", ())
         for during in [_phases(record, answer)]
-        if answer["calls"] > 1 and not _FAULTS.intersection(during)
+        if answer["calls"] > 1 and FAULTS not in during
     ]
 
 

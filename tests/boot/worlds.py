@@ -1,4 +1,4 @@
-"""Values to try the chart with, and what its user makes before: certificates, keys, Secrets."""
+"""Values to try the chart with, and what its user makes before: certificates, keys, Secrets, a collector."""
 
 from __future__ import annotations
 
@@ -8,90 +8,72 @@ from typing import TYPE_CHECKING, Any
 
 from tests.boot.objects import secret
 from tests.boot.plan import Plan
-from tests.deploy.render import default_values
+from tests.deploy.matrix import SWITCHES, laid_over
 from tests.gateway.tls import Authority, Certificate
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.deploy.render import Manifest
 
 NAMESPACE = "galley"
-_CLIENT_TLS = "/etc/trial/tls"
-_NAMES = {role: f"{role}.galley.test" for role in ("gateway", "draft", "target")}
 # Small pools and one kernel thread each: what is tried here is the chart.
-_SMALL = {"settings": {"kv_memory_mb": 256}}
+SMALL: Manifest = {"target": {"settings": {"kv_memory_mb": 256}}}
+SECURED = laid_over([SMALL, SWITCHES["tls"]["callers too"], SWITCHES["callers"]["keys"]])
+"""TLS on every hop with certificates of both sides, and callers with keys."""
+TWICE: Manifest = {"gateway": {"replicas": 2}, "target": {"replicas": 2}}
+
+_CLIENT_TLS = "/etc/trial/tls"
+_COLLECTOR, _OBSERVABILITY = "collector", "observability"
 
 
-def offers(*keys: str) -> bool:
-    """Whether the chart has such a value."""
-    values: Any = default_values()
-    for key in keys:
-        if key not in values:
-            return False
-        values = values[key]
-    return True
-
-
-def plain(model: Path, **told: Any) -> Plan:
-    """The chart's own values, but for the size of the KV pool."""
-    return Plan(model=str(model), values={"target": _SMALL}, **told)
-
-
-def secured(model: Path, folder: Path, *, pre_stop_s: int | None = None, **told: Any) -> Plan:
-    """Two gateways and targets, TLS on every hop with certificates of both sides, callers with keys."""
+def plan(model: Path, folder: Path, values: Manifest, **told: Any) -> Plan:
+    """A trial of `values` with the Secrets that the matrix names, and clients that know them."""
     folder.mkdir(parents=True, exist_ok=True)
-    servers, peers, callers = (Authority(folder, name) for name in ("servers", "peers", "callers"))
     key = secrets.token_hex(32)
-    keys = f'[[keys]]\nprincipal = "trial"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n'
-    objects = (
-        _pair("gateway-tls", servers.issue(_NAMES["gateway"]), servers.ca),
-        _pair("gateway-peer-tls", peers.issue("gateway"), peers.ca),
-        _pair("draft-tls", peers.issue(_NAMES["draft"]), peers.ca),
-        _pair("target-tls", peers.issue(_NAMES["target"]), peers.ca),
-        secret("callers-ca", NAMESPACE, {"ca.crt": callers.ca.read_bytes()}),
-        _pair("caller-tls", callers.issue("caller"), servers.ca),
-        secret("api-keys", NAMESPACE, {"keys.toml": keys.encode()}),
-        secret("caller-key", NAMESPACE, {"api-key": key.encode()}),
-        secret("id-secret", NAMESPACE, {"id-secret": secrets.token_bytes(32).hex().encode()}),
-    )
+    environment: dict[str, str] = {}
+    mounted: dict[str, str] = {}
+    if values.get("auth", {}).get("apiKeys"):
+        environment["GALLEY_API_KEY"] = key
+    if values.get("tls", {}).get("enabled"):
+        mounted[_CLIENT_TLS] = "caller"
+        environment["GALLEY_TLS_CA_FILE"] = f"{_CLIENT_TLS}/ca.crt"
+        environment["GALLEY_TLS_SERVER_NAME"] = _name("gateway")
+        if values["tls"]["gateway"].get("clientCaSecretName"):
+            environment["GALLEY_TLS_CERT_FILE"] = f"{_CLIENT_TLS}/tls.crt"
+            environment["GALLEY_TLS_KEY_FILE"] = f"{_CLIENT_TLS}/tls.key"
+    objects = [*_secrets(folder, key)]
+    if values.get("otel", {}).get("endpoint"):
+        objects += _collector()
     return Plan(
         model=str(model),
-        values=_secured_values(pre_stop_s),
-        objects=objects,
-        client_secrets={_CLIENT_TLS: "caller-tls"},
-        client_environment={
-            "GALLEY_API_KEY": key,
-            "GALLEY_TLS_CA_FILE": f"{_CLIENT_TLS}/ca.crt",
-            "GALLEY_TLS_CERT_FILE": f"{_CLIENT_TLS}/tls.crt",
-            "GALLEY_TLS_KEY_FILE": f"{_CLIENT_TLS}/tls.key",
-            "GALLEY_TLS_SERVER_NAME": _NAMES["gateway"],
-        },
+        values=values,
+        objects=tuple(objects),
+        client_secrets=mounted,
+        client_environment=environment,
         **told,
     )
 
 
-def _secured_values(pre_stop_s: int | None) -> Manifest:
-    gateway: Manifest = {"replicas": 2}
-    if pre_stop_s is not None:
-        gateway["preStopSeconds"] = pre_stop_s
-    return {
-        "gateway": gateway,
-        "target": {**_SMALL, "replicas": 2},
-        "tls": {
-            "enabled": True,
-            "mutual": True,
-            "gateway": {
-                "secretName": "gateway-tls",
-                "name": _NAMES["gateway"],
-                "peerSecretName": "gateway-peer-tls",
-                "clientCaSecretName": "callers-ca",
-            },
-            **{role: {"secretName": f"{role}-tls", "name": _NAMES[role]} for role in ("draft", "target")},
-        },
-        "auth": {"apiKeys": {"secretName": "api-keys"}, "idSecret": {"secretName": "id-secret"}},
-        "test": {"apiKey": {"secretName": "caller-key"}, "clientCertSecretName": "caller-tls"},
-    }
+def _name(role: str) -> str:
+    """What the chart expects in a role's certificate, where nothing else is said."""
+    return f"galley-{role}.{NAMESPACE}.svc"
+
+
+def _secrets(folder: Path, key: str) -> Iterator[Manifest]:
+    """All that the combinations of the chart's switches name."""
+    # One authority for both sides where gateways show their own certificate, and another for callers.
+    ours, callers = Authority(folder, "ours"), Authority(folder, "callers")
+    keys = f'[[keys]]\nprincipal = "trial"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n'
+    for role in ("gateway", "draft", "target"):
+        yield _pair(f"{role}-tls", ours.issue(_name(role)), ours.ca)
+    yield _pair("peer-tls", ours.issue("peer"), ours.ca)
+    yield secret("callers", NAMESPACE, {"ca.crt": callers.ca.read_bytes()})
+    yield _pair("caller", callers.issue("caller"), ours.ca)
+    yield secret("keys", NAMESPACE, {"keys.toml": keys.encode()})
+    yield secret("test-key", NAMESPACE, {"api-key": key.encode()})
+    yield secret("ids", NAMESPACE, {"id-secret": secrets.token_hex(32).encode()})
 
 
 def _pair(name: str, pair: Certificate, ca: Path) -> Manifest:
@@ -101,3 +83,28 @@ def _pair(name: str, pair: Certificate, ca: Path) -> Manifest:
         NAMESPACE,
         {"tls.crt": pair.cert.read_bytes(), "tls.key": pair.key.read_bytes(), "ca.crt": ca.read_bytes()},
     )
+
+
+def _collector() -> list[Manifest]:
+    """Somebody who takes traces at collector.observability:4317: our own small collector."""
+    labels = {"app.kubernetes.io/component": _COLLECTOR}
+    metadata = {"name": _COLLECTOR, "namespace": _OBSERVABILITY, "labels": labels}
+    command = ["python", "-m", "services.tracing", "--host", "0.0.0.0", "--port", "4317"]
+    container = {
+        "name": _COLLECTOR,
+        "image": "galley-gateway:trial",
+        "command": [*command, "--file", "/tmp/traces.jsonl"],
+        "ports": [{"name": "otlp", "containerPort": 4317}],
+        "readinessProbe": {"grpc": {"port": 4317}, "periodSeconds": 1},
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    }
+    spec = {"containers": [container], "volumes": [{"name": "tmp", "emptyDir": {}}]}
+    template = {"metadata": {"labels": labels}, "spec": spec}
+    return [
+        {
+            "kind": "Service",
+            "metadata": metadata,
+            "spec": {"selector": labels, "ports": [{"name": "otlp", "port": 4317, "targetPort": "otlp"}]},
+        },
+        {"kind": "Deployment", "metadata": metadata, "spec": {"replicas": 1, "template": template}},
+    ]
