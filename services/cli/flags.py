@@ -24,6 +24,21 @@ Endpoint = Annotated[
         metavar="HOST:PORT",
     ),
 ]
+
+
+def not_shown(ctx: typer.Context, param: typer.CallbackParam, value: str | None) -> str | None:
+    """Of an option that may hold a secret: refuse one on the command line."""
+    from services.common.secret_files import is_secret  # noqa: PLC0415  # slow to load
+
+    source = ctx.get_parameter_source(param.name or "")
+    shown = source is not None and source.name == "COMMANDLINE"
+    if shown and value and is_secret(value):
+        raise typer.BadParameter(
+            f"holds a password, and everybody can read a command line: use {param.envvar}"
+        )
+    return value
+
+
 PATIENCE_S = Retries().patience_s
 Patience = Annotated[
     float,

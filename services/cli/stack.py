@@ -329,7 +329,10 @@ def environment_of(options: StackOptions) -> dict[str, str]:
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
     # All gateways of a stack make the same session id of an idempotency key.
-    env.setdefault("GALLEY_GATEWAY_ID_SECRET", secrets.token_hex(32))
+    if "GALLEY_GATEWAY_ID_SECRET_FILE" not in env:
+        env.setdefault("GALLEY_GATEWAY_ID_SECRET", secrets.token_hex(32))
+    for role in ("GATEWAY", "TARGET", "DRAFT"):  # which store it is, is for the stack to say
+        env.pop(f"GALLEY_{role}_REDIS_URL_FILE", None)
     if options.redis_url:
         env["GALLEY_GATEWAY_REDIS_URL"] = options.redis_url
         if registers(options):

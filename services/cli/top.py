@@ -12,6 +12,7 @@ from rich.console import Console
 
 from services.cli.endpoint import Announced, NoEndpoint, find_services
 from services.cli.faults import FAILED, fail
+from services.cli.flags import not_shown
 from services.cli.up import run_stack
 from services.top.service import named_by_address
 
@@ -33,6 +34,7 @@ def top(
         str | None,
         typer.Option(
             envvar="GALLEY_TOP_REDIS_URL",
+            callback=not_shown,
             help="The session store (docs/redis.md): show the targets and drafts that are registered there.",
         ),
     ] = None,

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from services.cli.endpoint import announce, withdraw
 from services.cli.faults import fail, fail_part
+from services.cli.flags import not_shown
 from services.cli.part import PartFailed
 from services.cli.progress import StackProgress
 from services.cli.stack import PartTable, Stack, StackOptions
@@ -46,7 +47,12 @@ Strategy = Annotated[
 DType = Annotated[str | None, typer.Option(help="float32 or bfloat16. Default: what suits this machine.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads a service. Default: 1 on small machines.")]
 RedisUrl = Annotated[
-    str | None, typer.Option(help="Your own Redis 7 or Valkey, in place of the embedded one.")
+    str | None,
+    typer.Option(
+        envvar="GALLEY_UP_REDIS_URL",
+        callback=not_shown,
+        help="Your own Redis 7 or Valkey, in place of the embedded one.",
+    ),
 ]
 Trace = Annotated[
     bool,

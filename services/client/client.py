@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from services.client.credentials import key_interceptors
+from services.client.credentials import Key, key_interceptors
 from services.client.errors import GalleyRpcError, rpc_error
 from services.client.options import GenerateOptions, Message, Prompt, Retries, Speculation
 from services.client.request import generate_request
@@ -52,9 +52,10 @@ class GalleyClient:
     """One or more gateways over one session store, by address; open it with `async with`.
 
     `addresses` are "host:port", several with commas or as a sequence. The first is asked until it fails, then
-    the next. `api_key` says who calls, where the gateways ask for it; None is that of GALLEY_API_KEY, if
-    it is set. Streams belong to the trace that they are asked for in, as OpenTelemetry's current span tells
-    it; `telemetry` (services.common.telemetry.start_telemetry) makes calls spans of their own besides.
+    the next. `api_key` says who calls, where the gateways ask for it: a key or a token, or what is called
+    for one at each call; None is that of GALLEY_API_KEY, or in the file GALLEY_API_KEY_FILE, if one is set.
+    Streams belong to the trace that they are asked for in, as OpenTelemetry's current span tells it;
+    `telemetry` (services.common.telemetry.start_telemetry) makes calls spans of their own besides.
     `force_trace` has the gateways trace every request, whatever they sample.
     """
 
@@ -64,7 +65,7 @@ class GalleyClient:
         telemetry: Telemetry | None = None,
         retries: Retries = Retries(),  # noqa: B008  # frozen
         *,
-        api_key: str | None = None,
+        api_key: Key | None = None,
         force_trace: bool = False,
     ) -> None:
         """Raises ValueError if there is no address."""

@@ -1,30 +1,52 @@
-"""How a client says who it is: an API key in the metadata of every call."""
+"""How a client says who it is: an API key or a token in the metadata of every call.
+
+A token lasts for minutes, so that it is asked for anew with each call, where it is not told once and for all.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc.aio
 
+from services.common.secret_files import read_secret
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 API_KEY_VARIABLE = "GALLEY_API_KEY"
+API_KEY_FILE_VARIABLE = "GALLEY_API_KEY_FILE"
+
+Key: TypeAlias = str | Callable[[], str]
+"""A key, or what gives the one, or the token, that is good now."""
 
 
-def key_interceptors(api_key: str | None) -> Sequence[grpc.aio.ClientInterceptor]:
+def key_interceptors(api_key: Key | None) -> Sequence[grpc.aio.ClientInterceptor]:
     """For a channel whose calls bring `api_key`; None is the environment's, and empty is none."""
-    key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
-    return (_UnaryKey(key), _StreamKey(key)) if key else ()
+    key = _of_environment() if api_key is None else api_key
+    if not key:
+        return ()
+    current = key if callable(key) else lambda: key
+    return (_UnaryKey(current), _StreamKey(current))
+
+
+def _of_environment() -> Key:
+    """A file is read with each call: whoever writes it has tokens that last for minutes."""
+    if file := os.environ.get(API_KEY_FILE_VARIABLE):
+        return lambda: read_secret(Path(file))
+    return os.environ.get(API_KEY_VARIABLE, "")
 
 
 class _Key:
-    def __init__(self, key: str) -> None:
-        self._authorization = ("authorization", f"Bearer {key}")
+    def __init__(self, current: Callable[[], str]) -> None:
+        self._current = current
 
     def _with_key(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), self._authorization)
+        authorization = ("authorization", f"Bearer {self._current()}")
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), authorization)
         return grpc.aio.ClientCallDetails(
             method=details.method,
             timeout=details.timeout,

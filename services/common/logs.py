@@ -22,6 +22,9 @@ CONTENT_KEYS = frozenset(
     {"prompt", "text", "messages", "content", "tokens", "token_ids", "draft_tokens", "answer", "request"}
 )
 
+# Say each request that they make, with all of its URL.
+_CHATTERING = ("httpx2", "httpcore2")
+
 
 def start_logging(service: str, level: str = "info", log_format: Literal["json", "console"] = "json") -> None:
     """Route structlog and the standard library's logging to stderr; call once, at the start of a process."""
@@ -53,6 +56,8 @@ def start_logging(service: str, level: str = "info", log_format: Literal["json",
         )
     )
     handler.addFilter(_Seldom("opentelemetry"))
+    for library in _CHATTERING:
+        logging.getLogger(library).setLevel(logging.WARNING)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

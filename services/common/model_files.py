@@ -1,51 +1,41 @@
-"""A model's directory is read as it lies there: nothing in it may lead out of it.
+"""What of a model's directory may be read: files that lie in it, and no code.
 
-Models come from others. A file of theirs that is a link could have a service read what nobody meant to give
-it, and tell of it in an error; a pipe would have it wait for ever.
+A model comes from somebody else. Its directory may hold links; those that lead out of it would have us read,
+and tell of, whatever they point at. The hub's own cache is made of links, from a snapshot to its blobs.
 """
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING
-
-from services.core.errors import CallerFault
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-_INDEX = "*.safetensors.index.json"
+_SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
 
-class StrayFile(CallerFault):
-    """Something in a model's directory is not a file of that directory; the message names it."""
+def foreign_file(directory: Path, patterns: Iterable[str]) -> str | None:
+    """Which of the files that match may not be read, and why; None if all may."""
+    homes = _homes(directory)
+    for path in sorted({path for pattern in patterns for path in directory.glob(pattern)}):
+        try:
+            real = path.resolve(strict=True)
+        except (OSError, RuntimeError):
+            return f"{path}: is a link to nothing"
+        if not any(real.is_relative_to(home) for home in homes):
+            return f"{path}: is a link that leads out of the model's directory"
+        if not (real.is_file() or real.is_dir()):
+            return f"{path}: is no file"
+    return None
 
 
-def refuse_strays(directory: Path) -> None:
-    """Raise StrayFile for a link that leads out of the directory, what is no file, and an index of such.
-
-    The directory itself may be a link: whoever names it chose it. What the hub's cache links to is its own,
-    and so is what Kubernetes links to in a volume.
-    """
-    root = directory.resolve()
-    homes = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
-    for path in sorted(root.iterdir()):
-        found = path.resolve()
-        if not any(found.is_relative_to(home) for home in homes):
-            raise StrayFile(f"{path} is a link that leads out of the model's directory")
-        if found.exists() and not (found.is_file() or found.is_dir()):
-            raise StrayFile(f"{path} is no regular file")
-    for path in sorted(root.glob(_INDEX)):
-        for name in _indexed(path):
-            if "/" in name or "\\" in name or name in {"", ".", ".."}:
-                raise StrayFile(f"{path} names {name!r:.80}, which is no file of the model's directory")
+def _homes(directory: Path) -> list[Path]:
+    real = directory.resolve()
+    in_hub_cache = real.parent.name == _SNAPSHOTS
+    return [real, *([real.parents[1] / _BLOBS] if in_hub_cache else [])]
 
 
-def _indexed(path: Path) -> Iterator[str]:
-    """The files that an index of shards names."""
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
-        yield from {str(name) for name in names}
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise StrayFile(f"{path} is no index of weights") from None
+def code_asked_for(config: Mapping[str, Any]) -> str | None:
+    """What a model's JSON file says if code from its repository is to be run for it; None if none is."""
+    return "needs code from its repository (auto_map), which is never run" if config.get("auto_map") else None

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import SecretStr
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pydantic_settings import BaseSettings
 
@@ -64,10 +64,16 @@ def read_secret(path: Path) -> str:
 
 def shown_secrets(settings: BaseSettings, argv: Sequence[str]) -> list[str]:
     """The flags of `argv` that hold a secret."""
-    words = {word.partition("=")[0] for word in argv if word.startswith("--")} - {"--"}
-    flags = [_flag(name) for name in type(settings).model_fields if _is_secret(getattr(settings, name))]
-    # A flag may be shortened.
-    return [flag for flag in flags if any(flag.startswith(word) for word in words)]
+    fields = type(settings).model_fields
+    flags = [_flag(name) for name in fields if isinstance(getattr(settings, name), SecretStr)]
+    return [flag for flag in flags if any(is_secret(text) for text in _given(flag, argv))]
+
+
+def _given(flag: str, argv: Sequence[str]) -> Iterator[str]:
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
+        name, attached, text = word.partition("=")
+        if name == flag:
+            yield text if attached else following
 
 
 def named(name: str, env_prefix: str) -> str:
@@ -75,11 +81,8 @@ def named(name: str, env_prefix: str) -> str:
     return f"{_flag(name)} (or {f'{env_prefix}{name}'.upper()})"
 
 
-def _is_secret(value: object) -> bool:
+def is_secret(text: str) -> bool:
     """Of a URL, only one with a password."""
-    if not isinstance(value, SecretStr):
-        return False
-    text = value.get_secret_value()
     if "://" not in text:
         return bool(text)
     try:

@@ -6,7 +6,7 @@ import json
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from services.common.model_files import refuse_strays
+from services.common.model_files import foreign_file
 from services.core.errors import CallerFault
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ def tokenizer_hash(directory: Path) -> str:
     """The blake2b-128, in hex, of what each token id stands for, added tokens included.
 
     Draft and target agree on tokens exactly if they agree on this table. How text is cut into tokens is the
-    gateway's business alone, and not part of it. Raises NoTokenizer, or StrayFile.
+    gateway's business alone, and not part of it. Raises NoTokenizer.
     """
-    if directory.is_dir():
-        refuse_strays(directory)
+    if (reason := foreign_file(directory, ("tokenizer.json",))) is not None:
+        raise NoTokenizer(reason)
     table = sorted(_token_table(directory / "tokenizer.json").items())
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":"))
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES).hexdigest()
@@ -45,5 +45,5 @@ def _token_table(path: Path) -> dict[int, str]:
         return table | {entry["id"]: entry["content"] for entry in added}
     except FileNotFoundError:
         raise NoTokenizer(f"{path.parent} has no tokenizer.json; a fast tokenizer is needed") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise NoTokenizer(f"{path} is not a tokenizer that can be read: {error!r}") from error

@@ -31,7 +31,9 @@ def convert(source: Path, out: Path) -> None:
     config = _read_config(source)
     refuse_config(config, causal_class(config))
     _build(source, config).save_pretrained(out)
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer = AutoTokenizer.from_pretrained(
+        source.parent, gguf_file=source.name, local_files_only=True, trust_remote_code=False
+    )
     tokenizer.save_pretrained(out, save_jinja_files=False)
     for path in out.iterdir():
         path.chmod(0o644)
@@ -40,7 +42,9 @@ def convert(source: Path, out: Path) -> None:
 
 def _read_config(source: Path) -> Any:
     try:
-        config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+        config = AutoConfig.from_pretrained(
+            source.parent, gguf_file=source.name, local_files_only=True, trust_remote_code=False
+        )
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModel(f"{source}: is not a GGUF that transformers can read: {error}") from error
     if hasattr(config, "quantization_config"):

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -23,12 +23,11 @@ from services.common.defaults import DEFAULT_MODEL
 from services.core.errors import GalleyError
 from services.engine.errors import UnsupportedModel
 from services.engine.store import cache_dir, file_digest
-from services.engine.support import refuse_files, refuse_raw_config
+from services.engine.support import MODEL_FILES, is_pickled, refuse_files, refuse_raw_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_HUB_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 _DIGEST_DIGITS = 16
 
 
@@ -43,6 +42,8 @@ def resolve_model(spec: str) -> Path:
     path = Path(spec).expanduser()
     if path.is_dir():
         return _checked(path.resolve())
+    if is_pickled(path):
+        raise UnsupportedModel(f"{spec}: is pickled, a program that is never opened; safetensors are needed")
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UnsupportedModel(f"{spec}: no such file")
@@ -52,12 +53,18 @@ def resolve_model(spec: str) -> Path:
 
 def _checked(directory: Path) -> Path:
     refuse_files(directory)
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UnsupportedModel(f"{directory}/config.json is not JSON: {error}") from error
-    refuse_raw_config(config)
+    refuse_raw_config(_read_config(directory / "config.json"))
     return directory
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModel(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UnsupportedModel(f"{path} holds no JSON object")
+    return config
 
 
 def _default_gguf() -> Path:
@@ -73,7 +80,7 @@ def _default_gguf() -> Path:
 
 def _downloaded(hub_id: str) -> Path:
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(MODEL_FILES)))
     except HFValidationError as error:
         raise UnsupportedModel(f"{hub_id!r} is no directory, no .gguf file and no hub id") from error
     except LocalEntryNotFoundError as error:

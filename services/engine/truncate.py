@@ -32,7 +32,9 @@ def truncate_model(directory: Path, layers: Sequence[int], out: Path) -> Path:
             f"layers must be some of 0 to {config.num_hidden_layers - 1}, are {list(layers)}"
         )
     silence()
-    model = CAUSAL_LM.from_pretrained(directory, local_files_only=True, use_safetensors=True)
+    model = CAUSAL_LM.from_pretrained(
+        directory, local_files_only=True, use_safetensors=True, trust_remote_code=False
+    )
     decoder = model.base_model
     if not isinstance(getattr(decoder, "layers", None), torch.nn.ModuleList):
         raise UnsupportedModel(f"{config.model_type}: is not built like Llama")

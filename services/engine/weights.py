@@ -18,8 +18,8 @@ _NAMED = 3
 def read_weights(model_class: Any, directory: Path, **given: Any) -> Any:
     """The model of a transformers class (or auto class), from safetensors in `directory` only.
 
-    Raises UnsupportedModel where a file is damaged; where a weight is missing, for which transformers itself
-    would make up random numbers, or of another shape.
+    Raises UnsupportedModel where a weight is missing, for which transformers itself would make up random
+    numbers, or of another shape; or where a file is no safetensors file, whatever it is called.
     """
     try:
         module, found = model_class.from_pretrained(

@@ -32,19 +32,20 @@ class Issuer:
     name: str
     jwks_url: str = ""
     ca_file: str = ""
+    timeout_s: float = TIMEOUT_S
 
     async def keys(self) -> KeySet:
-        """What it publishes at present. Raises ValueError or OSError, within TIMEOUT_S or little more."""
+        """What it publishes at present. Raises ValueError or OSError, in `timeout_s` or little more."""
         url = self.jwks_url
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(self.timeout_s):
                 # In a thread: the system's authorities take tens of milliseconds. Each time: they change.
                 trusted = await asyncio.to_thread(self.trust)
-                async with httpx2.AsyncClient(verify=trusted, timeout=TIMEOUT_S) as client:
+                async with httpx2.AsyncClient(verify=trusted, timeout=self.timeout_s) as client:
                     url = url or await self._discover(client)
                     return _told(url, parse_jwks, await _get(client, url))
         except TimeoutError:
-            raise OSError(f"{url or self.name}: no answer in {TIMEOUT_S:g} s") from None
+            raise OSError(f"{url or self.name}: no answer in {self.timeout_s:g} s") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:
             raise OSError(f"{url or self.name}: {str(error) or type(error).__name__}") from None
 

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from services.common.model_files import refuse_strays
+from services.common.model_files import code_asked_for, foreign_file
 from services.common.tokenizer_hash import tokenizer_hash
 from services.core.errors import InvalidField
 from services.gateway.chat_template import ChatTemplate
@@ -56,15 +56,18 @@ class Tokenizer:
     def load(cls, model: str) -> Tokenizer:
         """Of a local directory, or of a model on the hub, whose tokenizer files are then downloaded.
 
-        Raises FileNotFoundError if there is no tokenizer.json, ValueError if one of the files is broken,
-        StrayFile if one is another's.
+        Raises FileNotFoundError if there is no tokenizer.json, ValueError if one of the files is broken, lies
+        elsewhere, or asks for code.
         """
         directory = _directory(model)
+        if (reason := foreign_file(directory, FILES)) is not None:
+            raise ValueError(reason)
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"{directory} has no tokenizer.json")
-        refuse_strays(directory)
         config = _read_json(directory / "tokenizer_config.json")
+        if (reason := code_asked_for(config)) is not None:
+            raise ValueError(f"{directory}/tokenizer_config.json: the tokenizer {reason}")
         try:
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises nothing narrower
@@ -119,7 +122,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object")  # noqa: TRY004  # the file is at fault, not a type

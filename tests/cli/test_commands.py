@@ -297,3 +297,13 @@ def test_the_services_run_with_their_own_flags() -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 0
     assert "--redis-url" in ended.stdout
+
+
+def test_a_password_on_the_command_line_is_refused_and_in_the_environment_is_not() -> None:
+    url = "redis://galley:canary-5c1e@127.0.0.1:1/0"
+    refused = galley("up", "--redis-url", url)
+    assert refused.exit_code == 2
+    assert "GALLEY_UP_REDIS_URL" in refused.stderr
+    assert "canary" not in refused.stdout + refused.stderr
+    told = galley("top", "--once", "--interval", "0", GALLEY_TOP_REDIS_URL=url)
+    assert "--interval" in told.stderr, "it was another flag that was wrong"

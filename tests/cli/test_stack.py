@@ -394,6 +394,19 @@ def test_the_address_of_a_store_of_ones_own_is_on_no_command_line(replicas: int)
     assert told == {"GALLEY_GATEWAY_REDIS_URL", *registers}
 
 
+def test_secrets_in_files_that_the_environment_names_are_not_given_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stack says itself which store it is; the gateways' secret may be the user's."""
+    for name in ("GATEWAY_REDIS_URL", "TARGET_REDIS_URL", "GATEWAY_ID_SECRET"):
+        monkeypatch.setenv(f"GALLEY_{name}_FILE", "/run/secrets/one")
+    told = environment_of(StackOptions(redis_url="redis://store:6379/0", replicas=2))
+    assert {name for name in told if name.startswith("GALLEY_") and name.endswith("_FILE")} == {
+        "GALLEY_GATEWAY_ID_SECRET_FILE"
+    }
+    assert "GALLEY_GATEWAY_ID_SECRET" not in told
+
+
 def test_a_store_of_ones_own_replaces_the_embedded_one() -> None:
     options = StackOptions(redis_url="redis://store:6379/0")
     stack = Stack(options)

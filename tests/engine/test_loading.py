@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,7 @@ def test_a_digest_follows_the_content(tmp_path: Path, own_cache: Path) -> None:
     ("config", "reason"),
     [
         ({"model_type": "x", "auto_map": {"AutoModelForCausalLM": "m.M"}}, "code from its repository"),
+        ({"model_type": "x", "transformers_weights": "adapter_model.bin"}, "says itself which file"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "gemma3", "text_config": {"a": 1}}, "several models"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantized"),
@@ -153,6 +155,14 @@ def test_a_model_with_other_state_than_kv_is_refused(config: Any, reason: str, t
         load_config(tmp_path)
 
 
+@pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000], ids=["a list", "broken", "deep"])
+def test_a_config_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
+    directory = model_files(tmp_path / "m", {})
+    (directory / "config.json").write_text(content)
+    with pytest.raises(UnsupportedModel, match=r"config\.json"):
+        resolve_model(str(directory))
+
+
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     directory = model_files(tmp_path / "m", {"model_type": "llama"}, "pytorch_model.bin")
     with pytest.raises(UnsupportedModel, match="pickled"):
@@ -162,6 +172,97 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
         resolve_model(str(directory))
     (directory / "config.json").unlink()
     with pytest.raises(UnsupportedModel, match=r"no config\.json"):
+        resolve_model(str(directory))
+
+
+PROGRAM = pickle.dumps(print)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"])
+def test_a_pickled_file_is_refused_by_name(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"model{suffix}"
+    path.write_bytes(PROGRAM)
+    with pytest.raises(UnsupportedModel, match="pickled, a program that is never opened"):
+        resolve_model(str(path))
+
+
+def test_a_program_in_disguise_is_not_run(make_model: Callable[[Any], Path]) -> None:
+    directory = make_model(transformers.LlamaConfig(**SMALL))
+    (directory / "model.safetensors").write_bytes(PROGRAM)
+    with pytest.raises(UnsupportedModel, match="its weights cannot be read"):
+        CausalModel.load(directory, dtype=torch.float32, device="cpu", threads=1)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "reason"),
+    [
+        ({"a": "../other.safetensors"}, "no safetensors file beside it"),
+        ({"a": "/etc/model.safetensors"}, "no safetensors file beside it"),
+        ({"a": "pytorch_model.bin"}, "no safetensors file beside it"),
+        ({"a": 7}, "no safetensors file beside it"),
+        ({"a": "model-2.safetensors"}, "is not there"),
+        (["model.safetensors"], "is no index"),
+        (None, "is no index"),
+    ],
+)
+def test_an_index_names_safetensors_beside_it(weight_map: object, reason: str, tmp_path: Path) -> None:
+    directory = model_files(tmp_path / "m", {"model_type": "llama"})
+    (directory / "pytorch_model.bin").write_bytes(PROGRAM)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(UnsupportedModel, match=reason):
+        resolve_model(str(directory))
+    good = {"weight_map": {"a": "model.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(good))
+    assert resolve_model(str(directory)) == directory
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "vocab.txt"])
+@pytest.mark.parametrize("absolute", [True, False], ids=["absolute", "relative"])
+def test_a_link_that_leads_out_is_refused(name: str, absolute: bool, tmp_path: Path) -> None:
+    directory = model_files(tmp_path / "m", {"model_type": "llama"})
+    (tmp_path / "elsewhere").write_text("{}")
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to(tmp_path / "elsewhere" if absolute else "../elsewhere")
+    with pytest.raises(UnsupportedModel, match=f"{name}: is a link that leads out"):
+        resolve_model(str(directory))
+
+
+def test_links_to_nothing_and_what_is_no_file_are_refused(tmp_path: Path) -> None:
+    directory = model_files(tmp_path / "m", {"model_type": "llama"})
+    (directory / "tokenizer.json").symlink_to("tokenizer.json")
+    with pytest.raises(UnsupportedModel, match=r"tokenizer\.json: is a link to nothing"):
+        resolve_model(str(directory))
+    (directory / "tokenizer.json").unlink()
+    os.mkfifo(directory / "tokenizer.json")
+    with pytest.raises(UnsupportedModel, match=r"tokenizer\.json: is no file"):
+        resolve_model(str(directory))
+
+
+def test_links_within_a_directory_and_a_link_to_one_are_followed(tmp_path: Path) -> None:
+    """As a mounted volume has them, and the hub's cache, whose snapshots are links to blobs."""
+    directory = model_files(tmp_path / "m", {"model_type": "llama"})
+    (directory / "..data").mkdir()
+    (directory / "config.json").rename(directory / "..data" / "config.json")
+    (directory / "config.json").symlink_to("..data/config.json")
+    (tmp_path / "link").symlink_to("m")
+    assert resolve_model(str(tmp_path / "link")) == directory
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--a--b" / "blobs").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "models--a--b" / "blobs" / name).write_text("{}")
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    assert resolve_model(str(snapshot)) == snapshot
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to("../../../m/..data/config.json")
+    with pytest.raises(UnsupportedModel, match="leads out"):
+        resolve_model(str(snapshot))
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    directory = model_files(tmp_path / "m", {"model_type": "llama"})
+    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/else"}')
+    with pytest.raises(UnsupportedModel, match="merge it into its model first"):
         resolve_model(str(directory))
 
 

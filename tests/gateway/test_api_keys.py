@@ -13,6 +13,8 @@ from services.core.errors import Unauthenticated
 from services.core.principal import Principal, PrincipalLimits
 from services.gateway.api_keys import ApiKeys
 from services.gateway.authentication import Presented
+from services.gateway.principals_file import read_principals
+from services.gateway.watched_file import WatchedFile
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 KEY = "a-key-of-team-a"
@@ -30,7 +32,8 @@ class Watched:
         self.path.write_text(text)
         self.now_s = 0.0
         self.today = NOW
-        self.keys = ApiKeys(self.path, clock=lambda: self.now_s, today=lambda: self.today)
+        file = WatchedFile(self.path, "the API keys", read_principals, lambda: self.now_s)
+        self.keys = ApiKeys(file.now, lambda: self.today)
 
     async def who(self, **metadata: str) -> Principal:
         named = {name.replace("_", "-"): value for name, value in metadata.items()}
@@ -66,6 +69,13 @@ async def test_a_refusal_says_why_and_never_what_was_presented(tmp_path: Path) -
     message = await watched.refusal(x_api_key=KEY)
     assert "expired" in message
     assert KEY not in message
+
+
+async def test_a_key_is_compared_to_its_last_character(tmp_path: Path) -> None:
+    longest = "k" * 1024
+    watched = Watched(tmp_path, entry(longest, "team-a"))
+    assert (await watched.who(x_api_key=longest)).name == "team-a"
+    assert "not known" in await watched.refusal(x_api_key=longest + "k")
 
 
 async def test_limits_are_the_principals_and_else_the_defaults(tmp_path: Path) -> None:
@@ -114,6 +124,7 @@ async def test_a_file_that_cannot_be_read_anew_leaves_what_was_read(
         ("[[keys]]\nprincipal = 'a'\nsha256 = 'abc'", r"keys\[0\].sha256"),
         (entry(KEY, "anonymous"), r"keys\[0\].principal: 'anonymous'"),
         (entry(KEY, "a") + entry(KEY, "b"), r"keys\[1\].sha256: is that of keys\[0\]"),
+        (entry(KEY, "jwt:a"), r"keys\[0\].principal: 'jwt:' begins names of those with tokens"),
         (entry(KEY, "a", "expires = 2027-01-01T00:00:00"), r"keys\[0\].expires: needs a time zone"),
         (entry(KEY, "a", "key = 'plain'"), r"keys\[0\].key: Extra inputs"),
         (entry(KEY, "a") + "[principals.b]\nmax_sessions = 1", "principals.b: has no key"),
@@ -130,4 +141,4 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, told: str
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        ApiKeys(tmp_path / "none.toml")
+        WatchedFile(tmp_path / "none.toml", "the API keys", read_principals)

@@ -197,6 +197,31 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str) -> None
         Tokenizer.load(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_lies_elsewhere_is_not_read(tmp_path: Path, name: str) -> None:
+    directory = a_directory(tmp_path / "model", {"chat_template": "T"})
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("{}")
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to("../elsewhere")
+    with pytest.raises(ValueError, match=f"{name}: is a link that leads out of the model's directory"):
+        Tokenizer.load(str(directory))
+
+
+def test_a_directory_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    a_directory(blobs)
+    snapshot.mkdir(parents=True)
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/tokenizer.json")
+    assert Tokenizer.load(str(snapshot)).vocab_size == 258
+
+
+def test_a_tokenizer_that_asks_for_its_own_code_is_refused(tmp_path: Path) -> None:
+    directory = a_directory(tmp_path, {"auto_map": {"AutoTokenizer": ["tokenization.Mine", None]}})
+    with pytest.raises(ValueError, match=r"needs code from its repository \(auto_map\), which is never run"):
+        Tokenizer.load(str(directory))
+
+
 def test_a_name_that_is_neither_directory_nor_hub_id() -> None:
     with pytest.raises(FileNotFoundError, match="no directory"):
         Tokenizer.load("no/such/model at all")

@@ -11,8 +11,9 @@ import yaml
 from pydantic import SecretStr
 
 from services.engine.errors import UnsupportedModel
-from services.target import autoscaling
+from services.target import autoscaling, deploy
 from services.target.deploy import Deployment, DeploySettings
+from services.target.rank import REDIS_URL, REDIS_URL_FILE
 from services.target.settings import TargetSettings
 
 with warnings.catch_warnings():
@@ -20,7 +21,7 @@ with warnings.catch_warnings():
     import ray
     from ray.serve.schema import ServeDeploySchema
 
-    from services.target import ray_app
+    from services.target import ray_app, ray_replica
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "ray" / "target.yaml"
 
@@ -46,6 +47,22 @@ def test_every_rank_has_a_bundle() -> None:
     options = bound._bound_deployment._replica_config
     assert options.placement_group_bundles == [{"CPU": 2.0}] * 3
     assert options.ray_actor_options["num_cpus"] == 2
+
+
+def test_ray_is_not_told_the_stores_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps arguments, and shows them; replicas read what their node's environment names."""
+    url, file = "redis://galley:canary-5c1e@store.test:6379", tmp_path / "url"
+    file.write_text(url)
+    settings = DeploySettings.model_validate({"redis_url_file": str(file)})
+    assert settings.redis_url.get_secret_value() == url
+    told = deploy._args(settings)
+    assert "canary" not in told.model_dump_json()
+    assert "redis" not in told.model_dump_json()
+    monkeypatch.setenv(REDIS_URL_FILE, str(file))
+    assert ray_replica._redis_url() == url
+    assert ray_replica._settings_here(told.settings).redis_url.get_secret_value() == ""
+    monkeypatch.setenv(REDIS_URL, "unix:///other")
+    assert ray_replica._redis_url() == "unix:///other"
 
 
 async def test_ranks_that_do_not_divide_are_refused_before_ray_is_started(default_model_dir: Path) -> None:

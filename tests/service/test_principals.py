@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from tests.gateway.servers import Server
+
 UNKNOWN = "0" * 32
 NOBODY = "nobody-77ab01"
 
@@ -108,6 +110,47 @@ async def test_anothers_session_is_as_unknown_as_none(world: World, alice: Gatew
     error = await refused(hear(bob.client.resume(stream.session_id, 0)))
     assert error.code is grpc.StatusCode.NOT_FOUND
     must_be_true(await hear(alice.client.resume(stream.session_id, 0)))
+
+
+async def asked_of(store: Server) -> dict[str, int]:
+    """How often the store has run each command, those within scripts too."""
+    stats: dict[bytes | str, dict[str, int]] = await store.command("INFO", "commandstats")
+    return {str(name): told["calls"] for name, told in stats.items() if "info" not in str(name)}
+
+
+async def test_anothers_session_costs_the_store_what_none_does(
+    world: World, shared_store: Server, alice: Gateway, bob: Gateway
+) -> None:
+    """So that not even the time of an answer tells whether there is one."""
+    stream = alice.ask()
+    must_be_true(await hear(stream))
+    await alice.idle()
+    for call in (lambda of: hear(bob.client.resume(of, 0)), bob.client.abort):
+        asked = []
+        for session_id in (UNKNOWN, stream.session_id, UNKNOWN, stream.session_id):
+            before = await asked_of(shared_store)
+            assert (await refused(call(session_id))).code is grpc.StatusCode.NOT_FOUND
+            after = await asked_of(shared_store)
+            asked.append({name: after[name] - before.get(name, 0) for name in after})
+        assert asked[0] == asked[1] == asked[2] == asked[3]
+        assert sum(asked[0].values()) > 0
+    calls = len(world.target.calls)
+    must_be_true(await hear(alice.client.resume(stream.session_id, 0)))
+    assert len(world.target.calls) == calls
+
+
+async def test_anothers_idempotency_key_is_as_unused_as_any(
+    world: World, alice: Gateway, bob: Gateway
+) -> None:
+    """Neither the same body nor another one tells that somebody has used it."""
+    key = f"key-{id(world)}-anothers"
+    must_be_true(await hear(alice.ask(idempotency_key=key)))
+    stream = bob.ask("Another body.", idempotency_key=key)
+    await hear(stream)
+    assert stream.session_id
+    assert (await refused(hear(alice.ask("A third.", idempotency_key=key)))).code is (
+        grpc.StatusCode.ALREADY_EXISTS
+    )
 
 
 async def test_the_same_idempotency_key_of_two_callers_names_two_sessions(

@@ -131,6 +131,7 @@ def test_nobody_is_a_frame_and_an_error() -> None:
         ("--metrics", "host:1", "--interval", "0.1"),
         ("--metrics", "host:1", "--interval", "61"),
         ("--redis-url", "http://host"),
+        ("--redis-url", "redis://user:password@host"),
     ],
 )
 def test_a_wrong_flag_is_a_usage_error(wrong: tuple[str, ...]) -> None:

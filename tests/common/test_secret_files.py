@@ -1,0 +1,109 @@
+"""Secrets by environment or from a file: what is read, what is refused, and that nothing shows them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import pytest
+
+from services.common.config import parse_settings
+from services.common.secret_files import MAX_BYTES
+from services.draft.settings import DraftSettings
+from services.gateway.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CANARY = "canary-5c1e"
+URL = f"redis://galley:{CANARY}@store.test:6379/0"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "url"
+    path.write_text(URL + "\n")
+    return path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse_settings(GatewaySettings, argv, "test", "")
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert CANARY not in shown.out + shown.err
+    return shown.err
+
+
+def test_a_secret_is_read_from_its_file(file: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text(CANARY)
+    told = parse_settings(
+        GatewaySettings, ["--redis-url-file", str(file), "--id-secret-file", str(key)], "test", ""
+    )
+    assert told.redis_url.get_secret_value() == URL
+    assert told.id_secret.get_secret_value() == CANARY
+    assert CANARY not in repr(told)
+    with patch.dict(os.environ, {"GALLEY_DRAFT_REDIS_URL_FILE": str(file)}):
+        assert parse_settings(DraftSettings, [], "test", "").redis_url.get_secret_value() == URL
+
+
+def test_a_secret_is_read_from_the_environment() -> None:
+    with patch.dict(os.environ, {"GALLEY_GATEWAY_REDIS_URL": URL, "GALLEY_GATEWAY_ID_SECRET": CANARY}):
+        told = parse_settings(GatewaySettings, [], "test", "")
+    assert told.redis_url.get_secret_value() == URL
+    assert told.id_secret.get_secret_value() == CANARY
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (("--redis-url", URL), "--redis-url"),
+        ((f"--redis-url={URL}",), "--redis-url"),
+        (("--redis-url", f"rediss+sentinel://s:1/0?service=g&sentinel_password={CANARY}"), "--redis-url"),
+        (("--id-secret", CANARY), "--id-secret"),
+    ],
+)
+def test_a_secret_on_the_command_line_is_refused(
+    argv: tuple[str, ...], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"{flag}: holds a secret, and everybody can read a command line" in refusal(capsys, *argv)
+
+
+def test_what_is_no_secret_may_stand_there(file: Path) -> None:
+    for url in ("redis://store.test:6379/0", "unix:///run/s", "redis://user@store.test/0"):
+        assert parse_settings(GatewaySettings, ["--redis-url", url], "test", "").redis_url
+    with patch.dict(os.environ, {"GALLEY_GATEWAY_ID_SECRET": CANARY}):
+        parse_settings(GatewaySettings, ["--redis-url-file", str(file)], "test", "")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "No such file"),
+        (b"", "holds no line of text"),
+        (b"\r\n", "holds no line of text"),
+        (CANARY.encode() + b"\xff", "holds no line of text"),
+        (CANARY.encode() + b"\0", "holds no line of text"),
+        (CANARY.encode() * MAX_BYTES, "is larger than 65536 bytes"),
+        (CANARY.encode(), "--redis-url (or GALLEY_GATEWAY_REDIS_URL): Value error, is no URL"),
+    ],
+    ids=["none", "empty", "a line break", "no text", "zero", "large", "no URL"],
+)
+def test_a_file_that_holds_none_is_named(
+    tmp_path: Path, content: bytes | None, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "url"
+    if content is not None:
+        path.write_bytes(content)
+    error = refusal(capsys, "--redis-url-file", str(path))
+    assert told in error
+    assert str(path) in error or "no URL" in error
+
+
+def test_a_secret_that_is_given_twice_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.dict(os.environ, {"GALLEY_GATEWAY_REDIS_URL": URL}):
+        error = refusal(capsys, "--redis-url-file", str(file))
+    assert "--redis-url-file (or GALLEY_GATEWAY_REDIS_URL_FILE): " in error
+    assert "--redis-url (or GALLEY_GATEWAY_REDIS_URL) is given too" in error

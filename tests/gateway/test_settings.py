@@ -1,0 +1,62 @@
+"""What a gateway may be told, where one setting says what another may be."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.common.config import parse_settings
+from services.gateway.settings import GatewaySettings
+
+ISSUER = ("--jwt-issuer", "https://issuer.test", "--jwt-audience", "galley")
+
+
+def parse(*argv: str) -> GatewaySettings:
+    return parse_settings(GatewaySettings, argv, "test", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("--jwt-audience", "galley"), "jwt_audience says nothing without jwt_issuer"),
+        (("--jwt-jwks-file", "keys.json"), "jwt_jwks_file says nothing without jwt_issuer"),
+        (("--jwt-issuer", "https://issuer.test"), "jwt_issuer needs jwt_audience"),
+        (("--jwt-issuer", "https://issuer.test", "--jwt-audience", " , "), "jwt_issuer needs jwt_audience"),
+        (
+            ("--jwt-issuer", "issuer", "--jwt-audience", "galley"),
+            "jwt_issuer must be an https:// URL, or jwt_jwks_file",
+        ),
+        (("--jwt-issuer", "http://a.test", "--jwt-audience", "galley"), "jwt_issuer must be an https:// URL"),
+        ((*ISSUER, "--jwt-jwks-url", "http://a.test/k"), "--jwt-jwks-url (or GALLEY_GATEWAY_JWT_JWKS_URL)"),
+        ((*ISSUER, "--jwt-jwks-url", "https://u:p@a.test/k"), "must not hold a user's name or a password"),
+        ((*ISSUER, "--jwt-jwks-url", "https:///k"), "must be an https:// URL"),
+        ((*ISSUER, "--jwt-jwks-url", "https://a.test", "--jwt-jwks-file", "k"), "one of them is enough"),
+        ((*ISSUER, "--jwt-algorithms", "none"), "'none' is not taken: some of RS256"),
+        ((*ISSUER, "--jwt-algorithms", "RS256,HS256"), "'HS256' is not taken"),
+        ((*ISSUER, "--jwt-algorithms", ","), "must name some of RS256"),
+        ((*ISSUER, "--jwt-leeway-s", "301"), "less than or equal to 300"),
+        ((*ISSUER, "--jwt-refresh-s", "1"), "greater than or equal to 10"),
+        (
+            (*ISSUER, "--jwt-refresh-s", "60", "--jwt-stale-s", "30"),
+            "jwt_stale_s must be >= jwt_refresh_s, 60",
+        ),
+    ],
+)
+def test_tokens_that_cannot_be_checked_are_refused_at_the_start(
+    argv: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(*argv)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_an_issuer_of_any_name_will_do_where_its_keys_are_told() -> None:
+    argv = ("--jwt-issuer", "kubernetes/serviceaccount", "--jwt-audience", "galley")
+    assert parse(*argv, "--jwt-jwks-file", "keys.json").jwt_issuer == "kubernetes/serviceaccount"
+    assert parse(*argv, "--jwt-jwks-url", "https://a.test/keys").jwt_algorithms == "RS256,ES256"
+
+
+def test_a_gateway_has_its_clients_connect_anew_now_and_then() -> None:
+    told = parse()
+    assert (told.max_connection_age_s, told.max_connection_idle_s) == (600.0, 900.0)
+    assert parse("--max-connection-age-s", "0").max_connection_age_s == 0
