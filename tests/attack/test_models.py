@@ -1,6 +1,6 @@
 """Models of others: directories with pickles, code, links and pipes; nothing of it is run, followed or told.
 
-What is refused, and how it is said, case by case: tests/engine/test_loading.py, tests/gateway/test_tokenizer.py.
+What is refused, case by case: tests/engine/test_loading.py, tests/gateway/test_tokenizer.py.
 """
 
 from __future__ import annotations
