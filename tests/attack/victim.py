@@ -170,9 +170,9 @@ class Victim:
             "sessions-left": lambda: self._sessions <= count,
         }[what]
         until_s = time.monotonic() + patience_s
-        # To wait for each of thousands would take minutes.
-        while not holds() and time.monotonic() < until_s:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        while (looked_s := time.monotonic()) < until_s and not holds():  # noqa: ASYNC110
+            # To wait for each of thousands would take minutes; to look at them takes a while, too.
+            await asyncio.sleep(max(0.01, 10 * (time.monotonic() - looked_s)))
 
     @property
     def _sessions(self) -> int:

@@ -1,0 +1,72 @@
+"""docs/security.md: each claim is proven by tests that exist by the names given there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+_NAMED = re.compile(r"`([^`]+)`")
+
+
+def claims() -> dict[str, list[tuple[str, str]]]:
+    """Each claim, with the (file, test) pairs that prove it."""
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    table = page.partition("| claim | tests |\n|---|---|\n")[2]
+    found = {}
+    for line in table.splitlines():
+        claim, proof = (cell.strip() for cell in line.strip("|").split(" | ", 1))
+        if proof.strip(" |"):
+            found[claim] = _pairs(proof)
+    return found
+
+
+def _pairs(proof: str) -> list[tuple[str, str]]:
+    pairs, file = [], ""
+    for word in _NAMED.findall(proof):
+        if word.endswith(".py"):
+            file = word
+        else:
+            pairs.append((file, word))
+    return pairs
+
+
+@cache
+def functions_of(file: str) -> frozenset[str]:
+    """The functions of a file of tests; none if there is no such file."""
+    path = TESTS / file
+    if not path.is_file():
+        return frozenset()
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return frozenset(one.name for one in body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+@pytest.mark.parametrize("claim", claims())
+def test_a_claim_is_proven_by_tests_that_exist(claim: str) -> None:
+    pairs = claims()[claim]
+    assert pairs
+    missing = [f"{file}::{name}" for file, name in pairs if name not in functions_of(file)]
+    assert not missing
+
+
+def test_every_attack_is_one_that_the_page_names() -> None:
+    """But for what only shows that the attacker's tools, or what they are held against, are in order."""
+    own = {"test_a_call_that_is_served_still_is", "test_the_trap_works"}
+    named = {pair for pairs in claims().values() for pair in pairs}
+    for path in sorted((TESTS / "attack").glob("test_*.py")):
+        file = f"attack/{path.name}"
+        unnamed = {
+            name for name in functions_of(file) if name.startswith("test_") and (file, name) not in named
+        }
+        assert unnamed <= own, file
+
+
+def test_a_name_that_is_none_is_noticed() -> None:
+    assert functions_of("attack/test_nothing.py") == frozenset()
+    assert "test_nothing" not in functions_of("repo/test_security_page.py")
+    assert len(claims()) > 30
