@@ -1,7 +1,9 @@
-"""What a gateway counts of its sessions: rounds, drafts, commits. A round costs some microseconds."""
+"""What a gateway counts of its sessions: rounds, drafts, commits. A round costs a microsecond, more later."""
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from services.common.metrics import catalogue
@@ -14,6 +16,8 @@ from services.gateway.patience import SECOND
 from services.gateway.spans import STALL_NS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from opentelemetry.trace import SpanContext
 
     from services.common.metrics.registry import Registry
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     from services.core.stats import SpeculationStats
 
 _POSITIONS = 16
+_MOST_LATER = 512
+"""Rounds and commits that are put off, to be counted together."""
 
 
 class Sessions:
@@ -52,9 +58,17 @@ class Sessions:
         self.accepted_at, self.verified_at = ByPosition(), ByPosition()
         registry.observe(catalogue.ACCEPTED_AT, self.accepted_at.read)
         registry.observe(catalogue.VERIFIED_AT, self.verified_at.read)
+        self.later: list[Callable[[], None]] = []
+        registry.before_reading(self.settle)
         self._workload = registry.bound(WORKLOAD)
         self._of: dict[str, OfWorkload] = {}
         self.of_workload(NO_WORKLOAD)
+
+    def settle(self) -> None:
+        """Count what was put off: for many rounds in a row, one costs a fraction."""
+        later, self.later = self.later, []
+        for count in later:
+            count()
 
     def of_workload(self, workload: str) -> OfWorkload:
         """Its own cells, or those of all others."""
@@ -145,6 +159,9 @@ class CountingStreamMeter(StreamMeter):
 
     def round(self, done: RoundEnded) -> None:
         """See `StreamMeter`."""
+        self._put_off(partial(self._round, done, self._span, time.time()))
+
+    def _round(self, done: RoundEnded, span: SpanRef | None, at_s: float) -> None:
         of = self._all
         self._of.count(done)
         of.accepted_at.add(done.accepted)
@@ -152,7 +169,7 @@ class CountingStreamMeter(StreamMeter):
         of.rejected.value += done.verified - done.accepted
         of.wasted_rows.value += done.verified + 1 - done.confirmed
         of.draft_wait.observe(done.exposed_draft_ns / SECOND)
-        of.duration.observe((done.ended_ns - done.started_ns) / SECOND, self._span)
+        of.duration.observe((done.ended_ns - done.started_ns) / SECOND, span, at_s)
         if done.overlap != "none":
             of.overlaps[done.overlap].value += 1
 
@@ -166,8 +183,17 @@ class CountingStreamMeter(StreamMeter):
 
     def committed(self, took_ns: int, error: GalleyError | None) -> None:
         """See `StreamMeter`."""
+        self._put_off(partial(self._committed, took_ns, error, self._span, time.time()))
+
+    def _committed(self, took_ns: int, error: GalleyError | None, span: SpanRef | None, at_s: float) -> None:
         outcome = OK if error is None else error_type(error)
-        self._all.commits.at(outcome).observe(took_ns / SECOND, self._span)
+        self._all.commits.at(outcome).observe(took_ns / SECOND, span, at_s)
+
+    def _put_off(self, count: Callable[[], None]) -> None:
+        of = self._all
+        of.later.append(count)
+        if len(of.later) >= _MOST_LATER:
+            of.settle()
 
     def stalled(self, waited_ns: int) -> None:
         """See `StreamMeter`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import pytest
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
@@ -12,12 +12,14 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from services.common.metrics import catalogue
+from services.common.metrics.catalogue import of_service
 from services.common.metrics.cells import Bound, Count, Distribution, Series, span_ref
-from services.common.metrics.exposition import OPEN_METRICS, TEXT, render
+from services.common.metrics.exposition import OPEN_METRICS, TEXT, Exposition
 from services.common.metrics.labels import SERVICES, STRATEGY, WORKLOAD
 from services.common.metrics.metric import OTHER, Kind, Metric
 from services.common.metrics.registry import Registry
 from services.common.version import __version__
+from tests.common.exposed import by_the_library
 from tests.common.readings import count, histogram, number
 
 PROMETHEUS = (
@@ -151,7 +153,7 @@ def a_registry() -> Registry:
 
 @pytest.mark.parametrize("accept", ["", "*/*", "text/plain;version=0.0.4"])
 def test_text_is_what_prometheus_reads(accept: str) -> None:
-    body, kind = render(a_registry().read(), accept)
+    body, kind = Exposition().render(a_registry().read(), accept)
     assert kind == TEXT
     samples = {
         (sample.name, *sample.labels.items()): sample.value
@@ -172,7 +174,7 @@ def test_text_is_what_prometheus_reads(accept: str) -> None:
 
 
 def test_open_metrics_names_the_traces() -> None:
-    body, kind = render(a_registry().read(), PROMETHEUS)
+    body, kind = Exposition().render(a_registry().read(), PROMETHEUS)
     assert kind == OPEN_METRICS
     families: dict[str, Family] = {
         family.name: family
@@ -184,6 +186,44 @@ def test_open_metrics_names_the_traces() -> None:
     [exemplar] = exemplars
     assert exemplar.labels == {"trace_id": f"{TRACE:032x}", "span_id": f"{SPAN:016x}"}
     assert exemplar.value == 0.012
+
+
+def full_registry(service: str) -> Registry:
+    """With all metrics of a service, of which the numbers are large, small, and none."""
+    registry, counts = Registry(service), cycle((0.25, 3, 999_999, 1_000_000, 123_456_789.5))
+    for metric in of_service(service):
+        if metric is catalogue.BUILD:
+            continue
+        labels = [label.values[0] if label.values else 'a "b"\n\\' for label in metric.labels]
+        if metric.kind is Kind.HISTOGRAM:
+            cell = registry.distribute(metric).at(*labels)
+            for value in (0.0004, 0.02, 3.25, 1e9):
+                cell.observe(value, span_ref(span()) if value > 1 and metric.exemplars else None)
+        elif metric.kind is Kind.COUNTER:
+            registry.count(metric).at(*labels).value += next(counts)
+        else:
+            registry.observe(metric, lambda labels=tuple(labels): [(labels, -2)])  # type: ignore[misc]
+    return registry
+
+
+@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("accept", ["", PROMETHEUS], ids=["text", "open"])
+def test_what_is_written_is_what_the_library_writes(service: str, accept: str) -> None:
+    registry, written = full_registry(service), Exposition()
+    for _ in range(2):
+        readings = registry.read()
+        body, _ = written.render(readings, accept)
+        assert body.decode() == by_the_library(readings, open_metrics=bool(accept)).decode()
+
+
+def test_a_series_that_has_gone_is_written_no_more() -> None:
+    registry, there = Registry("gateway"), ["a:1"]
+    registry.observe(catalogue.BREAKER_STATE, lambda: [(("draft", it), 0) for it in there])
+    written = Exposition()
+    for there[:] in (["a:1"], ["b:2"], ["a:1", "b:2"], []):
+        body, _ = written.render(registry.read(), "")
+        told = re.findall(r'replica="([^"]*)"', body.decode())
+        assert told == there
 
 
 def test_readings_of_tests_agree_with_the_cells() -> None:

@@ -67,13 +67,13 @@ class Distribution:
         self._total = 0.0
         self._exemplars: dict[int, Exemplar] = {}
 
-    def observe(self, value: float, span: SpanRef | None = None) -> None:
-        """One more."""
+    def observe(self, value: float, span: SpanRef | None = None, at_s: float = 0.0) -> None:
+        """One more; `at_s` is when it was, in Unix time, unless it is now."""
         index = bisect_left(self._bounds, value)
         self._counts[index] += 1
         self._total += value
         if span is not None:
-            self._exemplars[index] = Exemplar(value, span, time.time())
+            self._exemplars[index] = Exemplar(value, span, at_s or time.time())
 
     def read(self) -> Distributed:
         """As it is now."""

@@ -37,6 +37,7 @@ class Registry:
         self._service = service
         self._readers: dict[Metric, Callable[[], Sequence[Point]]] = {}
         self._bounds: dict[Label, Bound] = {}
+        self._settle: list[Callable[[], None]] = []
         self.observe(BUILD, lambda: [((__version__, service), 1)])
 
     @property
@@ -62,7 +63,13 @@ class Registry:
 
     def read(self) -> list[Reading]:
         """All metrics as they are now."""
+        for settle in self._settle:
+            settle()
         return [Reading(metric, reader()) for metric, reader in self._readers.items()]
+
+    def before_reading(self, settle: Callable[[], None]) -> None:
+        """Have `settle` count what it has put off, whenever numbers are read."""
+        self._settle.append(settle)
 
     def bound(self, label: Label) -> Bound:
         """What all counters and histograms of this registry share of a label."""

@@ -1,7 +1,7 @@
 """Where Prometheus fetches metrics: GET or HEAD /metrics, one request a connection, nothing else.
 
-Bounded throughout: so many connections, so long a request, so long for all of it. Numbers are read in the
-event loop, which takes less than a pass; text is made of them in a thread.
+Bounded throughout: so many connections, so long a request, so long for all of it. Numbers are read, and text
+is made of them, in the event loop: that takes less than to hand them to a thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from services.common.metrics.exposition import render
+from services.common.metrics.exposition import Exposition
 
 if TYPE_CHECKING:
     from services.common.metrics.registry import Registry
@@ -40,6 +40,7 @@ class ScrapeServer:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._exposition = Exposition()
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
 
@@ -78,18 +79,18 @@ class ScrapeServer:
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(high=0)  # so that `drain` waits until all is sent
         try:
-            writer.write(await self._answer(await _request(reader)))
+            writer.write(self._answer(await _request(reader)))
         except _Refused as refused:
             writer.write(_response(refused.status, b"", "text/plain", {"Allow": "GET, HEAD"}))
         await writer.drain()
         writer.close()
 
-    async def _answer(self, request: _Request) -> bytes:
+    def _answer(self, request: _Request) -> bytes:
         if request.path != PATH:
             raise _Refused(HTTPStatus.NOT_FOUND)
         if request.method not in {"GET", "HEAD"}:
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED)
-        body, kind = await asyncio.to_thread(render, self._registry.read(), request.accept)
+        body, kind = self._exposition.render(self._registry.read(), request.accept)
         response = _response(HTTPStatus.OK, body, kind)
         return response if request.method == "GET" else response[: len(response) - len(body)]
 

@@ -1,0 +1,92 @@
+"""Metrics as prometheus_client's own writers write them: what ours is held against."""
+
+from __future__ import annotations
+
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING
+
+from prometheus_client import exposition
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.openmetrics import exposition as openmetrics_exposition
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar as NamedExemplar
+
+from services.common.metrics.cells import Distributed
+from services.common.metrics.metric import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from prometheus_client.metrics_core import Metric as Family
+
+    from services.common.metrics.cells import Exemplar
+    from services.common.metrics.metric import LabelValues
+    from services.common.metrics.registry import Reading
+
+
+def by_the_library(readings: Sequence[Reading], *, open_metrics: bool) -> bytes:
+    collected, plain = _Collected(readings), openmetrics_exposition.ALLOWUTF8
+    if not open_metrics:
+        return exposition.generate_latest(collected, plain)
+    written: bytes = openmetrics_exposition.generate_latest(collected, plain)  # type: ignore[no-untyped-call]
+    return written
+
+
+class _Collected(Collector):
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        self._readings = readings
+
+    def collect(self) -> Iterable[Family]:
+        return map(_family, self._readings)
+
+
+def _family(reading: Reading) -> Family:
+    metric = reading.metric
+    about = metric.prometheus, metric.description
+    labels = [label.prometheus for label in metric.labels]
+    match metric.kind:
+        case Kind.COUNTER:
+            counter = CounterMetricFamily(*about, labels=labels, unit=metric.prometheus_unit)
+            for values, value in _numbers(reading):
+                counter.add_metric(values, value)
+            return counter
+        case Kind.GAUGE:
+            gauge = GaugeMetricFamily(*about, labels=labels, unit=metric.prometheus_unit)
+            for values, value in _numbers(reading):
+                gauge.add_metric(values, value)
+            return gauge
+        case Kind.INFO:
+            info = InfoMetricFamily(*about)
+            for values, _ in reading.points:
+                info.add_metric((), dict(zip(labels, values, strict=True)))
+            return info
+        case Kind.HISTOGRAM:
+            histogram = HistogramMetricFamily(*about, labels=labels, unit=metric.prometheus_unit)
+            for values, read in reading.points:
+                if isinstance(read, Distributed):
+                    histogram.add_metric(values, list(_buckets(read)), read.total)
+            return histogram
+
+
+def _numbers(reading: Reading) -> Iterator[tuple[LabelValues, float]]:
+    for values, value in reading.points:
+        if not isinstance(value, Distributed):
+            yield values, value
+
+
+def _buckets(read: Distributed) -> Iterator[tuple[str, float] | tuple[str, float, NamedExemplar]]:
+    names = chain(map(str, read.bounds), ["+Inf"])
+    for index, (name, below) in enumerate(zip(names, accumulate(read.counts), strict=True)):
+        exemplar = read.exemplars.get(index)
+        yield (name, below) if exemplar is None else (name, below, _named(exemplar))
+
+
+def _named(exemplar: Exemplar) -> NamedExemplar:
+    trace_id, span_id = exemplar.span
+    labels = {"trace_id": f"{trace_id:032x}", "span_id": f"{span_id:016x}"}
+    return NamedExemplar(labels, exemplar.value, exemplar.at_s)
