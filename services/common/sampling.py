@@ -1,4 +1,4 @@
-"""Which spans are kept: as `OTEL_TRACES_SAMPLER` says, but for what was asked for or must not be torn.
+"""Which requests are traced: as `OTEL_TRACES_SAMPLER` says, but for those that were forced.
 
 Imports the SDK: to be imported where traces are on.
 """
@@ -19,14 +19,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Link, SpanKind, TraceState
     from opentelemetry.util.types import Attributes
 
-_BATCHES = frozenset({names.VERIFY_BATCH, names.DRAFT_BATCH})
-
 
 class GalleySampler(Sampler):
-    """`inner`, unless the request was forced, or what a span links to is kept.
-
-    A batch belongs to no request: as a root it is kept if one that it serves is, and only then.
-    """
+    """`inner`, unless the request was forced."""
 
     def __init__(self, inner: Sampler) -> None:
         self._inner = inner
@@ -42,14 +37,20 @@ class GalleySampler(Sampler):
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
         """See the class."""
-        parent = trace.get_current_span(parent_context).get_span_context()
-        forced = attributes is not None and bool(attributes.get(names.FORCED))
-        if forced or any(link.context.trace_flags.sampled for link in links or ()):
+        if attributes is not None and attributes.get(names.FORCED):
+            parent = trace.get_current_span(parent_context).get_span_context()
             return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes, parent.trace_state)
-        if name in _BATCHES and not parent.is_valid:
-            return SamplingResult(Decision.DROP)
         return self._inner.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
 
     def get_description(self) -> str:
         """For people."""
         return f"GalleySampler({self._inner.get_description()})"
+
+
+def follows_sampled_parents(sampler: Sampler) -> bool:
+    """Whether it keeps whatever is beneath a sampled span of another process, without being asked.
+
+    So do those that `OTEL_TRACES_SAMPLER` calls `parentbased_…`; how a sampler describes itself tells it.
+    """
+    said = sampler.get_description()
+    return "ParentBased{" in said and ",remoteParentSampled:AlwaysOnSampler," in said

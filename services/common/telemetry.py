@@ -6,7 +6,6 @@ are encoded and sent by a thread of their own; a collector that is slow or away 
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,12 +27,7 @@ if TYPE_CHECKING:
     from services.common.lean_spans import SpanScope
 
 _PROPAGATOR = TraceContextTextMapPropagator()
-_QUEUE = ("OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE")
 _FLUSH_S = 3.0
-
-# What a process keeps for a collector that is away, where the environment says nothing: some tens of MiB.
-_MOST_QUEUED = 8192
-_MOST_AT_ONCE = 1024
 
 # Many sessions share such a stream: their items have spans of their own.
 _ITEM_STREAMS = frozenset({"VerifyStream", "ProposeStream"})
@@ -65,10 +59,13 @@ class Telemetry:
             return None
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
 
-        from services.common.lean_spans import SpanScope  # noqa: PLC0415  # off costs nothing
+        from services.common.lean_spans import SpanScope, readable  # noqa: PLC0415  # off costs nothing
+        from services.common.span_queue import SpanQueue  # noqa: PLC0415
 
-        scope = InstrumentationScope(name, __version__, schema_url)
-        return SpanScope(self.provider, scope, self.processor.on_end)
+        scope, processor = InstrumentationScope(name, __version__, schema_url), self.processor
+        if isinstance(processor, SpanQueue):
+            return SpanScope(self.provider, scope, processor.put)
+        return SpanScope(self.provider, scope, lambda span: processor.on_end(readable(span)))
 
     def client_interceptors(self) -> list[Any]:
         """For `grpc.aio.insecure_channel(..., interceptors=)`: calls within a trace are spans of it.
@@ -106,17 +103,10 @@ def start_telemetry(service_name: str, *, as_global: bool = True) -> Telemetry:
     """Read the `OTEL_*` environment; `as_global` makes the provider the process's own, for libraries."""
     if not exports("traces"):
         return Telemetry()
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415  # off costs nothing
+    from services.common.exporting import LeanExporter  # noqa: PLC0415  # off costs nothing
+    from services.common.span_queue import QueueLimits, SpanQueue  # noqa: PLC0415
 
-    from services.common.exporting import LeanExporter  # noqa: PLC0415
-
-    told = any(os.environ.get(name) for name in _QUEUE)
-    processor = BatchSpanProcessor(
-        LeanExporter(),
-        max_queue_size=None if told else _MOST_QUEUED,
-        max_export_batch_size=None if told else _MOST_AT_ONCE,
-    )
-    telemetry = telemetry_to(processor, service_name)
+    telemetry = telemetry_to(SpanQueue(LeanExporter(), QueueLimits.told()), service_name)
     if as_global and telemetry.provider is not None:
         trace.set_tracer_provider(telemetry.provider)
     return telemetry

@@ -32,11 +32,10 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
         if settings.model is not None:
             parts.readiness.stage("loading model", detail=settings.model)
         loaded = await in_passing_thread(load_drafter, settings)
-        tracer = parts.telemetry.tracer(__name__)
         service = DraftService(
             loaded.drafter,
             loaded.info,
-            tracer,
+            parts.telemetry.scope(__name__),
             max_waiting=settings.max_waiting,
             metrics=parts.metrics,
         )

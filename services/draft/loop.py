@@ -23,8 +23,7 @@ from services.draft.spans import BatchSpans
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from opentelemetry.trace import Link, Tracer
-
+    from services.common.lean_spans import LeanSpan, SpanScope
     from services.common.metrics.registry import Registry
     from services.core.errors import GalleyError
     from services.draft.drafter import Drafter, ProposeJob, ProposeOutcome, Stepped
@@ -48,7 +47,7 @@ class Done:
 class _Ticket:
     """An item until it is answered; `ready` is what its last step left, `used` what of it was answered.
 
-    `link` is to its span, if it is traced.
+    `span` is its own, if it is traced.
     """
 
     __slots__ = (
@@ -57,17 +56,17 @@ class _Ticket:
         "future",
         "job",
         "late",
-        "link",
         "ready",
         "session_ns",
+        "span",
         "submitted_ns",
         "used",
     )
 
-    def __init__(self, job: ProposeJob, remaining_ns: int, link: Link | None) -> None:
+    def __init__(self, job: ProposeJob, remaining_ns: int, span: LeanSpan | None) -> None:
         loop = asyncio.get_running_loop()
         self.job = job
-        self.link = link
+        self.span = span
         self.future: asyncio.Future[Done] = loop.create_future()
         self.begun = False
         self.late = False
@@ -109,13 +108,19 @@ class DraftLoop:
     """Steps while there is work; to be made within the running event loop."""
 
     def __init__(
-        self, drafter: Drafter, tracer: Tracer, *, max_waiting: int, metrics: Registry | None = None
+        self,
+        drafter: Drafter,
+        spans: SpanScope | None,
+        *,
+        max_waiting: int,
+        metrics: Registry | None = None,
     ) -> None:
+        """`spans` is None where traces are off."""
         self.meter = DraftMeter()
         if metrics is not None:
             self.meter = CountingDraftMeter(metrics, lambda: self.queue_depth, drafter.counts)
         self._drafter = drafter
-        self._batches = BatchSpans(tracer)
+        self._batches = BatchSpans(spans)
         self._max_waiting = max_waiting
         self._numbers = count()
         self._new: dict[int, _Ticket] = {}
@@ -133,7 +138,7 @@ class DraftLoop:
         return len(self._new) + len(self._open)
 
     def submit(
-        self, job: ProposeJob, remaining_ns: int = 0, link: Link | None = None
+        self, job: ProposeJob, remaining_ns: int = 0, span: LeanSpan | None = None
     ) -> asyncio.Future[Done]:
         """The future outcome of `job`; cancel it to give the job up. `remaining_ns` 0 is no deadline.
 
@@ -144,7 +149,7 @@ class DraftLoop:
             raise Unavailable("the replica is draining")
         if self.queue_depth >= self._max_waiting:
             raise Overloaded(f"{self._max_waiting} items are waiting", _RETRY_AFTER_S)
-        item, ticket = next(self._numbers), _Ticket(job, remaining_ns, link)
+        item, ticket = next(self._numbers), _Ticket(job, remaining_ns, span)
         ticket.future.add_done_callback(lambda _: self._ended(item))
         self._new[item] = ticket
         self._idle.clear()
@@ -232,15 +237,15 @@ class DraftLoop:
         """On the worker thread, while no ticket comes or goes: what is ready now, should a deadline come."""
         sessions = len(stepped.answers) + len(stepped.so_far)
         self.meter.stepped(sessions, took_ns)
-        links: list[Link] = []
+        traced: list[LeanSpan] = []
         for item in (*stepped.answers, *stepped.so_far):
             ticket = self._open[item]
             ticket.compute_ns += took_ns
             ticket.session_ns += took_ns * sessions
-            if ticket.link is not None:
-                links.append(ticket.link)
-        if links:
-            self._batches.stepped(links, took_ns, sessions, steps)
+            if ticket.span is not None:
+                traced.append(ticket.span)
+        if traced:
+            self._batches.stepped(traced, took_ns, sessions, steps)
         for item, ready in stepped.so_far.items():
             self._open[item].ready = ready
 

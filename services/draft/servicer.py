@@ -19,8 +19,7 @@ from services.draft.spans import ProposeSpan
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from opentelemetry.trace import Tracer
-
+    from services.common.lean_spans import SpanScope
     from services.common.metrics.registry import Registry
     from services.core.routing import DraftLease
     from services.draft.drafter import Drafter
@@ -35,16 +34,16 @@ class DraftService(rpc.DraftServicer):
         self,
         drafter: Drafter,
         info: DraftInfo,
-        tracer: Tracer,
+        spans: SpanScope | None,
         *,
         max_waiting: int,
         metrics: Registry | None = None,
     ) -> None:
         self._info = info
-        self._tracer = tracer
+        self._spans = spans
         self._incarnation = secrets.token_hex(8)
         self._recent = Recent()
-        self._loop = DraftLoop(drafter, tracer, max_waiting=max_waiting, metrics=metrics)
+        self._loop = DraftLoop(drafter, spans, max_waiting=max_waiting, metrics=metrics)
         self._loop.meter.expect(info.strategies)
 
     async def Propose(
@@ -86,7 +85,7 @@ class DraftService(rpc.DraftServicer):
         await self._loop.close()
 
     async def _answer(self, item: pb.ProposeItem) -> pb.ProposeAnswer:
-        span = ProposeSpan(self._tracer, item)
+        span = ProposeSpan(self._spans, item)
         try:
             return await answer_or_status(
                 self._propose(item, span),
@@ -116,7 +115,7 @@ class DraftService(rpc.DraftServicer):
         job = read_item(item, self._info)
         span.asked(job)
         self._recent.note(job.slice.key, time.monotonic_ns())
-        done = await self._loop.submit(job, item.slice.remaining_ns, span.link)
+        done = await self._loop.submit(job, item.slice.remaining_ns, span.span)
         span.answered(job, done)
         return answer_of(item, done)
 

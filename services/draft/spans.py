@@ -6,11 +6,10 @@ Nothing is made of an item that nobody traces. A step may take less than a milli
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
-from opentelemetry.context import Context
-
-from services.common.item_spans import RESULT, SUPERSEDED, ItemSpan
+from services.common.item_spans import LINK_ITEM, RESULT, SUPERSEDED, ItemSpan
 from services.core import trace_names as names
 from services.core.content import Miss
 from services.core.errors import GalleyError
@@ -19,8 +18,7 @@ from services.core.verify_items import Overtaken
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from opentelemetry.trace import Link, Tracer
-
+    from services.common.lean_spans import LeanSpan, SpanScope
     from services.common.pb.galley.v1 import galley_pb2 as pb
     from services.draft.drafter import ProposeJob
     from services.draft.loop import Done
@@ -31,70 +29,80 @@ POOL = "draft"
 class ProposeSpan(ItemSpan):
     """Of an item to propose for."""
 
-    def __init__(self, tracer: Tracer, item: pb.ProposeItem) -> None:
-        super().__init__(tracer, names.PROPOSE, item.slice.traceparent, item.slice.session_id)
-        self._attributes: dict[str, str | int] = {}
+    def __init__(self, spans: SpanScope | None, item: pb.ProposeItem) -> None:
+        super().__init__(spans, names.PROPOSE, item.slice.traceparent, item.slice.session_id)
+        # What was asked for, k and strategy; the job itself holds a session's tokens.
+        self._asked: tuple[int, str] | None = None
+        self._done: Done | None = None
 
     def asked(self, job: ProposeJob) -> None:
         """It is valid, and asks for this."""
-        if self.traced:
-            self._attributes |= {names.K: job.k, names.STRATEGY: job.strategy}
+        self._asked = job.k, job.strategy
 
     def answered(self, job: ProposeJob, done: Done) -> None:
         """What came of it; what it raises as an error is for `failed`."""
-        if not self.traced:
+        if self.span is None:
             return
-        self._attributes |= {
-            names.QUEUE_NS: done.queue_ns,
-            names.COMPUTE_NS: done.compute_ns,
-            names.BATCH_SESSIONS: done.sessions,
-        }
-        outcome = done.outcome
+        self._done, outcome = done, done.outcome
         if isinstance(outcome, Miss):
             self.missed(POOL, outcome, job.slice.start)
         elif isinstance(outcome, Overtaken):
             self.outcome = SUPERSEDED
         elif not isinstance(outcome, GalleyError):
             self.outcome = RESULT
-            self._attributes |= {names.DRAFTED: len(outcome.draft_tokens), names.KV_LEN: outcome.kv_len}
 
     def end(self) -> None:
         """It is answered, or given up."""
-        if self.traced:
-            self.close(self._attributes)
+        if self.span is not None:
+            self.close(partial(_tell_item, self._asked, self._done))
+
+
+def _tell_item(asked: tuple[int, str] | None, done: Done | None, span: LeanSpan) -> None:
+    told = span.attributes
+    if asked is not None:
+        told[names.K], told[names.STRATEGY] = asked
+    if done is None:
+        return
+    told[names.QUEUE_NS] = done.queue_ns
+    told[names.COMPUTE_NS] = done.compute_ns
+    told[names.BATCH_SESSIONS] = done.sessions
+    if not isinstance(done.outcome, Miss | Overtaken | GalleyError):
+        told[names.DRAFTED] = len(done.outcome.draft_tokens)
+        told[names.KV_LEN] = done.outcome.kv_len
 
 
 class BatchSpans:
     """The span of the steps under way, kept as what it will say, until items come or none are left."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, spans: SpanScope | None) -> None:
+        """`spans` is None where no item is traced."""
+        self._spans = spans
         # Of the items that took part, in the order in which they came.
-        self._links: dict[Link, None] = {}
+        self._items: dict[LeanSpan, None] = {}
         self._began_ns = self._ended_ns = 0
         self._steps = 0
         self._sessions = 0
 
-    def stepped(self, links: Sequence[Link], took_ns: int, sessions: int, steps: int) -> None:
-        """So many sessions were opened, or took so many steps, until now; `links` are to those traced."""
+    def stepped(self, items: Sequence[LeanSpan], took_ns: int, sessions: int, steps: int) -> None:
+        """So many sessions were opened, or took so many steps, until now; `items` are those traced."""
         self._ended_ns = time.time_ns()
-        if not self._links:
+        if not self._items:
             self._began_ns = self._ended_ns - took_ns
-        self._links.update(dict.fromkeys(links))
+        self._items.update(dict.fromkeys(items))
         self._steps += steps
         self._sessions = max(self._sessions, sessions)
 
     def end(self) -> None:
         """What steps from here on is another batch."""
-        if not self._links:
+        if self._spans is None or not self._items:
             return
         # Made when all is known: nothing refers to it. A trace of its own, as it belongs to several.
-        self._tracer.start_span(
-            names.DRAFT_BATCH,
-            Context(),
-            attributes={names.BATCH_SESSIONS: self._sessions, names.BATCH_STEPS: self._steps},
-            links=list(self._links),
-            start_time=self._began_ns,
-        ).end(self._ended_ns)
-        self._links = {}
+        tell = partial(_tell_batch, self._items, self._sessions, self._steps)
+        self._spans.root(names.DRAFT_BATCH, self._began_ns, tell).end(self._ended_ns)
+        self._items = {}
         self._steps = self._sessions = 0
+
+
+def _tell_batch(items: dict[LeanSpan, None], sessions: int, steps: int, span: LeanSpan) -> None:
+    span.attributes |= {names.BATCH_SESSIONS: sessions, names.BATCH_STEPS: steps}
+    span.link_to(items, LINK_ITEM)

@@ -25,10 +25,15 @@ SLOW_COMMIT_NS = 5_000_000
 class CallSpan:
     """An item at a replica; `traceparent` goes with it."""
 
-    def __init__(self, traceparent: str = "", span: LeanSpan | None = None) -> None:
-        """Without a span, nothing is told of it."""
+    __slots__ = ("_failed", "_request", "_span", "traceparent")
+
+    def __init__(
+        self, traceparent: str = "", span: LeanSpan | None = None, request: RequestSpan | None = None
+    ) -> None:
+        """Without a span, which is beneath that of `request`, nothing is told of it."""
         self.traceparent = traceparent
         self._span = span
+        self._request = request
         self._failed = False
 
     def failed(self, kind: str) -> None:
@@ -39,8 +44,8 @@ class CallSpan:
 
     def end(self) -> None:
         """It is over; once."""
-        if self._span is not None:
-            self._span.end()
+        if self._span is not None and self._request is not None:
+            self._span.end(self._request.clock_ns() + self._request.offset_ns)
 
 
 class StoreCall:

@@ -6,8 +6,6 @@ import time
 
 
 class MonotonicClock:
-    """Nanoseconds of the process's monotonic clock."""
+    """Nanoseconds of the process's monotonic clock: see `services.core.ports.Clock`."""
 
-    def now_ns(self) -> int:
-        """See `services.core.ports.Clock`."""
-        return time.monotonic_ns()
+    now_ns = staticmethod(time.monotonic_ns)

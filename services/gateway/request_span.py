@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
     from opentelemetry.util.types import AnyValue, Attributes
 
-    from services.common.lean_spans import LeanSpan, SpanScope
+    from services.common.lean_spans import LeanSpan, SpanScope, Tell
     from services.core.ports import Clock
     from services.gateway.round_spans import TraceOptions
+
+_ID_AT = len("00-") + 32 + len("-")
+"""Where the span id stands in a traceparent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,6 @@ class Begun:
         """Unix time, as far as the clock tells it."""
         return self.clock.now_ns() + self.offset_ns
 
-    def at(self, clock_ns: int) -> int:
-        """Unix time of a time of the clock."""
-        return clock_ns + self.offset_ns
-
 
 class RequestSpan:
     """Of a request that is sampled. Times are Unix nanoseconds."""
@@ -53,36 +52,43 @@ class RequestSpan:
         self.span = span
         self.context = span.get_span_context()
         self.traceparent = traceparent_of(self.context)
-        self.now_ns = begun.now_ns
-        self.at = begun.at
-        self._scope = begun.scope
+        self.clock_ns = begun.clock.now_ns
+        self.offset_ns = begun.offset_ns
+        self.new_id = begun.scope.new_span_id
+        self._begin = begun.scope.begin
+        self._trace_id, self._id = self.context.trace_id, self.context.span_id
+        self._state = self.context.trace_state
+        self._named = self.traceparent[:_ID_AT]
         current.attach(trace.set_span_in_context(span))  # each call runs in a context of its own
+
+    def now_ns(self) -> int:
+        """Unix time, as far as the clock tells it."""
+        return self.clock_ns() + self.offset_ns
 
     def event(self, name: str, attributes: Attributes = None, at_ns: int | None = None) -> None:
         """Of the request."""
         self.span.add_event(name, attributes, self.now_ns() if at_ns is None else at_ns)
-
-    def new_context(self) -> SpanContext:
-        """Of a span that will be made beneath this one, to be named before."""
-        return self._scope.beneath(self.context)
 
     def child(
         self,
         name: str,
         start_ns: int,
         *,
-        context: SpanContext | None = None,
-        parent: SpanContext | None = None,
+        span_id: int = 0,
+        parent_id: int = 0,
         kind: SpanKind = SpanKind.INTERNAL,
         attributes: dict[str, AnyValue] | None = None,
+        tell: Tell | None = None,
     ) -> LeanSpan:
-        """A span beneath this one, or beneath `parent`; `context` is as `new_context` told it."""
-        return self._scope.span(
-            name,
-            context or self.new_context(),
-            parent or self.context,
-            start_ns,
-            self.now_ns,
-            kind=kind,
-            attributes=attributes,
+        """A span beneath this one, or beneath `parent_id`; `span_id` is its own if that is known already."""
+        span_id = span_id or self.new_id()
+        span = self._begin(
+            name, kind, self._trace_id, span_id, parent_id or self._id, start_ns, tell, attributes
         )
+        if self._state:
+            span.trace_state = self._state
+        return span
+
+    def named(self, span: LeanSpan) -> str:
+        """The traceparent of a span beneath this one."""
+        return f"{self._named}{span.span_id:016x}-01"

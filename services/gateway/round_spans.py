@@ -1,30 +1,47 @@
 """The span of each round: from its first request to its verdict, under credit from verdict to verdict.
 
 What is asked for a round names it as its parent, so its id is drawn when that is asked; all else is known
-when it has ended. It is handed over once the log holds its tokens, and says how long that took.
+when it has ended. It is handed over once the log holds its tokens, and says how long that took; what it says
+besides is worked out by whoever exports it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from services.common.item_spans import unpacked
+from services.common.span_names import names_a_span
 from services.common.telemetry import fail
 from services.core import trace_names as names
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import SpanContext
     from opentelemetry.util.types import AnyValue, Attributes
 
-    from services.common.lean_spans import LeanSpan
+    from services.common.lean_spans import LeanSpan, Tell
     from services.core.events import RoundEnded
     from services.core.ports import Replica
     from services.core.session import Session
     from services.gateway.request_span import RequestSpan
 
 _BATCH_LINK = {names.LINK: names.LINK_BATCH}
+_NUMBERS = (
+    names.ROUND_INDEX,
+    names.ROUND_POSITION,
+    names.ROUND_K,
+    names.ROUND_DRAFTED,
+    names.ROUND_VERIFIED,
+    names.ROUND_ACCEPTED,
+    names.ROUND_CONFIRMED,
+    names.DRAFT_PART,
+    names.QUEUE_PART,
+    names.COMPUTE_PART,
+    names.WIRE_PART,
+    names.LINGER_NS,
+    names.DRAFT_COMPUTE_NS,
+    names.BATCH_SESSIONS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +65,19 @@ class Rounds:
         self._options = options
         self._session = session
         self._index = 0
-        self._open: SpanContext | None = None
+        # The id of the span of the round that is under way, if it is known.
+        self._open = 0
         self._opened_ns = 0
         self._asked_anew = False
         self._events: list[tuple[str, Attributes, int]] = []
         # Spans that wait for their tokens to be logged: up to where, and when the round ended.
         self._unlogged: deque[tuple[int, int, LeanSpan]] = deque()
 
-    def parent(self) -> SpanContext:
-        """Of what is asked now: the round, unless it may turn out to be none that is told."""
-        if self._options.rounds != "all":
-            return self._request.context
-        if self._open is None:
-            self._open = self._request.new_context()
-            self._opened_ns = self._request.now_ns()
+    def parent_id(self, now_ns: int) -> int:
+        """Of what is asked now: the round, unless it may turn out to be none that is told (0)."""
+        if not self._open and self._options.rounds == "all":
+            self._open = self._request.new_id()
+            self._opened_ns = now_ns
         return self._open
 
     def event(self, name: str, attributes: Attributes) -> None:
@@ -79,14 +95,17 @@ class Rounds:
             self.slowest_ns, self.slowest_position = took_ns, done.position
         if not self._index:
             self.cached_tokens = done.kv_reused
-        start_ns, end_ns = self._request.at(done.started_ns), self._request.at(done.ended_ns)
-        span = self._span(start_ns) if self._is_told(took_ns) else None
-        self._place_events(span, start_ns)
-        if span is not None:
-            span.attributes = self._attributes(done, draft, target)
-            if done.batch_span and (batch := unpacked(done.batch_span)).is_valid:
-                span.add_link(batch, _BATCH_LINK)
-            self._unlogged.append((done.position + done.confirmed, end_ns, span))
+        offset_ns = self._request.offset_ns
+        start_ns = done.started_ns + offset_ns
+        span = None
+        if self._is_told(took_ns):
+            reused = done.kv_reused if self._asked_anew else None
+            span = self._span(start_ns, partial(_tell, done, self._index, draft, target, reused))
+            if self._options.content:
+                span.attributes[names.ROUND_TEXT] = self._text(done)
+            self._unlogged.append((done.position + done.confirmed, done.ended_ns + offset_ns, span))
+        if self._events:
+            self._place_events(span, start_ns)
         self._index += 1
         self._asked_anew = False
 
@@ -104,7 +123,7 @@ class Rounds:
             unlogged.end(end_ns)
         self._unlogged.clear()
         # One whose id is known has children, and must not be missed.
-        span = None if self._open is None else self._span(self._opened_ns)
+        span = self._span(self._opened_ns) if self._open else None
         self._place_events(span, self._opened_ns)
         if span is not None:
             span.attributes = {
@@ -114,16 +133,16 @@ class Rounds:
             }
             if failure is not None:
                 fail(span, failure)
-            span.end()
+            span.end(self._request.now_ns())
 
     def _is_told(self, took_ns: int) -> bool:
         if self._options.rounds == "slow":
             return took_ns > self._options.slow_ns
         return self._options.rounds == "all"
 
-    def _span(self, start_ns: int) -> LeanSpan:
-        context, self._open = self._open, None
-        return self._request.child(names.ROUND, start_ns, context=context)
+    def _span(self, start_ns: int, tell: Tell | None = None) -> LeanSpan:
+        span_id, self._open = self._open, 0
+        return self._request.child(names.ROUND, start_ns, span_id=span_id, tell=tell)
 
     def _place_events(self, span: LeanSpan | None, start_ns: int) -> None:
         """What came before a round began, or in one that is not told, is the request's."""
@@ -134,39 +153,47 @@ class Rounds:
                 span.add_event(name, attributes, at_ns)
         self._events.clear()
 
-    def _attributes(
-        self, done: RoundEnded, draft: Replica | None, target: Replica | None
-    ) -> dict[str, AnyValue]:
-        attributes = _attributes_of(done, self._index)
-        if draft is not None and (done.k or done.drafted):
-            attributes[names.DRAFT_REPLICA] = draft.address
-        if target is not None:
-            attributes[names.TARGET_REPLICA] = target.address
-        if self._asked_anew:
-            attributes[names.KV_REUSED] = done.kv_reused
-        if self._options.content:
-            first = done.position - len(self._session.spec.prompt)
-            attributes[names.ROUND_TEXT] = self._session.answer.texts(first, first + done.confirmed)
-        return attributes
+    def _text(self, done: RoundEnded) -> AnyValue:
+        first = done.position - len(self._session.spec.prompt)
+        return self._session.answer.texts(first, first + done.confirmed)
 
 
-def _attributes_of(done: RoundEnded, index: int) -> dict[str, AnyValue]:
-    parts = done.parts
-    return {
-        names.ROUND_INDEX: index,
-        names.ROUND_POSITION: done.position,
-        names.ROUND_K: done.k,
-        names.ROUND_DRAFTED: done.drafted,
-        names.ROUND_VERIFIED: done.verified,
-        names.ROUND_ACCEPTED: done.accepted,
-        names.ROUND_CONFIRMED: done.confirmed,
-        names.ROUND_STRATEGY: done.strategy,
-        names.ROUND_OVERLAP: done.overlap,
-        names.DRAFT_PART: parts.draft_ns,
-        names.QUEUE_PART: parts.queue_ns,
-        names.COMPUTE_PART: parts.compute_ns,
-        names.WIRE_PART: parts.wire_ns,
-        names.LINGER_NS: done.target.linger_ns,
-        names.DRAFT_COMPUTE_NS: done.draft.compute_ns,
-        names.BATCH_SESSIONS: done.batch_sessions,
-    }
+def _tell(
+    done: RoundEnded,
+    index: int,
+    draft: Replica | None,
+    target: Replica | None,
+    reused: int | None,
+    span: LeanSpan,
+) -> None:
+    """`reused` is None of a round that is not the first of its item."""
+    parts, told = done.parts, span.attributes
+    span.numbers = (
+        _NUMBERS,
+        (
+            index,
+            done.position,
+            done.k,
+            done.drafted,
+            done.verified,
+            done.accepted,
+            done.confirmed,
+            parts.draft_ns,
+            parts.queue_ns,
+            parts.compute_ns,
+            parts.wire_ns,
+            done.target.linger_ns,
+            done.draft.compute_ns,
+            done.batch_sessions,
+        ),
+    )
+    told[names.ROUND_STRATEGY] = done.strategy
+    told[names.ROUND_OVERLAP] = done.overlap
+    if draft is not None and (done.k or done.drafted):
+        told[names.DRAFT_REPLICA] = draft.address
+    if target is not None:
+        told[names.TARGET_REPLICA] = target.address
+    if reused is not None:
+        told[names.KV_REUSED] = reused
+    if names_a_span(done.batch_span):
+        span.link_to((done.batch_span,), _BATCH_LINK)

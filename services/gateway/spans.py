@@ -203,11 +203,12 @@ class RequestTrace:
         request, rounds = self._request, self._rounds
         if request is None:
             return self._untold
-        parent = request.context if rounds is None else rounds.parent()
+        now_ns = request.clock_ns() + request.offset_ns
+        parent_id = 0 if rounds is None else rounds.parent_id(now_ns)
         attributes: dict[str, AnyValue] = {names.REPLICA: replica}
-        now_ns, kind = request.now_ns(), SpanKind.CLIENT
-        span = request.child(name, now_ns, parent=parent, kind=kind, attributes=attributes)
-        return CallSpan(traceparent_of(span.get_span_context()), span)
+        kind = SpanKind.CLIENT
+        span = request.child(name, now_ns, parent_id=parent_id, kind=kind, attributes=attributes)
+        return CallSpan(request.named(span), span, request)
 
     def store_call(self, operation: str) -> StoreCall | None:
         """A call to the store; None where nothing is told of it."""
@@ -283,7 +284,7 @@ class RequestTrace:
         request = self._request
         if request is None and begun.parent is None:
             request = self._record(begun, begun.scope.sampled(begun.context))
-            StoreCall(request, operation, begun.at(asked_ns)).end()
+            StoreCall(request, operation, asked_ns + begun.offset_ns).end()
         if request is None:
             return
         request.span.add_link(before, {names.LINK: names.LINK_CONTINUES})

@@ -24,8 +24,7 @@ from services.target.spans import BatchSpans
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from opentelemetry.trace import Link, Tracer
-
+    from services.common.lean_spans import LeanSpan, SpanScope
     from services.core.errors import GalleyError
     from services.core.scheduler import Linger, Scheduler
     from services.core.step import StepOutcome
@@ -62,11 +61,16 @@ class StepLoop:
     """Runs passes while there is work; to be made within the running event loop."""
 
     def __init__(
-        self, engine: TargetEngine, scheduler: Scheduler, tracer: Tracer, meter: PassMeter | None = None
+        self,
+        engine: TargetEngine,
+        scheduler: Scheduler,
+        spans: SpanScope | None,
+        meter: PassMeter | None = None,
     ) -> None:
+        """`spans` is None where traces are off."""
         self._engine = engine
         self._scheduler = scheduler
-        self._batches = BatchSpans(tracer)
+        self._batches = BatchSpans(spans)
         self._meter = meter or PassMeter()
         self._tickets: dict[int, Ticket] = {}
         self._changed = asyncio.Event()
@@ -78,8 +82,8 @@ class StepLoop:
         self._task = asyncio.ensure_future(self._run())
         self.draining = asyncio.Event()
 
-    def submit(self, request: VerifyRequest, link: Link | None = None) -> Ticket:
-        """Where the answers to `request` will be; `cancel` it to give it up. `link` is to its span, if any.
+    def submit(self, request: VerifyRequest, span: LeanSpan | None = None) -> Ticket:
+        """Where the answers to `request` will be; `cancel` it to give it up. `span` is its own, if any.
 
         Raises Unavailable once draining, Overloaded if too many wait, InvalidField if it can never be held.
         """
@@ -89,7 +93,7 @@ class StepLoop:
             raise Unavailable("the replica is draining")
         ticket = Ticket(self._scheduler.submit(request, time.monotonic_ns()))
         self._tickets[ticket.item] = ticket
-        self._batches.joins(ticket.item, link)
+        self._batches.joins(ticket.item, span)
         self._idle.clear()
         self._arrived.set()
         self._deliver()
@@ -191,16 +195,11 @@ class StepLoop:
     async def _run_pass(self, plan: StepPlan, batch: Batch | None) -> int | None:
         """How many nanoseconds it took; None if it came to nothing."""
         loop, began_ns = asyncio.get_running_loop(), time.monotonic_ns()
-        if batch is not None:
-            # Once the pass is under way, so that it need not wait for this.
-            loop.call_soon(batch.describe)
         try:
             outcomes = await loop.run_in_executor(self._worker, self._step, plan, batch)
         except Exception as error:  # noqa: BLE001  # one pass must not end the loop
             failed = Unavailable("the step failed")
-            if batch is not None:
-                batch.failed(failed)
-            with use_span(batch.span if batch is not None else INVALID_SPAN):
+            with use_span(batch.failed(failed) if batch is not None else INVALID_SPAN):
                 log_internal(error)
             self._scheduler.fail(plan, failed)
             return None

@@ -79,5 +79,5 @@ def _follow(spec: RankSpec, rank: int, address: str, telemetry: Telemetry) -> No
         rank, spec.size, device=spec.device, meeting=Meeting(address=address), timeout_s=spec.timeout_s
     )
     loaded = load_rank(spec, group, agree(group, rank, 0))
-    follow(loaded.model, group, partial(tell_rank, telemetry.tracer(__name__), rank))
+    follow(loaded.model, group, partial(tell_rank, telemetry.scope(__name__), rank))
     group.close()

@@ -23,8 +23,7 @@ from services.target.spans import VerifySpan
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 
-    from opentelemetry.trace import Tracer
-
+    from services.common.lean_spans import SpanScope
     from services.common.metrics.registry import Registry
     from services.core.cost import PassTimes
     from services.core.verify_items import VerifyRequest
@@ -57,15 +56,18 @@ class TargetService(rpc.TargetServicer):
         self,
         engine: TargetEngine,
         times: PassTimes,
-        tracer: Tracer,
+        spans: SpanScope | None,
         limits: Limits,
         metrics: Registry | None = None,
     ) -> None:
-        """`times` is what a pass of the engine costs; to be made within the running event loop."""
+        """`times` is what a pass of the engine costs, and `spans` is None where traces are off.
+
+        To be made within the running event loop.
+        """
         info = engine.info
         self._engine = engine
         self._times = times
-        self._tracer = tracer
+        self._spans = spans
         self._max_draft_tokens = limits.max_draft_tokens
         self._incarnation = secrets.token_hex(8)
         self._table = KvTable(info.kv_blocks, info.kv_block_tokens, limits.max_sessions)
@@ -79,7 +81,7 @@ class TargetService(rpc.TargetServicer):
         meter = PassMeter()
         if metrics is not None:
             meter = CountingPassMeter(metrics, self._scheduler, self._table)
-        self._loop = StepLoop(engine, self._scheduler, tracer, meter)
+        self._loop = StepLoop(engine, self._scheduler, spans, meter)
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:  # noqa: ARG002
         """Answer all items of one request, each once: credit is for streams."""
@@ -124,7 +126,7 @@ class TargetService(rpc.TargetServicer):
 
     def asked(self, item: pb.VerifyItem) -> Asked:
         """An item that has come; to be given to `end`."""
-        return Asked(item, VerifySpan(self._tracer, item))
+        return Asked(item, VerifySpan(self._spans, item))
 
     async def first_or_status(self, asked: Asked, *, credit: bool) -> pb.VerifyAnswer:
         """Validate the item, give it to the loop, and say its first answer."""
@@ -133,7 +135,7 @@ class TargetService(rpc.TargetServicer):
             request = self._read(asked.item)
             if not credit:
                 request = replace(request, credit=0)
-            asked.ticket = self._loop.submit(request, asked.span.link)
+            asked.ticket = self._loop.submit(request, asked.span.span)
             return await self._next_of(asked, asked.ticket)
 
         return await asked.or_status(first())

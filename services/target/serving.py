@@ -33,8 +33,8 @@ async def add_target(
         row_costs=str(times.curve),
         kv_tokens=engine.info.kv_blocks * engine.info.kv_block_tokens,
     )
-    tracer = parts.telemetry.tracer(__name__)
-    service = TargetService(engine, times, tracer, limits_of(settings), parts.metrics)
+    spans = parts.telemetry.scope(__name__)
+    service = TargetService(engine, times, spans, limits_of(settings), parts.metrics)
     rpc.add_TargetServicer_to_server(service, server)
     return service
 

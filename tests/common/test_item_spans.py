@@ -1,43 +1,78 @@
-"""When an item is traced, and how its span is named in a message."""
+"""When an item is traced, and what its span says."""
 
 from __future__ import annotations
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
 
-from services.common.item_spans import ItemSpan, is_sampled, packed, unpacked
+from services.common.item_spans import ItemSpan, is_sampled
 from services.core.errors import InvalidField, Unavailable
+from tests.fakes.tracing import Kept, attributes_of, context_of
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-01"
 UNSAMPLED = SAMPLED[:-1] + "0"
 NONSENSE = "1" * len(SAMPLED)
+NO_TRACE = f"00-{0:032x}-{SPAN_ID}-01"
+NO_PARENT = f"00-{TRACE_ID}-{0:016x}-01"
 
 
 @pytest.fixture
-def tracer() -> trace.Tracer:
-    return TracerProvider(shutdown_on_exit=False).get_tracer("test")
+def kept() -> Kept:
+    return Kept()
 
 
-def span_of(tracer: trace.Tracer, parent: str) -> ItemSpan:
-    return ItemSpan(tracer, "x", parent, "s")
+def span_of(kept: Kept, parent: str) -> ItemSpan:
+    return ItemSpan(kept.scope, "x", parent, "s")
 
 
-def test_an_item_is_traced_by_its_own_traceparent_or_with_its_call(tracer: trace.Tracer) -> None:
-    traced = span_of(tracer, SAMPLED)
-    assert traced.traced
-    assert trace.format_trace_id(traced.span.get_span_context().trace_id) == TRACE_ID
-    assert traced.link is not None
-    assert traced.link.context == traced.span.get_span_context()
-    for parent in (UNSAMPLED, NONSENSE, "", "0"):
-        untraced = span_of(tracer, parent)
-        assert not untraced.traced
-        assert untraced.link is None
-    with tracer.start_as_current_span("call") as call:
-        assert span_of(tracer, "").span.get_span_context().trace_id == call.get_span_context().trace_id
-        assert not span_of(tracer, UNSAMPLED).traced
-    assert not span_of(trace.NoOpTracer(), SAMPLED).traced
+@pytest.mark.parametrize("parent", [SAMPLED, SAMPLED[:-2] + "03", f"01{SAMPLED[2:]}-more"])
+def test_an_item_is_traced_by_its_own_traceparent(kept: Kept, parent: str) -> None:
+    item = span_of(kept, parent)
+    assert item.span is not None
+    assert item.named is item.span
+    item.close(lambda span: span.attributes.update(told="late"))
+    [span] = kept.named("x")
+    assert trace.format_trace_id(context_of(span)[0]) == TRACE_ID
+    assert span.parent is not None
+    assert (trace.format_span_id(span.parent.span_id), span.parent.is_remote) == (SPAN_ID, True)
+    assert dict(attributes_of(span)) == {
+        "rpc.system": "grpc",
+        "galley.session.id": "s",
+        "galley.outcome": "cancelled",
+        "told": "late",
+    }
+
+
+@pytest.mark.parametrize("parent", [UNSAMPLED, NONSENSE, NO_TRACE, NO_PARENT, "0"])
+def test_no_other_item_is_traced(kept: Kept, parent: str) -> None:
+    item = span_of(kept, parent)
+    assert item.span is None
+    item.failed(Unavailable("gone"))
+    item.close(lambda _: pytest.fail("nothing is to be told"))
+    assert kept.named("x") == []
+    caller = trace.get_current_span(None) if parent != UNSAMPLED else item.named
+    assert item.named.get_span_context().is_valid == (parent == UNSAMPLED)
+    assert not caller.is_recording()
+
+
+def test_an_item_without_a_traceparent_is_traced_with_its_call(kept: Kept) -> None:
+    call = kept.scope.root("call", 1)
+    with trace.use_span(call):
+        item = span_of(kept, "")
+        assert item.span is not None
+        assert (item.span.trace_id, item.span.parent_id) == (call.trace_id, call.span_id)
+        assert not item.span.has_remote_parent
+        assert span_of(kept, UNSAMPLED).span is None
+    assert span_of(kept, "").span is None
+    assert ItemSpan(None, "x", SAMPLED, "s").span is None
+
+
+def test_a_sampler_that_keeps_nothing_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    assert span_of(Kept(), SAMPLED).span is None
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_on")
+    assert span_of(Kept(), SAMPLED).span is not None
 
 
 @pytest.mark.parametrize(
@@ -47,30 +82,15 @@ def test_the_flag_alone_says_whether_a_traceparent_is_sampled(flags: str, sample
     assert is_sampled(SAMPLED[:-2] + flags) == sampled
 
 
-def test_a_span_comes_back_from_its_name_in_a_message(tracer: trace.Tracer) -> None:
-    context = tracer.start_span("x").get_span_context()
-    name = packed(context)
-    assert len(name) == 24
-    found = unpacked(name)
-    assert (found.trace_id, found.span_id) == (context.trace_id, context.span_id)
-    assert found.is_remote
-    assert found.trace_flags.sampled
-    for wrong in (b"", name[:-1], name + b"x", bytes(24)):
-        assert not unpacked(wrong).is_valid
-
-
 @pytest.mark.parametrize(
     ("error", "kind"),
     [(InvalidField("k", "no"), "invalid_argument"), (Unavailable("gone"), "unavailable")],
 )
-def test_a_refused_item_says_why(tracer: trace.Tracer, error: Exception, kind: str) -> None:
-    item = span_of(tracer, SAMPLED)
+def test_a_refused_item_says_why(kept: Kept, error: Exception, kind: str) -> None:
+    item = span_of(kept, SAMPLED)
     item.failed(error)
-    item.close({"a": 1})
-    span = item.span
-    assert isinstance(span, trace.Span)
-    attributes = dict(getattr(span, "attributes"))  # noqa: B009  # of the SDK's span
-    assert attributes["error.type"] == kind
-    assert attributes["galley.outcome"] == "error"
-    assert attributes["galley.session.id"] == "s"
-    assert not span.is_recording()
+    item.close(lambda _: None)
+    [span] = kept.named("x")
+    assert attributes_of(span)["error.type"] == kind
+    assert attributes_of(span)["galley.outcome"] == "error"
+    assert not span.status.is_unset

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from opentelemetry.context import Context
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
-from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace import SpanKind
 
-from services.common.sampling import GalleySampler
+from services.common.sampling import GalleySampler, follows_sampled_parents
 from services.common.telemetry import context_from
 from services.core import trace_names as names
 
@@ -20,13 +21,9 @@ LEFT = context_from(f"00-{1:032x}-{2:016x}-00")
 def keeps(
     inner: Sampler,
     parent: Context = ROOT,
-    name: str = names.TEXT_COMPLETION,
     attributes: dict[str, bool] | None = None,
-    links: tuple[bool, ...] = (),
 ) -> bool:
-    linked = [Link(SpanContext(3, 4, is_remote=True, trace_flags=TraceFlags(int(kept)))) for kept in links]
-    sampler = GalleySampler(inner)
-    result = sampler.should_sample(parent, 5, name, SpanKind.SERVER, attributes, linked)
+    result = GalleySampler(inner).should_sample(parent, 5, names.TEXT_COMPLETION, SpanKind.SERVER, attributes)
     return result.decision.name == "RECORD_AND_SAMPLE"
 
 
@@ -41,13 +38,26 @@ def test_the_rest_is_as_the_environment_says() -> None:
     assert [keeps(ALWAYS, ROOT), keeps(ALWAYS, KEPT), keeps(ALWAYS, LEFT)] == [True, True, False]
 
 
-@pytest.mark.parametrize("name", [names.VERIFY_BATCH, names.DRAFT_BATCH])
-@pytest.mark.parametrize("inner", [NEVER, ALWAYS])
-def test_a_batch_is_kept_for_those_that_it_serves_and_for_nobody_else(inner: Sampler, name: str) -> None:
-    assert not keeps(inner, name=name)
-    assert not keeps(inner, name=name, links=(False, False))
-    assert keeps(inner, name=name, links=(False, True))
-    assert keeps(inner, KEPT, name)
+@pytest.mark.parametrize(
+    ("told", "follows"),
+    [
+        ("", True),
+        ("parentbased_always_off", True),
+        ("parentbased_traceidratio", True),
+        ("always_on", False),
+        ("always_off", False),
+        ("traceidratio", False),
+    ],
+)
+def test_who_keeps_what_is_beneath_a_sampled_caller_is_known_without_asking(
+    monkeypatch: pytest.MonkeyPatch, told: str, follows: bool
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", told or "parentbased_always_on")
+    sampler = GalleySampler(TracerProvider(shutdown_on_exit=False).sampler)
+    assert follows_sampled_parents(sampler) == follows
+    assert not follows_sampled_parents(
+        GalleySampler(ParentBased(ALWAYS_ON, remote_parent_sampled=ALWAYS_OFF))
+    )
 
 
 def test_it_says_what_it_is() -> None:

@@ -119,7 +119,7 @@ def test_a_lean_span_arrives_as_any_other(collector: Collector) -> None:
     parent = scope.request(context_from(PARENT), "parent", {})
     span = scope.span(
         "child",
-        scope.beneath(parent),
+        trace.SpanContext(parent.trace_id, 7, is_remote=False),
         parent,
         5,
         lambda: 9,
@@ -143,6 +143,19 @@ def test_a_lean_span_arrives_as_any_other(collector: Collector) -> None:
     assert [link.span_id for link in sent.links] == [parent.span_id.to_bytes(8)]
     assert (sent.status.code, sent.status.message) == (2, "")
     assert collector.schemas == {"https://example.org/schema"}
+
+
+def test_spans_of_ours_and_of_the_sdk_leave_together(collector: Collector) -> None:
+    telemetry = start_telemetry("galley-test", as_global=False)
+    ours = [telemetry.scope("one"), telemetry.scope("two")]
+    for scope in ours:
+        assert scope is not None
+        scope.root("ours", 1).end(2)
+    with telemetry.tracer("library").start_as_current_span("theirs"):
+        pass
+    telemetry.shutdown()
+    assert sorted(sent.name for sent in collector.spans) == ["ours", "ours", "theirs"]
+    assert len({sent.trace_id for sent in collector.spans}) == 3
 
 
 def test_a_library_that_repeats_itself_is_heard_once(capsys: pytest.CaptureFixture[str]) -> None:

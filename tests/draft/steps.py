@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from opentelemetry.trace import NoOpTracer
 
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from opentelemetry.trace import Tracer
-
+    from services.common.lean_spans import SpanScope
     from services.common.metrics.registry import Registry
     from services.common.server import Parts
     from services.draft.strategies.base import DraftJob, Guess, Strategy
@@ -132,7 +130,7 @@ async def serving(
     strategy: Strategy,
     *,
     max_waiting: int = 64,
-    tracer: Tracer | None = None,
+    spans: SpanScope | None = None,
     metrics: Registry | None = None,
     **limits: int,
 ) -> AsyncIterator[Serving]:
@@ -142,7 +140,7 @@ async def serving(
     )
     info = DraftInfo("", "", (MODEL,), MODEL, 32, VOCAB)
 
-    service = DraftService(drafter, info, tracer or NoOpTracer(), max_waiting=max_waiting, metrics=metrics)
+    service = DraftService(drafter, info, spans, max_waiting=max_waiting, metrics=metrics)
 
     async def build(server: grpc.aio.Server, parts: Parts) -> DraftService:
         rpc.add_DraftServicer_to_server(service, server)

@@ -32,7 +32,7 @@ def model_of(tiny: Path) -> ModelStrategy:
 async def test_an_item_is_a_span_and_the_steps_that_it_takes_part_in_link_to_it(tiny: Path) -> None:
     kept = Kept()
     asked = [traced([5, 9, 2], k, name) for name, k in (("a", 3), ("b", 1))]
-    async with serving(model_of(tiny), tracer=kept.tracer) as draft:
+    async with serving(model_of(tiny), spans=kept.scope) as draft:
         answers = (await draft.stub.Propose(pb.ProposeRequest(items=asked))).answers
     for name, k, answer in zip("ab", (3, 1), answers, strict=True):
         span = kept.of_session(ITEM, name)
@@ -64,7 +64,7 @@ async def test_an_item_is_a_span_and_the_steps_that_it_takes_part_in_link_to_it(
 
 async def test_an_item_that_comes_begins_another_batch(tiny: Path) -> None:
     kept = Kept()
-    async with gating(tiny, tracer=kept.tracer) as (gated, stream, _):
+    async with gating(tiny, spans=kept.scope) as (gated, stream, _):
         await stream.send(traced([5, 9, 2], 4, "a"))
         await gated.begun()
         await stream.send(
@@ -86,17 +86,17 @@ async def test_an_item_that_comes_begins_another_batch(tiny: Path) -> None:
 
 @pytest.mark.parametrize("parent", ["", parent_of(1, sampled=False)])
 async def test_no_span_is_made_where_nobody_traces(tiny: Path, parent: str) -> None:
-    tracer = Asked()
+    asked_for = Asked()
     asked = [item([5, 9, 2], 3, "a", traceparent=parent), item([], 3, "b", traceparent=parent)]
-    async with serving(model_of(tiny), tracer=tracer) as draft:
+    async with serving(model_of(tiny), spans=asked_for.scope) as draft:
         answers = (await draft.stub.Propose(pb.ProposeRequest(items=asked))).answers
     assert [answer.WhichOneof("outcome") for answer in answers] == ["result", "status"]
-    assert tracer.names == []
+    assert asked_for.names == []
 
 
 async def test_a_miss_a_refusal_and_a_failure_say_so(tiny: Path) -> None:
     kept = Kept()
-    async with gating(tiny, tracer=kept.tracer) as (gated, stream, _):
+    async with gating(tiny, spans=kept.scope) as (gated, stream, _):
         gated.open()
         gated.fails = True
         await stream.send(

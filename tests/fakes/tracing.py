@@ -1,28 +1,29 @@
-"""Traces as a test sees them: spans kept in memory, and a tracer that tells whether it was asked for any."""
+"""Traces as a test sees them: spans kept in memory, and a scope that tells whether it was asked for any."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from services.common.telemetry import telemetry_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from services.common.lean_spans import LeanSpan, SpanScope
 
 
 class Kept:
-    """The spans of its `tracer` that have ended."""
+    """The spans of its `scope` that have ended."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        self.tracer = provider.get_tracer("test")
+        self.scope = scope_to(self._exporter)
 
     def named(self, name: str) -> list[ReadableSpan]:
         """In the order in which they ended."""
@@ -36,18 +37,25 @@ class Kept:
         return found
 
 
-class Asked(trace.Tracer):
-    """Makes no span, and keeps the names of those that were wanted."""
+class Asked:
+    """A `scope` that makes spans as any other, and the names of those that were wanted."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.scope = scope_to(InMemorySpanExporter())
+        begin = self.scope.begin
 
-    def start_span(self, name: str, *_: Any, **__: Any) -> trace.Span:
-        self.names.append(name)
-        return trace.INVALID_SPAN
+        def noting(name: str, *given: Any) -> LeanSpan:
+            self.names.append(name)
+            return begin(name, *given)
 
-    def start_as_current_span(self, name: str, *_: Any, **__: Any) -> Any:
-        return trace.use_span(self.start_span(name))
+        self.scope.begin = noting  # type: ignore[assignment]  # a partial of the same
+
+
+def scope_to(exporter: SpanExporter) -> SpanScope:
+    scope = telemetry_to(SimpleSpanProcessor(exporter), "test").scope("test")
+    assert scope is not None
+    return scope
 
 
 def parent_of(trace_id: int, *, sampled: bool = True) -> str:

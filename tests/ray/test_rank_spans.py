@@ -77,7 +77,7 @@ async def ranks_of(
             args=(
                 cast("CausalModel", other),
                 hub.ends[rank],
-                partial(tell_rank, traces[rank].tracer, rank),
+                partial(tell_rank, traces[rank].scope, rank),
             ),
         )
         for rank, other in enumerate(others, start=1)
@@ -85,7 +85,7 @@ async def ranks_of(
     for follower in followers:
         follower.start()
     model = ShardedModel(load_tiny_model(tiny, kv_blocks=32), hub.ends[0], on_loss=pytest.fail)
-    served = Served(PagedEngine(model, "f00d", ranks=SIZE), Limits(), traces[0].tracer)
+    served = Served(PagedEngine(model, "f00d", ranks=SIZE), Limits(), traces[0].scope)
     await served.start()
     try:
         async with grpc.aio.insecure_channel(served.running.address) as channel:

@@ -10,12 +10,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
 from services.client.client import NO_RETRIES, GalleyClient
 from services.common.metrics.labels import DRAFT, GATEWAY, TARGET
 from services.common.metrics.registry import Registry
-from services.common.otlp_encoding import encoded
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.server import RunningServer, start_server
 from services.common.tokenizer_hash import tokenizer_hash
@@ -137,7 +136,7 @@ class Real:
     def story(self, stream: TokenStream) -> Story:
         """What `galley trace` makes of the session's trace."""
         file = OtlpFile(self._file)
-        file.append(ExportTraceServiceRequest.FromString(encoded(self.kept.spans)))
+        file.append(encode_spans(self.kept.spans))
         file.close()
         found = find(Lines(self._file), stream.session_id)
         [story] = stories_of(found.spans, found.session_id, found.index.sessions_of, cut=found.cut)
@@ -172,8 +171,8 @@ class Real:
         engine = Priced(PagedEngine(load_tiny_model(self._tiny, kv_blocks=KV_BLOCKS), "f00d"))
 
         async def build_target(server: grpc.aio.Server, parts: Parts) -> TargetService:
-            tracer = parts.telemetry.tracer("target")
-            service = TargetService(engine, FLAT, tracer, Limits(max_sessions=16), parts.metrics)
+            spans = parts.telemetry.scope("target")
+            service = TargetService(engine, FLAT, spans, Limits(max_sessions=16), parts.metrics)
             rpc.add_TargetServicer_to_server(service, server)
             return service
 
@@ -185,8 +184,8 @@ class Real:
     async def _build_draft(self, server: grpc.aio.Server, parts: Parts) -> DraftService:
         drafter = Drafter({MODEL: self.strategy}, max_sessions=16, max_tokens=4096, max_batch=8)
         info = DraftInfo("tiny", tokenizer_hash(self._tiny), (MODEL,), MODEL, 16, VOCAB)
-        tracer = parts.telemetry.tracer("draft")
-        service = DraftService(drafter, info, tracer, max_waiting=64, metrics=parts.metrics)
+        spans = parts.telemetry.scope("draft")
+        service = DraftService(drafter, info, spans, max_waiting=64, metrics=parts.metrics)
         rpc.add_DraftServicer_to_server(service, server)
         return service
 

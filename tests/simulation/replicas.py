@@ -6,8 +6,6 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from opentelemetry import trace
-
 from services.common.registration import Registration
 from services.common.registry import DRAFT_POOL, TARGET_POOL, target_lease
 from services.core.cost import PassTimes
@@ -39,7 +37,6 @@ BLOCKS = 24
 WINDOW = BLOCKS * BLOCK_TOKENS
 _MS = 1_000_000
 PASS_TIMES = PassTimes.measured([(1, 50 * _MS), (512, 60 * _MS)])
-_TRACER = trace.NoOpTracer()
 _RIGHT = 0.8
 
 
@@ -154,7 +151,7 @@ class SimTarget:
         world, process = self._world, self.process
         self.engine = world.kinds.engine(self._build)
         self.service = TargetService(
-            self.engine, PASS_TIMES, _TRACER, Limits(max_draft_tokens=MOST_DRAFT_TOKENS, max_linger_ms=5.0)
+            self.engine, PASS_TIMES, None, Limits(max_draft_tokens=MOST_DRAFT_TOKENS, max_linger_ms=5.0)
         )
         registry: Any = SimRegistry(world.redis, process)
         self.registration = Registration(registry, TARGET_POOL, self._lease, LEASE_S / 3)
@@ -189,7 +186,7 @@ class SimDraft:
         world, process = self._world, self.process
         drafter = Drafter({"sim": HalfRight(self.failing)}, max_sessions=64, max_tokens=65536, max_batch=16)
         info = DraftInfo("", TOKENIZER, ("sim",), "sim", MOST_DRAFT_TOKENS, VOCAB)
-        self.service = _NotedDraft(drafter, info, _TRACER, max_waiting=64)
+        self.service = _NotedDraft(drafter, info, None, max_waiting=64)
         self.service.world = world
         registry: Any = SimRegistry(world.redis, process)
         self.registration = Registration(

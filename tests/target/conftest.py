@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from opentelemetry import trace
 
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.server import start_server
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from services.common.lean_spans import SpanScope
     from services.common.metrics.registry import Registry
     from services.common.server import Parts
     from services.core.step import StepOutcome, StepPlan, Watch
@@ -89,8 +89,9 @@ def limits() -> Limits:
 
 
 @pytest.fixture
-def tracer() -> trace.Tracer:
-    return trace.NoOpTracer()
+def spans() -> SpanScope | None:
+    """Where spans are made; None: they are not."""
+    return None
 
 
 @pytest.fixture
@@ -101,9 +102,9 @@ def registry() -> Registry | None:
 
 @pytest.fixture
 async def service(
-    engine: Recording, limits: Limits, tracer: trace.Tracer, registry: Registry | None
+    engine: Recording, limits: Limits, spans: SpanScope | None, registry: Registry | None
 ) -> AsyncIterator[Served]:
-    served = Served(engine, limits, tracer, registry)
+    served = Served(engine, limits, spans, registry)
     await served.start()
     yield served
     await served.stop()
@@ -116,17 +117,17 @@ class Served:
         self,
         engine: TargetEngine,
         limits: Limits,
-        tracer: trace.Tracer,
+        spans: SpanScope | None,
         registry: Registry | None = None,
     ) -> None:
-        self._tracer = tracer
+        self._spans = spans
         self._registry = registry
         self._engine = engine
         self._limits = limits
 
     async def start(self) -> None:
         async def build(server: grpc.aio.Server, parts: Parts) -> TargetService:
-            service = TargetService(self._engine, FLAT, self._tracer, self._limits, self._registry)
+            service = TargetService(self._engine, FLAT, self._spans, self._limits, self._registry)
             rpc.add_TargetServicer_to_server(service, server)
             return service
 

@@ -16,9 +16,9 @@ from tests.target.items import slice_of, verify
 from tests.target.stream import Stream, stream_of
 
 if TYPE_CHECKING:
-    from opentelemetry import trace
     from opentelemetry.sdk.trace import ReadableSpan
 
+    from services.common.lean_spans import SpanScope
     from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
     from tests.target.conftest import Recording
 
@@ -33,8 +33,8 @@ def kept() -> Kept:
 
 
 @pytest.fixture
-def tracer(kept: Kept) -> trace.Tracer:
-    return kept.tracer
+def spans(kept: Kept) -> SpanScope:
+    return kept.scope
 
 
 def item_of(tokens: list[int], *, trace_id: int = TRACE, **given: Any) -> pb.VerifyItem:
@@ -115,10 +115,10 @@ async def test_a_pass_says_what_it_consisted_of_and_what_it_took(
     assert {answer.result.batch_span for answer in answers} == {span_bytes(batch)}
 
 
-@pytest.mark.parametrize("tracer", [Asked()], ids=["on"])
+@pytest.mark.parametrize("kept", [Asked()], ids=["on"])
 @pytest.mark.parametrize("parent", ["", "0" * 55, parent_of(TRACE, sampled=False)])
 async def test_no_span_is_made_where_nobody_traces(
-    target: rpc.TargetAsyncStub, tracer: Asked, parent: str
+    target: rpc.TargetAsyncStub, kept: Asked, parent: str
 ) -> None:
     async with stream_of(target) as stream:
         await stream.send(pb.VerifyItem(slice=slice_of(PROMPT, traceparent=parent), credit=2))
@@ -126,7 +126,7 @@ async def test_no_span_is_made_where_nobody_traces(
     (refused,) = await verify(target, pb.VerifyItem(slice=slice_of([], traceparent=parent)))
     assert refused.HasField("status")
     assert {answer.result.batch_span for answer in answers} == {b""}
-    assert tracer.names == []
+    assert kept.names == []
 
 
 async def test_what_the_cache_has_is_told_of_a_hit_and_of_a_miss(
