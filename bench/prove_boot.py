@@ -2,8 +2,8 @@
 
 The whole default model; caches that are empty at first; every role rolled three times under load, with the
 pauses that the chart itself sets; pods of every role killed, stopped until readiness tells, and hung until
-liveness has them started again; TLS, callers, policies, drafts, traces and monitoring in combinations; and the
-chart on loopback. Writes bench/results/boot/<commit>.json; exits 1 if anything shows.
+liveness has them started again; TLS, callers, policies, drafts, traces and monitoring in combinations; and
+the chart on loopback. Writes bench/results/boot/<commit>.json; exits 1 if anything shows.
 """
 
 from __future__ import annotations
