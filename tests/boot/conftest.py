@@ -42,7 +42,7 @@ def disturbed(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory)
         model,
         folder / "made",
         values,
-        pause_s=0.2,
+        pause_s=0.5,
         isolated=why_no_sandbox() is None,
         rolls=("gateway", "draft", "redis", "target"),
         killed=("gateway", "draft"),

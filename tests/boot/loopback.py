@@ -124,22 +124,21 @@ class Told:
             path: str(source) for path, source in launch.image.binds.items() if path.startswith("/models")
         }
         places |= {mount.destination: str(mount.source) for mount in launch.mounts}
-        # Longest first: what is within another's place is itself.
-        ordered = sorted(places, key=len, reverse=True)
-        self._rules = [
-            (re.compile(rf"(?<![\w./-]){re.escape(path)}(?![\w.-])"), places[path]) for path in ordered
-        ]
+        rules = {
+            rf"(?<![\w./-]){re.escape(path)}(?![\w.-])": places[path] for path in sorted(places, reverse=True)
+        }
         for host, ip in services.items():
             name, namespace = host.split(".")[:2]
             forms = rf"{name}(?:\.{namespace}(?:\.svc(?:\.{re.escape(DOMAIN)})?)?)?"
-            self._rules.append((re.compile(rf"(?<![\w.-]){forms}(?=:\d)"), ip))
-        self._rules.append((re.compile(re.escape(_ANY)), launch.ip))
+            rules[rf"(?<![\w.-]){forms}(?=:\d)"] = ip
+        rules[re.escape(_ANY)] = launch.ip
+        # In one go: what one rule has put in is no matter of another. Longer paths come first.
+        self._replacements = list(rules.values())
+        self._pattern = re.compile("|".join(f"({rule})" for rule in rules))
 
     def text(self, text: str) -> str:
         """A value or an argument."""
-        for pattern, replacement in self._rules:
-            text = pattern.sub(lambda _, new=replacement: new, text)  # type: ignore[misc]
-        return text
+        return self._pattern.sub(lambda found: self._replacements[(found.lastindex or 1) - 1], text)
 
     def environment(self) -> dict[str, str]:
         """Its variables, and where this machine has its programs."""

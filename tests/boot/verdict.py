@@ -62,10 +62,12 @@ def uncovered_connections(record: Record) -> list[str]:
 
 
 def idle_openings(record: Record) -> list[str]:
-    """Openings that nobody needed.
+    """Openings that nobody needed, where there is a filter that would know.
 
     A visitor may use those for others than the chart's own pods (Prometheus), not in the place of one.
     """
+    if not record["isolated"]:
+        return []
     doors = record.get("doors", ())
     inside = {door["visitor"] for door in doors if door["namespace"] == record["namespace"]}
     used = {name for made in record["made"] if made["source"] not in inside for name in made["through"] or ()}
