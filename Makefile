@@ -130,7 +130,7 @@ lint: setup ## style, types, import walls, the wire
 	@echo "== buf"
 	@$(BIN)/buf lint
 
-.PHONY: helm helm-lint
+.PHONY: helm helm-lint checkov
 helm: setup
 	@$(BIN)/python scripts/get_helm.py
 
@@ -139,14 +139,20 @@ helm-lint: helm ## lint the chart
 	@$(BIN)/helm lint --strict --quiet helm/galley $(foreach values,$(wildcard helm/galley/examples/*.yaml),\
 		&& $(BIN)/helm lint --strict --quiet helm/galley --values $(values))
 
+checkov: helm ## have checkov read what the chart renders (makes its environment: 300 MB)
+	@scripts/checkov.sh
+
 # --------------------------------------------------------------------------------- generated files --
 
-.PHONY: proto manifests chart-files metrics monitoring trace-picture check-generated
+.PHONY: proto manifests chart-files chart-schema metrics monitoring trace-picture check-generated
 proto: setup ## write the stubs in services/common/pb anew
 	@scripts/proto.sh .
 
 manifests: helm ## render deploy/k8s from the chart
 	@$(BIN)/python scripts/manifests.py deploy/k8s
+
+chart-schema: setup ## write the services' settings into the chart's schema
+	@$(BIN)/python -m scripts.chart_schema helm/galley/values.schema.json
 
 chart-files: ## copy alerts and dashboards into the chart
 	@scripts/chart_files.sh helm/galley/files

@@ -19,6 +19,9 @@ compare services/common/pb "$fresh/services/common/pb" proto
 "${VENV:-.venv}/bin/python" scripts/manifests.py "$fresh/k8s"
 compare deploy/k8s/base "$fresh/k8s/base" manifests
 compare deploy/k8s/overlays "$fresh/k8s/overlays" manifests
+cp helm/galley/values.schema.json "$fresh/values.schema.json"
+"${VENV:-.venv}/bin/python" -m scripts.chart_schema "$fresh/values.schema.json"
+compare helm/galley/values.schema.json "$fresh/values.schema.json" chart-schema
 scripts/chart_files.sh "$fresh/files"
 compare helm/galley/files "$fresh/files" chart-files
 cp docs/telemetry.md "$fresh/telemetry.md"

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from services.common.logs import get_logger, start_logging
 from services.common.process import die_with_parent
@@ -29,7 +29,7 @@ class Told:
     rank: int
     address: str
     log_level: str
-    log_format: str
+    log_format: Literal["json", "console"]
 
 
 async def start_followers(

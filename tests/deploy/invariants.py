@@ -78,7 +78,7 @@ def _is_consistent(name: str, spec: Manifest, container: Manifest) -> None:
         if "grpc" in probe:
             assert probe["grpc"]["port"] in ports, name
         elif "exec" not in probe:
-            assert next(iter(probe.values()))["port"] in named, name
+            assert (probe.get("httpGet") or probe["tcpSocket"])["port"] in named, name
 
 
 def _references_come_first(name: str, container: Manifest) -> None:

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from tests.deploy.render import Manifest
 
 OWN_STORE = {"embedded": {"enabled": False}}
-TLS = {
+TLS: dict[str, Any] = {
     "enabled": True,
     "gateway": {"secretName": "gateway-tls"},
     "draft": {"secretName": "draft-tls"},
     "target": {"secretName": "target-tls"},
 }
-JWT = {"enabled": True, "issuer": "https://issuer.example.com", "audience": "galley"}
-KEDA = {"enabled": True, "prometheus": {"serverAddress": "http://prometheus:9090"}}
+JWT: dict[str, Any] = {"enabled": True, "issuer": "https://issuer.example.com", "audience": "galley"}
+KEDA: dict[str, Any] = {"enabled": True, "prometheus": {"serverAddress": "http://prometheus:9090"}}
 ALL_MONITORING = {"rules": {"enabled": True}, "dashboards": {"enabled": True}}
 FROM_EDGE = {"clients": [{"namespaceSelector": {"matchLabels": {"name": "edge"}}}]}
 
@@ -84,7 +84,9 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
             "auth": {"apiKeys": {"secretName": "keys"}, "idSecret": {"secretName": "ids"}},
             "test": {"apiKey": {"secretName": "test-key"}},
         },
-        "tokens": {"auth": {"jwt": JWT}},
+        "tokens": {
+            "auth": {"jwt": {**JWT, "jwksUrl": "https://issuer.example.com/keys", "caSecretName": "ca"}}
+        },
         "both": {
             "auth": {
                 "apiKeys": {"secretName": "keys"},
@@ -125,6 +127,7 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 Row = dict[str, str]
+Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
 def rows() -> list[Row]:
@@ -147,7 +150,7 @@ def _settings(name: str) -> list[tuple[str, str]]:
     return [(name, each) for each in SWITCHES[name]]
 
 
-def _row(wanted: set[tuple[tuple[str, str], ...]]) -> Row:
+def _row(wanted: set[Pair]) -> Row:
     """A row that begins with a pair not had yet, and takes at each switch what adds most such pairs."""
     row: Row = dict(min(wanted))
     for name, settings in SWITCHES.items():
@@ -157,7 +160,7 @@ def _row(wanted: set[tuple[tuple[str, str], ...]]) -> Row:
     return {name: row[name] for name in SWITCHES}
 
 
-def _gain(row: Row, name: str, wanted: set[tuple[tuple[str, str], ...]], each: str) -> int:
+def _gain(row: Row, name: str, wanted: set[Pair], each: str) -> int:
     """How many pairs not had yet `row` has with this setting of the switch `name`."""
     whole = {**row, name: each}
     ordered = {known: whole[known] for known in SWITCHES if known in whole}

@@ -1,29 +1,16 @@
-"""The settings class of each service, as the service itself reads it."""
+"""What a service reads of its environment, as the service itself reads it."""
 
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
+from scripts.chart_schema import settings_of
 from services.common.config import ServiceSettings, parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-def settings_of(role: str) -> type[ServiceSettings]:
-    """The one class of services.<role>.settings that a server is configured by."""
-    module = import_module(f"services.{role}.settings")
-    (found,) = (
-        value
-        for value in vars(module).values()
-        if isinstance(value, type)
-        and issubclass(value, ServiceSettings)
-        and value.__module__ == module.__name__
-    )
-    return found
 
 
 def variables_of(role: str) -> frozenset[str]:

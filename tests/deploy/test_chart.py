@@ -75,8 +75,8 @@ def test_what_there_is_by_default(manifests: list[Manifest]) -> None:
         ({"target": {"gpus": 1, "settings": {"device": "cpu"}}}, "target.settings.device is cpu"),
         ({"target": {"settings": {"device": "cuda:0"}}}, "target.gpus is 0"),
         (
-            {"target": {"kind": "rayservice", "rayService": {"image": {"repository": ""}}}},
-            "/image/repository",
+            {"target": {"kind": "rayservice", "rayService": {"rayVersion": ""}}},
+            "/rayVersion",
         ),
         ({"target": {"kind": "rayservice", "replicas": 0}}, "target.replicas of 1"),
         ({"target": {"kind": "rayservice"}, "keda": KEDA}, "keda.target.enabled=false"),

@@ -1,40 +1,57 @@
-"""What the manifests configure is what the code reads."""
+"""What the manifests configure is what the code reads, and all that it needs to be told."""
 
 from __future__ import annotations
 
+import functools
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import yaml
 
-from tests.deploy.render import CHART, ROLES, ROOT, container, default_values, env, render, workloads
-from tests.deploy.settings_of import parse_env, settings_of, variables_of
+from scripts.chart_schema import DECIDED, NOT_IN_A_CLUSTER, offered, settings_of
+from tests.deploy import matrix
+from tests.deploy.render import CHART, EXAMPLES, ROLES, default_values, env, env_of, example, pods, render
+from tests.deploy.render import workloads as workloads_of
+from tests.deploy.settings_of import parse_env, variables_of
 
-# What the chart decides by itself (a pod is one rank) or keeps for tests; what means nothing in a cluster.
-CHART_DECIDES = {
-    "gateway": {"api_keys_file", "draft", "id_secret", "model", "redis_url", "startup_timeout_s", "target"},
-    "draft": {"advertise", "oracle_answers", "oracle_spoil", "redis_url", "tokenizer"},
-    "target": {"advertise", "model", "redis_url", "tensor_parallel"},
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from services.common.config import ServiceSettings
+    from tests.deploy.render import Manifest
+
+VARIANTS = [
+    *(matrix.values_of(row) for row in matrix.rows()),
+    *(example(path.stem.removeprefix("values-")) for path in EXAMPLES),
+]
+# What the chart leaves to the defaults: secrets come by reference, without a file of their own, and replicas
+# are not named but register.
+LEFT = {"id_secret_file", "redis_url_file", "target"}
+# Kubernetes fills these in.
+FILLED = {
+    "GALLEY_GATEWAY_ID_SECRET": "0" * 64,
+    "GALLEY_TARGET_HOST_INDEX": "0",
+    **{f"GALLEY_{role.upper()}_REDIS_URL": "redis://store:6379/0" for role in ROLES},
 }
-CHART_DECIDES_FOR_ALL = {"drain_timeout_s", "host", "log_format", "log_level", "port"}
-NOT_IN_A_CLUSTER = {"die_with_parent", "ready_fd"}
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "own store": {
-        "redis": {"embedded": {"enabled": False}, "existingSecret": {"name": "store"}},
-        "gateway": {"idSecret": {"name": "ids"}, "apiKeys": {"name": "callers"}},
-    },
-    "a directory": {"model": "/models/other", "logLevel": "debug"},
-    "hub models": {"model": "example/big", "draft": {"settings": {"model": "example/small"}}},
-    "no draft": {"draft": {"enabled": False}},
-}
 
 
-def settings_of_schema(role: str) -> set[str]:
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    return set(schema["properties"][role]["properties"]["settings"]["properties"])
+def galley_pods(values: Manifest) -> dict[str, dict[str, str]]:
+    """The environment of the pods that run a service, by its role; of a group's, the leader's."""
+    return {
+        role: env_of(spec["containers"][0]) for role, spec in pods(render(values)).items() if role in ROLES
+    }
+
+
+@functools.cache
+def environments() -> list[dict[str, dict[str, str]]]:
+    """Of all variants."""
+    return [galley_pods(values) for values in VARIANTS]
+
+
+def as_filled_in(given: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the service reads, as Kubernetes hands them over."""
+    ours = {name: value for name, value in given.items() if name.startswith("GALLEY_")}
+    return {name: value or FILLED[name] for name, value in ours.items()}
 
 
 def test_every_role_has_a_prefix_of_its_own() -> None:
@@ -45,51 +62,77 @@ def test_every_role_has_a_prefix_of_its_own() -> None:
     }
 
 
-@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
-def test_every_variable_in_the_manifests_is_a_setting(values: dict[str, Any]) -> None:
-    for role, workload in workloads(render(values)).items():
-        given = {name for name in env(workload) if name.startswith("GALLEY_")}
-        assert given <= (variables_of(role) if role in ROLES else set())
-        # All configuration goes by the environment.
-        assert role == "redis" or "args" not in container(workload)
+def test_every_variable_is_one_that_its_service_reads() -> None:
+    for values in VARIANTS:
+        for name, spec in pods(render(values)).items():
+            role = name.removesuffix("-worker")
+            given = {each for each in env_of(spec["containers"][0]) if each.startswith("GALLEY_")}
+            if role in ROLES:
+                assert given <= variables_of(role), name
+                # All configuration goes by the environment.
+                assert "args" not in spec["containers"][0]
+            elif name != "test":
+                assert not given, name
 
 
-@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
-def test_the_services_accept_their_values(values: dict[str, Any]) -> None:
-    for role, workload in workloads(render(values)).items():
-        if role in ROLES:
-            settings = parse_env(role, env(workload))
-            assert settings.host == "0.0.0.0"
-            assert settings.port == default_values()[role]["port"]
-
-
-def test_committed_manifests_name_only_settings() -> None:
+def test_what_the_chart_keeps_to_itself_it_sets() -> None:
+    """Else nobody could: such a setting is not offered as one of `settings`."""
     for role in ROLES:
-        documents = list(yaml.safe_load_all((ROOT / "deploy" / "k8s" / f"{role}.yaml").read_text()))
-        for workload in workloads([document for document in documents if document]).values():
-            assert {name for name in env(workload) if name.startswith("GALLEY_")} <= variables_of(role)
+        prefix = settings_of(role).model_config["env_prefix"]
+        ever = set().union(*(told.get(role, ()) for told in environments()))
+        kept = (DECIDED - LEFT) & set(settings_of(role).model_fields) - set(offered(role))
+        assert {f"{prefix}{name}".upper() for name in kept} <= ever, role
+
+
+def test_the_services_accept_what_they_are_told() -> None:
+    accepted = {
+        (role, tuple(sorted(given.items()))) for told in environments() for role, given in told.items()
+    }
+    for role, given in accepted:
+        settings = parse_env(role, as_filled_in(dict(given)))
+        assert settings.host == "0.0.0.0"
+        assert settings.port == default_values()[role]["port"]
+
+
+def settings_told(role: str, values: Manifest) -> ServiceSettings:
+    return parse_env(role, as_filled_in(galley_pods(values)[role]))
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_the_schema_offers_every_setting_that_is_not_the_charts(role: str) -> None:
-    fields = set(settings_of(role).model_fields)
-    assert settings_of_schema(role) == (
-        fields - CHART_DECIDES[role] - CHART_DECIDES_FOR_ALL - NOT_IN_A_CLUSTER
-    )
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    told = schema["properties"][role]["properties"]["settings"]["properties"]
+    assert told == offered(role), "run `make chart-schema`"
+    assert set(told) | DECIDED | NOT_IN_A_CLUSTER >= set(settings_of(role).model_fields)
 
 
 def test_target_gateway_and_draft_share_a_tokenizer() -> None:
-    rendered = workloads(render({"model": "/models/other"}))
+    rendered = workloads_of(render({"model": "/models/other"}))
     assert env(rendered["target"])["GALLEY_TARGET_MODEL"] == "/models/other"
     assert env(rendered["gateway"])["GALLEY_GATEWAY_MODEL"] == "/models/other"
     assert env(rendered["draft"])["GALLEY_DRAFT_TOKENIZER"] == "/models/other"
-    own = env(workloads(render(VARIANTS["hub models"]))["draft"])
+    own = env(
+        workloads_of(render({"model": "example/big", "draft": {"settings": {"model": "example/small"}}}))[
+            "draft"
+        ]
+    )
     assert own["GALLEY_DRAFT_MODEL"] == "example/small"
     assert "GALLEY_DRAFT_TOKENIZER" not in own
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_settings_are_handed_on(role: str) -> None:
-    values = {role: {"settings": {"max_message_bytes": 4_194_304}}}
+    values: dict[str, Any] = {role: {"settings": {"max_message_bytes": 4_194_304}}}
     variable = f"GALLEY_{role.upper()}_MAX_MESSAGE_BYTES"
-    assert env(workloads(render(values))[role])[variable] == "4194304"
+    assert env(workloads_of(render(values))[role])[variable] == "4194304"
+    assert settings_told(role, values).max_message_bytes == 4_194_304
+
+
+def test_further_environment_is_for_all_or_for_one() -> None:
+    values = {
+        "extraEnv": [{"name": "FOR_ALL", "value": "1"}],
+        "draft": {"extraEnv": [{"name": "FOR_DRAFTS", "value": "1"}]},
+    }
+    rendered = workloads_of(render(values))
+    assert all("FOR_ALL" in env(rendered[role]) for role in ROLES)
+    assert [role for role in ROLES if "FOR_DRAFTS" in env(rendered[role])] == ["draft"]

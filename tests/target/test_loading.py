@@ -9,8 +9,10 @@ import pytest
 
 from services.engine.kv_pool import kv_block_bytes
 from services.engine.loading import load_config, parse_dtype
+from services.target.follower import device_environment
 from services.target.loading import kv_blocks, load_engine
 from services.target.paged_engine import PagedEngine
+from services.target.rank import RankSpec
 from services.target.settings import TargetSettings
 from tests.target.tiny import CONTEXT
 
@@ -57,3 +59,25 @@ def test_the_context_window_is_what_the_pool_holds(loaded: CausalModel) -> None:
 def test_hosts_that_cannot_share_the_ranks_are_refused(told: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         TargetSettings(**told)
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "place", "expected"),
+    [
+        ("cpu", "", 1, {}),
+        ("cuda", "", 0, {"CUDA_VISIBLE_DEVICES": "0"}),
+        ("cuda", "", 3, {"CUDA_VISIBLE_DEVICES": "3"}),
+        ("cuda:0", "4,GPU-f00d", 1, {"CUDA_VISIBLE_DEVICES": "GPU-f00d"}),
+    ],
+)
+def test_each_rank_of_a_host_sees_a_device_of_its_own(
+    device: str, visible: str, place: int, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device_environment(RankSpec("model", "auto", device, 1, 4), place) == expected
+
+
+def test_a_host_with_too_few_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ValueError, match="no device for each"):
+        device_environment(RankSpec("model", "auto", "cuda", 1, 4), 2)

@@ -43,6 +43,10 @@
 - name: GALLEY_GATEWAY_JWT_JWKS_URL
   value: {{ .jwksUrl | quote }}
 {{- end }}
+{{- if .caSecretName }}
+- name: GALLEY_GATEWAY_JWT_CA_FILE
+  value: /etc/galley/jwt-ca/ca.crt
+{{- end }}
 - name: GALLEY_GATEWAY_JWT_ALGORITHMS
   value: {{ join "," .algorithms | quote }}
 - name: GALLEY_GATEWAY_JWT_PRINCIPAL_CLAIM

@@ -142,7 +142,7 @@ livenessProbe:
 {{- define "galley.container" -}}
 {{- $role := index .root.Values .role -}}
 name: {{ .container | default .role }}
-image: {{ include "galley.image" (dict "root" .root "repository" (.repository | default $role.image.repository)) }}
+image: {{ include "galley.image" (dict "root" .root "repository" $role.image.repository) }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 securityContext:
   {{- include "galley.containerSecurity" . | nindent 2 }}

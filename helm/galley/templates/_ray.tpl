@@ -54,7 +54,7 @@ spec:
   {{- end }}
   containers:
     - name: ray-head
-      image: {{ include "galley.image" (dict "root" .root "repository" $values.target.rayService.image.repository) }}
+      image: {{ include "galley.image" (dict "root" .root "repository" $values.target.image.repository) }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       securityContext:
         {{- include "galley.containerSecurity" . | nindent 8 }}
@@ -91,8 +91,7 @@ spec:
 {{/* The pods of the replicas, one each. */}}
 {{- define "galley.rayWorker" -}}
 {{- $target := .root.Values.target -}}
-{{- $ray := $target.rayService -}}
-{{- $it := merge (dict "repository" $ray.image.repository "scratch" $ray.scratchSizeLimit) . -}}
+{{- $it := merge (dict "scratch" $target.rayService.scratchSizeLimit) . -}}
 metadata:
   {{- include "galley.podMetadata" $it | nindent 2 }}
 spec:

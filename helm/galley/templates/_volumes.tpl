@@ -78,6 +78,9 @@
 {{- with $values.auth.jwt.jwksConfigMap.name -}}
 {{- $found = append $found (dict "name" "jwks" "path" "/etc/galley/jwks" "configMap" .) -}}
 {{- end -}}
+{{- with $values.auth.jwt.caSecretName -}}
+{{- $found = append $found (dict "name" "jwt-ca" "path" "/etc/galley/jwt-ca" "secret" .) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- with $values.redis.tlsSecretName -}}

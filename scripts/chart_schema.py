@@ -1,0 +1,99 @@
+"""Writes each role's settings into the chart's schema: `python -m scripts.chart_schema FILE`.
+
+They are the fields of services/<role>/settings.py, with their types and bounds, but for those that the chart
+decides itself and those that mean nothing in a cluster. The rest of the file stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.common.config import ServiceSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROLES = ("gateway", "draft", "target")
+NOT_IN_A_CLUSTER = frozenset({"die_with_parent", "ready_fd", "oracle_answers", "oracle_spoil"})
+"""For tests, and for whoever starts processes itself."""
+_WIRING = {"advertise", "draft", "host", "log_format", "port", "redis_url", "redis_url_file", "target"}
+_OWN_VALUES = {"drain_timeout_s", "health_port", "log_level", "metrics_port", "model", "startup_timeout_s"}
+_RANKS = {"host_index", "hosts", "ranks_address", "ranks_timeout_s", "tensor_parallel"}
+_TLS = {"tls_cert_file", "tls_client_ca_file", "tls_key_file"}
+_PEERS = {"draft_tls_name", "peer_ca_file", "peer_cert_file", "peer_key_file", "target_tls_name"}
+_CALLERS = {
+    *("api_keys_file", "id_secret", "id_secret_file"),
+    *("jwt_algorithms", "jwt_audience", "jwt_ca_file", "jwt_issuer", "jwt_jwks_file", "jwt_jwks_url"),
+    "jwt_principal_claim",
+}
+DECIDED = frozenset(_WIRING | _OWN_VALUES | _RANKS | _TLS | _PEERS | _CALLERS | {"tokenizer"})
+"""What the chart sets by itself, from values with a place of their own."""
+# The draft's model is the draft's alone, so that it has no other place.
+_OFFERED = {"draft": {"model"}}
+_KEPT_WORDS = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength")
+_WIDTH = 128
+
+
+def settings_of(role: str) -> type[ServiceSettings]:
+    """The one class of services.<role>.settings that a server is configured by."""
+    module = import_module(f"services.{role}.settings")
+    (found,) = (
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, ServiceSettings)
+        and value.__module__ == module.__name__
+    )
+    return found
+
+
+def offered(role: str) -> dict[str, dict[str, Any]]:
+    """The settings that a role's `settings` may hold, each with what its value must be."""
+    told = settings_of(role).model_json_schema()["properties"]
+    kept_back = (DECIDED - _OFFERED.get(role, set())) | NOT_IN_A_CLUSTER
+    return {name: _value_of(told[name]) for name in sorted(set(told) - kept_back)}
+
+
+def _value_of(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON Schema has of a field, but for title, default and the like."""
+    merged = dict(told)
+    for option in told.get("anyOf", ()):
+        if option.get("type") != "null":
+            merged |= option
+    return {word: merged[word] for word in _KEPT_WORDS if word in merged}
+
+
+def text_of(value: Any, indent: int = 0, taken: int = 0) -> str:
+    """JSON with whatever fits into a line in one."""
+    line = json.dumps(value, ensure_ascii=False)
+    if not value or not isinstance(value, dict | list) or len(line) + indent + taken <= _WIDTH:
+        return line
+    inner = " " * (indent + 2)
+    if isinstance(value, list):
+        parts = [text_of(each, indent + 2) for each in value]
+    else:
+        names = {name: json.dumps(name) + ": " for name in value}
+        parts = [names[name] + text_of(each, indent + 2, len(names[name])) for name, each in value.items()]
+    opening, closing = "[]" if isinstance(value, list) else "{}"
+    return f"{opening}\n" + ",\n".join(inner + part for part in parts) + "\n" + " " * indent + closing
+
+
+def main() -> int:
+    """Write the file anew; 2 unless one is named."""
+    if len(sys.argv) != 2:
+        sys.stderr.write("usage: python -m scripts.chart_schema FILE\n")
+        return 2
+    file = Path(sys.argv[1])
+    schema = json.loads(file.read_text(encoding="utf-8"))
+    for role in ROLES:
+        schema["properties"][role]["properties"]["settings"]["properties"] = offered(role)
+    file.write_text(text_of(schema) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""TLS, callers and the way in: what is mounted where, and that each part is told of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.deploy.matrix import FROM_EDGE, JWT, TLS, laid_over
+from tests.deploy.render import ROLES, Manifest, env_of, of_kind, only_container, pods, render, services
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def mounted(spec: Manifest) -> dict[str, str]:
+    """By the path below /etc/galley, the Secret or ConfigMap that is mounted there."""
+    sources = {
+        volume["name"]: volume.get("secret", {}).get("secretName") or volume.get("configMap", {}).get("name")
+        for volume in spec["volumes"]
+    }
+    found = {mount["mountPath"]: sources[mount["name"]] for mount in only_container(spec)["volumeMounts"]}
+    return {path: name for path, name in found.items() if path.startswith("/etc/galley/")}
+
+
+def files(spec: Manifest) -> dict[str, str]:
+    """The variables that name a file below /etc/galley."""
+    given = env_of(only_container(spec))
+    return {name: value for name, value in given.items() if value.startswith("/etc/galley/")}
+
+
+def told_of_what_is_mounted(spec: Manifest) -> None:
+    folders = {value.rpartition("/")[0] for value in files(spec).values()}
+    assert folders == set(mounted(spec))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"tls": TLS},
+        {"tls": {**TLS, "mutual": False}},
+        {"tls": {**TLS, "gateway": {"secretName": "g", "clientCaSecretName": "c", "peerSecretName": "p"}}},
+        {"auth": {"apiKeys": {"secretName": "keys"}, "jwt": {**JWT, "jwksConfigMap": {"name": "jwks"}}}},
+        {"otel": {"endpoint": "https://collector:4317", "caSecretName": "ca"}},
+    ],
+    ids=["mutual", "servers alone", "callers too", "keys and tokens", "collector"],
+)
+def test_each_part_is_told_of_what_is_mounted_and_of_nothing_else(values: Manifest) -> None:
+    for role, spec in pods(render(values)).items():
+        if role in ROLES:
+            told_of_what_is_mounted(spec)
+
+
+def test_without_tls_nothing_of_it_is_there() -> None:
+    for role, spec in pods(render()).items():
+        if role in ROLES:
+            assert not mounted(spec)
+            assert not [name for name in env_of(only_container(spec)) if "TLS" in name or "PEER" in name]
+
+
+def test_every_server_serves_its_own_certificate() -> None:
+    rendered = pods(render({"tls": TLS}))
+    for role in ROLES:
+        prefix = f"GALLEY_{role.upper()}_TLS_"
+        assert mounted(rendered[role])["/etc/galley/tls"] == f"{role}-tls"
+        told = files(rendered[role])
+        assert told[f"{prefix}CERT_FILE"] == "/etc/galley/tls/tls.crt"
+        assert told[f"{prefix}KEY_FILE"] == "/etc/galley/tls/tls.key"
+
+
+@pytest.mark.parametrize("mutual", [True, False])
+def test_drafts_and_targets_ask_gateways_for_a_certificate_where_it_is_mutual(mutual: bool) -> None:
+    rendered = pods(render({"tls": {**TLS, "mutual": mutual}}))
+    gateway = files(rendered["gateway"])
+    assert gateway["GALLEY_GATEWAY_PEER_CA_FILE"] == "/etc/galley/peer-tls/ca.crt"
+    assert ("GALLEY_GATEWAY_PEER_CERT_FILE" in gateway) is mutual
+    assert ("GALLEY_GATEWAY_PEER_KEY_FILE" in gateway) is mutual
+    for role in ("draft", "target"):
+        assert (f"GALLEY_{role.upper()}_TLS_CLIENT_CA_FILE" in files(rendered[role])) is mutual
+    assert "GALLEY_GATEWAY_TLS_CLIENT_CA_FILE" not in gateway, "that is for callers"
+
+
+def test_replicas_must_bear_the_name_that_is_asked_for() -> None:
+    """They register by their pods' addresses, which no certificate can know."""
+    own = laid_over([{"tls": TLS}, {"tls": {"draft": {"name": "drafts.example.com"}}}])
+    told = env_of(only_container(pods(render(own))["gateway"]))
+    assert told["GALLEY_GATEWAY_TARGET_TLS_NAME"] == "galley-target.galley.svc"
+    assert told["GALLEY_GATEWAY_DRAFT_TLS_NAME"] == "drafts.example.com"
+
+
+def test_what_the_gateway_shows_its_peers_may_be_another_certificate() -> None:
+    shared = pods(render({"tls": TLS}))["gateway"]
+    assert mounted(shared)["/etc/galley/peer-tls"] == "gateway-tls"
+    values = laid_over([{"tls": TLS}, {"tls": {"gateway": {"peerSecretName": "inside"}}}])
+    assert mounted(pods(render(values))["gateway"])["/etc/galley/peer-tls"] == "inside"
+
+
+def test_secrets_are_for_the_group_of_the_containers_alone() -> None:
+    for name, spec in pods(render({"tls": TLS, "auth": {"apiKeys": {"secretName": "keys"}}})).items():
+        for volume in spec.get("volumes", []):
+            if "secret" in volume:
+                assert volume["secret"]["defaultMode"] == 0o440, name
+
+
+def test_the_file_of_api_keys_is_where_the_gateway_is_told() -> None:
+    rendered = pods(render({"auth": {"apiKeys": {"secretName": "callers", "key": "k.toml"}}}))
+    gateway = rendered["gateway"]
+    assert mounted(gateway) == {"/etc/galley/api-keys": "callers"}
+    assert files(gateway) == {"GALLEY_GATEWAY_API_KEYS_FILE": "/etc/galley/api-keys/k.toml"}
+    assert not mounted(rendered["target"])
+
+
+@pytest.mark.parametrize(
+    ("jwt", "told"),
+    [
+        ({}, {}),
+        ({"jwksUrl": "https://issuer/keys"}, {"GALLEY_GATEWAY_JWT_JWKS_URL": "https://issuer/keys"}),
+        (
+            {"jwksConfigMap": {"name": "jwks"}},
+            {"GALLEY_GATEWAY_JWT_JWKS_FILE": "/etc/galley/jwks/jwks.json"},
+        ),
+        ({"caSecretName": "ca"}, {"GALLEY_GATEWAY_JWT_CA_FILE": "/etc/galley/jwt-ca/ca.crt"}),
+    ],
+    ids=["discovery", "url", "file", "own authority"],
+)
+def test_tokens_are_checked_by_the_issuers_keys(jwt: Manifest, told: Mapping[str, str]) -> None:
+    gateway = env_of(only_container(pods(render({"auth": {"jwt": {**JWT, **jwt}}}))["gateway"]))
+    assert {name: value for name, value in gateway.items() if "JWT_" in name} == {
+        "GALLEY_GATEWAY_JWT_ISSUER": JWT["issuer"],
+        "GALLEY_GATEWAY_JWT_AUDIENCE": JWT["audience"],
+        "GALLEY_GATEWAY_JWT_ALGORITHMS": "RS256,ES256",
+        "GALLEY_GATEWAY_JWT_PRINCIPAL_CLAIM": "sub",
+        **told,
+    }
+
+
+def test_the_test_is_a_caller_like_any_other() -> None:
+    values = laid_over(
+        [
+            {"tls": TLS, "auth": {"apiKeys": {"secretName": "keys"}}},
+            {"tls": {"gateway": {"clientCaSecretName": "callers"}}},
+            {"test": {"apiKey": {"secretName": "mine"}, "clientCertSecretName": "my-cert"}},
+        ]
+    )
+    rendered = render(values)
+    (test,) = of_kind(rendered, "Pod").values()
+    assert test["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    container = only_container(test["spec"])
+    gateway = only_container(pods(rendered)["gateway"])
+    assert container["image"] == gateway["image"], "one that is there"
+    assert container["command"] == ["python", "-m", "services.cli"]
+    assert container["args"][0] == "generate"
+    told = env_of(container)
+    assert told["GALLEY_TLS_SERVER_NAME"] == "galley-gateway.galley.svc"
+    told_of_what_is_mounted(test["spec"])
+    (key,) = (entry for entry in container["env"] if entry["name"] == "GALLEY_API_KEY")
+    assert key["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "api-key"}
+    volumes = {volume["name"]: volume for volume in test["spec"]["volumes"]}
+    assert volumes["tls"]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}], "not the gateway's key"
+
+
+@pytest.mark.parametrize(("tls", "backend"), [({}, "GRPC"), (TLS, "GRPCS")])
+def test_an_ingress_passes_on_the_one_service(tls: Manifest, backend: str) -> None:
+    own = {"nginx.ingress.kubernetes.io/proxy-read-timeout": "7200"}
+    ingress = {"enabled": True, "host": "g.example.com", "tlsSecretName": "edge", "annotations": own}
+    values = {"ingress": {**ingress, "className": "nginx"}, "networkPolicy": FROM_EDGE, "tls": tls}
+    (found,) = of_kind(render(values), "Ingress").values()
+    (rule,) = found["spec"]["rules"]
+    assert rule["host"] == "g.example.com"
+    (path,) = rule["http"]["paths"]
+    assert path["path"] == "/galley.v1.Generation/", "health and reflection stay inside"
+    assert path["backend"]["service"] == {"name": "galley-gateway", "port": {"name": "grpc"}}
+    assert found["spec"]["tls"] == [{"hosts": ["g.example.com"], "secretName": "edge"}]
+    annotations = found["metadata"]["annotations"]
+    assert annotations["nginx.ingress.kubernetes.io/backend-protocol"] == backend
+    assert own.items() <= annotations.items()
+
+
+def test_a_route_passes_on_the_one_service() -> None:
+    parents = [{"name": "public", "namespace": "gateways", "sectionName": "https"}]
+    route = {"enabled": True, "parentRefs": parents, "hostnames": ["g.example.com"]}
+    (found,) = of_kind(render({"gatewayApi": route, "networkPolicy": FROM_EDGE}), "GRPCRoute").values()
+    assert found["spec"]["parentRefs"] == parents
+    assert found["spec"]["hostnames"] == ["g.example.com"]
+    (rule,) = found["spec"]["rules"]
+    assert rule["matches"] == [{"method": {"service": "galley.v1.Generation"}}]
+    assert rule["backendRefs"] == [{"name": "galley-gateway", "port": 50051}]
+
+
+@pytest.mark.parametrize(("tls", "protocol"), [({}, "kubernetes.io/h2c"), (TLS, "https")])
+def test_whoever_balances_is_told_how_to_speak(tls: Manifest, protocol: str) -> None:
+    service = services(render({"tls": tls}))["galley-gateway"]
+    assert service["spec"]["ports"][0]["appProtocol"] == protocol
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("LoadBalancer", "Local"), ("ClusterIP", None)])
+def test_callers_addresses_are_kept_where_that_can_be(kind: str, policy: str | None) -> None:
+    values = {
+        "gateway": {"service": {"type": kind, "externalTrafficPolicy": "Local"}},
+        "networkPolicy": FROM_EDGE,
+    }
+    spec = services(render(values))["galley-gateway"]["spec"]
+    assert (spec["type"], spec.get("externalTrafficPolicy")) == (kind, policy)

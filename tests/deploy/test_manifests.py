@@ -1,0 +1,71 @@
+"""deploy/k8s: what kubectl and kustomize users get is what the chart renders."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy import schemas
+from tests.deploy.invariants import hold
+from tests.deploy.render import ROOT, Manifest, pods, render, tool
+
+K8S = ROOT / "deploy" / "k8s"
+OVERLAYS = sorted(path.stem for path in (K8S / "values").glob("*.yaml"))
+
+
+def built(overlay: str) -> list[Manifest]:
+    """What `kubectl apply -k` would apply."""
+    command = [tool("kubectl"), "kustomize", str(K8S / "overlays" / overlay)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def by_name(manifests: list[Manifest]) -> dict[tuple[str, str], Any]:
+    return {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests}
+
+
+def test_there_is_one_to_try_it_and_one_to_run_it() -> None:
+    assert OVERLAYS == ["production", "trial"]
+    assert {path.name for path in (K8S / "overlays").iterdir()} == set(OVERLAYS)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_is_what_the_chart_renders_of_its_values(overlay: str) -> None:
+    values = yaml.safe_load((K8S / "values" / f"{overlay}.yaml").read_text())
+    manifests = built(overlay)
+    rendered = [manifest for manifest in render(values) if manifest["kind"] != "Pod"]
+    assert by_name(manifests) == by_name(rendered)
+    for manifest in manifests:
+        schemas.check(manifest)
+    # Of the test's pod there is only the policy.
+    hold([*manifests, *(manifest for manifest in render(values) if manifest["kind"] == "Pod")])
+
+
+def test_what_both_have_is_in_the_base() -> None:
+    base = list((K8S / "base").glob("*.yaml"))
+    assert {path.name for path in base} >= {"kustomization.yaml", "service-accounts.yaml", "disruption.yaml"}
+    for overlay in OVERLAYS:
+        own = {
+            (document["kind"], document["metadata"]["name"])
+            for path in (K8S / "overlays" / overlay).glob("*.yaml")
+            for document in yaml.safe_load_all(path.read_text())
+            if path.name != "kustomization.yaml"
+        }
+        shared = {
+            (document["kind"], document["metadata"]["name"])
+            for path in base
+            for document in yaml.safe_load_all(path.read_text())
+            if path.name != "kustomization.yaml"
+        }
+        assert not own & shared
+
+
+def test_production_lets_nobody_in_unasked() -> None:
+    rendered = built("production")
+    gateway = pods(rendered)["gateway"]["containers"][0]
+    names = {entry["name"] for entry in gateway["env"]}
+    assert {"GALLEY_GATEWAY_API_KEYS_FILE", "GALLEY_GATEWAY_TLS_CERT_FILE"} <= names
+    assert "redis" not in pods(rendered)

@@ -1,0 +1,124 @@
+"""How a deployment is seen: scraping, alerts, dashboards, traces."""
+
+from __future__ import annotations
+
+import json
+import os
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from services.common.otlp import exports
+from tests.deploy.render import (
+    ROLES,
+    ROOT,
+    default_values,
+    env_of,
+    of_kind,
+    only_container,
+    pod_templates,
+    pods,
+    render,
+    services,
+)
+
+MONITORS = ("PodMonitor", "ServiceMonitor")
+
+
+@pytest.mark.parametrize(
+    ("scrape", "annotated", "kinds"),
+    [
+        ("annotations", True, set()),
+        ("podMonitor", False, {"PodMonitor"}),
+        ("serviceMonitor", False, {"ServiceMonitor"}),
+        ("none", False, set()),
+    ],
+)
+def test_pods_are_scraped_in_one_way(scrape: str, annotated: bool, kinds: set[str]) -> None:
+    rendered = render({"monitoring": {"scrape": scrape}})
+    assert {manifest["kind"] for manifest in rendered} & set(MONITORS) == kinds
+    templates = pod_templates(rendered)
+    for role in ROLES:
+        annotations = templates[role]["metadata"]["annotations"]
+        port = str(default_values()[role]["metricsPort"])
+        assert ("prometheus.io/scrape" in annotations) is annotated
+        assert annotations.get("prometheus.io/port") == (port if annotated else None)
+
+
+@pytest.mark.parametrize("kind", MONITORS)
+def test_a_monitor_finds_the_metrics_of_each_role_once(kind: str) -> None:
+    scrape = kind[0].lower() + kind[1:]
+    rendered = render({"monitoring": {"scrape": scrape, "labels": {"release": "prometheus"}}})
+    (monitor,) = of_kind(rendered, kind).values()
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints" if kind == "PodMonitor" else "endpoints"]
+    assert (endpoint["port"], endpoint["path"]) == ("metrics", "/metrics")
+    offering = []
+    if kind == "PodMonitor":
+        for role, template in pod_templates(rendered).items():
+            ports = {port["name"] for port in only_container(template["spec"]).get("ports", [])}
+            if wanted <= template["metadata"]["labels"].items() and "metrics" in ports:
+                offering.append(role)
+    else:
+        for service in services(rendered).values():
+            ports = {port["name"] for port in service["spec"]["ports"]}
+            if wanted <= service["metadata"]["labels"].items():
+                assert "metrics" in ports
+                offering.append(service["spec"]["selector"]["app.kubernetes.io/component"])
+    assert sorted(offering) == sorted(ROLES)
+
+
+def test_the_rules_are_those_of_the_repository() -> None:
+    (rule,) = of_kind(render({"monitoring": {"rules": {"enabled": True}}}), "PrometheusRule").values()
+    assert rule["spec"] == yaml.safe_load((ROOT / "deploy" / "alerts" / "galley.rules.yaml").read_text())
+
+
+def test_runbooks_may_be_served_elsewhere() -> None:
+    values = {"rules": {"enabled": True, "runbookBaseUrl": "https://wiki.example.com/galley/"}}
+    (rule,) = of_kind(render({"monitoring": values}), "PrometheusRule").values()
+    alerts = [one for group in rule["spec"]["groups"] for one in group["rules"] if "alert" in one]
+    assert alerts
+    for alert in alerts:
+        url = f"https://wiki.example.com/galley/{alert['alert']}.md"
+        assert alert["annotations"]["runbook_url"] == url
+
+
+def test_the_dashboards_are_those_of_the_repository() -> None:
+    rendered = render({"monitoring": {"dashboards": {"enabled": True}}})
+    found: dict[str, object] = {}
+    for config in of_kind(rendered, "ConfigMap").values():
+        assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+        found |= {name: json.loads(text) for name, text in config["data"].items()}
+    committed = (ROOT / "deploy" / "dashboards").glob("*.json")
+    assert found == {path.name: json.loads(path.read_text()) for path in committed}
+
+
+@pytest.mark.parametrize(
+    ("otel", "traces", "metrics"),
+    [
+        ({}, False, False),
+        ({"endpoint": "http://collector.observability:4317"}, True, False),
+        ({"endpoint": "http://collector.observability:4317", "metrics": True}, True, True),
+    ],
+)
+def test_traces_go_where_they_are_wanted(otel: dict[str, object], traces: bool, metrics: bool) -> None:
+    """As the code itself reads the environment."""
+    for role, spec in pods(render({"otel": otel})).items():
+        if role not in ROLES:
+            continue
+        given = {name: value for name, value in env_of(only_container(spec)).items() if "OTEL" in name}
+        with patch.dict(os.environ, given):
+            assert exports("traces") is traces
+            assert exports("metrics") is metrics
+
+
+def test_one_request_is_sampled_alike_by_all() -> None:
+    values = {"otel": {"endpoint": "http://collector.observability:4317", "sampleRatio": 0.25}}
+    for role, spec in pods(render(values)).items():
+        if role in ROLES:
+            given = env_of(only_container(spec))
+            assert given["OTEL_TRACES_SAMPLER"] == "parentbased_traceidratio"
+            assert given["OTEL_TRACES_SAMPLER_ARG"] == "0.25"
+            assert given["OTEL_RESOURCE_ATTRIBUTES"].startswith("k8s.namespace.name=galley,")

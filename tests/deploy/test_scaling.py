@@ -1,0 +1,210 @@
+"""What scales the pools: HorizontalPodAutoscalers, and KEDA by what Prometheus says of waiting."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from services.common.metrics.catalogue import METRICS
+from tests.deploy.matrix import KEDA, SWITCHES
+from tests.deploy.render import Manifest, default_values, of_kind, render
+from tests.repo.promql import unknown_names
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from services.common.metrics.metric import Metric
+
+NOT_INSTALLED = "promtool is not installed"
+IN = 'namespace="galley"'
+TRIGGERS = {
+    "draft": ["verify-waits-for-draft", "draft-queue-age"],
+    "target": ["target-queue-age", "target-used-blocks"],
+}
+
+
+def scaled_objects(values: Manifest | None = None) -> dict[str, Manifest]:
+    """Their specs, by role."""
+    found = of_kind(render({"keda": KEDA, **(values or {})}), "ScaledObject")
+    return {name.removeprefix("galley-"): scaled["spec"] for name, scaled in found.items()}
+
+
+def queries(matchers: str = "") -> dict[str, str]:
+    """By the name of the trigger."""
+    keda = {**KEDA, "prometheus": {**KEDA["prometheus"], "matchers": matchers}}
+    return {
+        trigger["name"]: trigger["metadata"]["query"]
+        for spec in scaled_objects({"keda": keda}).values()
+        for trigger in spec["triggers"]
+    }
+
+
+@pytest.mark.parametrize("role", ["gateway", "draft"])
+def test_an_autoscaler_goes_by_cpu_and_by_what_one_adds(role: str) -> None:
+    more = [{"type": "Pods", "pods": {"metric": {"name": "x"}, "target": {"type": "AverageValue"}}}]
+    values = {"enabled": True, "minReplicas": 3, "maxReplicas": 5, "metrics": more}
+    (scaler,) = of_kind(render({role: {"autoscaling": values}}), "HorizontalPodAutoscaler").values()
+    spec = scaler["spec"]
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (3, 5)
+    assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"galley-{role}"}
+    assert spec["metrics"][0]["resource"]["name"] == "cpu"
+    assert spec["metrics"][1:] == more
+    assert spec["behavior"]["scaleDown"]["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 60}]
+
+
+def test_without_being_asked_nothing_scales() -> None:
+    rendered = render()
+    assert not of_kind(rendered, "HorizontalPodAutoscaler")
+    assert not of_kind(rendered, "ScaledObject")
+
+
+def test_pools_scale_by_who_waits_for_them() -> None:
+    found = scaled_objects()
+    told = {role: [trigger["name"] for trigger in spec["triggers"]] for role, spec in found.items()}
+    assert told == TRIGGERS
+    for spec in found.values():
+        for trigger in spec["triggers"]:
+            assert trigger["type"] == "prometheus"
+            assert trigger["metadata"]["serverAddress"] == KEDA["prometheus"]["serverAddress"]
+    thresholds = [float(trigger["metadata"]["threshold"]) for trigger in found["draft"]["triggers"]]
+    defaults = default_values()["keda"]["draft"]
+    assert thresholds == [defaults["waitShare"], defaults["queueAgeSeconds"]]
+
+
+def test_with_prometheus_away_no_pool_shrinks() -> None:
+    """A fallback there is only for AverageValue, and only if no answer counts as a failure."""
+    for role, spec in scaled_objects().items():
+        replicas = default_values()["keda"][role]["fallbackReplicas"]
+        assert spec["fallback"] == {
+            "failureThreshold": 3,
+            "replicas": replicas,
+            "behavior": "currentReplicasIfHigher",
+        }
+        for trigger in spec["triggers"]:
+            assert trigger["metricType"] == "AverageValue"
+            assert trigger["metadata"]["ignoreNullValues"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("kind", "api", "of"),
+    [
+        ("one pod", "apps/v1", "StatefulSet"),
+        ("several nodes", "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"),
+    ],
+)
+def test_a_target_is_scaled_whatever_it_is(kind: str, api: str, of: str) -> None:
+    reference = scaled_objects(SWITCHES["target"][kind])["target"]["scaleTargetRef"]
+    assert reference == {"apiVersion": api, "kind": of, "name": "galley-target"}
+
+
+def test_a_pool_that_is_not_there_is_not_scaled() -> None:
+    assert set(scaled_objects({"draft": {"enabled": False}})) == {"target"}
+    keda = {**KEDA, "target": {"enabled": False}}
+    assert set(scaled_objects({"keda": keda})) == {"draft"}
+
+
+def test_queries_name_only_metrics_that_there_are() -> None:
+    for name, query in queries().items():
+        assert not list(unknown_names(query)), name
+        assert query.count("{") == query.count(IN), "of other deployments too"
+
+
+def test_what_tells_a_release_apart_is_for_the_values_to_say() -> None:
+    for query in queries('job="galley"').values():
+        assert IN not in query
+        assert 'job="galley"' in query
+
+
+# ------------------------------------------------------------------------------- what they answer --
+
+
+def metric(prometheus: str) -> Metric:
+    (found,) = (metric for metric in METRICS if metric.prometheus == prometheus)
+    return found
+
+
+def series(name: str, values: str, **labels: str) -> dict[str, str]:
+    told = ",".join(f'{key}="{value}"' for key, value in {"namespace": "galley", **labels}.items())
+    return {"series": f"{name}{{{told}}}", "values": values}
+
+
+def histogram(prometheus: str, per_minute: dict[float, int], pod: str) -> list[dict[str, str]]:
+    """One that takes so many observations a minute up to each bound, and none above."""
+    total = 0
+    made = []
+    for bound in (*metric(prometheus).buckets, float("inf")):
+        total += per_minute.get(bound, 0)
+        le = "+Inf" if bound == float("inf") else f"{bound:g}"
+        made.append(series(f"{prometheus}_bucket", f"0+{total}x10", le=le, pod=pod))
+    return [*made, series(f"{prometheus}_count", f"0+{total}x10", pod=pod)]
+
+
+def busy() -> list[dict[str, str]]:
+    """Two drafts and two targets: all wait, and of the rounds' time a quarter is spent on drafts."""
+    found = [
+        series("galley_verify_draft_wait_seconds_sum", "0+15x10", pod="gateway"),
+        series("galley_round_duration_seconds_sum", "0+60x10", pod="gateway"),
+    ]
+    for pod in ("a", "b"):
+        found += histogram("galley_draft_queue_age_seconds", {0.1: 100}, pod)
+        found += histogram("galley_queue_age_seconds", {1.0: 100}, pod)
+        found += [series("galley_draft_queue_depth", "3x10", pod=pod)]
+        found += [series("galley_queue_depth", "3x10", pod=pod)]
+        found += [
+            series("galley_kv_blocks", f"{blocks}x10", pod=pod, state=state)
+            for state, blocks in {"used": 90, "cached": 8, "free": 2}.items()
+        ]
+    return found
+
+
+def idle() -> list[dict[str, str]]:
+    """The same without traffic: what counts stands still."""
+    still = [{**one, "values": one["values"].replace("+15", "+0").replace("+60", "+0")} for one in busy()]
+    return [{**one, "values": one["values"].replace("+100", "+0")} for one in still]
+
+
+def answers(tmp_path: Path, given: list[dict[str, str]], expected: dict[str, list[float]]) -> None:
+    """Prometheus must answer the queries so, of these series."""
+    if shutil.which("promtool") is None:
+        pytest.skip(NOT_INSTALLED)
+    asked: list[dict[str, Any]] = [
+        {
+            # What it rounds differently is not what is asked here.
+            "expr": f"round({query}, 0.001)",
+            "eval_time": "8m",
+            "exp_samples": [{"labels": "{}", "value": value} for value in expected[name]],
+        }
+        for name, query in queries().items()
+    ]
+    file = tmp_path / "tests.yaml"
+    test = {"interval": "1m", "input_series": given, "promql_expr_test": asked}
+    file.write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+
+
+def test_busy_pools_are_seen_to_be(tmp_path: Path) -> None:
+    """Each answer is that of one replica times the two that there are: KEDA divides by them."""
+    answers(
+        tmp_path,
+        busy(),
+        {
+            "verify-waits-for-draft": [0.5],
+            "draft-queue-age": [2 * 0.095],
+            "target-queue-age": [2 * 0.95],
+            "target-used-blocks": [2 * 0.9],
+        },
+    )
+
+
+def test_idle_pools_need_nobody_more(tmp_path: Path) -> None:
+    expected = {name: [0.0] for name in queries()} | {"target-used-blocks": [1.8]}
+    answers(tmp_path, idle(), expected)
+
+
+def test_where_nothing_is_scraped_there_is_no_answer(tmp_path: Path) -> None:
+    answers(tmp_path, [], {name: [] for name in queries()})

@@ -1,0 +1,222 @@
+"""The three kinds of target: one pod, a group of pods, and pods that Ray Serve fills."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from services.target import ray_cluster
+from services.target.settings import TargetSettings
+from tests.deploy.render import (
+    ROOT,
+    Manifest,
+    default_values,
+    env_of,
+    of_kind,
+    only_container,
+    pod_templates,
+    pods,
+    render,
+)
+from tests.deploy.settings_of import parse_env
+
+if TYPE_CHECKING:
+    from services.common.config import ServiceSettings
+
+GROUP = {"target": {"kind": "leaderworkerset", "nodes": 2, "tensorParallel": 8, "gpus": 4, "replicas": 3}}
+RAY = {"target": {"kind": "rayservice", "tensorParallel": 4, "gpus": 4, "replicas": 2}}
+
+
+def test_a_pod_with_several_gpus_runs_a_rank_on_each() -> None:
+    rendered = render({"target": {"tensorParallel": 4, "gpus": 4, "sharedMemory": "8Gi"}})
+    container = only_container(pods(rendered)["target"])
+    told = env_of(container)
+    assert (told["GALLEY_TARGET_TENSOR_PARALLEL"], told["GALLEY_TARGET_DEVICE"]) == ("4", "cuda")
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+    # It must not differ between the two: it stands with the limits alone.
+    assert "nvidia.com/gpu" not in container["resources"]["requests"]
+    volumes = {volume["name"]: volume for volume in pods(rendered)["target"]["volumes"]}
+    assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+    assert {"name": "shared-memory", "mountPath": "/dev/shm"} in container["volumeMounts"]
+
+
+def test_another_kind_of_device_is_asked_for_by_its_own_name() -> None:
+    rendered = render({"target": {"gpus": 1, "gpuResource": "amd.com/gpu"}})
+    assert only_container(pods(rendered)["target"])["resources"]["limits"]["amd.com/gpu"] == 1
+
+
+def test_one_rank_needs_nothing_of_all_that() -> None:
+    rendered = render()
+    container = only_container(pods(rendered)["target"])
+    names = set(env_of(container))
+    assert not {"GALLEY_TARGET_TENSOR_PARALLEL", "GALLEY_TARGET_HOSTS", "GALLEY_TARGET_DEVICE"} & names
+    assert "/dev/shm" not in {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def settings_of_host(rendered: list[Manifest], name: str, index: int) -> ServiceSettings:
+    """What the `index`-th pod of the first group reads, once Kubernetes has filled in its labels."""
+    labels = {
+        "leaderworkerset.sigs.k8s.io/worker-index": str(index),
+        "leaderworkerset.sigs.k8s.io/group-index": "0",
+    }
+    filled: dict[str, str] = {"POD_IP": "10.0.0.1"}
+    for entry in only_container(pods(rendered)[name])["env"]:
+        value = entry.get("value", "")
+        field = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+        if field.startswith("metadata.labels"):
+            value = labels[field.removeprefix("metadata.labels['").removesuffix("']")]
+        for variable, known in filled.items():
+            value = value.replace(f"$({variable})", known)
+        filled.setdefault(entry["name"], value)
+    return parse_env("target", {key: value for key, value in filled.items() if key.startswith("GALLEY_")})
+
+
+def test_the_pods_of_a_group_know_their_place_and_where_they_meet() -> None:
+    rendered = render(GROUP)
+    leader = settings_of_host(rendered, "target", 0)
+    worker = settings_of_host(rendered, "target-worker", 1)
+    assert isinstance(leader, TargetSettings)
+    assert isinstance(worker, TargetSettings)
+    assert (leader.host_index, worker.host_index) == (0, 1)
+    assert leader.hosts == worker.hosts == 2
+    assert leader.tensor_parallel == worker.tensor_parallel == 8
+    # The leader's name, below the Service of its group.
+    assert leader.ranks_address == worker.ranks_address == "galley-target-0.galley-target:50063"
+    assert leader.ranks_timeout_s == default_values()["target"]["startupTimeoutSeconds"]
+
+
+def test_a_group_lives_and_dies_together() -> None:
+    rendered = render(GROUP)
+    (group,) = of_kind(rendered, "LeaderWorkerSet").values()
+    template = group["spec"]["leaderWorkerTemplate"]
+    assert (group["spec"]["replicas"], template["size"]) == (3, 2)
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
+    # The leader waits for its workers: they must not wait for it.
+    assert group["spec"]["startupPolicy"] == "LeaderCreated"
+    service = of_kind(rendered, "Service")[group["metadata"]["name"]]
+    assert service["spec"]["publishNotReadyAddresses"] is True, "they meet before they are ready"
+    assert "publishNotReadyAddresses" not in of_kind(render(), "Service")["galley-target"]["spec"]
+
+
+def test_only_the_leader_of_a_group_is_asked_and_watched() -> None:
+    templates = pod_templates(render(GROUP))
+    leader, worker = (only_container(templates[name]["spec"]) for name in ("target", "target-worker"))
+    assert "readinessProbe" in leader
+    assert not [name for name in worker if name.endswith("Probe")]
+    assert "ports" not in worker
+    scraped = "prometheus.io/scrape"
+    assert scraped in templates["target"]["metadata"]["annotations"]
+    assert scraped not in templates["target-worker"]["metadata"]["annotations"]
+
+
+def serve_config(values: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What Serve is told, and the RayService around it."""
+    (service,) = of_kind(render(values), "RayService").values()
+    config: dict[str, Any] = yaml.safe_load(service["spec"]["serveConfigV2"])
+    return config, service["spec"]
+
+
+def test_serve_is_told_what_the_committed_config_tells_it() -> None:
+    config, _ = serve_config(RAY)
+    committed = yaml.safe_load((ROOT / "deploy" / "ray" / "target.yaml").read_text())
+    assert config["proxy_location"] == committed["proxy_location"]
+    (ours,), (theirs,) = config["applications"], committed["applications"]
+    for key in ("name", "route_prefix", "import_path"):
+        assert ours[key] == theirs[key]
+    assert [each["name"] for each in ours["deployments"]] == [each["name"] for each in theirs["deployments"]]
+
+
+def test_a_replica_on_ray_has_a_pod_and_listens_where_it_is_looked_for() -> None:
+    config, spec = serve_config(RAY)
+    (application,) = config["applications"]
+    (deployment,) = application["deployments"]
+    (workers,) = spec["rayClusterConfig"]["workerGroupSpecs"]
+    replicas = [workers[key] for key in ("replicas", "minReplicas", "maxReplicas")]
+    assert {deployment["num_replicas"], *replicas} == {2}
+    settings = application["args"]["settings"]
+    assert application["args"]["tensor_parallel"] == 4
+    assert settings["port"] == default_values()["target"]["port"]
+    assert TargetSettings(**settings).device == "cuda"
+    assert workers["rayStartParams"] == {"num-cpus": "4", "num-gpus": "4"}
+    (container,) = workers["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["grpc"] == {"port": default_values()["target"]["healthPort"]}
+
+
+def test_no_replica_goes_to_rays_head() -> None:
+    _, spec = serve_config(RAY)
+    head = spec["rayClusterConfig"]["headGroupSpec"]
+    assert head["rayStartParams"]["num-cpus"] == head["rayStartParams"]["num-gpus"] == "0"
+
+
+def test_rays_processes_get_what_ours_give_them() -> None:
+    """`ray_cluster.start` sets it for a Ray of its own; KubeRay starts this one."""
+    with patch.dict(os.environ, clear=True):
+        ray_cluster._environment("")
+        expected = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    for name in ("ray-head", "target"):
+        given = env_of(only_container(pods(render(RAY))[name]))
+        assert expected.items() <= given.items(), name
+
+
+def test_ray_takes_calls_with_a_token_alone() -> None:
+    _, spec = serve_config(RAY)
+    assert spec["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+
+
+def test_the_version_of_ray_is_the_one_that_is_installed() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    assert default_values()["target"]["rayService"]["rayVersion"] == pins["ray"]
+
+
+@pytest.mark.parametrize("values", [{}, GROUP, RAY], ids=["one pod", "a group", "ray"])
+def test_a_model_that_is_fetched_before_is_not_asked_for_again(values: Manifest) -> None:
+    fetched = {
+        **values,
+        "model": "example/big",
+        "draft": {"settings": {"model": "example/small"}},
+        "modelCache": {"download": {"enabled": True}, "hubToken": {"secretName": "hub"}},
+    }
+    for name, spec in pods(render(fetched)).items():
+        role = name.removesuffix("-worker")
+        if role not in ("draft", "target"):
+            assert "initContainers" not in spec, name
+            continue
+        (download,) = spec["initContainers"]
+        model = {"draft": "example/small", "target": "example/big"}[role]
+        assert download["command"] == ["python", "-m", "services.engine.prepare", model]
+        assert [entry["name"] for entry in download["env"]] == ["HF_TOKEN"]
+        (container,) = spec["containers"]
+        assert env_of(container)["HF_HUB_OFFLINE"] == "1"
+        assert "HF_TOKEN" not in env_of(container)
+        assert {"name": "cache", "mountPath": "/var/cache/galley"} in download["volumeMounts"]
+        assert download["image"] == container["image"]
+
+
+def test_a_kept_cache_is_one_for_targets_and_drafts() -> None:
+    values = {"modelCache": {"persistence": {"enabled": True, "storageClassName": "shared"}}}
+    rendered = render(values)
+    (claim,) = of_kind(rendered, "PersistentVolumeClaim").values()
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert claim["spec"]["storageClassName"] == "shared"
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    mounted = {
+        name: [volume for volume in spec.get("volumes", []) if volume["name"] == "cache"]
+        for name, spec in pods(rendered).items()
+    }
+    named = [{"name": "cache", "persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}}]
+    assert mounted["draft"] == mounted["target"] == named
+    assert "emptyDir" in mounted["gateway"][0]
+    own = render({"modelCache": {"persistence": {"enabled": True, "existingClaim": "mine"}}})
+    assert not of_kind(own, "PersistentVolumeClaim")
+
+
+def test_models_on_a_volume_are_read_only_and_everywhere() -> None:
+    values = {"model": "/models/volume/big", "modelVolume": {"existingClaim": "models"}}
+    for name, spec in pods(render(values)).items():
+        if name in ("gateway", "draft", "target"):
+            mounts = only_container(spec)["volumeMounts"]
+            assert {"name": "models", "mountPath": "/models/volume", "readOnly": True} in mounts, name
