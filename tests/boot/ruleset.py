@@ -19,6 +19,11 @@ POD_INTERFACES = "pod*"
 _CHAINS = ("services", "passing", "local", "judge", "leaving", "coming", "refuse")
 _KEY = "ip saddr . ip daddr . meta l4proto . th dport"
 _SET = "type ipv4_addr . ipv4_addr . inet_proto . inet_service; size 65535; flags dynamic;"
+# Judged are attempts to connect; what comes late of a connection that is forgotten already is none.
+_ONLY_FIRST = (
+    "ct state established,related accept",
+    "tcp flags & (fin | syn | rst | ack) != syn drop",
+)
 _ADDRESS = {EGRESS: ("saddr", "daddr"), INGRESS: ("daddr", "saddr")}
 
 
@@ -61,12 +66,12 @@ def ruleset(known: Sequence[Endpoint], policies: Policies, addresses: Sequence[V
         ],
         "passing": [
             "type filter hook forward priority filter; policy drop;",
-            "ct state established,related accept",
+            *_ONLY_FIRST,
             "jump judge",
         ],
         "local": [
             "type filter hook input priority filter; policy accept;",
-            "ct state established,related accept",
+            *_ONLY_FIRST,
             f'iifname "{POD_INTERFACES}" jump judge',
         ],
         "judge": [
