@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
+from scripts.locks import EXTRAS
 from tests.boot.environment import references_in
 from tests.boot.images import image_name
 from tests.deploy.render import ROLES, ROOT
@@ -30,9 +31,8 @@ def role_of(container: Manifest) -> str:
 
 
 def _extra_of(container: Manifest) -> str:
-    """What of galley its image has installed: the role's extra, or the one that it is a variant for."""
-    role = role_of(container)
-    return image_name(container["image"]).removeprefix(f"galley-{role}").removeprefix("-") or role
+    """What of galley its image has installed."""
+    return EXTRAS[role_of(container)]
 
 
 def unread_variables(container: Manifest) -> set[str]:
