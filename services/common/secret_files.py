@@ -28,9 +28,9 @@ def with_secrets_read(cls: type[BaseSettings], given: Mapping[str, Any]) -> dict
     """
     told = dict(given)
     prefix = str(cls.model_config.get("env_prefix", ""))
-    for name in cls.model_fields:
-        secret = name.removesuffix(_FILE)
-        if name == secret or secret not in cls.model_fields or not told.get(name):
+    for secret in _secrets(cls):
+        name = secret + _FILE
+        if not told.get(name):
             continue
         if _text(told.get(secret, "")):
             raise ValueError(f"{named(name, prefix)}: {named(secret, prefix)} is given too; one is enough")
@@ -64,9 +64,12 @@ def read_secret(path: Path) -> str:
 
 def shown_secrets(settings: BaseSettings, argv: Sequence[str]) -> list[str]:
     """The flags of `argv` that hold a secret."""
-    fields = type(settings).model_fields
-    flags = [_flag(name) for name in fields if isinstance(getattr(settings, name), SecretStr)]
+    flags = [_flag(name) for name in _secrets(type(settings))]
     return [flag for flag in flags if any(is_secret(text) for text in _given(flag, argv))]
+
+
+def _secrets(cls: type[BaseSettings]) -> list[str]:
+    return [name for name, field in cls.model_fields.items() if field.annotation is SecretStr]
 
 
 def _given(flag: str, argv: Sequence[str]) -> Iterator[str]:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
+from pydantic_settings import BaseSettings
 
-from services.common.config import parse_settings
-from services.common.secret_files import MAX_BYTES
+from services.common.config import parse_settings, settings_config
+from services.common.secret_files import MAX_BYTES, with_secrets_read
 from services.draft.settings import DraftSettings
 from services.gateway.settings import GatewaySettings
 
@@ -107,3 +108,17 @@ def test_a_secret_that_is_given_twice_is_refused(file: Path, capsys: pytest.Capt
         error = refusal(capsys, "--redis-url-file", str(file))
     assert "--redis-url-file (or GALLEY_GATEWAY_REDIS_URL_FILE): " in error
     assert "--redis-url (or GALLEY_GATEWAY_REDIS_URL) is given too" in error
+
+
+class Listed(BaseSettings):
+    """`names_file` is a setting of its own, and no file that holds a secret."""
+
+    model_config = settings_config("LISTED_")
+
+    names: int = 1
+    names_file: str = ""
+
+
+def test_only_secrets_have_files_that_hold_them(tmp_path: Path) -> None:
+    told = {"names": 2, "names_file": str(tmp_path / "names")}
+    assert with_secrets_read(Listed, told) == told

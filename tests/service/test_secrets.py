@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PASSWORD, ID_SECRET, UNKNOWN_KEY = "canary-password-71f0", "canary-secret-22ab", "canary-key-90de"
 EC = TokenIssuer()
-GOOD, BAD = EC.token(sub="carol"), TokenIssuer().token(sub="canary-mallory-3a")
+STRANGER = TokenIssuer()
 
 
 @dataclass
@@ -90,6 +90,8 @@ async def ask(address: str, shown: str) -> str:
 async def test_a_gateway_shows_none_of_its_secrets_whatever_fails(
     frail_world: World, own_store: Server, tmp_path: Path
 ) -> None:
+    # Made now, as they expire: a whole run of the tests takes longer than they last.
+    good, bad = EC.token(sub="carol"), STRANGER.token(sub="canary-mallory-3a")
     world, log, shown = frail_world, tmp_path / "log", Shown()
     await allow(own_store)
     async with Collector(world.directory) as collector:
@@ -100,15 +102,15 @@ async def test_a_gateway_shows_none_of_its_secrets_whatever_fails(
         }
         async with gateway_process(world, log, environment, flags_of(world, own_store)) as address:
             shown.command_lines()
-            for known in (ALICE, GOOD):
+            for known in (ALICE, good):
                 assert await ask(address, known) == ""
-            for unknown in (UNKNOWN_KEY, BAD, GOOD[:-2]):
+            for unknown in (UNKNOWN_KEY, bad, good[:-2]):
                 refused = await ask(address, unknown)
                 assert refused.startswith("UNAUTHENTICATED")
                 shown.texts.append(refused.encode())
             own_store.kill()
             own_store.start()  # and knows its users no more
-            for known in (ALICE, GOOD):
+            for known in (ALICE, good):
                 failed = await ask(address, known)
                 assert failed.startswith("UNAVAILABLE")
                 shown.texts.append(failed.encode())
@@ -116,7 +118,7 @@ async def test_a_gateway_shows_none_of_its_secrets_whatever_fails(
         shown.texts += [collector.exported, log.read_bytes()]
     assert b"text_completion" in collector.exported
     assert b"WRONGPASS" in log.read_bytes() or b"password" in log.read_bytes()
-    shown.holds_no(PASSWORD, ID_SECRET, UNKNOWN_KEY, ALICE, *BAD.split("."), *GOOD.split(".")[1:])
+    shown.holds_no(PASSWORD, ID_SECRET, UNKNOWN_KEY, ALICE, *bad.split("."), *good.split(".")[1:])
 
 
 async def run(module: str, *flags: str, until: bytes = b"") -> tuple[int, bytes]:
@@ -175,7 +177,7 @@ async def test_a_bearer_of_any_shape_is_refused_in_the_same_words(world: World) 
         jwt_jwks_file=str(write_jwks(world.directory / "jwks.json", EC)),
     )
     told = set()
-    for shown in ("canary", "a.b.c", "." * 8000, "eyJ" + "A" * 9000, BAD):
+    for shown in ("canary", "a.b.c", "." * 8000, "eyJ" + "A" * 9000, STRANGER.token(sub="canary-mallory-3a")):
         async with GalleyClient(gateway.address, api_key=shown) as client:
             with pytest.raises(GalleyRpcError) as caught:
                 await client.model_info()
