@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.cli import guard
 from tests.boot.machine import OWN_NAMESPACES, trial_environment
-from tests.deploy.render import ROOT
+from tests.deploy.render import ROOT, tool
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +24,7 @@ class TrialFailed(Exception):
 
 def run_trial(plan: Plan, folder: Path, timeout_s: float) -> dict[str, Any]:
     """The record of a trial; raises TrialFailed."""
+    tool("helm")  # fetched from here, if need be: a trial has no way out
     folder.mkdir(parents=True, exist_ok=True)
     plan.write(folder / "plan.json")
     record, said = folder / "record.json", folder / "said"
