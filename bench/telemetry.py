@@ -28,8 +28,8 @@ Why so:
 
 The collector is a process outside what is counted that drops what it is sent unread (bench/otlp_sink.py); it
 shares the cores, as do the callers, so what it takes of them stands in the table. CPU a token is given by
-process: that tells which part is the limit. Six pairs in each of three lives take about 15 minutes on two
-cores (estimated). `--quick` runs one short pair, whose figures mean nothing.
+process: that tells which part is the limit. Six pairs in each of three lives take about 12 minutes on two
+cores. `--quick` runs one short pair, whose figures mean nothing.
 """
 
 from __future__ import annotations
