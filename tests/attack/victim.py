@@ -196,9 +196,9 @@ class Victim:
         ports = {int(running.address.rpartition(":")[2]) for running in self._running.values()}
         ports |= {int(address.rpartition(":")[2]) for address in self._metrics.values()}
         found: list[Any] = process.net_connections("tcp")
-        ends = [(one.laddr.port, one.raddr.port) for one in found if one.raddr]
-        own = {port for port, _ in ends}
-        return sum(port in ports and peer not in own for port, peer in ends)
+        # Both ends are here of connections within: its port alone a stranger may have too, to somewhere else.
+        ends = {(one.laddr.port, one.raddr.port) for one in found if one.raddr}
+        return sum(port in ports and (peer, port) not in ends for port, peer in ends)
 
 
 class _Errors(logging.Handler):
