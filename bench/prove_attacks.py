@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 _PARTS = 10
 _ROUNDS = 3
 _MODEL_INFO = "/galley.v1.Generation/GetModelInfo"
-# Of memory, in MiB: what may be taken for good by all fuzzed messages after the first tenth of them, by each
-# repeated flood after its first round; and what may be in use at any time.
-_MOST_KEPT, _MOST_MORE, _MOST_EVER = 32, 64, 900
+# Of memory, in MiB: what may be taken for good by all fuzzed messages after the first tenth of them (a draft
+# keeps recent answers to look up in, 8 MB of each kind of session: the fuzzer has four, and makes up others);
+# by each repeated flood after its first round; and what may be in use at any time.
+_MOST_KEPT, _MOST_MORE, _MOST_EVER = 64, 64, 900
 
 
 def main(argv: Sequence[str] | None = None) -> int:
