@@ -2,9 +2,10 @@
 
 A target replica serves n sessions at once. Each pass verifies k draft tokens of each of them, and takes the
 prompts of those that come meanwhile: n x E / output_tokens answers end in a pass, as many begin, and each
-brings the part of its prompt that is not cached. A pass lasts as long as its rows cost; the draft's steps are
-added as if nothing of them were hidden behind the target's work. Sessions that are there at once and answers
-a second are joined by Little's law (1961): sessions = answers a second x how long one lasts.
+brings the part of its prompt that is not cached. A pass lasts as long as its rows cost, and where these are
+more than the target's row budget they take several; the draft's steps are added as if nothing of them were
+hidden behind the target's work. Sessions that are there at once and answers a second are joined by Little's
+law (1961): sessions = answers a second x how long one lasts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from services.core.blocks import BLOCK_TOKENS
 from services.core.cost import FLAT, MAX_K, RowCostCurve, expected_confirmed
 from services.core.errors import InvalidField
+from services.core.scheduler import MAX_ROWS
 from services.core.store import FINISHED_TTL_S
 
 STORE_BYTES_A_SESSION = 808
@@ -40,13 +42,21 @@ class Load:
 class TargetSize:
     """One target replica: what a pass over one row takes, how rows cost more, and the room for KV.
 
-    `kv_tokens`: blocks x tokens of a block, as its lease and `galley_kv_blocks` say.
+    `kv_tokens`: blocks x tokens of a block, as its lease and `galley_kv_blocks` say. `max_rows`: about how
+    many rows a pass takes.
     """
 
     step_ms: float
     kv_tokens: int
     row_costs: RowCostCurve = FLAT
     max_sessions: int = 64
+    max_rows: int = MAX_ROWS
+
+    def rows_ms(self, rows: float) -> float:
+        """What `rows` rows take in the mean, in as many passes as they need."""
+        # The curve is asked for whole rows; a pass has a part of one only on average.
+        of_a_pass = min(math.ceil(rows), self.max_rows)
+        return self.step_ms * self.row_costs(of_a_pass) * max(1.0, rows / self.max_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +112,7 @@ class Spares:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One replica at `sessions` at once: k, what a pass takes, and what comes of it."""
+    """One replica at `sessions` at once: k, what a pass takes (all, if several), what comes of it."""
 
     sessions: int
     k: int
@@ -165,16 +175,16 @@ def _with_k(load: Load, target: TargetSize, draft: DraftSize, sessions: int, k: 
     beginning = sessions * confirmed / load.output_tokens
     prompts = beginning * load.prompt_tokens * (1 - load.cached_share)
     draft_ms = target.step_ms * k * target.row_costs(sessions) / draft.cost_ratio
-    # The curve is asked for whole rows; a pass has a part of one only on average.
-    pass_ms = target.step_ms * target.row_costs(math.ceil(sessions * (k + 1) + prompts)) + draft_ms
+    pass_ms = target.rows_ms(sessions * (k + 1) + prompts) + draft_ms
     return Point(sessions, k, pass_ms, draft_ms, pass_ms / confirmed, 1000 * sessions * confirmed / pass_ms)
 
 
 def _fullest(load: Load, target: TargetSize, draft: DraftSize) -> tuple[Point, str]:
     """The most sessions that a replica may have, and what forbids one more."""
-    by_kv = target.kv_tokens // (load.prompt_tokens + load.output_tokens)
+    blocks = math.ceil((load.prompt_tokens + load.output_tokens) / BLOCK_TOKENS)
+    by_kv = target.kv_tokens // BLOCK_TOKENS // blocks
     if by_kv < 1:
-        needed = load.prompt_tokens + load.output_tokens
+        needed = blocks * BLOCK_TOKENS
         raise InvalidField("kv_tokens", f"must be >= {needed}, what one session takes, is {target.kv_tokens}")
     found = point(load, target, draft, 1)
     if found.time_per_output_token_ms > load.time_per_output_token_ms:
@@ -207,6 +217,7 @@ def _check_all(load: Load, target: TargetSize, draft: DraftSize, spares: Spares)
     _check("step_ms", target.step_ms, above=0)
     _check("kv_tokens", target.kv_tokens, least=1)
     _check("max_sessions", target.max_sessions, least=1, most=_MOST_SESSIONS)
+    _check("max_rows", target.max_rows, least=1)
     if not draft.cost_ratio > 0:  # infinity: drafts are free
         raise InvalidField("cost_ratio", f"must be > 0, is {draft.cost_ratio:g}")
     _check("alpha", draft.alpha, least=0, most=1)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
+from services.core.blocks import BLOCK_TOKENS
 from tests.cli.test_plan import json_of, output_of, run
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "capacity.toml"
 OPERATIONS = EXAMPLE.parents[1] / "operations.md"
+CHARTS = EXAMPLE.parents[2] / "helm" / "galley" / "examples" / "values-llama70b-tp4.yaml"
 
 PLAIN = """
 [load]
@@ -19,7 +23,7 @@ output_tokens = 10
 cached_share = 1
 [target]
 step_ms = 10
-kv_tokens = 400
+kv_tokens = 512
 [spares]
 busy = 1
 replicas = 0
@@ -35,7 +39,7 @@ def written(tmp_path: Path, text: str) -> str:
 def test_the_numbers_of_a_file(tmp_path: Path) -> None:
     found = json_of(written(tmp_path, PLAIN))
     assert (found["targets"], found["drafts"], found["gateways"]) == (2, 0, 1)
-    assert found["kv_blocks_a_target"] == 12
+    assert found["kv_blocks_a_target"] == 16
     assert "target_gpus" not in found
 
 
@@ -52,6 +56,17 @@ def test_the_worked_example_of_the_documentation_is_what_is_printed() -> None:
         assert line.rstrip() in page
 
 
+def test_the_example_is_a_target_that_the_chart_can_run() -> None:
+    """By the settings of the chart's own example; the page says which pool a rank must have."""
+    example = tomllib.loads(EXAMPLE.read_text())["target"]
+    chart = yaml.safe_load(CHARTS.read_text())["target"]
+    assert example["max_rows"] == chart["settings"]["max_rows"]
+    assert example["memory"]["gpus"] == chart["tensorParallel"]
+    blocks = int(str(json_of(f"--capacity={EXAMPLE}")["kv_blocks_a_target"]))
+    pool_mb = blocks * BLOCK_TOKENS * example["memory"]["kv_bytes_per_token"] // 2**20
+    assert f"`kv_memory_mb: {pool_mb // chart['tensorParallel']}`" in OPERATIONS.read_text()
+
+
 def test_gpus_are_counted_where_memory_is_given() -> None:
     found = json_of(f"--capacity={EXAMPLE}")
     assert found["target_gpus"] == 4 * int(str(found["targets"]))
@@ -65,9 +80,9 @@ def test_gpus_are_counted_where_memory_is_given() -> None:
         ("load = 3", "load: must be a table"),
         (PLAIN + "[draft]\nalpha = 0.5", "draft.cost_ratio"),
         (PLAIN.replace("step_ms = 10", 'step_ms = "fast"'), "target.step_ms"),
-        (PLAIN.replace("kv_tokens = 400", "kv_tokens = 99"), "kv_tokens: must be >= 100"),
-        (PLAIN.replace("kv_tokens = 400", ""), "needs either kv_tokens or [target.memory]"),
-        (PLAIN.replace("kv_tokens = 400", 'kv_tokens = 400\nrow_costs = "5:1"'), "begin with 1:1"),
+        (PLAIN.replace("kv_tokens = 512", "kv_tokens = 127"), "kv_tokens: must be >= 128"),
+        (PLAIN.replace("kv_tokens = 512", ""), "needs either kv_tokens or [target.memory]"),
+        (PLAIN.replace("kv_tokens = 512", 'kv_tokens = 512\nrow_costs = "5:1"'), "begin with 1:1"),
         (PLAIN.replace("busy = 1", "busy = 1\nbored = 1"), "spares.bored"),
     ],
 )

@@ -23,14 +23,14 @@ from services.core.capacity import (
 from services.core.cost import RowCostCurve
 from services.core.errors import InvalidField
 
-# Ten tokens an answer, prompts wholly cached, a pass of 10 ms whatever its rows.
+# Ten tokens an answer, prompts wholly cached, a pass of 10 ms whatever its rows; 16 blocks.
 LOAD = Load(answers_per_s=50, prompt_tokens=90, output_tokens=10, cached_share=1)
-TARGET = TargetSize(step_ms=10, kv_tokens=400)
+TARGET = TargetSize(step_ms=10, kv_tokens=512)
 EXACT = Spares(busy=1, replicas=0)
 
 
 def test_plain_decoding_by_hand() -> None:
-    """4 sessions fit, each of 100 tokens: 400 tokens/s, so 40 answers/s, and 50 ask for two replicas."""
+    """4 sessions fit, each of 4 blocks: 400 tokens/s, so 40 answers/s, and 50 ask for two replicas."""
     found = capacity(LOAD, TARGET, NO_DRAFT, EXACT)
     assert found.at.sessions == 4
     assert found.bound_by == "kv"
@@ -64,6 +64,29 @@ def test_prompts_take_rows() -> None:
     cold = dataclasses.replace(LOAD, cached_share=0)
     at = point(cold, dataclasses.replace(TARGET, row_costs=curve), NO_DRAFT, 4)
     assert at.pass_ms == pytest.approx(40)
+
+
+def test_rows_beyond_the_budget_take_further_passes() -> None:
+    """The same 40 rows at 10 a pass, each of which costs 4 - 3 x 30 / 39: prompts are never free."""
+    curve = RowCostCurve(((1, 1.0), (40, 4.0)))
+    cold = dataclasses.replace(LOAD, cached_share=0)
+    small = dataclasses.replace(TARGET, row_costs=curve, max_rows=10)
+    assert point(cold, small, NO_DRAFT, 4).pass_ms == pytest.approx(4 * 10 * (4 - 3 * 30 / 39))
+
+
+def test_a_full_target_gives_no_more_however_many_sessions_it_has() -> None:
+    """All of its rows are in use: more sessions share the same tokens a second."""
+    cold = dataclasses.replace(LOAD, cached_share=0)
+    full = dataclasses.replace(TARGET, row_costs=RowCostCurve(((1, 1.0), (40, 4.0))), max_rows=10)
+    few, many = (point(cold, full, NO_DRAFT, sessions) for sessions in (4, 40))
+    assert many.tokens_per_s == pytest.approx(few.tokens_per_s)
+    assert many.time_per_output_token_ms == pytest.approx(10 * few.time_per_output_token_ms)
+
+
+@pytest.mark.parametrize(("kv_tokens", "sessions"), [(511, 3), (512, 4)])
+def test_a_session_takes_whole_blocks(kv_tokens: int, sessions: int) -> None:
+    found = capacity(LOAD, dataclasses.replace(TARGET, kv_tokens=kv_tokens), NO_DRAFT, EXACT)
+    assert (found.at.sessions, found.bound_by) == (sessions, "kv")
 
 
 def test_spares_come_on_top() -> None:
@@ -152,8 +175,9 @@ def refused(field: str, bound: str, **changes: object) -> None:
         ("time_per_output_token_ms", 0, "> 0"),
         ("time_per_output_token_ms", 5, ">= 10"),
         ("step_ms", 0, "> 0"),
-        ("kv_tokens", 99, ">= 100"),
+        ("kv_tokens", 127, ">= 128"),
         ("max_sessions", 0, ">= 1"),
+        ("max_rows", 0, ">= 1"),
         ("alpha", 2, "<= 1"),
         ("cost_ratio", 0, "> 0"),
         ("max_k", 257, "<= 256"),
