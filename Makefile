@@ -22,13 +22,6 @@ export PYTHON VENV TORCH_INDEX
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# What `make simulate` runs: one schedule a seed.
-SCHEDULES ?= 100000
-SEED ?= 1
-WORKERS ?= 2
-# How long `make soak` soaks.
-MINUTES ?= 30
-
 # ------------------------------------------------------------------------------------- environment --
 
 .PHONY: setup setup-run
@@ -49,9 +42,10 @@ clean: ## remove .venv and every cache
 demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), stop them
 	@$(BIN)/galley demo
 
-.PHONY: bench-round bench-engine bench-throughput bench-speculation bench-slow-links bench-gpu bench-peers
-.PHONY: bench-sessions bench-telemetry simulate chaos soak
-.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership prove-images prove-attacks prove-boot
+# ------------------------------------------------------------------------------------ measurements --
+
+.PHONY: bench-round bench-engine bench-throughput bench-speculation bench-slow-links bench-sessions
+.PHONY: bench-telemetry bench-peers bench-gpu
 bench-round: setup ## measure rounds: every strategy and k against plain decoding
 	@$(BIN)/python -m bench.round
 
@@ -73,11 +67,31 @@ bench-sessions: setup ## measure what the session store costs: throughput, laten
 bench-telemetry: setup ## measure what traces and metrics cost at 16 streams: throughput, CPU a token
 	@$(BIN)/python -m bench.telemetry
 
+bench-peers: setup ## measure ours beside vLLM on the CPU (makes its environment: some GB)
+	@$(BIN)/python -m bench.peers
+
 bench-gpu: setup ## measure a step on a CUDA device, and the tokens that company changes there
 	@$(BIN)/python -m bench.gpu
 
-bench-peers: setup ## measure ours beside vLLM on the CPU (makes its environment: some GB)
-	@$(BIN)/python -m bench.peers
+# ------------------------------------------------------------------------------------- long proofs --
+
+# What `make simulate` runs: one schedule a seed.
+SCHEDULES ?= 100000
+SEED ?= 1
+WORKERS ?= 2
+# How long `make soak` soaks.
+MINUTES ?= 30
+
+.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership prove-attacks
+.PHONY: prove-boot prove-images simulate chaos soak
+prove-noise: setup ## no noise is infinite or NaN over 10^8 words
+	@$(BIN)/python -m bench.prove_noise
+
+prove-drafting: setup ## AUTO keeps up with the best fixed k, on virtual time
+	@$(BIN)/python -m bench.prove_drafting
+
+prove-tokens: setup ## the same tokens as transformers, whatever the draft and k
+	@$(BIN)/python -m bench.prove_tokens
 
 prove-engine: setup ## the same tokens and bits whatever happens to the engine, over 10^4 passes
 	@$(BIN)/python -m bench.prove_engine
@@ -88,32 +102,23 @@ prove-ray: setup ## replicas of three ranks: a killed rank, fewer replicas and a
 prove-ownership: setup ## two gateways told to own one session at once, 1,000 times: one log, one owner at a time
 	@$(BIN)/python -m bench.prove_ownership
 
-prove-images: setup ## build the images without a daemon, look into them, and serve with them (Debian, root)
-	@$(BIN)/python -m bench.prove_images
-
 prove-attacks: setup ## 100,000 fuzzed messages, floods, bombs and idle streams: no crash, hang, leak or disturbance
 	@$(BIN)/python -m bench.prove_attacks
 
 prove-boot: setup helm ## the chart as pods here: boots, rolls, kills and hangs under load, in many combinations
 	@$(BIN)/python -m bench.prove_boot
 
+prove-images: setup ## build the images without a daemon, look into them, and serve with them (Debian, root)
+	@$(BIN)/python -m bench.prove_images
+
+simulate: setup ## 100,000 schedules of faults on virtual time (SCHEDULES, SEED, WORKERS)
+	@$(BIN)/python -m tests.simulation.run --schedules $(SCHEDULES) --seed $(SEED) --workers $(WORKERS)
+
 chaos: setup ## disturb every process and link under 16 streams, with 500 kills; each must hear what it must
 	@$(BIN)/python -m tests.chaos.run
 
 soak: setup ## half an hour at the highest load that holds, an overload, and what is left (MINUTES)
 	@$(BIN)/python -m bench.soak --minutes $(MINUTES)
-
-prove-noise: setup ## no noise is infinite or NaN over 10^8 words
-	@$(BIN)/python -m bench.prove_noise
-
-prove-drafting: setup ## AUTO keeps up with the best fixed k, on virtual time
-	@$(BIN)/python -m bench.prove_drafting
-
-simulate: setup ## 100,000 schedules of faults on virtual time (SCHEDULES, SEED, WORKERS)
-	@$(BIN)/python -m tests.simulation.run --schedules $(SCHEDULES) --seed $(SEED) --workers $(WORKERS)
-
-prove-tokens: setup ## the same tokens as transformers, whatever the draft and k
-	@$(BIN)/python -m bench.prove_tokens
 
 # ------------------------------------------------------------------------------------------ images --
 
@@ -177,7 +182,7 @@ checkov: helm ## have checkov read what the chart renders (makes its environment
 
 # --------------------------------------------------------------------------------- generated files --
 
-.PHONY: proto manifests chart-files chart-schema metrics monitoring trace-picture check-generated
+.PHONY: proto manifests chart-files chart-schema metrics monitoring trace-picture top-picture check-generated
 proto: setup ## write the stubs in services/common/pb anew
 	@scripts/proto.sh .
 
@@ -193,6 +198,9 @@ chart-files: ## copy alerts and dashboards into the chart
 trace-picture: setup ## draw docs/images/trace.png from the committed sample of a trace (needs chromium)
 	@$(BIN)/python -m tests.tracing.picture
 
+top-picture: setup ## draw docs/images/top.svg anew, of the sample in tests/top/recording
+	@$(BIN)/python -m tests.top.picture
+
 metrics: setup ## write the tables of metrics into docs/telemetry.md anew
 	@$(BIN)/python scripts/metrics_table.py docs/telemetry.md
 
@@ -203,7 +211,3 @@ monitoring: setup ## write the dashboards in deploy/dashboards anew
 check-generated: helm ## fail if committed stubs, manifests, tables or dashboards are not what would be generated
 	@echo "== generated files"
 	@scripts/check_generated.sh
-
-.PHONY: top-picture
-top-picture: setup ## draw docs/images/top.svg anew, of the sample in tests/top/recording
-	@$(BIN)/python -m tests.top.picture
