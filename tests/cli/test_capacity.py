@@ -56,6 +56,23 @@ def test_the_worked_example_of_the_documentation_is_what_is_printed() -> None:
         assert line.rstrip() in page
 
 
+def test_what_the_page_says_in_words_is_what_is_computed(tmp_path: Path) -> None:
+    page = " ".join(OPERATIONS.read_text().split())
+    found = json_of(f"--capacity={EXAMPLE}")
+    blocks, at = int(str(found["kv_blocks_a_target"])), found["at"]
+    assert isinstance(at, dict)
+    each = -(-1800 // BLOCK_TOKENS)
+    assert (
+        f"{blocks:,} blocks, room for {blocks // each} sessions of 1,500 + 300 tokens, which take {each}"
+        in page
+    )
+    assert f"At {at['sessions']} sessions and k = {at['k']}" in page
+    by_default = EXAMPLE.read_text().replace("max_rows = 1024", "")
+    assert by_default != EXAMPLE.read_text()
+    slower = json_of(written(tmp_path, by_default))["answers_per_s_a_target"]
+    assert f"a replica gives {slower:.1f} answers/s" in page
+
+
 def test_the_example_is_a_target_that_the_chart_can_run() -> None:
     """By the settings of the chart's own example; the page says which pool a rank must have."""
     example = tomllib.loads(EXAMPLE.read_text())["target"]

@@ -99,6 +99,16 @@ def test_each_device_has_a_lock_and_no_other_is_taken_unasked(role: str) -> None
     assert {path.stem for path in LOCKS.glob("torch-*.txt")} == {"torch-cpu", "torch-cuda"}
 
 
+@pytest.mark.parametrize(("model", "status"), [("none", 0), ("smollm2-135m-instruct", 0), ("llama", 1)])
+def test_no_other_model_is_put_into_an_image_under_a_name_of_its_own(model: str, status: int) -> None:
+    (script,) = re.findall(r"^RUN (case .* esac)$", dockerfile("target"), re.MULTILINE)
+    done = subprocess.run(
+        ["sh", "-c", script], env={"MODEL": model}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status
+    assert ("MODEL: must be none or" in done.stderr) == bool(status)
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_copied_files_are_in_the_context(role: str) -> None:
     """.dockerignore leaves out everything but what it names."""
