@@ -11,8 +11,8 @@ import pytest
 from tests.deploy.render import CHART, ROOT, default_values
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
-# What the upgrade notes say that values were called before.
-FORMER = {"gateway.apiKeys.name", "gateway.idSecret.name"}
+# In the upgrade notes: what values were called before, and what is said of networkPolicy.
+NOTES = {"gateway.apiKeys.name", "gateway.idSecret.name", "redis.to"}
 
 
 def followed(node: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def test_a_value_that_a_page_names_is_one_of_the_charts(page: str) -> None:
     roots = "|".join(default_values())
     named = set(re.findall(rf"(?:`|# )((?:{roots})(?:\.[A-Za-z_]+)+)\b", (ROOT / page).read_text()))
     files = {"tls.crt", "tls.key"}
-    assert {path for path in named - FORMER - files if not is_known(path)} == set()
+    assert {path for path in named - NOTES - files if not is_known(path)} == set()
 
 
 def test_a_name_that_is_none_is_noticed() -> None:
