@@ -12,9 +12,6 @@ from services.common.files import BadFile, NamedFile, WatchedFiles
 if TYPE_CHECKING:
     from services.common.config import ServiceSettings
 
-LOOK_EVERY_S = 1.0
-"""How often channels look whether their files have changed, while they are used."""
-
 
 @dataclass(frozen=True, slots=True)
 class Material:
