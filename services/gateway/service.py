@@ -129,7 +129,7 @@ def build(
 
 
 def interceptors(settings: GatewaySettings) -> Interceptors:
-    """Its own. Raises ValueError or OSError if a file of keys cannot be read."""
+    """Its own. Raises BadFile if a file of keys is of no use."""
     callers = callers_of(settings)
 
     def of_process(parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
