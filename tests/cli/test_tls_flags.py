@@ -9,10 +9,8 @@ from typer.testing import CliRunner
 
 from services.cli import endpoint
 from services.cli.__main__ import app
-from services.common.tls import server_credentials
 from tests.client.fake_gateway import SESSION, FakeGateway, serving
-from tests.common.service import settings
-from tests.common.tls_world import tls_settings
+from tests.common.tls_world import credentials_of
 from tests.gateway.tls import Authority, Mounted, mounted
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ def files(tmp_path: Path) -> Mounted:
 @pytest.fixture
 def address(files: Mounted) -> Iterator[str]:
     """Of a gateway that asks for certificates of the authority."""
-    credentials = server_credentials(settings(**tls_settings(files, mutual=True)))
+    credentials = credentials_of(files, mutual=True)
     with serving(FakeGateway(), credentials) as address:
         yield address
 
