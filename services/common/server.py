@@ -141,7 +141,9 @@ async def start_server(
     told, health_port = Health(), HealthPort()
     try:
         await _tell(told, ("",), health_pb2.HealthCheckResponse.NOT_SERVING)
-        health_port = await open_health_port(settings.host, settings.health_port, told)
+        health_port = await open_health_port(
+            settings.host, settings.health_port, told, settings.request_timeout_s
+        )
         service = await build(server, replace(parts, address=address))
         names = ("", *service.grpc_services)
         await _tell(told, names, health_pb2.HealthCheckResponse.NOT_SERVING)
