@@ -15,17 +15,19 @@ from grpc_health.v1 import health, health_pb2
 
 from services.common.arrival import ArrivalInterceptor
 from services.common.binding import bind
+from services.common.deserialize import DeserializeInterceptor
 from services.common.status import StatusInterceptor
 
 if TYPE_CHECKING:
     from services.common.standard import Health
 
 MAX_CONNECTIONS = 256
+_MAX_MESSAGE_BYTES = 4096
 # A question is a few bytes, and answered at once; connections that ask nothing are closed.
 _OPTIONS = (
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", 4096),
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 4096),
     ("grpc.absolute_max_metadata_size", 4096),
     ("grpc.max_concurrent_streams", 4),
@@ -52,7 +54,12 @@ async def open_health_port(host: str, port: int, told: Health, request_timeout_s
     if port < 0:
         return HealthPort()
     server = grpc.aio.server(
-        interceptors=[StatusInterceptor(), ArrivalInterceptor(request_timeout_s)], options=_OPTIONS
+        interceptors=[
+            StatusInterceptor(),
+            ArrivalInterceptor(request_timeout_s),
+            DeserializeInterceptor(_MAX_MESSAGE_BYTES),
+        ],
+        options=_OPTIONS,
     )
     check = grpc.unary_unary_rpc_method_handler(
         told.Check,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,15 @@ async def test_a_question_that_does_not_come_is_not_waited_for() -> None:
         assert await code_of(silent) is grpc.StatusCode.DEADLINE_EXCEEDED
         await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
     await running.stop()
+
+
+async def test_what_cannot_be_read_is_the_callers_fault_and_no_line_in_the_log(
+    running: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with grpc.aio.insecure_channel(running.health_address) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert await code_of(check(b"\xff")) is grpc.StatusCode.INVALID_ARGUMENT
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_a_crowd_is_kept_out_and_leaves_the_port_as_it_was(running: RunningServer) -> None:
