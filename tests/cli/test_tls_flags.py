@@ -96,6 +96,15 @@ def test_who_does_not_fit_the_gateway_gets_no_answer(
     assert "UNAVAILABLE" in result.stderr
 
 
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_key_that_is_not_there_is_told_in_a_line(
+    command: tuple[str, ...], files: Mounted, address: str
+) -> None:
+    result = galley(*command, "--endpoint", address, **told(files), GALLEY_API_KEY_FILE="/nowhere")
+    assert "error: GALLEY_API_KEY_FILE: /nowhere: No such file" in result.stderr
+    assert not isinstance(result.exception, ValueError)
+
+
 @pytest.mark.parametrize(
     ("flag", "problem"),
     [
