@@ -34,7 +34,7 @@ DOCUMENTED: Mapping[str, Sequence[str]] = {
     "target": (*_REPLICAS, "NOT_FOUND"),
     "draft": (*_REPLICAS, "NOT_FOUND"),
     "collector": _ALL,
-    HEALTH: ("OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED"),
+    HEALTH: ("OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED"),
 }
 """How a call may end, of those that docs/errors.md names: UNAVAILABLE would be a fault of ours here."""
 
