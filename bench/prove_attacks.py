@@ -24,7 +24,7 @@ from services.tracing.otlp_json import spans_in
 from tests.attack import floods
 from tests.attack.campaign import Campaign
 from tests.attack.held import idle_connections, idle_streams
-from tests.attack.stack import MIB, SERVICES, Attacked, Told, attacked, undisturbed, warmed_up
+from tests.attack.stack import HEALTH, MIB, SERVICES, Attacked, Told, attacked, undisturbed, warmed_up
 from tests.gateway.servers import VALKEY, running
 from tests.service import tokenizer_files
 
@@ -131,7 +131,7 @@ class Proof:
         self._expect(memory[-1] - memory[0] < _MOST_KEPT, f"memory grows: {memory} MiB")
 
     async def _nonsense(self) -> None:
-        for service in SERVICES:
+        for service in (*SERVICES, HEALTH):
             await floods.nonsense(self._stack.addresses[service])
 
     async def _floods(self) -> None:

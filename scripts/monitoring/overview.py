@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scripts.monitoring.grafana import Dashboard, Panel, Query, Row
-from scripts.monitoring.queries import gauge, largest, quantile, rate, ratio
+from scripts.monitoring.queries import gauge, largest, left_s, quantile, rate, ratio
 from services.common.metrics import catalogue as of
 
 if TYPE_CHECKING:
@@ -152,6 +152,16 @@ OVERVIEW = Dashboard(
                     "percentunit",
                     most=1,
                     runbook="GalleyTargetOutOfBlocks",
+                ),
+                Panel(
+                    "Certificates: time left",
+                    "Until the certificate ends that each server shows, or that gateways show replicas.",
+                    (
+                        Query(left_s(of.SERVED_CERTIFICATE_EXPIRY, "instance"), "{{instance}}"),
+                        Query(left_s(of.PEER_CERTIFICATE_EXPIRY, "instance"), "{{instance}} to peers"),
+                    ),
+                    "s",
+                    runbook="GalleyCertificateExpires",
                 ),
                 Panel(
                     "Builds",

@@ -50,6 +50,12 @@ def largest(metric: Metric, *by: str) -> str:
     return f"max by ({', '.join(by)}) ({_selected(metric, metric.prometheus)})"
 
 
+def left_s(metric: Metric, *by: str) -> str:
+    """How long the first of the moments that a gauge tells is away."""
+    _check(metric, *by)
+    return f"min by ({', '.join(by)}) ({_selected(metric, metric.prometheus)}) - time()"
+
+
 def ratio(part: str, whole: str) -> str:
     """Of two rates."""
     return f"{part} / {whole}"

@@ -122,14 +122,14 @@ def _complete(
     options: GenerateOptions,
 ) -> bool:
     """Stream one turn; False, and said why, if there is no whole answer."""
-    from services.client.errors import GalleyRpcError  # noqa: PLC0415  # grpc is slow to load
+    from services.client.errors import BadKey, GalleyRpcError  # noqa: PLC0415  # grpc is slow to load
 
     try:
         runner.run(answer.stream_from(gateways, lambda client: client.generate(turns, **options)))
     except KeyboardInterrupt:
         say("stopped")
         return False
-    except GalleyRpcError as error:
+    except (BadKey, GalleyRpcError) as error:
         say(f"error: {error}", style="red")
         return False
     return True
@@ -142,7 +142,7 @@ def _stream(
     as_json: bool,
     origins: bool,
 ) -> None:
-    from services.client.errors import GalleyRpcError  # noqa: PLC0415  # grpc is slow to load
+    from services.client.errors import BadKey, GalleyRpcError  # noqa: PLC0415  # grpc is slow to load
 
     answer = _Answer(_view(as_json=as_json, origins=origins))
     try:
@@ -150,7 +150,7 @@ def _stream(
     except KeyboardInterrupt:
         answer.say_how_to_go_on()
         raise typer.Exit(INTERRUPTED) from None
-    except GalleyRpcError as error:
+    except (BadKey, GalleyRpcError) as error:
         answer.say_how_to_go_on()
         raise fail(error) from None
     if not as_json:

@@ -178,12 +178,12 @@ async def _measure_own(tuning: Tuning, options: StackOptions) -> Measured:
 async def _measure(tuning: Tuning, address: str, tls: ClientTls | None = None) -> Measured:
     from services.benching.tuning import measure  # noqa: PLC0415  # with grpc and numpy, slow to load
     from services.client.client import GalleyClient  # noqa: PLC0415
-    from services.client.errors import GalleyRpcError  # noqa: PLC0415
+    from services.client.errors import BadKey, GalleyRpcError  # noqa: PLC0415
 
     try:
         async with GalleyClient(address, tls=tls) as client:
             return await measure(tuning, client, say)
-    except GalleyRpcError as error:
+    except (BadKey, GalleyRpcError) as error:
         raise fail(error) from None
 
 

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from services.client.credentials import Key, key_interceptors
-from services.client.errors import GalleyRpcError, rpc_error
+from services.client.errors import BadKey, GalleyRpcError, rpc_error
 from services.client.options import ClientTls, GenerateOptions, Message, Prompt, Retries, Speculation
 from services.client.request import generate_request
 from services.client.streams import NO_RETRIES, Comeback, ResumePoint, TokenStream
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_RETRIES",
+    "BadKey",
     "ClientTls",
     "GalleyClient",
     "GalleyRpcError",
@@ -57,7 +58,8 @@ class GalleyClient:
     `addresses` are "host:port", several with commas or as a sequence. The first is asked until it fails,
     then the next. `tls` encrypts, and says which gateways to trust; without it calls go in plain text.
     `api_key` says who calls, where the gateways ask for it: a key or a token, or what is called for one at
-    each call; None is that of GALLEY_API_KEY, or in the file GALLEY_API_KEY_FILE, if one is set.
+    each call; None is that of GALLEY_API_KEY, or in the file GALLEY_API_KEY_FILE, if one is set. Calls raise
+    BadKey where it cannot be shown.
     Streams belong to the trace that they are asked for in, as OpenTelemetry's current span tells it;
     `telemetry` (services.common.telemetry.start_telemetry) makes calls spans of their own besides.
     `force_trace` has the gateways trace every request, whatever they sample.

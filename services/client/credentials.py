@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc.aio
 
+from services.client.errors import BadKey
 from services.common.secret_files import read_secret
 
 if TYPE_CHECKING:
@@ -36,8 +37,25 @@ def key_interceptors(api_key: Key | None) -> Sequence[grpc.aio.ClientInterceptor
 def _of_environment() -> Key:
     """A file is read with each call: whoever writes it has tokens that last for minutes."""
     if file := os.environ.get(API_KEY_FILE_VARIABLE):
-        return lambda: read_secret(Path(file))
+        return lambda: _in_file(Path(file))
     return os.environ.get(API_KEY_VARIABLE, "")
+
+
+def _in_file(path: Path) -> str:
+    try:
+        return read_secret(path)
+    except ValueError as error:
+        raise BadKey(f"{API_KEY_FILE_VARIABLE}: {error}") from None
+
+
+def _that_can_be_sent(key: str) -> str:
+    """What gRPC would refuse as metadata, in words that tell nobody what is wrong."""
+    if not (key.isascii() and key.isprintable()):
+        raise BadKey(
+            "the API key must be one line of printable ASCII characters "
+            f"({API_KEY_VARIABLE}, {API_KEY_FILE_VARIABLE} or `api_key`)"
+        )
+    return key
 
 
 class _Key:
@@ -45,7 +63,7 @@ class _Key:
         self._current = current
 
     def _with_key(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
-        authorization = ("authorization", f"Bearer {self._current()}")
+        authorization = ("authorization", f"Bearer {_that_can_be_sent(self._current())}")
         metadata = grpc.aio.Metadata(*(details.metadata or ()), authorization)
         return grpc.aio.ClientCallDetails(
             method=details.method,

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     import grpc
 
 
+class BadKey(ValueError):
+    """There is no key, or none that can be shown; says why, and nothing of it."""
+
+
 class GalleyRpcError(Exception):
     """An RPC ended with another status than OK.
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
+from services.common.files import LOOK_EVERY_S
 from services.common.reloading import ReloadingChannel
-from services.common.tls import LOOK_EVERY_S, Material, channel_credentials
+from services.common.tls import Material, channel_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

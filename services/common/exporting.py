@@ -12,6 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from services.common.lean_spans import LeanSpan
 from services.common.otlp_encoding import encoded
+from services.common.otlp_tls import ReloadingExporter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
 
-class LeanExporter(OTLPSpanExporter):
+class LeanExporter(ReloadingExporter, OTLPSpanExporter):
     """As the `OTEL_EXPORTER_OTLP_*` environment says. Spans of the SDK's own may be among ours."""
 
+    signal = "traces"
+
     def _initialize_channel_and_stub(self) -> None:
-        super()._initialize_channel_and_stub()  # type: ignore[no-untyped-call]  # is untyped
+        super()._initialize_channel_and_stub()
         self._client: Any = _BytesStub(cast("grpc.Channel", self._channel))
 
     def _translate_data(self, data: Sequence[Any]) -> Any:

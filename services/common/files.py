@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -16,9 +17,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Version = tuple[int, int, int]
 
+LOOK_EVERY_S = 1.0
+"""How often those who ask all the time have their files looked at."""
+
 _MAX_BYTES = 4 * 2**20
-"""No certificate, key or bundle of authorities is nearly as large; a device has no end."""
+"""No certificate, key, list of keys or bundle of authorities is nearly as large; a device has no end."""
 _TRIES = 3
+_TRY_AGAIN_S = 1.0
 
 _log = get_logger(__name__)
 
@@ -60,14 +65,16 @@ class NamedFile:
             stat = Path(self.path).stat()
         except OSError:
             return None
-        return stat.st_mtime_ns, stat.st_ino, stat.st_size
+        # Not when it was written: a file that was forbidden may be allowed since.
+        return stat.st_ctime_ns, stat.st_ino, stat.st_size
 
 
 class WatchedFiles(Generic[T]):
     """What `read` makes of some files, made anew when one of them has changed.
 
     They are looked at in passing, whenever somebody asks for it. What cannot be read by then is logged, once
-    for each version of the files, and what was read before stays. For any thread.
+    for each version of the files and each reason, and tried again; meanwhile what was read before stays. For
+    any thread.
     """
 
     def __init__(
@@ -85,29 +92,40 @@ class WatchedFiles(Generic[T]):
         self._clock = clock
         self._lock = threading.Lock()
         self._looked_s = clock()
+        self._try_again_s = math.inf
+        self._told: object = None
         self._seen, self._value = self._read_together()
 
     def current(self) -> T:
-        """The same object for as long as the files are the same."""
+        """The same object for as long as what is read is the same."""
         with self._lock:
             now_s = self._clock()
             if now_s - self._looked_s >= self._look_every_s:
                 self._looked_s = now_s
-                self._look()
+                self._look(now_s)
             return self._value
 
-    def _look(self) -> None:
+    def _look(self, now_s: float) -> None:
         seen = self._versions()
-        if seen == self._seen:
+        if seen == self._seen and now_s < self._try_again_s:
             return
         self._seen = seen
-        settings = [file.setting for file in self._files]
         try:
-            self._seen, self._value = self._read_together()
+            self._seen, value = self._read_together()
         except BadFile as error:
+            # Not the file's fault, perhaps: too many are open, or its time has not come yet.
+            self._try_again_s = now_s + _TRY_AGAIN_S
+            self._tell(error)
+            return
+        self._try_again_s, self._told = math.inf, None
+        if value != self._value:
+            self._value = value
+            _log.info("read files anew", settings=[file.setting for file in self._files])
+
+    def _tell(self, error: BadFile) -> None:
+        if self._told != (told := (self._seen, str(error))):
+            self._told = told
             _log.error("files could not be read anew; those read before stay", problem=str(error))
-        else:
-            _log.info("read files anew", settings=settings)
 
     def _read_together(self, tries: int = _TRIES) -> tuple[Sequence[Version | None], T]:
         """All of one moment: a key of now and a certificate of before would not fit together."""

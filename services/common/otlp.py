@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 from uuid import uuid4
 
 from services.common.version import __version__
@@ -15,21 +15,23 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
+Signal: TypeAlias = Literal["traces", "metrics"]
+
 FLUSH_S = 3.0
 """How long a process waits at its end for a collector to take what is left: one that is away must not hold
 up an exit."""
 
 
-def exports(signal: Literal["traces", "metrics"]) -> bool:
+def exports(signal: Signal) -> bool:
     """Whether this process is to send them somewhere."""
     name = signal.upper()
-    if not _either("ENDPOINT", name):
+    if not told("ENDPOINT", signal)[1]:
         return False
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if os.environ.get(f"OTEL_{name}_EXPORTER", "otlp").lower() == "none":
         return False
-    protocol = _either("PROTOCOL", name) or "grpc"
+    protocol = told("PROTOCOL", signal)[1] or "grpc"
     if protocol != "grpc":
         _LOG.warning("%s are off: OTEL_EXPORTER_OTLP_PROTOCOL is %s, only grpc is served", signal, protocol)
         return False
@@ -56,7 +58,7 @@ def _instance_id() -> str:
     return str(uuid4())
 
 
-def _either(what: str, signal: str) -> str:
-    """The signal's own setting, else that of all."""
-    own = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_{what}", "")
-    return own or os.environ.get(f"OTEL_EXPORTER_OTLP_{what}", "")
+def told(what: str, signal: Signal) -> tuple[str, str]:
+    """The signal's own setting, else that of all: the name of the variable, and what it says, if anything."""
+    own, general = f"OTEL_EXPORTER_OTLP_{signal.upper()}_{what}", f"OTEL_EXPORTER_OTLP_{what}"
+    return (own, said) if (said := os.environ.get(own, "")) else (general, os.environ.get(general, ""))

@@ -27,13 +27,14 @@ from services.common.health_port import HealthPort, open_health_port
 from services.common.last_words import say_last_words
 from services.common.limits import server_options
 from services.common.logs import get_logger, start_logging
+from services.common.metrics.certificates import observe_served
 from services.common.metrics.metering import Metering, start_metering
 from services.common.process import die_with_parent
 from services.common.readiness import Readiness
 from services.common.standard import Health, StandardCallsInterceptor
 from services.common.status import StatusInterceptor
 from services.common.telemetry import Telemetry, start_telemetry
-from services.common.tls import server_credentials
+from services.common.tls import server_credentials, server_files
 from services.common.unless import unless
 from services.core.errors import GalleyError
 
@@ -123,7 +124,8 @@ async def start_server(
     a call's one request is read: whom they refuse has sent it for nothing.
     """
     parts = parts or Parts()
-    credentials = server_credentials(settings)
+    files = server_files(settings)
+    credentials = server_credentials(files)
     server = grpc.aio.server(
         interceptors=[
             StandardCallsInterceptor(),
@@ -139,7 +141,9 @@ async def start_server(
     told, health_port = Health(), HealthPort()
     try:
         await _tell(told, ("",), health_pb2.HealthCheckResponse.NOT_SERVING)
-        health_port = await open_health_port(settings.host, settings.health_port, told)
+        health_port = await open_health_port(
+            settings.host, settings.health_port, told, settings.request_timeout_s
+        )
         service = await build(server, replace(parts, address=address))
         names = ("", *service.grpc_services)
         await _tell(told, names, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -149,6 +153,8 @@ async def start_server(
         await health_port.stop()
         await server.stop(None)
         raise
+    if parts.metrics is not None:
+        observe_served(parts.metrics, files)
     await _tell(told, names, health_pb2.HealthCheckResponse.SERVING)
     return RunningServer(
         address, service, health_port.address, server, told, health_port, settings.drain_timeout_s

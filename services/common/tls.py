@@ -10,28 +10,29 @@ import grpc
 from services.common.files import BadFile, NamedFile, WatchedFiles
 
 if TYPE_CHECKING:
-    from services.common.config import ServiceSettings
+    from datetime import datetime
 
-LOOK_EVERY_S = 1.0
-"""How often channels look whether their files have changed, while they are used."""
+    from services.common.config import ServiceSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What the files hold; None where there is no such file."""
+    """What the files hold, and when their certificate ends; None where there is no such file."""
 
     ca: bytes | None = None
     cert: bytes | None = None
     key: bytes | None = field(default=None, repr=False)
+    expires: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Authorities, and a certificate with its key; an empty path is none."""
+    """Authorities, and a certificate with its key, of a client or of who `serves`; an empty path is none."""
 
     ca: NamedFile
     cert: NamedFile
     key: NamedFile
+    serves: bool = False
 
     def read(self) -> Material:
         """Read and check them. Raises BadFile."""
@@ -43,7 +44,7 @@ class TlsFiles:
         ca = pem.read_authorities(self.ca) if self.ca.path else None
         if not self.cert.path:
             return Material(ca)
-        return Material(ca, *pem.read_pair(self.cert, self.key))
+        return Material(ca, *pem.read_pair(self.cert, self.key, serves=self.serves))
 
     def watch(self, look_every_s: float = 0.0) -> WatchedFiles[Material]:
         """The same, read anew when they change. Raises BadFile."""
@@ -51,23 +52,30 @@ class TlsFiles:
         return WatchedFiles(named, self.read, look_every_s=look_every_s)
 
 
-def server_credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
-    """How a server of these settings speaks TLS, if it does. Raises BadFile.
-
-    gRPC asks before each handshake, from a thread of its own, whether there is anything new.
-    """
+def server_files(settings: ServiceSettings) -> WatchedFiles[Material] | None:
+    """What a server of these settings shows, and whom it trusts; None: it speaks no TLS. Raises BadFile."""
     if not settings.tls_cert_file:
         return None
-    watched = TlsFiles(
+    return TlsFiles(
         NamedFile("tls_client_ca_file", settings.tls_client_ca_file),
         NamedFile("tls_cert_file", settings.tls_cert_file),
         NamedFile("tls_key_file", settings.tls_key_file),
+        serves=True,
     ).watch()
-    given = watched.current()
+
+
+def server_credentials(files: WatchedFiles[Material] | None) -> grpc.ServerCredentials | None:
+    """How a server speaks TLS by these files.
+
+    gRPC asks before each handshake, from a thread of its own, whether there is anything new.
+    """
+    if files is None:
+        return None
+    given = files.current()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         nonlocal given
-        if (now := watched.current()) is given:
+        if (now := files.current()) is given:
             return None
         given = now
         return _configuration(now)
@@ -75,7 +83,7 @@ def server_credentials(settings: ServiceSettings) -> grpc.ServerCredentials | No
     return grpc.dynamic_ssl_server_credentials(
         _configuration(given),
         fetch,  # type: ignore[arg-type]  # may return None, as gRPC documents
-        require_client_authentication=bool(settings.tls_client_ca_file),
+        require_client_authentication=given.ca is not None,
     )
 
 

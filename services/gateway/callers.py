@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from services.common.files import LOOK_EVERY_S, NamedFile, WatchedFiles
 from services.core.errors import Unauthenticated
 from services.core.principal import Principal, PrincipalLimits
 from services.gateway import api_keys, tokens
@@ -16,7 +16,6 @@ from services.gateway.issuer_keys import FetchedKeys, KeyFile
 from services.gateway.jwks import read_jwks
 from services.gateway.principals_file import Principals, read_principals
 from services.gateway.token_settings import listed
-from services.gateway.watched_file import WatchedFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from services.gateway.authentication import Presented
     from services.gateway.settings import GatewaySettings
 
+_T = TypeVar("_T")
 EITHER_NEEDED = "an API key or a token is needed: `authorization: Bearer KEY OR TOKEN`, or `x-api-key: KEY`"
 
 
@@ -55,23 +55,27 @@ class Callers:
 
 
 def callers_of(settings: GatewaySettings) -> Callers:
-    """Raises ValueError or OSError if a file that the settings name cannot be read."""
-    file: WatchedFile[Principals] | None = None
+    """Raises BadFile if a file that the settings name is of no use."""
+    file: WatchedFiles[Principals] | None = None
     if settings.api_keys_file:
-        file = WatchedFile(Path(settings.api_keys_file), "the API keys", read_principals)
+        file = _watched(NamedFile("api_keys_file", settings.api_keys_file), read_principals)
     if not settings.jwt_issuer:
-        return Callers(Everyone() if file is None else api_keys.ApiKeys(file.now))
+        return Callers(Everyone() if file is None else api_keys.ApiKeys(file.current))
     keys = _key_source(settings)
     signed = tokens.Tokens(_expected(settings), keys, partial(_named, file))
     return Callers(
-        signed if file is None else KeysOrTokens(api_keys.ApiKeys(file.now), signed),
+        signed if file is None else KeysOrTokens(api_keys.ApiKeys(file.current), signed),
         keys.begin if isinstance(keys, FetchedKeys) else lambda: None,
     )
 
 
-def _named(file: WatchedFile[Principals] | None, name: str) -> Principal:
+def _watched(file: NamedFile, read: Callable[[NamedFile], _T]) -> WatchedFiles[_T]:
+    return WatchedFiles([file], lambda: read(file), look_every_s=LOOK_EVERY_S)
+
+
+def _named(file: WatchedFiles[Principals] | None, name: str) -> Principal:
     """With its limits; without a file there are none, but that nobody comes before others."""
-    return Principal(name, PrincipalLimits(max_priority=0)) if file is None else file.now().named(name)
+    return Principal(name, PrincipalLimits(max_priority=0)) if file is None else file.current().named(name)
 
 
 def _expected(settings: GatewaySettings) -> tokens.Expected:
@@ -86,7 +90,7 @@ def _expected(settings: GatewaySettings) -> tokens.Expected:
 
 def _key_source(settings: GatewaySettings) -> KeyFile | FetchedKeys:
     if settings.jwt_jwks_file:
-        return KeyFile(WatchedFile(Path(settings.jwt_jwks_file), "the tokens' keys", read_jwks))
+        return KeyFile(_watched(NamedFile("jwt_jwks_file", settings.jwt_jwks_file), read_jwks))
     issuer = Issuer(settings.jwt_issuer, settings.jwt_jwks_url, settings.jwt_ca_file)
     issuer.trust()
     return FetchedKeys(issuer.keys, settings.jwt_refresh_s, settings.jwt_stale_s)

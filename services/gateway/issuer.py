@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import httpx2
 
+from services.common.files import NamedFile
 from services.gateway.jwks import MAX_BYTES, KeySet, parse_jwks, parse_object
 from services.gateway.token_settings import check_https
 
@@ -50,11 +51,11 @@ class Issuer:
             raise OSError(f"{url or self.name}: {str(error) or type(error).__name__}") from None
 
     def trust(self) -> ssl.SSLContext:
-        """Whose word is taken for who answers. Raises OSError if `ca_file` cannot be read."""
+        """Whose word is taken for who answers. Raises BadFile if `ca_file` is of no use."""
         try:
             return ssl.create_default_context(cafile=self.ca_file or None)
         except OSError as error:
-            raise OSError(f"{self.ca_file}: {error.strerror or error}") from None
+            raise NamedFile("jwt_ca_file", self.ca_file).bad(error.strerror or str(error)) from None
 
     async def _discover(self, client: httpx2.AsyncClient) -> str:
         url = self.name.removesuffix("/") + _CONFIGURATION

@@ -19,8 +19,8 @@ from services.core.errors import CallerUnknown
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from services.common.files import WatchedFiles
     from services.gateway.jwks import KeySet
-    from services.gateway.watched_file import WatchedFile
 
 _log = get_logger(__name__)
 FLOOR_S = 10.0
@@ -41,16 +41,16 @@ class KeySource(Protocol):
 class KeyFile(KeySource):
     """Those of a file, which is watched."""
 
-    def __init__(self, file: WatchedFile[KeySet]) -> None:
+    def __init__(self, file: WatchedFiles[KeySet]) -> None:
         self._file = file
 
     async def current(self) -> KeySet:
         """See `KeySource`."""
-        return self._file.now()
+        return self._file.current()
 
     async def newer(self) -> KeySet:
         """No others: it has just been looked at."""
-        return self._file.now()
+        return self._file.current()
 
 
 @dataclass(frozen=True, slots=True)

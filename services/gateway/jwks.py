@@ -14,7 +14,8 @@ from jwt.exceptions import PyJWTError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
+
+    from services.common.files import NamedFile
 
 MAX_BYTES = 256 * 1024
 _MAX_KEYS = 100
@@ -50,14 +51,13 @@ class KeySet:
         return fitting[0] if len(fitting) == 1 else None
 
 
-def read_jwks(path: Path) -> KeySet:
-    """Of a file. Raises ValueError, naming what is wrong with it, or OSError."""
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
+def read_jwks(file: NamedFile) -> KeySet:
+    """Raises BadFile, which says what is wrong with it."""
+    content = file.read()
     try:
         return parse_jwks(content)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise file.bad(str(error)) from None
 
 
 def parse_jwks(content: bytes) -> KeySet:

@@ -11,7 +11,9 @@ from services.common.tls import TlsFiles
 if TYPE_CHECKING:
     import grpc
 
+    from services.common.files import WatchedFiles
     from services.common.server import Parts
+    from services.common.tls import Material
     from services.gateway.settings import GatewaySettings
 
 _UNBOUNDED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
@@ -24,6 +26,11 @@ class Peers:
         """Raises BadFile."""
         self._targets = _tls_to(settings.target_tls_name, settings)
         self._drafts = _tls_to(settings.draft_tls_name, settings)
+
+    @property
+    def files(self) -> WatchedFiles[Material] | None:
+        """What they show; None where they speak plain text."""
+        return None if self._targets is None else self._targets.files
 
     def open_target(self, address: str, parts: Parts) -> grpc.aio.Channel:
         """A channel to the target there."""

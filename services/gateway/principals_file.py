@@ -31,7 +31,8 @@ from services.core.principal import ANONYMOUS_NAME, TOKEN_PREFIX, Principal, Pri
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
+
+    from services.common.files import NamedFile
 
 _MAX_KEY_BYTES = 1024
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.@:/%|-]{1,256}$")]
@@ -95,16 +96,17 @@ class Principals:
         return blake2b(digest, key=self._secret, digest_size=16).digest()
 
 
-def read_principals(path: Path) -> Principals:
-    """Raises ValueError, naming what is wrong with the file, or OSError."""
+def read_principals(file: NamedFile) -> Principals:
+    """Raises BadFile, which says what is wrong with it."""
+    content = file.read()
     try:
-        read = _File.model_validate(tomllib.loads(path.read_text()))
+        read = _File.model_validate(tomllib.loads(content.decode()))
         _check(read)
     except ValidationError as error:
         problems = "; ".join(f"{_place(problem['loc'])}: {problem['msg']}" for problem in error.errors())
-        raise ValueError(f"{path}: {problems}") from None
+        raise file.bad(problems) from None
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise file.bad(str(error)) from None
     return Principals(read)
 
 

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from services.common.logs import get_logger
+from services.common.metrics.certificates import observe_peers
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from services.common.redis_connections import refuse_bad_files
@@ -129,7 +130,7 @@ def build(
 
 
 def interceptors(settings: GatewaySettings) -> Interceptors:
-    """Its own. Raises ValueError or OSError if a file of keys cannot be read."""
+    """Its own. Raises BadFile if a file of keys is of no use."""
     callers = callers_of(settings)
 
     def of_process(parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
@@ -166,6 +167,8 @@ async def _build(
         model = _served_model(settings, tokenizer, targets, drafts)
         meter = None if parts.metrics is None else CountingGatewayMeter(parts.metrics, clock, model.name)
         streams = _streams(settings, store, drafts, targets, clock, tokenizer, meter)
+        if parts.metrics is not None:
+            observe_peers(parts.metrics, peers.files)
         if meter is not None:
             meter.watch(streams, targets, None if settings.draft == NO_DRAFT else drafts)
         rpc.add_GenerationServicer_to_server(

@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.core.content import prefix_hash
 from services.core.trace_names import FORCE_KEY, FORCE_VALUE
-from tests.attack.stack import SERVICES
+from tests.attack.stack import HEALTH, SERVICES
 from tests.service.truth import VOCAB, true_next
 
 if TYPE_CHECKING:
@@ -305,6 +305,6 @@ _MAKERS: dict[tuple[str, str], dict[str, _Maker]] = {
         "GetDraftInfo": (lambda random, known: pb.GetDraftInfoRequest(), 1),
     },
     ("collector", "opentelemetry.proto.collector.trace.v1.TraceService"): {"Export": (_export, 12)},
-    **{(service, "grpc.health.v1.Health"): _HEALTH for service in SERVICES},
+    **{(service, "grpc.health.v1.Health"): _HEALTH for service in (*SERVICES, HEALTH)},
     **{(service, "grpc.reflection.v1alpha.ServerReflection"): _REFLECTION for service in SERVICES},
 }

@@ -14,7 +14,7 @@ import grpc
 
 from tests.attack.asked import Known, Rpc, rpcs, some_metadata
 from tests.attack.mutation import Mutator
-from tests.attack.stack import BAD
+from tests.attack.stack import BAD, HEALTH
 from tests.service.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ DOCUMENTED: Mapping[str, Sequence[str]] = {
     "target": (*_REPLICAS, "NOT_FOUND"),
     "draft": (*_REPLICAS, "NOT_FOUND"),
     "collector": _ALL,
+    HEALTH: ("OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED"),
 }
 """How a call may end, of those that docs/errors.md names: UNAVAILABLE would be a fault of ours here."""
 

@@ -42,6 +42,8 @@ _TOKENS = 40
 # What a task of a call under way is called in gRPC.
 CALL = "_handle_exceptions"
 SERVICES = ("gateway", "target", "draft", "collector")
+HEALTH = "health"
+"""Of the gateway, the port that tells health alone."""
 
 
 @dataclass(frozen=True)

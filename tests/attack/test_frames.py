@@ -14,10 +14,10 @@ from tests.attack.floods import (
     rapid_resets,
 )
 from tests.attack.http2 import field_of, number, text
-from tests.attack.stack import MIB, SERVICES, Attacked, unharmed
+from tests.attack.stack import HEALTH, MIB, SERVICES, Attacked, unharmed
 
 
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("service", [*SERVICES, HEALTH])
 async def test_what_is_no_http2_harms_nobody(stack: Attacked, service: str) -> None:
     async with unharmed(stack):
         await nonsense(stack.addresses[service])

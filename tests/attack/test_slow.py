@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
 import pytest
 
 from services.common.server import start_server
-from tests.attack.floods import KEY
+from tests.attack.floods import CLIENT_HELLO, KEY
 from tests.attack.held import idle_connections, idle_streams
 from tests.attack.http2 import (
     INITIAL_WINDOW_SIZE,
@@ -24,19 +25,26 @@ from tests.attack.http2 import (
 )
 from tests.attack.stack import MIB, Attacked, hello, undisturbed, unharmed
 from tests.common import service
+from tests.common.tls_world import tls_settings
+from tests.gateway.tls import Authority, mounted
 from tests.service.waiting import PATIENCE_S
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GENERATE = "/galley.v1.Generation/Generate"
 
 
-@pytest.mark.parametrize("within_s", [0.3])
+@pytest.mark.parametrize("tls", [False, True], ids=["plain text", "TLS"])
 async def test_a_connection_that_does_not_begin_is_closed_however_slowly_it_goes_about_it(
-    within_s: float,
+    tls: bool, tmp_path: Path
 ) -> None:
     """Byte by byte, too: it is the whole of the beginning that has its time."""
-    given = service.settings(handshake_timeout_s=within_s)
+    authority = Authority(tmp_path, "authority")
+    files = mounted(tmp_path / "files", authority.ca, authority.issue("server"))
+    given = service.settings(handshake_timeout_s=0.3, **(tls_settings(files, mutual=True) if tls else {}))
     running = await start_server(given, service.building(service.EchoService()))
-    begun = PREFACE + settings()
+    begun = CLIENT_HELLO if tls else PREFACE + settings()
     try:
         async with AsyncExitStack() as opened:
             wires = [await opened.enter_async_context(wire(running.address)) for _ in range(20)]

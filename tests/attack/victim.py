@@ -40,7 +40,7 @@ from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
 from services.tracing.collector import CollectorSettings
 from services.tracing.collector import build as build_collector
-from tests.attack.stack import CALL, MAX_MESSAGE_BYTES, files_allowed
+from tests.attack.stack import CALL, HEALTH, MAX_MESSAGE_BYTES, files_allowed
 from tests.service.truth import END, VOCAB, true_next
 from tests.simulation.replicas import SimEngine
 
@@ -101,6 +101,7 @@ class Victim:
             asked = await _lines()
             traces = self._directory / "traces.jsonl"
             addresses = {name: running.address for name, running in self._running.items()}
+            addresses[HEALTH] = self._running["gateway"].health_address
             _say({"addresses": addresses, "metrics": self._metrics, "traces": str(traces)})
             while (command := (await asked.readline()).decode().split()) not in ([], ["stop"]):
                 await self._until(command[0], int(command[1]) if command[1:] else 0)
@@ -128,6 +129,7 @@ class Victim:
                 "model": str(self._tokenizer),
                 "api_keys_file": str(self._directory / "keys.toml"),
                 "client_timeout_s": 2.0,
+                "health_port": 0,
                 **self._common(),
             }
         )
@@ -193,8 +195,9 @@ class Victim:
 
     def _strangers(self, process: psutil.Process) -> int:
         """Connections to the services from outside of this process."""
-        ports = {int(running.address.rpartition(":")[2]) for running in self._running.values()}
-        ports |= {int(address.rpartition(":")[2]) for address in self._metrics.values()}
+        served = [running.address for running in self._running.values()]
+        served += [self._running["gateway"].health_address, *self._metrics.values()]
+        ports = {int(address.rpartition(":")[2]) for address in served}
         found: list[Any] = process.net_connections("tcp")
         # Both ends are here of connections within: its port alone a stranger may have too, to somewhere else.
         ends = {(one.laddr.port, one.raddr.port) for one in found if one.raddr}

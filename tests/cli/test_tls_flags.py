@@ -9,10 +9,8 @@ from typer.testing import CliRunner
 
 from services.cli import endpoint
 from services.cli.__main__ import app
-from services.common.tls import server_credentials
 from tests.client.fake_gateway import SESSION, FakeGateway, serving
-from tests.common.service import settings
-from tests.common.tls_world import tls_settings
+from tests.common.tls_world import credentials_of
 from tests.gateway.tls import Authority, Mounted, mounted
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ def files(tmp_path: Path) -> Mounted:
 @pytest.fixture
 def address(files: Mounted) -> Iterator[str]:
     """Of a gateway that asks for certificates of the authority."""
-    credentials = server_credentials(settings(**tls_settings(files, mutual=True)))
+    credentials = credentials_of(files, mutual=True)
     with serving(FakeGateway(), credentials) as address:
         yield address
 
@@ -96,6 +94,15 @@ def test_who_does_not_fit_the_gateway_gets_no_answer(
     result = galley("generate", "x", "--patience", "0", "--endpoint", address, **whole)
     assert result.exit_code == 1
     assert "UNAVAILABLE" in result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_key_that_is_not_there_is_told_in_a_line(
+    command: tuple[str, ...], files: Mounted, address: str
+) -> None:
+    result = galley(*command, "--endpoint", address, **told(files), GALLEY_API_KEY_FILE="/nowhere")
+    assert "error: GALLEY_API_KEY_FILE: /nowhere: No such file" in result.stderr
+    assert not isinstance(result.exception, ValueError)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, Message, Speculation
+from services.client.client import NO_RETRIES, BadKey, GalleyClient, GalleyRpcError, Message, Speculation
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.core.content import prefix_hash
 from services.core.errors import InvalidField, Overloaded, Unavailable, UnknownSession
@@ -33,6 +33,21 @@ async def test_a_stream_gives_its_events_in_order_and_knows_what_it_saw() -> Non
     assert stream.token_ids == [11, 12, 13, 14]
     assert stream.finished is not None
     assert stream.resume_from() == (SESSION, 4, prefix_hash([11, 12, 13, 14]))
+
+
+@pytest.mark.parametrize("key", ["sec\nret", "secrét", "sec\0ret"])
+async def test_a_key_that_cannot_be_sent_is_told_without_it(
+    key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gateway = FakeGateway()
+    with serving(gateway) as address:
+        async with GalleyClient(address, api_key=key) as client:
+            for call in (_text(client.generate("x")), client.model_info()):
+                with pytest.raises(BadKey, match="printable ASCII") as raised:
+                    await call
+                assert "sec" not in str(raised.value)
+    assert gateway.requests == []
+    assert "Metadata" not in capfd.readouterr().err
 
 
 async def test_what_is_not_asked_for_is_not_sent() -> None:

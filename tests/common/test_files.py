@@ -86,6 +86,48 @@ def test_a_file_that_goes_and_comes_back_is_read_when_it_is_back(watched: Watche
     assert files.current() == ["new"]
 
 
+def test_a_file_that_is_allowed_by_now_is_read_though_nobody_has_written_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("key")
+    path.chmod(0o600)
+    files = WatchedFiles([NamedFile("key", str(path))], lambda: oct(path.stat().st_mode & 0o777))
+    assert files.current() == "0o600"
+    path.chmod(0o640)
+    assert files.current() == "0o640"
+
+
+def test_what_could_not_be_read_is_tried_again_and_told_once(watched: Watched) -> None:
+    """Too many files may have been open in that moment, or a certificate may not be valid yet."""
+    now_s, crowded = [0.0], [False]
+
+    def read() -> list[str]:
+        if crowded[0]:
+            raise BadFile("one", "Too many open files")
+        return watched.read()
+
+    files = WatchedFiles(watched.named, read, clock=lambda: now_s[0])
+    watched.write("new")
+    crowded[0] = True
+    with logged(files_module) as logs:
+        for now_s[0] in (0.0, 1.0, 4.0):
+            assert files.current() == ["old"]
+        crowded[0] = False
+        now_s[0] = 4.5
+        assert files.current() == ["old"], "it was tried half a second ago"
+        now_s[0] = 5.0
+        assert files.current() == ["new"]
+    assert [line.get("problem") for line in logs] == ["one: Too many open files", None]
+
+
+def test_what_is_written_anew_as_it_was_is_no_change(watched: Watched) -> None:
+    files = WatchedFiles(watched.named, watched.read)
+    before = files.current()
+    watched.write("old")
+    with logged(files_module) as logs:
+        assert files.current() is before
+    assert logs == []
+
+
 def test_files_that_are_replaced_while_they_are_read_are_read_again(watched: Watched) -> None:
     def once() -> None:
         watched.after_one = lambda: None

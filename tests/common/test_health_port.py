@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import logging
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -12,9 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.common.binding import CannotBind
+from services.common.health_port import MAX_CONNECTIONS
 from services.common.healthcheck import problem_of
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.server import start_server
+from tests.common import http2
 from tests.common.service import SERVICE, EchoService, building, settings
 from tests.common.tls_world import request, tls_settings
 from tests.gateway.clusters import free_port
@@ -81,6 +84,43 @@ async def test_it_serves_nothing_else(running: RunningServer) -> None:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         for call in (draft.Propose(request()), listing.read(), watch.read()):
             assert await code_of(call) is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_question_that_does_not_come_is_not_waited_for() -> None:
+    """Its call ends, so that its connection is idle, and closed in its time."""
+    running = await start_server(settings(health_port=0, request_timeout_s=0.2), building(EchoService()))
+    async with grpc.aio.insecure_channel(running.health_address) as channel:
+        silent: Any = channel.stream_unary("/grpc.health.v1.Health/Check")()
+        assert await code_of(silent) is grpc.StatusCode.DEADLINE_EXCEEDED
+        await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
+    await running.stop()
+
+
+async def test_what_cannot_be_read_is_the_callers_fault_and_no_line_in_the_log(
+    running: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with grpc.aio.insecure_channel(running.health_address) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert await code_of(check(b"\xff")) is grpc.StatusCode.INVALID_ARGUMENT
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+async def test_a_crowd_is_kept_out_and_leaves_the_port_as_it_was(running: RunningServer) -> None:
+    async with AsyncExitStack() as opened:
+        crowd = [
+            await opened.enter_async_context(http2.connected(running.health_address))
+            for _ in range(MAX_CONNECTIONS)
+        ]
+        for one in crowd:
+            one.begin()
+            await one.until(http2.SETTINGS)
+        async with http2.connected(running.health_address) as late:
+            late.begin()
+            await late.is_closed()
+        assert await asyncio.to_thread(problem_of, running.health_address) is not None
+    async with probing(running.health_address) as health:
+        told = await health.Check(health_pb2.HealthCheckRequest(), timeout=10, wait_for_ready=True)
+        assert told.status == SERVING
 
 
 async def test_it_says_that_a_server_starts_and_that_it_drains(files: Mounted) -> None:

@@ -11,9 +11,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common.healthcheck import main, problem_of
-from services.common.tls import server_credentials
-from tests.common.service import settings
-from tests.common.tls_world import tls_settings
+from tests.common.tls_world import credentials_of
 from tests.gateway.tls import Authority, mounted
 
 if TYPE_CHECKING:
@@ -75,7 +73,7 @@ def test_over_tls_it_says_who_it_is_and_whom_it_trusts(
 ) -> None:
     authority = Authority(tmp_path, "authority")
     files = mounted(tmp_path / "files", authority.ca, authority.issue("galley.test"))
-    credentials = server_credentials(settings(**tls_settings(files, mutual=True)))
+    credentials = credentials_of(files, mutual=True)
     with serving(credentials) as (_, address):
         assert main([address]) == 1
         pair = ["--tls-cert-file", files.cert, "--tls-key-file", files.key]

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from services.common import files
 from services.common import reloading as reloading_module
 from services.common.channels import ChannelTls
 from services.common.files import BadFile
+from services.common.metrics.catalogue import SERVED_CERTIFICATE_EXPIRY
+from services.common.metrics.registry import Registry
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.reloading import ReloadingChannel
-from services.common.server import start_server
-from services.common.tls import channel_credentials
+from services.common.server import Parts, start_server
+from services.common.tls import Material, channel_credentials
 from tests.common.logged import logged
+from tests.common.readings import number
 from tests.common.service import EchoService, building, settings
 from tests.common.tls_world import (
     PATIENCE_S,
@@ -30,13 +34,11 @@ from tests.common.tls_world import (
     serving,
     tls_settings,
 )
-from tests.gateway.tls import Authority, Mounted, mounted
+from tests.gateway.tls import DAY, Authority, Mounted, mounted
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
-
-    from services.common.tls import Material
 
 WRONG_CA, WRONG_NAME = "CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed"
 
@@ -126,6 +128,19 @@ async def test_who_does_not_show_a_certificate_of_the_authority_is_turned_away(
     assert service.callers == ["client"]
 
 
+async def test_a_certificate_for_servers_alone_lets_nobody_call(parties: Parties) -> None:
+    """Of a target, say: where one authority signs for all, it is no way to another target."""
+    pair = parties.authority.issue("server", usages=(ExtendedKeyUsageOID.SERVER_AUTH,))
+    shown = Material(parties.authority.ca.read_bytes(), pair.cert.read_bytes(), pair.key.read_bytes())
+    service = EchoService()
+    async with serving(service, parties.server) as running:
+        # Our own channels refuse such files at once.
+        credentials = channel_credentials(shown)
+        async with grpc.aio.secure_channel(running.address, credentials) as channel:
+            assert await refusal(channel)
+    assert not service.entered.is_set()
+
+
 async def test_nothing_is_sent_in_plain_text_to_a_server_that_speaks_no_tls(parties: Parties) -> None:
     service = EchoService()
     async with serving(service, None) as running:
@@ -200,6 +215,36 @@ async def test_a_server_keeps_its_certificate_while_the_new_one_is_of_no_use(par
         assert line["problem"].startswith("tls_key_file: ")
         parties.server.put_pair(parties.authority.ca, newer)
         assert WRONG_CA in await asked_anew(running, parties.client)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"usages": (ExtendedKeyUsageOID.CLIENT_AUTH,)}, "must have serverAuth"),
+        ({"since": dt.timedelta(hours=1)}, "is not valid before"),
+        ({"until": -dt.timedelta(seconds=1)}, "has expired"),
+    ],
+    ids=["for clients", "too early", "too late"],
+)
+async def test_a_certificate_that_every_client_would_turn_away_does_not_replace_a_good_one(
+    parties: Parties, how: dict[str, Any], why: str
+) -> None:
+    async with serving(EchoService(), parties.server) as running:
+        parties.server.put_pair(parties.authority.ca, parties.authority.issue("server", **how))
+        with logged(files) as logs:
+            assert await asked_anew(running, parties.client) == ""
+        assert [why in line["problem"] for line in logs] == [True]
+
+
+async def test_it_is_told_when_the_certificate_ends_that_is_shown(parties: Parties) -> None:
+    registry = Registry("draft")
+    given = settings(**tls_settings(parties.server, mutual=True))
+    running = await start_server(given, building(EchoService()), Parts(metrics=registry))
+    for until in (DAY, 30 * DAY):
+        parties.server.put_pair(parties.authority.ca, parties.authority.issue("server", until=until))
+        left_s = number(registry, SERVED_CERTIFICATE_EXPIRY) - dt.datetime.now(dt.UTC).timestamp()
+        assert left_s == pytest.approx(until.total_seconds(), abs=60)
+    await running.stop()
 
 
 # ------------------------------------------------------------------------ channels and their files --

@@ -13,7 +13,7 @@ from services.common.files import NamedFile
 from services.common.pb.galley.v1 import galley_pb2 as pb
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.common.server import RunningServer, start_server
-from services.common.tls import TlsFiles
+from services.common.tls import TlsFiles, server_credentials, server_files
 from tests.common.service import EchoService, building, settings
 
 if TYPE_CHECKING:
@@ -35,6 +35,11 @@ def tls_settings(files: Mounted, *, mutual: bool) -> dict[str, str]:
     """Of a server."""
     told = {"tls_cert_file": files.cert, "tls_key_file": files.key}
     return {**told, "tls_client_ca_file": files.ca} if mutual else told
+
+
+def credentials_of(files: Mounted, *, mutual: bool) -> grpc.ServerCredentials | None:
+    """Of a server that is made by other means than ours."""
+    return server_credentials(server_files(settings(**tls_settings(files, mutual=mutual))))
 
 
 @asynccontextmanager

@@ -15,8 +15,9 @@ from services.cli.part import Facts, PartSpec
 from services.cli.parts import python_module, stack_parts
 from services.cli.stack import Stack, StackDirs, StackOptions
 from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
-from services.client.options import Speculation
+from services.client.options import ClientTls, Speculation
 from tests.e2e.prometheus import Prometheus, scraping
+from tests.gateway.tls import Authority, Mounted, mounted
 from tests.repo.promql import ALERTS, SERIES, always, dashboards, panels, rules
 from tests.target.tiny import CONTEXT, save_tiny_model
 
@@ -31,9 +32,18 @@ SERVICES = ("target", "draft", "gateway")
 
 
 @pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+def files(tmp_path: Path) -> Mounted:
+    """What all show one another."""
+    authority = Authority(tmp_path, "authority")
+    return mounted(tmp_path / "files", authority.ca, authority.issue("all"))
+
+
+@pytest.fixture
+async def stack(tmp_path: Path, files: Mounted) -> AsyncIterator[Stack]:
     """Valkey, a target of the tiny model, a draft that looks up, and a gateway, each with its metrics."""
     model = str(save_tiny_model(tmp_path / "tiny"))
+    served = ("--metrics-port", "0", "--tls-cert-file", files.cert, "--tls-key-file", files.key)
+    peers = ("--peer-ca-file", files.ca, "--peer-cert-file", files.cert, "--peer-key-file", files.key)
 
     def parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
         valkey = next(part for part in stack_parts(options, dirs) if part.name == "valkey")
@@ -44,13 +54,11 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
                 "services.gateway",
                 *(word for pair in addresses for word in pair),
                 *("--redis-url", f"unix://{facts['valkey']['address']}"),
-                *("--model", model, "--model-name", "tiny", "--metrics-port", "0"),
+                *("--model", model, "--model-name", "tiny", *served, *peers),
             )
 
-        target = python_module(
-            "services.target", "--model", model, "--dtype", "float32", "--metrics-port", "0"
-        )
-        draft = python_module("services.draft", "--tokenizer", model, "--metrics-port", "0")
+        target = python_module("services.target", "--model", model, "--dtype", "float32", *served)
+        draft = python_module("services.draft", "--tokenizer", model, *served)
         return [
             valkey,
             PartSpec("target", lambda _: target),
@@ -110,11 +118,12 @@ async def unanswered(prometheus: Prometheus, asked: dict[str, str]) -> dict[str,
 
 
 @pytest.mark.timeout(150)
-async def test_no_panel_rule_or_alert_is_empty(stack: Stack, tmp_path: Path) -> None:
+async def test_no_panel_rule_or_alert_is_empty(stack: Stack, files: Mounted, tmp_path: Path) -> None:
+    tls = ClientTls(files.ca)
     told = {part: str(stack.told(part)["metrics"]) for part in SERVICES}
     async with (
         scraping(tmp_path, told, ALERTS / "galley.rules.yaml") as prometheus,
-        GalleyClient(stack.address("gateway"), retries=NO_RETRIES) as client,
+        GalleyClient(stack.address("gateway"), retries=NO_RETRIES, tls=tls) as client,
     ):
         async with asyncio.timeout(PATIENCE_S):
             # What is counted before the first scrape has no rate.

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from services.common.files import BadFile, NamedFile, WatchedFiles
 from services.core.errors import Unauthenticated
 from services.core.principal import Principal, PrincipalLimits
 from services.gateway.api_keys import ApiKeys
 from services.gateway.authentication import Presented
 from services.gateway.principals_file import read_principals
-from services.gateway.watched_file import WatchedFile
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 KEY = "a-key-of-team-a"
@@ -32,8 +32,11 @@ class Watched:
         self.path.write_text(text)
         self.now_s = 0.0
         self.today = NOW
-        file = WatchedFile(self.path, "the API keys", read_principals, lambda: self.now_s)
-        self.keys = ApiKeys(file.now, lambda: self.today)
+        named = NamedFile("api_keys_file", str(self.path))
+        file = WatchedFiles(
+            [named], lambda: read_principals(named), look_every_s=1.0, clock=lambda: self.now_s
+        )
+        self.keys = ApiKeys(file.current, lambda: self.today)
 
     async def who(self, **metadata: str) -> Principal:
         named = {name.replace("_", "-"): value for name, value in metadata.items()}
@@ -134,11 +137,15 @@ async def test_a_file_that_cannot_be_read_anew_leaves_what_was_read(
     ],
 )
 def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told) as caught:
+    with pytest.raises(BadFile, match=told) as caught:
         Watched(tmp_path, text)
-    assert "keys.toml" in str(caught.value)
+    assert caught.value.setting == "api_keys_file"
+    assert "keys.toml" in caught.value.problem
 
 
-def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        WatchedFile(tmp_path / "none.toml", "the API keys", read_principals)
+def test_a_file_that_is_not_there_or_no_text_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(BadFile, match=r"none\.toml: No such file"):
+        read_principals(NamedFile("api_keys_file", str(tmp_path / "none.toml")))
+    (tmp_path / "noise.toml").write_bytes(b"\xff")
+    with pytest.raises(BadFile, match=r"noise\.toml: .*can't decode"):
+        read_principals(NamedFile("api_keys_file", str(tmp_path / "noise.toml")))

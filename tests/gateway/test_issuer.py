@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from services.common.files import BadFile
 from services.gateway.issuer import Issuer
 from tests.gateway.issuers import CONFIGURATION, IssuerServer, TokenIssuer, issuer_server, jwks
 from tests.gateway.tls import Authority
@@ -130,8 +131,8 @@ async def test_an_issuer_that_is_not_there(server: IssuerServer) -> None:
 
 
 def test_authorities_that_cannot_be_read_are_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"none\.pem: No such file"):
+    with pytest.raises(BadFile, match=r"jwt_ca_file: .*none\.pem: No such file"):
         Issuer("anybody", "", str(tmp_path / "none.pem")).trust()
     (tmp_path / "empty.pem").write_text("nothing")
-    with pytest.raises(OSError, match=r"empty\.pem"):
+    with pytest.raises(BadFile, match=r"jwt_ca_file: .*empty\.pem"):
         Issuer("anybody", "", str(tmp_path / "empty.pem")).trust()

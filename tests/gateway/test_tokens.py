@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from structlog.testing import capture_logs
 
+from services.common.files import NamedFile, WatchedFiles
 from services.core.errors import Unauthenticated
 from services.core.principal import Principal, PrincipalLimits
 from services.gateway.authentication import Presented
@@ -24,7 +25,6 @@ from services.gateway.issuer_keys import KeyFile
 from services.gateway.jwks import read_jwks
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokens import EARLY, EXPIRED, MAX_CHARS, NEEDED, NOT_TAKEN, Expected, Tokens
-from services.gateway.watched_file import WatchedFile
 from tests.gateway.issuers import AUDIENCE, ISSUER, TokenIssuer, claims, ec_key, jwks, rsa_key, write_jwks
 from tests.gateway.test_api_keys import KEY, entry
 
@@ -203,7 +203,8 @@ async def test_names_are_told_apart_whatever_they_are_made_of(tmp_path: Path, sa
 async def test_keys_are_read_anew_where_their_file_has_changed(tmp_path: Path) -> None:
     clock_s = 0.0
     path = write_jwks(tmp_path / "jwks.json", EC)
-    file = WatchedFile(path, "the keys", read_jwks, lambda: clock_s)
+    named = NamedFile("jwt_jwks_file", str(path))
+    file = WatchedFiles([named], lambda: read_jwks(named), look_every_s=1.0, clock=lambda: clock_s)
     expected = Expected(ISSUER, (AUDIENCE,), ("RS256", "ES256"))
     tokens = Tokens(expected, KeyFile(file), Principal)
 

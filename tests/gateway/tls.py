@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import NameOID
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 PrivateKey = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey
@@ -36,20 +37,25 @@ class Authority:
         self._directory = directory
         self._name = _name_of(name)
         self._key = _new_key()
-        certificate = self._build(self._name, self._key, authority=True)
+        certificate = self._signed(self._builder(self._name, self._key), authority=True)
         self.ca = self._write(f"{name}.ca", certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(
         self,
         name: str,
         *,
+        since: dt.timedelta = -2 * DAY,
         until: dt.timedelta = DAY,
+        usages: Sequence[x509.ObjectIdentifier] = (),
         key: PrivateKey | None = None,
         encryption: serialization.KeySerializationEncryption | None = None,
     ) -> Certificate:
-        """For whoever serves at 127.0.0.1, or by `name`, or calls from anywhere; it ends in `until`."""
+        """For whoever serves at 127.0.0.1, or by `name`, or calls from anywhere; for all `usages` if none."""
         key = key or _new_key()
-        certificate = self._build(_name_of(name), key, authority=False, until=until)
+        builder = self._builder(_name_of(name), key, since=since, until=until)
+        if usages:
+            builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        certificate = self._signed(builder, authority=False)
         pem = serialization.Encoding.PEM
         encryption = encryption or serialization.NoEncryption()
         private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, encryption)
@@ -57,9 +63,14 @@ class Authority:
             self._write(f"{name}.cert", certificate.public_bytes(pem)), self._write(f"{name}.key", private)
         )
 
-    def _build(
-        self, name: x509.Name, key: PrivateKey, *, authority: bool, until: dt.timedelta = DAY
-    ) -> x509.Certificate:
+    def _builder(
+        self,
+        name: x509.Name,
+        key: PrivateKey,
+        *,
+        since: dt.timedelta = -2 * DAY,
+        until: dt.timedelta = DAY,
+    ) -> x509.CertificateBuilder:
         now = dt.datetime.now(dt.UTC)
         [common] = name.get_attributes_for_oid(NameOID.COMMON_NAME)
         hosts = x509.SubjectAlternativeName(
@@ -71,12 +82,14 @@ class Authority:
             .issuer_name(self._name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - 2 * DAY)
+            .not_valid_before(now + since)
             .not_valid_after(now + until)
-            .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
             .add_extension(hosts, critical=False)
-            .sign(self._key, hashes.SHA256())
         )
+
+    def _signed(self, builder: x509.CertificateBuilder, *, authority: bool) -> x509.Certificate:
+        constraints = x509.BasicConstraints(ca=authority, path_length=None)
+        return builder.add_extension(constraints, critical=True).sign(self._key, hashes.SHA256())
 
     def _write(self, name: str, data: bytes) -> Path:
         path = self._directory / name

@@ -11,6 +11,7 @@ from services.client.client import GalleyClient
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from tests.service.world import Gateway, World
 
@@ -26,7 +27,11 @@ class KeyFile:
 
     def write(self, world: World) -> str:
         """Its path."""
-        path = world.directory / "keys.toml"
+        return self.write_to(world.directory)
+
+    def write_to(self, directory: Path) -> str:
+        """Its path."""
+        path = directory / "keys.toml"
         text = "".join(_entry(name, key) for name, key in (("alice", ALICE), ("bob", BOB)))
         limits = f"[principals.alice]\n{self.alice}\n[principals.bob]\n{self.bob}\n"
         path.write_text(text + limits)

@@ -41,6 +41,15 @@ async def gateway_process(
         "credit": str(settings.credit),
         **more,
     }
+    async with service_process(module, log, environment, flags) as told:
+        yield told["address"]
+
+
+@asynccontextmanager
+async def service_process(
+    module: str, log: Path, environment: Mapping[str, str], flags: Mapping[str, str]
+) -> AsyncIterator[Mapping[str, str]]:
+    """What it says of itself once it serves: its `address`, that of its `metrics`; ended as above."""
     read_fd, write_fd = os.pipe()
     with log.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
@@ -54,7 +63,7 @@ async def gateway_process(
         )
     os.close(write_fd)
     try:
-        yield await asyncio.to_thread(_address, read_fd)
+        yield await asyncio.to_thread(_ready, read_fd)
         process.terminate()
         async with asyncio.timeout(PATIENCE_S):
             assert await process.wait() == 0
@@ -64,11 +73,11 @@ async def gateway_process(
             await process.wait()
 
 
-def _address(read_fd: int) -> str:
+def _ready(read_fd: int) -> Mapping[str, str]:
     with os.fdopen(read_fd) as lines:
         for line in lines:
             if (told := json.loads(line))["stage"] == "ready":
-                return str(told["address"])
+                return {str(name): str(value) for name, value in told.items()}
     raise RuntimeError("the process did not start")
 
 
@@ -89,7 +98,7 @@ class DraftProcess:
             pass_fds=(write_fd,),
         )
         os.close(write_fd)
-        self.address = await asyncio.to_thread(_address, read_fd)
+        self.address = (await asyncio.to_thread(_ready, read_fd))["address"]
         return self
 
     def send(self, number: signal.Signals) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tempfile
+import urllib.request
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,18 +17,24 @@ import psutil
 import pytest
 
 from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError
+from services.client.options import ClientTls
 from tests.gateway.issuers import AUDIENCE, ISSUER, TokenIssuer, write_jwks
+from tests.gateway.tls import Authority, mounted
 from tests.service.callers import ALICE, KeyFile
 from tests.service.collector import Collector
-from tests.service.process import gateway_process
+from tests.service.process import gateway_process, service_process
 from tests.service.truth import SEED
 from tests.service.waiting import PATIENCE_S
-from tests.service.world import MAX_TOKENS, PROMPT, World, hear, must_be_true
+from tests.service.world import MAX_TOKENS, PROMPT, World, hear, must_be_true, refused
+from tests.target.tiny import save_tiny_model
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tests.gateway.servers import Server
 
 PASSWORD, ID_SECRET, UNKNOWN_KEY = "canary-password-71f0", "canary-secret-22ab", "canary-key-90de"
+OTLP_TOKEN = "canary-otlp-5e01"
 EC = TokenIssuer()
 STRANGER = TokenIssuer()
 
@@ -119,6 +128,110 @@ async def test_a_gateway_shows_none_of_its_secrets_whatever_fails(
     assert b"text_completion" in collector.exported
     assert b"WRONGPASS" in log.read_bytes() or b"password" in log.read_bytes()
     shown.holds_no(PASSWORD, ID_SECRET, UNKNOWN_KEY, ALICE, *bad.split("."), *good.split(".")[1:])
+
+
+class Mesh:
+    """Real services as processes, with every secret that each can have, as talkative as they can be."""
+
+    def __init__(self, directory: Path, store: Server, model: Path, opened: AsyncExitStack) -> None:
+        authority = Authority(directory, "authority")
+        self._files = mounted(directory / "files", authority.ca, authority.issue("all"))
+        self.tls = ClientTls(self._files.ca, self._files.cert, self._files.key)
+        self.private = Path(self._files.key).read_text().splitlines()[1]
+        self.model = str(model)
+        self.logs: dict[str, Path] = {}
+        self.metrics: list[str] = []
+        self._directory = directory
+        self._opened = opened
+        self._store = {"redis-url-file": secret_file(directory, "url", url_of(store))}
+        self._served = {
+            "metrics-port": "0",
+            "log-level": "debug",
+            "tls-cert-file": self._files.cert,
+            "tls-key-file": self._files.key,
+            "tls-client-ca-file": self._files.ca,
+        }
+
+    def shown_to_peers(self) -> dict[str, str]:
+        files = self._files
+        return {"peer-ca-file": files.ca, "peer-cert-file": files.cert, "peer-key-file": files.key}
+
+    async def start(self, role: str, collector: Collector, flags: Mapping[str, str]) -> str:
+        """Its address."""
+        self.logs[role] = self._directory / f"{role}.log"
+        environment = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
+            "OTEL_EXPORTER_OTLP_HEADERS": f"authorization={OTLP_TOKEN}",
+            "OTEL_EXPORTER_OTLP_INSECURE": "true",
+            "OTEL_BSP_SCHEDULE_DELAY": "50",
+        }
+        all_flags = {**self._served, **self._store, **flags}
+        told = await self._opened.enter_async_context(
+            service_process(f"services.{role}", self.logs[role], environment, all_flags)
+        )
+        self.metrics.append(f"http://{told['metrics']}/metrics")
+        return told["address"]
+
+    async def scraped(self) -> list[bytes]:
+        return [await asyncio.to_thread(_get, url) for url in self.metrics]
+
+    async def have_missed_the_store(self) -> None:
+        """Wait until each replica has said in its log that it is not let in."""
+        logs = [self.logs[role] for role in ("target", "draft")]
+        async with asyncio.timeout(PATIENCE_S):
+            while not all(b"not registered" in log.read_bytes() for log in logs):  # noqa: ASYNC110  # a file
+                await asyncio.sleep(0.05)
+
+
+def _get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+        content: bytes = answer.read()
+    return content
+
+
+@pytest.mark.parametrize("own_store", ["valkey"], indirect=True)
+async def test_no_service_shows_a_secret_in_log_trace_metrics_command_line_or_error(
+    own_store: Server, tmp_path: Path
+) -> None:
+    """Gateway, draft and target over mutual TLS, while all goes well, and when the store locks them out."""
+    shown = Shown()
+    await allow(own_store)
+    with tempfile.TemporaryDirectory(prefix="galley-") as folder:  # of a socket, whose path must be short
+        async with Collector(Path(folder)) as collector, AsyncExitStack() as opened:
+            mesh = Mesh(tmp_path, own_store, save_tiny_model(tmp_path / "tiny"), opened)
+            target = await mesh.start("target", collector, {"model": mesh.model, "dtype": "float32"})
+            draft = await mesh.start("draft", collector, {"tokenizer": mesh.model})
+            gateway = await mesh.start(
+                "gateway",
+                collector,
+                {
+                    "model": mesh.model,
+                    "target": target,
+                    "draft": draft,
+                    "id-secret-file": secret_file(tmp_path, "id", ID_SECRET),
+                    "api-keys-file": KeyFile().write_to(tmp_path),
+                    "store-timeout-s": "0.3",
+                    **mesh.shown_to_peers(),
+                },
+            )
+            shown.command_lines()
+            async with GalleyClient(gateway, retries=NO_RETRIES, api_key=ALICE, tls=mesh.tls) as client:
+                await hear(client.generate([5, 9, 2, 33], max_tokens=8, ignore_eos=True))
+                shown.texts += await mesh.scraped()
+                own_store.kill()
+                own_store.start()  # and knows its users no more
+                failed = await refused(hear(client.generate([5, 9], max_tokens=8)))
+            assert failed.code is grpc.StatusCode.UNAVAILABLE
+            shown.texts.append(str(failed).encode())
+            await mesh.have_missed_the_store()
+            shown.texts += await mesh.scraped()
+        for role, log in mesh.logs.items():
+            assert f"galley-{role}".encode() in collector.exported
+            assert any(f'service="{role}"'.encode() in text for text in shown.texts), "its metrics"
+            assert any(f"services.{role}".encode() in text for text in shown.texts), "its command line"
+            shown.texts.append(log.read_bytes())
+        shown.texts.append(collector.exported)
+    shown.holds_no(PASSWORD, ID_SECRET, ALICE, OTLP_TOKEN, mesh.private)
 
 
 async def run(module: str, *flags: str, until: bytes = b"") -> tuple[int, bytes]:

@@ -14,13 +14,16 @@ import pytest
 from services.client.client import NO_RETRIES, GalleyClient
 from services.client.options import ClientTls, Speculation
 from services.common import reloading
-from services.common.tls import server_credentials
+from services.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY, SERVED_CERTIFICATE_EXPIRY
+from services.common.metrics.labels import GATEWAY
+from services.common.metrics.registry import Registry
+from services.common.server import Parts
 from services.core.errors import TargetUnavailable
 from services.gateway.settings import GatewaySettings
 from tests.common.logged import logged
-from tests.common.service import settings
-from tests.common.tls_world import tls_settings
-from tests.gateway.tls import Authority, Mounted, mounted
+from tests.common.readings import number, total
+from tests.common.tls_world import credentials_of, tls_settings
+from tests.gateway.tls import DAY, Authority, Mounted, mounted
 from tests.service.real import Real, Tls
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
@@ -57,7 +60,7 @@ class Mesh:
     async def secure(self, replica: Replica, name: str, *, mutual: bool = True) -> None:
         """Have a fake serve anew, over TLS."""
         await replica.stop()
-        replica.credentials = server_credentials(settings(**tls_settings(self[name], mutual=mutual)))
+        replica.credentials = credentials_of(self[name], mutual=mutual)
         await replica.start()
 
     async def secure_both(self) -> None:
@@ -126,6 +129,15 @@ async def test_real_services_say_over_tls_what_they_say_without(
             answers.append(await hear(real.ask(prompt)))
     assert len(answers[0].tokens) == MAX_TOKENS
     assert answers[1].tokens == answers[0].tokens
+
+
+async def test_it_is_told_when_the_certificate_ends_that_replicas_are_shown(mesh: Mesh) -> None:
+    await mesh.secure_both()
+    registry = Registry(GATEWAY)
+    await mesh.world.gateway_of(Parts(metrics=registry), **mesh.peers())
+    left_s = number(registry, PEER_CERTIFICATE_EXPIRY) - dt.datetime.now(dt.UTC).timestamp()
+    assert left_s == pytest.approx(DAY.total_seconds(), abs=60)
+    assert total(registry, SERVED_CERTIFICATE_EXPIRY) == 0, "it serves in plain text"
 
 
 # ------------------------------------------------------------------------------ who is not trusted --

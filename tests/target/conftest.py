@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.server import start_server
+from services.common.server import Parts, start_server
 from services.core.cost import PassTimes
 from services.target.paged_engine import PagedEngine
 from services.target.servicer import Limits, TargetService
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from services.common.lean_spans import SpanScope
     from services.common.metrics.registry import Registry
-    from services.common.server import Parts
     from services.core.step import StepOutcome, StepPlan, Watch
     from services.engine.model import CausalModel
     from services.target.engine import EngineInfo, TargetEngine
@@ -127,11 +126,12 @@ class Served:
 
     async def start(self) -> None:
         async def build(server: grpc.aio.Server, parts: Parts) -> TargetService:
-            service = TargetService(self._engine, FLAT, self._spans, self._limits, self._registry)
+            service = TargetService(self._engine, FLAT, self._spans, self._limits, parts.metrics)
             rpc.add_TargetServicer_to_server(service, server)
             return service
 
-        self.running = await start_server(TargetSettings(drain_timeout_s=5), build)
+        parts = Parts(metrics=self._registry)
+        self.running = await start_server(TargetSettings(drain_timeout_s=5), build, parts)
 
     async def stop(self) -> None:
         await self.running.stop()

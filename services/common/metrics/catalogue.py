@@ -223,6 +223,12 @@ STORE_RETRIES = _GATEWAY.counter(
     "{call}",
     "Calls to the session store that were repeated, as it did not answer.",
 )
+PEER_CERTIFICATE_EXPIRY = _GATEWAY.gauge(
+    "galley.tls.peer_certificate_expiry_timestamp",
+    "s",
+    "When the certificate that the gateway shows targets and drafts ends, in Unix time; absent without one.",
+    initial=(),
+)
 CACHE_MISSES = _GATEWAY.counter(
     "galley.cache.misses",
     "{item}",
@@ -307,6 +313,15 @@ OUT_OF_BLOCKS = _TARGET.counter(
 
 BUILD = Metric(
     "galley.build", Kind.INFO, "", "What runs here.", SERVICES, (of.VERSION, of.SERVICE), initial=()
+)
+
+SERVED_CERTIFICATE_EXPIRY = Metric(
+    "galley.tls.certificate_expiry_timestamp",
+    Kind.GAUGE,
+    "s",
+    "When the certificate that this server shows ends, in Unix time; absent without TLS.",
+    SERVICES,
+    initial=(),
 )
 
 METRICS: tuple[Metric, ...] = tuple(value for value in dict(globals()).values() if isinstance(value, Metric))

@@ -22,6 +22,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from services.common.metrics.cells import Distributed
 from services.common.metrics.metric import Kind
 from services.common.otlp import FLUSH_S, resource_of
+from services.common.otlp_tls import ReloadingExporter
 from services.common.version import __version__
 
 if TYPE_CHECKING:
@@ -41,14 +42,18 @@ _CUMULATIVE = sdk.AggregationTemporality.CUMULATIVE
 _NOT_KEPT: Any = None
 
 
+class _Exporter(ReloadingExporter, OTLPMetricExporter):
+    signal = "metrics"
+
+
 class Pusher:
     """Sends a registry's metrics from `start` to `close`, where they are sent once more."""
 
     def __init__(self, registry: Registry, service_name: str) -> None:
-        """The environment names the collector. Raises ValueError on an interval that is none."""
+        """The environment names the collector. Raises ValueError on a bad interval, or a bad file."""
         self._registry = registry
         self._resource = resource_of(service_name)
-        self._exporter = OTLPMetricExporter()
+        self._exporter = _Exporter()
         self._interval_s = _interval_ms() / 1000
         self._began_ns = time.time_ns()
         self._task: asyncio.Task[None] | None = None
