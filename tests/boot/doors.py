@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.boot.objects import PodTemplate
+from tests.boot.places import standing
 from tests.boot.pod import Identity
 from tests.boot.policies import INGRESS, labels_for
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 _WAIT_S = 1.0
 _EXEC_S = 30.0
-_STAY = "import signal\nsignal.pause()"
 _KNOCK = f"""
 import json, select, socket, sys, time
 trying = {{}}
@@ -92,15 +92,7 @@ def _kinds(cluster: Cluster) -> Iterator[Visitor]:
 
 
 async def _enter(cluster: Cluster, visitor: Visitor) -> Pod:
-    image = next(
-        container["image"]
-        for workload in cluster.objects.workloads().values()
-        for container in workload.template.containers
-        if workload.template.labels.get("app.kubernetes.io/component") == "gateway"
-    )
-    container = {"name": "visitor", "image": image, "command": ["python", "-I", "-S", "-c", _STAY]}
-    spec = {"containers": [container], "restartPolicy": "Never", "terminationGracePeriodSeconds": 0}
-    template = PodTemplate(visitor.namespace, visitor.labels, {}, spec)
+    template = PodTemplate(visitor.namespace, visitor.labels, {}, standing(cluster))
     return await cluster.start(template, Identity(visitor.name, visitor.name))
 
 

@@ -47,11 +47,15 @@ class PodFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a pod is called. `subdomain` is the Service that gives it a name of its own."""
+    """What a pod is called. `subdomain` is the Service that gives it a name of its own.
+
+    `group` names those that live and die together.
+    """
 
     name: str
     owner: str
     subdomain: str = ""
+    group: str = ""
 
 
 class Pod:
@@ -133,10 +137,6 @@ class Pod:
         """Run a command in its first container: exit status and output."""
         running = self._running[self.template.containers[0]["name"]]
         return await running.execute(command, timeout_s)
-
-    def refresh_files(self) -> None:
-        """After a Secret or ConfigMap changed."""
-        self._volumes.refresh()
 
     def log(self, container: str | None = None) -> Path:
         """Where a container's output goes."""

@@ -22,6 +22,8 @@ NAMESPACE = "galley"
 SMALL: Manifest = {"target": {"settings": {"kv_memory_mb": 256}}}
 SECURED = laid_over([SMALL, SWITCHES["tls"]["callers too"], SWITCHES["callers"]["keys"]])
 """TLS on every hop with certificates of both sides, and callers with keys."""
+RANKS: Manifest = {"target": {"kind": "leaderworkerset", "nodes": 3, "tensorParallel": 3}}
+"""A target over three pods, each with a third of the default model's heads."""
 TWICE: Manifest = {"gateway": {"replicas": 2}, "target": {"replicas": 2}}
 
 _CLIENT_TLS = "/etc/trial/tls"
