@@ -106,13 +106,19 @@ async def _connected(settings: TargetSettings) -> Any:
 
     deadline = time.monotonic() + settings.ranks_timeout_s
     address, size = settings.ranks_address, settings.tensor_parallel
+    host, _, port = address.rpartition(":")
     while True:
         try:
+            async with asyncio.timeout(_CONNECT_S):
+                # torch's own client tries in a thread, and writes a trace at each failure.
+                _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
             return await asyncio.to_thread(connect_store, address, size, _CONNECT_S)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             if time.monotonic() > deadline:
-                problem = str(error).splitlines()[0]
+                problem = (str(error) or "no answer").splitlines()[0]
                 raise Unavailable(f"ranks_address: {address} cannot be reached: {problem}") from error
+            await asyncio.sleep(_POLL_S)
 
 
 async def _until_set(store: Any, names: Sequence[str], settings: TargetSettings, problem: str) -> None:

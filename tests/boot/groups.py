@@ -6,9 +6,11 @@ them are made anew, if the manifest says so.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tests.boot.names import LAG_S
 from tests.boot.objects import PodTemplate, Workload
 from tests.boot.pod import Identity
 
@@ -64,6 +66,8 @@ async def keep_group(
     while True:
         pods = [await make(member) for member in members(workload, index)]
         await until(lambda: pods[0].ending or (recreates and any(pod.restarts for pod in pods)))  # noqa: B023
+        # The kubelet tells of it, and the controller hears of it.
+        await asyncio.sleep(2 * LAG_S)
         for pod in pods:
             pod.terminate()
         await until(lambda: not any(map(is_there, pods)))  # noqa: B023

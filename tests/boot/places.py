@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.deploy.render import Manifest
 
 _COMPONENT = "app.kubernetes.io/component"
-_STAY = "import signal\nsignal.pause()"
+_STAY = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit())\nsignal.pause()"
 
 
 @dataclass(frozen=True, slots=True)
