@@ -92,7 +92,8 @@ class Client:
     async def begin(self) -> None:
         """Streams from now on; returns when each has had an answer."""
         self._load = await self._start(
-            "load", "--streams", str(self._plan.streams), "--pause-s", str(self._plan.pause_s)
+            *("load", "--streams", str(self._plan.streams), "--brief", str(self._plan.brief)),
+            *("--pause-s", str(self._plan.pause_s)),
         )
         load = self._load
         async with asyncio.timeout(_SOON_S):

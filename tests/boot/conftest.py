@@ -6,17 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from services.engine.truncate import truncate_model
 from tests.boot.machine import why_no_sandbox
 from tests.boot.runs import run_trial
-from tests.boot.worlds import RANKS, SECURED, SMALL, TWICE, plan
+from tests.boot.worlds import RANKS, SECURED, SMALL, TWICE, few_layers_of, plan
 from tests.deploy.matrix import SWITCHES, laid_over
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _BOOT_S, _WHOLE_S = 240.0, 480.0
-_LAYERS = (0, 1, 28, 29)
 
 
 @pytest.fixture(scope="session")
@@ -29,11 +27,8 @@ def defaults(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def few_layers(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some of the default model's: what is tried with it is not how fast it starts and computes."""
-    model = truncate_model(default_model_dir, list(_LAYERS), tmp_path_factory.mktemp("few") / "model")
-    for path in model.iterdir():
-        path.chmod(0o644)  # as what lies in an image
-    return model
+    """A model of some of the default one's."""
+    return few_layers_of(default_model_dir, tmp_path_factory.mktemp("few") / "model")
 
 
 @pytest.fixture(scope="session")
@@ -58,6 +53,7 @@ def disturbed(few_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
         folder / "made",
         values,
         pause_s=0.5,
+        brief=1,
         isolated=why_no_sandbox() is None,
         rolls=("gateway", "draft", "redis", "target"),
         killed=("gateway", "draft"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tests.boot.node import DNS
+from tests.boot.oci import SECCOMP
 from tests.boot.policies import INGRESS, Endpoint, Policies
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ async def told_of(cluster: Cluster) -> dict[str, Any]:
         "owners": cluster.owners,
         "groups": cluster.groups,
         "events": [event.told() for event in cluster.events],
+        "filters": SECCOMP.exists(),
         "probes": dict(sorted(cluster.node.probes.items())),
         "unknown_names": sorted(cluster.unknown_names),
         "namespace": cluster.objects.namespace,

@@ -47,6 +47,12 @@ class TestDefaults:
         assert roles == {"gateway", "draft", "target"}
         assert verdict.failed_scrapes(defaults) == []
 
+    def test_containers_are_confined_and_have_room(self, defaults: Record) -> None:
+        needs_namespaces()
+        seen = {container["container"] for container in defaults["census"] if container["processes"]}
+        assert seen == {"gateway", "draft", "target", "redis"}
+        assert verdict.loose_containers(defaults) == []
+
     def test_pods_end_in_good_order(self, defaults: Record) -> None:
         assert verdict.cut_short(defaults) == []
         assert verdict.bad_ends(defaults) == []

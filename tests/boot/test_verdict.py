@@ -14,6 +14,7 @@ ANSWER = {
     "began_s": 110.0,
     "ended_s": 111.0,
     "error": "",
+    "max_tokens": 2,
     "tokens": [1, 2],
     "calls": 1,
     "finished": True,
@@ -31,6 +32,21 @@ DOOR = {
 
 PORT = "in port TCP/1"
 SCRAPED = {"pod": "db-0", "port": 9, "status": 200, "samples": 7}
+
+
+CONFINED = {
+    "users": [10001],
+    "capabilities": 0,
+    "gains_no_privileges": True,
+    "filtered": True,
+    "reads_its_root_alone": True,
+    "peak_bytes": 60,
+}
+
+
+def census(**process: Any) -> dict[str, Any]:
+    told = {"pod": "db-0", "container": "db", "limit_bytes": 100.0}
+    return {**told, "processes": [{**CONFINED, **process}]}
 
 
 def record(**told: Any) -> dict[str, Any]:
@@ -54,6 +70,8 @@ def record(**told: Any) -> dict[str, Any]:
         "openings": [{"name": "in", "ports": ["TCP/1"], "peers": [{}], "parts": ["in", "in peer 0", PORT]}],
         "doors": [DOOR],
         "scraped": [SCRAPED],
+        "filters": True,
+        "census": [census()],
         "clients": {"reference": 0, "load": 0},
         **told,
     }
@@ -103,6 +121,12 @@ def test_nothing_is_wrong_where_all_went_well() -> None:
         (verdict.needless_restarts, {"events": [event("failed", **PROBED)]}),
         (verdict.failed_scrapes, {"scraped": [{**SCRAPED, "status": "timed out"}]}),
         (verdict.failed_scrapes, {"scraped": [{**SCRAPED, "samples": 0}]}),
+        (verdict.loose_containers, {"census": [census(users=[0, 10001])]}),
+        (verdict.loose_containers, {"census": [census(capabilities=0x2000)]}),
+        (verdict.loose_containers, {"census": [census(gains_no_privileges=False)]}),
+        (verdict.loose_containers, {"census": [census(filtered=False)]}),
+        (verdict.loose_containers, {"census": [census(reads_its_root_alone=False)]}),
+        (verdict.loose_containers, {"census": [census(peak_bytes=101)]}),
         (verdict.failed_clients, {"clients": {"load": 1}}),
         (verdict.failed_clients, {"reference": {}}),
         (verdict.failed_hooks, {"events": [event("preStop", problem="exit 1")]}),

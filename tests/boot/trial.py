@@ -90,6 +90,7 @@ class Trial:
             for _ in range(self._plan.rounds):
                 await self._disturb(cluster)
             self.record["answers"] = await client.finish()
+        self.record["census"] = [container for pod in cluster.pods() for container in pod.census()]
         self.record["scraped"] = await scrape(cluster)
         if self._plan.doors and cluster.node.isolated:
             began = cluster.now_s()

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 _PROBED = {"SIGKILL": "ended", "SIGSTOP": "unready"}
 _OK = 200
+_REVERSE = ".in-addr.arpa"
 
 
 def lost_or_other_answers(record: Record) -> list[str]:
     """Streams that failed, ended early, or said other tokens than when undisturbed."""
     found = []
     for answer in [*record["reference"].values(), *record.get("answers", ())]:
-        expected = record["reference"][str(answer["question"])]["tokens"]
+        expected = record["reference"][str(answer["question"])]["tokens"][: answer["max_tokens"]]
         if answer["error"] or not answer["finished"]:
             found.append(f"question {answer['question']}: {answer['error'] or 'no end'}")
         elif answer["tokens"] != expected or answer["numerics_changed"]:
@@ -86,6 +87,33 @@ def failed_scrapes(record: Record) -> list[str]:
         for scraped in record["scraped"]
         if scraped["status"] != _OK or not scraped["samples"]
     ]
+
+
+def loose_containers(record: Record) -> list[str]:
+    """Containers of the chart that may more than they need, or hold more memory than they may.
+
+    A container's memory is the sum of its processes' peaks, as if all had it at once.
+    """
+    found = []
+    for container in record["census"]:
+        if record["owners"][container["pod"]] not in record["workloads"]:
+            continue
+        wrong = {what for process in container["processes"] for what in _liberties(record, process)}
+        peak, limit = sum(each["peak_bytes"] for each in container["processes"]), container["limit_bytes"]
+        if limit is not None and peak > limit:
+            wrong.add(f"holds {peak} bytes of {limit:.0f}")
+        found += [f"{container['pod']}/{container['container']}: {each}" for each in sorted(wrong)]
+    return found
+
+
+def _liberties(record: Record, process: Mapping[str, Any]) -> Iterator[str]:
+    if 0 in process["users"]:
+        yield "is root"
+    if process["capabilities"]:
+        yield f"has capabilities {process['capabilities']:x}"
+    for what in ("gains_no_privileges", "reads_its_root_alone", *(["filtered"] if record["filters"] else [])):
+        if not process[what]:
+            yield f"{what}: no"
 
 
 def needless_restarts(record: Record) -> list[str]:
@@ -173,9 +201,13 @@ def untold_faults(record: Record) -> list[str]:
 
 
 def foreign_names(record: Record) -> list[str]:
-    """Names that pods looked up and that are none of the chart's: something wants to go outside."""
+    """Names that pods looked up and that are none of the chart's: something wants to go outside.
+
+    Not the names of addresses, which torch would like to have for what it logs.
+    """
     known = {*record["services"], *record["owners"]}
-    return [name for name in record["unknown_names"] if name.split(".")[0] not in known]
+    asked = [name for name in record["unknown_names"] if not name.endswith(_REVERSE)]
+    return [name for name in asked if name.split(".")[0] not in known]
 
 
 CHECKS: tuple[Callable[[Record], list[str]], ...] = (
@@ -188,7 +220,7 @@ CHECKS: tuple[Callable[[Record], list[str]], ...] = (
         wrong_doors,
     ),
     *(cut_short, bad_ends, failed_hooks, untold_faults, foreign_names),
-    *(failed_scrapes, needless_restarts, failed_clients),
+    *(failed_scrapes, needless_restarts, failed_clients, loose_containers),
 )
 """What holds for every trial with all of its parts."""
 
