@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _ROLES = ("gateway", "draft", "redis", "target")
 _LEAST_S = 60.0
-# What runs here: one pod a target, the store of the chart, the model of the images. Each setting of the other
-# switches that shape connections is in some of these.
+# What runs here: the store of the chart, the model of the images. Each setting of the other switches that shape
+# connections is in some of these, or in a trial before them.
 _SHAPING = ("tls", "callers", "draft", "edge", "seen", "scaled")
 _COMBINATIONS = (
     ("off", "keys", "none", "ingress", "annotations", ""),
@@ -44,8 +44,6 @@ _COMBINATIONS = (
     ("servers alone", "keys", "lookup", "route", "services", "keda"),
     ("servers alone", "anybody", "none", "ingress", "not at all", "hpa"),
     ("callers too", "anybody", "lookup", "route", "pods", ""),
-    ("callers too", "keys", "none", "inside", "annotations", ""),
-    ("off", "anybody", "lookup", "inside", "not at all", ""),
 )
 _TRACED: Manifest = {"otel": {"sampleRatio": 1.0}}
 _RANKS_IN_A_POD: Manifest = {"target": {"tensorParallel": 3, "replicas": 2}}
@@ -107,12 +105,8 @@ def _trials(folder: Path, rounds: int) -> dict[str, Plan]:
             frozen=("gateway",),
         ),
         "hangs": make("hangs", SECURED, TWICE, hung=("gateway", "target", "draft"), killed=("redis",)),
-        "targets over three pods": make(
-            *("groups", SECURED, TWICE, RANKS), model=few, rolls=("target",), killed=("target",)
-        ),
-        "targets of three ranks": make(
-            *("ranks", SECURED, _RANKS_IN_A_POD), model=few, rolls=("target",), killed=("target",)
-        ),
+        "targets over three pods": make("groups", SECURED, TWICE, RANKS, model=few, rolls=("target",)),
+        "targets of three ranks": make("ranks", SECURED, _RANKS_IN_A_POD, model=few, killed=("target",)),
         "defaults, empty caches": make("cold", warm=False),
         "defaults on loopback": make("loopback", isolated=False),
     }
