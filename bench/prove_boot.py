@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _ROLES = ("gateway", "draft", "redis", "target")
 _LEAST_S = 60.0
-# What runs here: the store of the chart, the model of the images. Each setting of the other switches that shape
-# connections is in some of these, or in a trial before them.
+# What runs here: the store of the chart, the model of the images. Each setting of the other switches that
+# shape connections is in some of these, or in a trial before them.
 _SHAPING = ("tls", "callers", "draft", "edge", "seen", "scaled")
 _COMBINATIONS = (
     ("off", "keys", "none", "ingress", "annotations", ""),
