@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from services.common.early_end import heed_sigterm
+
+if __name__ == "__main__":
+    heed_sigterm()
+
 from typing import TYPE_CHECKING
 
 from services.common.pb.galley.v1 import galley_pb2_grpc as rpc

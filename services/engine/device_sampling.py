@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from services.common.logs import get_logger
 from services.core.noise import halves
 from services.core.step import Draw, Sampled
 from services.engine import noise
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from services.engine.sampling_layout import Floats
 
     Outcome = Sampled | GalleyError
+    Words = Callable[[Tensor, Tensor, int], Tensor]
+
+_LOG = get_logger(__name__)
 
 # Numbers that are worked on at once: each takes some tens of bytes.
 _MOST = 2**24
@@ -131,9 +135,31 @@ def _winners(rows: Tensor, highest: Tensor, words: Tensor, temperatures: Tensor)
 
 
 @cache
-def _words_on(kind: str) -> Callable[[Tensor, Tensor, int], Tensor]:
+def _words_on(kind: str) -> Words:
     """`row_words`, where torch can compile it as one kernel: whole numbers lose nothing by it."""
     if kind != "cuda" or importlib.util.find_spec("triton") is None:
         return noise.row_words
-    compiled: Callable[[Tensor, Tensor, int], Tensor] = torch.compile(noise.row_words, dynamic=True)
-    return compiled
+    return compiled_while_it_works(torch.compile(noise.row_words, dynamic=True), noise.row_words)
+
+
+def compiled_while_it_works(compiled: Words, plain: Words) -> Words:
+    """`compiled`, and from its first failure on `plain`, which gives the same; why is logged, once.
+
+    torch compiles when it is first called, and again for other shapes: what it needs (Triton, an assembler, a
+    C module, a cache that can be written) may then be missing. Memory that has run out is no such failure.
+    """
+    works = True
+
+    def words(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+        nonlocal works
+        if works:
+            try:
+                return compiled(seeds, positions, vocab)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, OSError) as error:  # torch's compiler raises both
+                works = False
+                _LOG.warning("noise cannot be compiled, and takes longer", error=str(error))
+        return plain(seeds, positions, vocab)
+
+    return words

@@ -72,6 +72,10 @@ class ProcessGroup:
         """[rows, n / size] of each rank to [rows, n], in rank order. Raises RankLost."""
         return torch.cat(tuple(self._gather(part)), dim=-1)
 
+    def wait_at_most(self, timeout_s: float) -> None:
+        """From now on give a rank up that does not take part in an exchange within this time."""
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))  # noqa: SLF001  # experimental there
+
     def send(self, values: Tensor) -> None:
         """Rank 0: give int32 `values` to all others, which `receive`. Raises RankLost."""
         self._broadcast(values)
@@ -213,7 +217,8 @@ def join(
 ) -> ProcessGroup:
     """Meet the other ranks, by `store` (rank 0's own) or `meeting`; blocks until all are there.
 
-    Raises RankLost if not all come within `timeout_s`, or one does not take part in a pass within it.
+    Raises RankLost if not all come within `timeout_s`, or one does not take part in a pass within it (until
+    `ProcessGroup.wait_at_most` says otherwise).
     """
     timeout = timedelta(seconds=timeout_s)
     kind = torch.device(device).type

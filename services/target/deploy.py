@@ -62,7 +62,6 @@ _NOT_FOR_REPLICAS = frozenset(
         "hosts",
         "host_index",
         "ranks_address",
-        "ranks_timeout_s",
         "ray_address",
         "ready_fd",
         "die_with_parent",

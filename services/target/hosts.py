@@ -1,8 +1,10 @@
 """Several hosts whose ranks are one replica: how they meet, and the life of one that does not lead.
 
-Host 0 opens the store at `ranks_address`. Each other host signs in there; once all have, host 0 says so, and
-each starts its ranks, which meet at the same store. Pods are scheduled, and images fetched, in their own
-time: that is waited for here, so that a rank finds all others about to come.
+Host 0 opens the store at `ranks_address`. Each other host signs in there, which counts its starts; once all
+have, host 0 takes the starts that it found, and each starts its ranks, which meet at the same store. Pods are
+scheduled, and images fetched, in their own time: that is waited for here, so that a rank finds all others
+about to come. A host that starts again later finds that another start of its was taken, and ends; host 0 sees
+it come, and ends as well: the ranks that it had are gone.
 """
 
 from __future__ import annotations
@@ -26,16 +28,32 @@ if TYPE_CHECKING:
     from services.target.settings import TargetSettings
 
 _LOG = get_logger(__name__)
-_ALL_HERE = "galley/all-here"
 _POLL_S = 0.1
+_WATCH_S = 1.0
 _CONNECT_S = 2.0
 
 
-async def await_hosts(store: Store, settings: TargetSettings) -> None:
-    """Host 0: return once all others have signed in, and they know it. Raises Unavailable when time is up."""
-    names = [_name(index) for index in range(1, settings.hosts)]
-    await _until_set(store.store, names, settings, "not all hosts came")
-    store.store.set(_ALL_HERE, "1")
+async def await_hosts(store: Store, settings: TargetSettings) -> list[int]:
+    """Host 0: return once all others have signed in, and they know it: which start of each was taken.
+
+    Raises Unavailable when time is up.
+    """
+    others = range(1, settings.hosts)
+    await _until_set(store.store, [_starts(index) for index in others], settings, "not all hosts came")
+    taken = _starts_of(store, settings)
+    for index, start in zip(others, taken, strict=True):
+        store.store.set(_taken(index), str(start))
+    return taken
+
+
+async def until_one_starts_again(store: Store, settings: TargetSettings, taken: Sequence[int]) -> None:
+    """Host 0: return when another host has started anew since `await_hosts` took the starts of all."""
+    while _starts_of(store, settings) == list(taken):  # noqa: ASYNC110  # another host counts them
+        await asyncio.sleep(_WATCH_S)
+
+
+def _starts_of(store: Store, settings: TargetSettings) -> list[int]:
+    return [store.store.add(_starts(index), 0) for index in range(1, settings.hosts)]
 
 
 def run_host(settings: TargetSettings) -> None:
@@ -68,15 +86,18 @@ async def _run_host(settings: TargetSettings) -> None:
     stop.cancel()
     lost = await watched
     if lost:
-        await end_ranks(ranks, spec.timeout_s)
+        await end_ranks(ranks, 0)
         raise Unavailable(f"{lost} of this host's ranks ended by themselves")
 
 
 async def _sign_in(settings: TargetSettings) -> bool:
-    """True once all hosts are there. Raises Unavailable when time is up."""
+    """True once all hosts are there. Raises Unavailable when time is up, or they began without this start."""
     store = await _connected(settings)
-    store.set(_name(settings.host_index), "1")
-    await _until_set(store, [_ALL_HERE], settings, "the other hosts did not come")
+    start = await asyncio.to_thread(store.add, _starts(settings.host_index), 1)
+    taken = _taken(settings.host_index)
+    await _until_set(store, [taken], settings, "the other hosts did not come")
+    if int(await asyncio.to_thread(store.get, taken)) != start:
+        raise Unavailable("the other hosts have begun with an earlier start of this one")
     return True
 
 
@@ -85,13 +106,19 @@ async def _connected(settings: TargetSettings) -> Any:
 
     deadline = time.monotonic() + settings.ranks_timeout_s
     address, size = settings.ranks_address, settings.tensor_parallel
+    host, _, port = address.rpartition(":")
     while True:
         try:
+            async with asyncio.timeout(_CONNECT_S):
+                # torch's own client tries in a thread, and writes a trace at each failure.
+                _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
             return await asyncio.to_thread(connect_store, address, size, _CONNECT_S)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             if time.monotonic() > deadline:
-                problem = str(error).splitlines()[0]
+                problem = (str(error) or "no answer").splitlines()[0]
                 raise Unavailable(f"ranks_address: {address} cannot be reached: {problem}") from error
+            await asyncio.sleep(_POLL_S)
 
 
 async def _until_set(store: Any, names: Sequence[str], settings: TargetSettings, problem: str) -> None:
@@ -103,7 +130,8 @@ async def _until_set(store: Any, names: Sequence[str], settings: TargetSettings,
             raise Unavailable(
                 f"{problem} within {settings.ranks_timeout_s:g} s; missing: {', '.join(missing)}"
             )
-        missing = [name for name in missing if not store.check([name])]
+        # The store may be another host's: a signal to end must not wait for it.
+        missing = [name for name in missing if not await asyncio.to_thread(store.check, [name])]
         if missing:
             await asyncio.sleep(_POLL_S)
 
@@ -121,20 +149,23 @@ async def _first_loss(ranks: Sequence[asyncio.subprocess.Process]) -> int:
 
 
 async def end_ranks(ranks: Sequence[asyncio.subprocess.Process], patience_s: float) -> None:
-    """Have all of them ended: they have `patience_s` to do so by themselves."""
-    for rank in ranks:
-        if rank.returncode is None:
-            try:
-                async with asyncio.timeout(patience_s):
-                    await rank.wait()
-            except TimeoutError:
+    """Have all of them ended: together they have `patience_s` to do so by themselves."""
+    ends = asyncio.gather(*(rank.wait() for rank in ranks))
+    try:
+        await asyncio.wait_for(asyncio.shield(ends), patience_s)
+    except TimeoutError:
+        for rank in ranks:
+            if rank.returncode is None:
                 rank.kill()
-    for rank in ranks:
-        await rank.wait()
+        await ends
 
 
-def _name(index: int) -> str:
-    return f"galley/host-{index}"
+def _starts(index: int) -> str:
+    return f"galley/host-{index}/starts"
+
+
+def _taken(index: int) -> str:
+    return f"galley/host-{index}/taken"
 
 
 def open_meeting(settings: TargetSettings) -> Store:

@@ -32,13 +32,22 @@ class RankSpec:
     threads: int
     size: int
     invariant: bool = False
+    # How long one rank waits for another while they load: files are read, and loops compiled, in each host's
+    # own time. And how long when they meet, and in a pass.
+    load_timeout_s: float = 600.0
     timeout_s: float = 30.0
 
 
 def spec_of(settings: TargetSettings, size: int) -> RankSpec:
     """What all ranks of a replica of these settings are told."""
     return RankSpec(
-        settings.model, settings.dtype, settings.device, settings.threads, size, settings.invariant
+        settings.model,
+        settings.dtype,
+        settings.device,
+        settings.threads,
+        size,
+        settings.invariant,
+        settings.ranks_timeout_s,
     )
 
 
@@ -51,11 +60,15 @@ class LoadedRank:
 
 
 def load_rank(spec: RankSpec, group: ProcessGroup, kv_blocks: int) -> LoadedRank:
-    """Load this rank's shard; all ranks at once, as loading probes the model. Raises UnsupportedModel."""
+    """Load this rank's shard; all ranks at once, as loading probes the model.
+
+    Raises UnsupportedModel, and RankLost if another does not get as far within `spec.load_timeout_s`.
+    """
     # Late, so that --help and Ray's controller need no torch.
     from services.engine.fingerprint import fingerprint  # noqa: PLC0415
     from services.engine.serving import load_model  # noqa: PLC0415
 
+    group.wait_at_most(spec.load_timeout_s)
     model = load_model(
         spec.model,
         dtype=spec.dtype,
@@ -65,7 +78,9 @@ def load_rank(spec: RankSpec, group: ProcessGroup, kv_blocks: int) -> LoadedRank
         ranks=group,
         invariant=spec.invariant,
     )
-    return LoadedRank(model, fingerprint(model))
+    loaded = LoadedRank(model, fingerprint(model))
+    group.wait_at_most(spec.timeout_s)
+    return loaded
 
 
 def run_follower(spec: RankSpec, rank: int, address: str) -> None:

@@ -16,7 +16,7 @@ from services.common.logs import get_logger
 from services.common.process import in_passing_thread, limit_threads
 from services.common.registration import Registered
 from services.target.follower import device_environment, start_followers
-from services.target.hosts import await_hosts, end_ranks, open_meeting
+from services.target.hosts import await_hosts, end_ranks, open_meeting, until_one_starts_again
 from services.target.loading import refuse_model
 from services.target.rank import spec_of
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import grpc
 
     from services.common.server import Parts, Service
+    from services.engine.process_group import Store
     from services.target.rank_zero import RankZero
     from services.target.settings import TargetSettings
 
@@ -63,7 +64,7 @@ class RankedTarget:
         await in_passing_thread(refuse_model, settings)
         parts.readiness.stage("starting ranks", detail=f"{spec.size} on {settings.hosts} hosts")
         store = open_meeting(settings)
-        await await_hosts(store, settings)
+        taken = await await_hosts(store, settings)
         self._followers = await start_followers(settings, spec, store.address)
         self._watches = [asyncio.create_task(self._watch(process)) for process in self._followers]
         os.environ.update(device_environment(spec, 0))
@@ -75,6 +76,8 @@ class RankedTarget:
         parts.readiness.stage("loading model", detail=settings.model)
         self._zero = RankZero(settings, spec, self._lose)
         engine = await in_passing_thread(self._zero.load, store)
+        # Not before: who meets holds the store.
+        self._watches.append(asyncio.create_task(self._watch_hosts(store, taken)))
         service = await add_target(server, parts, engine, settings)
         self._service = registered_target(service, settings, parts.address)
 
@@ -110,6 +113,12 @@ class RankedTarget:
         if not self._ending:
             _LOG.error("a rank has ended", pid=process.pid, exit_code=code)
             self._begin_to_end()
+
+    async def _watch_hosts(self, store: Store, taken: Sequence[int]) -> None:
+        """Notice that another host has lost its ranks and begins anew, also while nothing is asked."""
+        await until_one_starts_again(store, self._settings, taken)
+        _LOG.error("another host has started again")
+        self._begin_to_end()
 
     def _lose(self) -> None:
         """From the thread that runs passes."""

@@ -57,7 +57,9 @@ class TargetSettings(ReplicaSettings):
         default="", description="host:port at which host 0 meets the others; needed with several hosts."
     )
     ranks_timeout_s: float = Field(
-        default=600.0, gt=0, description="How long the hosts wait for one another at the start."
+        default=600.0,
+        gt=0,
+        description="How long hosts, and ranks that load, wait for one another at the start.",
     )
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from services.common.logs import get_logger
-from services.core.errors import GalleyError
+from services.core.errors import Broken, GalleyError
 from services.core.step import Watch
 from services.engine.process_group import RankLost
 from services.target.plan_codec import decode, encode, encode_stop
@@ -31,6 +31,8 @@ _LOG = get_logger(__name__)
 
 # Most passes fit into one broadcast of this many numbers.
 _FIRST = 1024
+# More are no plan: 64 MB of rows and blocks are some hundred times the largest pass.
+_MOST = 2**24
 
 
 class Plans(Protocol):
@@ -143,7 +145,9 @@ def _run(model: CausalModel, plans: Plans, work: Pass, tell: Callable[[Watch], N
 
 
 def send_numbers(plans: Plans, numbers: Sequence[int]) -> None:
-    """Rank 0: send numbers of any count, the count first. Raises RankLost."""
+    """Rank 0: send up to _MOST numbers, the count first. Raises RankLost, and Broken for more."""
+    if len(numbers) > _MOST:
+        raise Broken(f"a plan of {len(numbers)} numbers, of which {_MOST} are the most")
     head = torch.zeros(_FIRST, dtype=torch.int32)
     head[0] = len(numbers)
     values = torch.tensor(numbers, dtype=torch.int32)
@@ -155,10 +159,12 @@ def send_numbers(plans: Plans, numbers: Sequence[int]) -> None:
 
 
 def receive_numbers(plans: Plans) -> list[int]:
-    """The others: what rank 0 sent. Raises RankLost."""
+    """The others: what rank 0 sent. Raises RankLost, and Broken for a count that it cannot have sent."""
     head = torch.zeros(_FIRST, dtype=torch.int32)
     plans.receive(head)
     count = int(head[0])
+    if not 0 <= count <= _MOST:
+        raise Broken(f"a rank was sent a plan of {count} numbers, of which {_MOST} are the most")
     numbers: list[int] = head[1 : min(count + 1, _FIRST)].tolist()
     if count > len(numbers):
         rest = torch.zeros(count - len(numbers), dtype=torch.int32)

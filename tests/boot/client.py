@@ -7,13 +7,16 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.boot.names import target_port
 from tests.boot.objects import Objects, PodTemplate
+from tests.boot.places import admitted_at, gateways_image
 from tests.boot.pod import Identity
-from tests.boot.policies import INGRESS, Endpoint, labels_for
+from tests.boot.policies import Endpoint
 from tests.deploy.render import component
 
 if TYPE_CHECKING:
     from tests.boot.cluster import Cluster
+    from tests.boot.places import Place
     from tests.boot.plan import Plan
     from tests.boot.pod import Pod
     from tests.deploy.render import Manifest
@@ -35,36 +38,22 @@ def gateway_service(objects: Objects) -> Manifest:
 def gateway_address(objects: Objects) -> str:
     """Its name, as pods of other namespaces call it, and its port."""
     service = gateway_service(objects)
-    port = next(port["port"] for port in service["spec"]["ports"] if port["name"] == "grpc")
+    port = _grpc_port(objects)["port"]
     return f"{service['metadata']['name']}.{objects.namespace_of(service)}:{port}"
 
 
-def place_of_clients(cluster: Cluster) -> tuple[str, dict[str, str]]:
+def place_of_clients(cluster: Cluster) -> Place:
     """The namespace and labels of a pod that the gateway's policies let in."""
     workload = next(w for w in cluster.objects.workloads().values() if _component(w.template) == "gateway")
-    gateway = Endpoint("gateway", "", workload.template.namespace, workload.template.labels)
-    port = int(gateway_address(cluster.objects).rsplit(":", 1)[1])
-    names = {
-        p["name"]: p["containerPort"] for c in workload.template.containers for p in c.get("ports") or ()
-    }
-    behind = Endpoint("gateway", "", workload.template.namespace, workload.template.labels, names)
-    for opening in cluster.policies.of(gateway, INGRESS):
-        if not opening.opens(behind, "TCP", _target(cluster, port, names)):
-            continue
-        for peer in opening.peers:
-            if "podSelector" in peer or "namespaceSelector" in peer:
-                space = peer.get("namespaceSelector")
-                namespace = opening.namespace if space is None else cluster.space_for(labels_for(space))
-                return namespace, labels_for(peer.get("podSelector"))
-        if not opening.peers:
-            break
-    return cluster.space_for({}), {}
+    template = workload.template
+    ports = {p["name"]: p["containerPort"] for c in template.containers for p in c.get("ports") or ()}
+    gateway = Endpoint("gateway", "", template.namespace, template.labels, ports)
+    return admitted_at(cluster, gateway, target_port(_grpc_port(cluster.objects), gateway))
 
 
-def _target(cluster: Cluster, port: int, names: dict[str, int]) -> int:
-    (told,) = (p for p in gateway_service(cluster.objects)["spec"]["ports"] if p["port"] == port)
-    target = told.get("targetPort", port)
-    return names[target] if isinstance(target, str) else int(target)
+def _grpc_port(objects: Objects) -> Manifest:
+    ports: list[Manifest] = gateway_service(objects)["spec"]["ports"]
+    return next(port for port in ports if port["name"] == "grpc")
 
 
 def _component(template: PodTemplate) -> str:
@@ -76,8 +65,11 @@ class Client:
 
     def __init__(self, cluster: Cluster, address: str, plan: Plan) -> None:
         self._cluster, self._address, self._plan = cluster, address, plan
-        self._namespace, self._labels = place_of_clients(cluster)
+        place = place_of_clients(cluster)
+        self._namespace, self._labels = place.namespace, dict(place.labels)
         self._load: Pod | None = None
+        # By name, once each has ended.
+        self.ends: dict[str, int | None] = {}
         cluster.objects.add(
             {
                 "kind": "ConfigMap",
@@ -94,12 +86,14 @@ class Client:
         """The answer to each question, while nothing is disturbed."""
         pod = await self._start("reference", "--streams", "2", "--answers", "4")
         await self._cluster.until(lambda: pod not in self._cluster.pods(), "the reference answers are there")
+        self.ends["reference"] = pod.exit_status
         return {str(answer["question"]): answer for answer in _answers(pod)}
 
     async def begin(self) -> None:
         """Streams from now on; returns when each has had an answer."""
         self._load = await self._start(
-            "load", "--streams", str(self._plan.streams), "--pause-s", str(self._plan.pause_s)
+            *("load", "--streams", str(self._plan.streams), "--brief", str(self._plan.brief)),
+            *("--pause-s", str(self._plan.pause_s)),
         )
         load = self._load
         async with asyncio.timeout(_SOON_S):
@@ -111,20 +105,15 @@ class Client:
         if self._load is None:
             return []
         await self._cluster.delete(self._load)
+        self.ends["load"] = self._load.exit_status
         return _answers(self._load)
 
     async def _start(self, name: str, *words: str) -> Pod:
         plan = self._plan
         limits = ["--max-tokens", str(plan.max_tokens), "--patience-s", str(plan.patience_s)]
-        image = next(
-            c["image"]
-            for w in self._cluster.objects.workloads().values()
-            if _component(w.template) == "gateway"
-            for c in w.template.containers
-        )
         container = {
             "name": "client",
-            "image": image,
+            "image": gateways_image(self._cluster),
             "command": ["python", f"/trial/{LOAD.name}", self._address, *words, *limits],
             "env": [{"name": key, "value": value} for key, value in self._plan.client_environment.items()],
             "volumeMounts": [{"name": "trial", "mountPath": "/trial"}, *self._secret_mounts()],

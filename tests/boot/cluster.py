@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from services.cli.part import log_tail
+from tests.boot.groups import keep_group
 from tests.boot.names import LAG_S, Answers, NameServer, Service
-from tests.boot.objects import Objects, PodTemplate, Workload
+from tests.boot.objects import GROUPS, Objects, PodTemplate, Workload
 from tests.boot.pod import Identity, Pod
 from tests.boot.policies import Policies, read_policies
 from tests.boot.wires import DNS_IP
@@ -64,11 +65,12 @@ class Cluster:
         self._names = NameServer(lambda: Answers(list(self._services.values()), self._served))
         self._random = random.Random(0)
         self._generation = itertools.count(1)
-        self._keeper: asyncio.Task[None] | None = None
+        self._keepers: list[asyncio.Task[None]] = []
         self.began = time.monotonic()
         self.events: list[Event] = []
         self.seen: list[Endpoint] = []
         self._owners: dict[str, str] = {}
+        self._groups: dict[str, str] = {}
 
     # -------------------------------------------------------------------------------------- whole --
 
@@ -76,16 +78,18 @@ class Cluster:
         await self.node.open()
         if self.node.isolated:
             await self._names.start(DNS_IP)
-        self._keeper = asyncio.create_task(self._keep_serving())
+        self._keepers.append(asyncio.create_task(self._keep_serving()))
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        serving, *groups = self._keepers
+        for group in groups:
+            group.cancel()
         for pod in self._pods.values():
             pod.terminate()
         if self._lives:
             await asyncio.wait(self._lives.values())
-        if self._keeper is not None:
-            self._keeper.cancel()
+        serving.cancel()
         self._names.close()
         await self.node.close()
 
@@ -122,6 +126,11 @@ class Cluster:
         """The workload, or the trial's own part, that each pod was of."""
         return dict(self._owners)
 
+    @property
+    def groups(self) -> dict[str, str]:
+        """By what name each pod lives and dies: its own, where it is alone."""
+        return dict(self._groups)
+
     def now_s(self) -> float:
         """Since the start."""
         return time.monotonic() - self.began
@@ -148,7 +157,7 @@ class Cluster:
         return "\n".join([*lines, *(f"--- {log.name}\n{log_tail(log)}" for log in logs)])
 
     def _failed(self) -> BaseException | None:
-        for life in self._lives.values():
+        for life in (*self._lives.values(), *self._keepers):
             if life.done() and not life.cancelled() and life.exception() is not None:
                 return life.exception()
         return None
@@ -162,13 +171,20 @@ class Cluster:
         workloads = self.objects.workloads().values()
         for workload in workloads:
             for ordinal in range(workload.replicas):
-                await self.make(workload, ordinal)
-        await self.until(lambda: all(map(self.is_ready, workloads)), "all workloads are ready")
+                if workload.kind == GROUPS:
+                    self._keepers.append(asyncio.create_task(self._keep_group(workload, ordinal)))
+                else:
+                    await self.make(workload, ordinal)
+        await self.until(self.all_are_ready, "all workloads are ready")
 
     def is_ready(self, workload: Workload) -> bool:
         """It has all of its pods, and they are ready."""
         pods = self.pods_of(workload.name)
-        return len(pods) == workload.replicas and all(pod.ready for pod in pods)
+        return len(pods) == workload.replicas * workload.size and all(pod.ready for pod in pods)
+
+    def all_are_ready(self) -> bool:
+        """Every workload is."""
+        return all(map(self.is_ready, self.objects.workloads().values()))
 
     def all_of(self, owner: str) -> list[Pod]:
         """Its pods, those included that are ending."""
@@ -187,6 +203,18 @@ class Cluster:
         suffix = "".join(self._random.choices(string.ascii_lowercase, k=5))
         return await self.start(workload.template, Identity(f"{workload.name}-{suffix}", workload.name))
 
+    async def _keep_group(self, workload: Workload, index: int) -> None:
+        await keep_group(
+            workload,
+            index,
+            lambda member: self.start(member.template, member.identity),
+            self._changed_until,
+            lambda pod: self._pods.get(pod.identity.name) is pod,
+        )
+
+    async def _changed_until(self, holds: Callable[[], bool]) -> None:
+        await self._changed.until(holds, None)
+
     async def start(self, template: PodTemplate, identity: Identity) -> Pod:
         """Start a pod. It is known to the filter before it runs."""
 
@@ -199,6 +227,7 @@ class Cluster:
         self._pods[identity.name] = pod
         self.seen.append(pod.end)
         self._owners[identity.name] = identity.owner
+        self._groups[identity.name] = identity.group or identity.name
         await self._serve()
         life = asyncio.create_task(self._live(pod))
         self._lives[identity.name] = life
@@ -239,11 +268,6 @@ class Cluster:
         served = [pod for pod in self._served if pod.end.ip in there]
         addresses = [address for service in services for address in service.addresses(served)]
         await self.node.serve(known, self.policies, services, addresses)
-
-    def refresh_files(self) -> None:
-        """After a Secret or a ConfigMap changed: in every pod that mounts it."""
-        for pod in self._pods.values():
-            pod.refresh_files()
 
 
 def _with_claims(workload: Workload, pod: str, objects: Objects) -> PodTemplate:

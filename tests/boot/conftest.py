@@ -6,17 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from services.engine.truncate import truncate_model
 from tests.boot.machine import why_no_sandbox
 from tests.boot.runs import run_trial
-from tests.boot.worlds import SECURED, SMALL, TWICE, plan
-from tests.deploy.matrix import laid_over
+from tests.boot.worlds import RANKS, SECURED, SMALL, TWICE, few_layers_of, plan
+from tests.deploy.matrix import SWITCHES, laid_over
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _BOOT_S, _WHOLE_S = 240.0, 480.0
-_LAYERS = (0, 1, 28, 29)
 
 
 @pytest.fixture(scope="session")
@@ -28,21 +26,34 @@ def defaults(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="session")
-def disturbed(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """With TLS, keys and several replicas: every role rolled under load, and some pods killed and stopped.
+def few_layers(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of some of the default one's."""
+    return few_layers_of(default_model_dir, tmp_path_factory.mktemp("few") / "model")
 
-    The model is a few layers of the default one: what is tried is not how fast it starts and computes.
-    """
+
+@pytest.fixture(scope="session")
+def grouped(few_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A target over several pods, with TLS, KEDA and a PodMonitor; one of its pods killed."""
+    folder = tmp_path_factory.mktemp("grouped")
+    switches = {"tls": "mutual", "draft": "none", "edge": "route", "seen": "pods", "scaled": "keda"}
+    settings = [SWITCHES[switch][setting] for switch, setting in switches.items()]
+    values = laid_over([SMALL, RANKS, *settings])
+    isolated = why_no_sandbox() is None
+    given = plan(few_layers, folder / "made", values, isolated=isolated, killed=("target",))
+    return run_trial(given, folder / "trial", _WHOLE_S)
+
+
+@pytest.fixture(scope="session")
+def disturbed(few_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """With TLS, keys and several replicas: every role rolled under load, and some pods killed and stopped."""
     folder = tmp_path_factory.mktemp("disturbed")
-    model = truncate_model(default_model_dir, list(_LAYERS), folder / "model")
-    for path in model.iterdir():
-        path.chmod(0o644)  # as what lies in an image
     values = laid_over([SECURED, TWICE, {"gateway": {"preStopSeconds": 2}}])
     given = plan(
-        model,
+        few_layers,
         folder / "made",
         values,
         pause_s=0.5,
+        brief=1,
         isolated=why_no_sandbox() is None,
         rolls=("gateway", "draft", "redis", "target"),
         killed=("gateway", "draft"),

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tests.boot.census import processes_beside
 from tests.boot.commands import output_of
 from tests.boot.oci import bundle
 
@@ -66,6 +67,10 @@ class CrunContainer:
 
     async def execute(self, command: Sequence[str], timeout_s: float) -> tuple[int, str]:
         return await output_of(*self._command, "exec", self._name, *command, timeout_s=timeout_s)
+
+    def processes(self) -> list[dict[str, Any]]:
+        there = self._process.returncode is None and self._pid_file.exists()
+        return list(processes_beside(int(self._pid_file.read_text()))) if there else []
 
     async def kill(self) -> None:
         while self._process.returncode is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import signal
@@ -63,6 +63,9 @@ class Container(Protocol):
 
     async def kill(self) -> None:
         """End it at once, and wait for that."""
+
+    def processes(self) -> list[dict[str, Any]]:
+        """What the kernel says of each (census.py); none where they are like all others of this machine."""
 
 
 # What container runtimes leave to a container that says nothing.

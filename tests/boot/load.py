@@ -29,6 +29,7 @@ PROMPTS = (
     "def total(numbers):\n    ",
 )
 TEMPERATURES = (0.0, 0.8)
+_BRIEF_PAUSE_S = 0.1
 
 
 def main() -> int:
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("address")
     parser.add_argument("--streams", type=int, default=1, help="asked at once")
     parser.add_argument("--answers", type=int, default=0, help="of each stream; 0: until told to end")
+    parser.add_argument("--brief", type=int, default=0, help="asked at once besides, for one token each")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--patience-s", type=float, default=60.0, help="for a stream to go on after it broke")
     parser.add_argument("--pause-s", type=float, default=0.0, help="between the answers of a stream")
@@ -52,6 +54,9 @@ async def _run(given: argparse.Namespace) -> None:
     async with asyncio.TaskGroup() as group:
         for first in range(given.streams):
             group.create_task(_stream(given, first, over))
+        briefly = argparse.Namespace(**{**vars(given), "max_tokens": 1, "pause_s": _BRIEF_PAUSE_S})
+        for first in range(given.brief):
+            group.create_task(_stream(briefly, first, over))
 
 
 async def _stream(given: argparse.Namespace, first: int, over: asyncio.Event) -> None:
@@ -90,6 +95,7 @@ async def _answer(given: argparse.Namespace, question: int) -> dict[str, Any]:
     return {
         **told,
         "ended_s": time.monotonic(),
+        "max_tokens": given.max_tokens,
         "tokens": stream.token_ids,
         "calls": calls.count,
         "longest_pause_s": round(longest_s, 3),

@@ -15,7 +15,7 @@ import random
 import re
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from services.cli import guard
 from tests.boot.commands import output_of
@@ -172,6 +172,9 @@ class _Process:
 
     async def execute(self, command: Sequence[str], timeout_s: float) -> tuple[int, str]:
         return await output_of(*self._told.command(command), timeout_s=timeout_s)
+
+    def processes(self) -> list[dict[str, Any]]:
+        return []
 
     async def kill(self) -> None:
         if self._process.returncode is None:

@@ -80,11 +80,17 @@ class Service:
             VirtualAddress(
                 self.ip,
                 int(port["port"]),
-                tuple((end.ip, target_port(port, end)) for end in ends),
+                tuple((end.ip, target_port(port, end)) for end in ends if has_target(port, end)),
                 port.get("protocol", "TCP"),
             )
             for port in self.spec.get("ports") or []
         ]
+
+
+def has_target(port: Manifest, pod: Endpoint) -> bool:
+    """Whether the pod has a port of the name: one without is none of its endpoints."""
+    target = port.get("targetPort", port["port"])
+    return not isinstance(target, str) or target in (pod.ports or {})
 
 
 def target_port(port: Manifest, pod: Endpoint) -> int:

@@ -11,7 +11,10 @@ from tests.deploy.render import Manifest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-WORKLOAD_KINDS = ("Deployment", "StatefulSet")
+GROUPS = "LeaderWorkerSet"
+WORKLOAD_KINDS = ("Deployment", "StatefulSet", GROUPS)
+# Nothing here makes their pods: what they render must not seem to run.
+UNKNOWN_KINDS = ("RayService", "Job", "DaemonSet")
 TEST_HOOK = "test"
 
 
@@ -56,13 +59,18 @@ class PodTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A Deployment or a StatefulSet."""
+    """A Deployment, a StatefulSet, or a LeaderWorkerSet, whose `template` is the leaders' own."""
 
     kind: str
     name: str
     replicas: int
     template: PodTemplate
     spec: Manifest
+
+    @property
+    def size(self) -> int:
+        """Pods of a replica."""
+        return int(self.spec["leaderWorkerTemplate"].get("size", 1)) if self.kind == GROUPS else 1
 
     @property
     def service_name(self) -> str:
@@ -109,13 +117,19 @@ class Objects:
         return self._by_key.get((kind, namespace, name))
 
     def workloads(self) -> dict[str, Workload]:
-        """Deployments and StatefulSets by name."""
+        """What makes pods, by name. Raises NoSuchObject for a kind that nothing here can make."""
+        for kind in UNKNOWN_KINDS:
+            for manifest in self.of(kind):
+                raise NoSuchObject(f"{kind} {manifest['metadata']['name']}: its pods cannot be made here")
         found = [manifest for kind in WORKLOAD_KINDS for manifest in self.of(kind)]
         return {manifest["metadata"]["name"]: self._workload(manifest) for manifest in found}
 
     def _workload(self, manifest: Manifest) -> Workload:
         name, spec = manifest["metadata"]["name"], manifest["spec"]
-        template = PodTemplate.of(spec["template"], self.namespace_of(manifest))
+        told = (
+            spec["leaderWorkerTemplate"]["leaderTemplate"] if manifest["kind"] == GROUPS else spec["template"]
+        )
+        template = PodTemplate.of(told, self.namespace_of(manifest))
         replicas = spec.get("replicas")
         if replicas is None:
             replicas = self._least_replicas(manifest["kind"], name)

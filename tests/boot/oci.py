@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.boot.launch import Launch
 
 # Debian's golang-github-containers-common; what podman and CRI-O mean by RuntimeDefault.
-_SECCOMP = Path("/usr/share/containers/seccomp.json")
+SECCOMP = Path("/usr/share/containers/seccomp.json")
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _UMASK = 0o022
 _MOUNTS: tuple[dict[str, Any], ...] = (
@@ -74,7 +74,7 @@ def config(launch: Launch, root: Path, netns: Path) -> dict[str, Any]:
         "maskedPaths": _MASKED,
         "readonlyPaths": _READ_ONLY,
     }
-    if security.seccomp and _SECCOMP.exists():
+    if security.seccomp and SECCOMP.exists():
         linux["seccomp"] = seccomp()
     return {
         "ociVersion": "1.0.2",
@@ -116,7 +116,7 @@ def _bind(path: str, source: Path, *, read_only: bool) -> dict[str, Any]:
 @cache
 def seccomp() -> dict[str, Any]:
     """The profile's rules that are meant for this machine and for a process without capabilities."""
-    profile = json.loads(_SECCOMP.read_text())
+    profile = json.loads(SECCOMP.read_text())
     here = _ARCHITECTURES.get(platform.machine(), platform.machine())
 
     def applies(rule: dict[str, Any]) -> bool:

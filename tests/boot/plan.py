@@ -34,6 +34,8 @@ class Plan:
     hung: tuple[str, ...] = ()
     # How many answers are asked for at once, of how many tokens, and how long each asker then waits.
     streams: int = 2
+    # And how many for one token, again and again: they meet whatever should not be met any more.
+    brief: int = 0
     max_tokens: int = 48
     pause_s: float = 0.0
     patience_s: float = 60.0

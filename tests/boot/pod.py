@@ -14,7 +14,7 @@ import signal
 import uuid
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from services.cli.part import log_tail
 from tests.boot.environment import PodFacts, command_of, environment_of
@@ -22,6 +22,7 @@ from tests.boot.kept import Kept, Tell
 from tests.boot.launch import Container, Launch, security_of
 from tests.boot.names import Served
 from tests.boot.policies import Endpoint
+from tests.boot.quantities import amount
 from tests.boot.volumes import Volumes
 
 if TYPE_CHECKING:
@@ -47,11 +48,15 @@ class PodFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a pod is called. `subdomain` is the Service that gives it a name of its own."""
+    """What a pod is called. `subdomain` is the Service that gives it a name of its own.
+
+    `group` names those that live and die together.
+    """
 
     name: str
     owner: str
     subdomain: str = ""
+    group: str = ""
 
 
 class Pod:
@@ -134,9 +139,18 @@ class Pod:
         running = self._running[self.template.containers[0]["name"]]
         return await running.execute(command, timeout_s)
 
-    def refresh_files(self) -> None:
-        """After a Secret or ConfigMap changed."""
-        self._volumes.refresh()
+    def census(self) -> list[dict[str, Any]]:
+        """Of each container that runs: its memory limit in bytes, if it has one, and its processes."""
+        return [
+            {
+                "pod": self.identity.name,
+                "container": spec["name"],
+                "limit_bytes": _memory_limit(spec),
+                "processes": self._running[spec["name"]].processes(),
+            }
+            for spec in self.template.containers
+            if spec["name"] in self._running
+        ]
 
     def log(self, container: str | None = None) -> Path:
         """Where a container's output goes."""
@@ -229,3 +243,8 @@ class Pod:
     def mounts_of(self, spec: Manifest) -> list[Mount]:
         """What a container mounts, by path."""
         return self._volumes.mounts(spec)
+
+
+def _memory_limit(spec: Manifest) -> float | None:
+    limit = ((spec.get("resources") or {}).get("limits") or {}).get("memory")
+    return None if limit is None else amount(limit)

@@ -96,6 +96,14 @@ class Opening:
             there = selects(spaces, namespaces.get(peer.namespace, {}))
         return there and selects(given.get("podSelector") or {}, peer.labels or {})
 
+    def uses(
+        self, destination: Endpoint, peer: Endpoint, port: int, spaces: Mapping[str, Mapping[str, str]]
+    ) -> tuple[list[int], list[int]]:
+        """Which of its peers, and which of its ports, a connection that it lets through needs; by place."""
+        peers = [place for place, given in enumerate(self.peers) if self._is(given, peer, spaces)]
+        ranges = [(place, given.numbers(destination)) for place, given in enumerate(self.ports)]
+        return peers, [place for place, found in ranges if found and found[0] <= port <= found[1]]
+
     def opens(self, destination: Endpoint, protocol: str, port: int) -> bool:
         """Whether the port is one of the rule's; without ports every one is."""
         if not self.ports:

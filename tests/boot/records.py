@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tests.boot.node import DNS
-from tests.boot.policies import Endpoint, Policies
+from tests.boot.oci import SECCOMP
+from tests.boot.policies import INGRESS, Endpoint, Policies
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from tests.boot.cluster import Cluster
+    from tests.boot.policies import Opening
     from tests.boot.ruleset import Connection, Traffic
 
 
@@ -22,7 +24,9 @@ async def told_of(cluster: Cluster) -> dict[str, Any]:
         "began_s": cluster.began,
         "workloads": {name: made.replicas for name, made in cluster.objects.workloads().items()},
         "owners": cluster.owners,
+        "groups": cluster.groups,
         "events": [event.told() for event in cluster.events],
+        "filters": SECCOMP.exists(),
         "probes": dict(sorted(cluster.node.probes.items())),
         "unknown_names": sorted(cluster.unknown_names),
         "namespace": cluster.objects.namespace,
@@ -39,13 +43,32 @@ def _told(connection: Connection, ends: Mapping[str, Endpoint], policies: Polici
         ends.get(ip, Endpoint(ip, ip)) for ip in (connection.source, connection.destination)
     )
     may, through = policies.leave(source, destination, connection.protocol, connection.port)
+    uses = [
+        part for opening in through for part in _parts(opening, source, destination, connection, policies)
+    ]
     return {
         "source": source.name,
         "destination": destination.name,
         "protocol": connection.protocol,
         "port": connection.port,
         "through": [opening.name for opening in through] if may else None,
+        "uses": uses,
     }
+
+
+def _parts(
+    opening: Opening, source: Endpoint, destination: Endpoint, connection: Connection, policies: Policies
+) -> Iterator[str]:
+    """The opening, and its peers and ports that the connection needs: named as in `_openings`."""
+    peer = source if opening.direction == INGRESS else destination
+    peers, ports = opening.uses(destination, peer, connection.port, policies.namespaces)
+    yield opening.name
+    yield from (f"{opening.name} peer {place}" for place in peers)
+    yield from (
+        f"{opening.name} port {opening.ports[place]}"
+        for place in ports
+        if opening.ports[place].protocol == connection.protocol
+    )
 
 
 def _openings(policies: Policies, traffic: Traffic) -> list[dict[str, Any]]:
@@ -54,7 +77,12 @@ def _openings(policies: Policies, traffic: Traffic) -> list[dict[str, Any]]:
             "name": opening.name,
             "peers": list(opening.peers),
             "ports": [str(port) for port in opening.ports],
-            "used": traffic.packets.get(opening.name, 0),
+            "parts": [
+                opening.name,
+                *(f"{opening.name} peer {place}" for place in range(len(opening.peers))),
+                *(f"{opening.name} port {port}" for port in opening.ports),
+            ],
+            "packets": traffic.packets.get(opening.name, 0),
         }
         for opening in policies.openings
     ]

@@ -1,9 +1,10 @@
-"""How the pods of a workload are replaced: as Deployments and StatefulSets do, by what the workload says."""
+"""How the pods of a workload are replaced: as each kind of it does, by what the workload says."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.boot.objects import GROUPS
 from tests.boot.quantities import share_of
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ async def roll(cluster: Cluster, name: str) -> None:
     workload = cluster.objects.workloads()[name]
     if workload.kind == "StatefulSet":
         await _roll_stateful_set(cluster, workload)
+    elif workload.kind == GROUPS:
+        await _roll_groups(cluster, workload)
     else:
         await _roll_deployment(cluster, workload)
     await cluster.until(lambda: cluster.is_ready(workload), f"{name} is ready")
@@ -28,6 +31,16 @@ async def _roll_stateful_set(cluster: Cluster, workload: Workload) -> None:
         await cluster.delete(pod)
         made = await cluster.make(workload, _ordinal(pod))
         await cluster.until(lambda made=made: made.ready, f"{made.identity.name} is ready")  # type: ignore[misc]
+
+
+async def _roll_groups(cluster: Cluster, workload: Workload) -> None:
+    """One group after the other, from the last, by its leader: the others are made anew with it."""
+    leaders = [pod for pod in cluster.pods_of(workload.name) if pod.identity.group == pod.identity.name]
+    for leader in sorted(leaders, key=_ordinal, reverse=True):
+        leader.terminate()
+        name = leader.identity.name
+        await cluster.until(lambda leader=leader: leader not in cluster.pods(), f"{name} is gone")  # type: ignore[misc]
+        await cluster.until(lambda: cluster.is_ready(workload), f"the group of {name} is ready")
 
 
 async def _roll_deployment(cluster: Cluster, workload: Workload) -> None:

@@ -34,11 +34,24 @@ class TestDefaults:
         assert defaults["reference"]
         assert all(len(answer["tokens"]) == 48 for answer in defaults["reference"].values())
         assert verdict.lost_or_other_answers(defaults) == []
+        assert verdict.failed_clients(defaults) == []
 
     def test_helms_own_test_passes(self, defaults: Record) -> None:
         rendered = Objects(render(), NAMESPACE).hooks("test")
+        assert rendered
         assert len(defaults["hooks"]) == len(rendered)
         assert verdict.failed_hooks(defaults) == []
+
+    def test_prometheus_fetches_what_the_annotations_name(self, defaults: Record) -> None:
+        roles = {scraped["pod"].split("-")[1] for scraped in defaults["scraped"]}
+        assert roles == {"gateway", "draft", "target"}
+        assert verdict.failed_scrapes(defaults) == []
+
+    def test_containers_are_confined_and_have_room(self, defaults: Record) -> None:
+        needs_namespaces()
+        seen = {container["container"] for container in defaults["census"] if container["processes"]}
+        assert seen == {"gateway", "draft", "target", "redis"}
+        assert verdict.loose_containers(defaults) == []
 
     def test_pods_end_in_good_order(self, defaults: Record) -> None:
         assert verdict.cut_short(defaults) == []

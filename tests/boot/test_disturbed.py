@@ -17,6 +17,7 @@ Record = dict[str, Any]
 def test_no_stream_fails_or_says_anything_else(disturbed: Record) -> None:
     assert len(disturbed["answers"]) > 20
     assert verdict.lost_or_other_answers(disturbed) == []
+    assert verdict.failed_clients(disturbed) == []
 
 
 def test_a_roll_cuts_no_call(disturbed: Record) -> None:
@@ -39,6 +40,7 @@ def test_probes_tell_of_killed_and_stopped_pods(disturbed: Record) -> None:
     faults = [event for event in disturbed["events"] if event["what"] == "fault"]
     assert {event["signal"] for event in faults} == {"SIGKILL", "SIGSTOP", "SIGCONT"}
     assert verdict.untold_faults(disturbed) == []
+    assert verdict.needless_restarts(disturbed) == []
 
 
 def test_the_policies_fit_the_connections(disturbed: Record) -> None:

@@ -136,6 +136,16 @@ def test_names_stand_for_pods_that_are_ready() -> None:
     assert answers.of("db") == []
 
 
+def test_a_service_sends_nobody_to_a_pod_without_its_port() -> None:
+    spec = {"selector": {"role": "db"}, "ports": [{"port": 1, "targetPort": "sql"}]}
+    served = [
+        Served(Endpoint("db", "10.0.0.1", "app", {"role": "db"}, {"sql": 7}), ready=True),
+        Served(Endpoint("guest", "10.0.0.2", "app", {"role": "db"}, {}), ready=True),
+    ]
+    [address] = Service("db", "app", spec, "10.96.0.1").addresses(served)
+    assert address.backends == (("10.0.0.1", 7),)
+
+
 def test_on_loopback_a_pod_is_told_where_things_are_here(tmp_path: Path) -> None:
     stage = last_stage_of('FROM x\nENTRYPOINT ["run"]\n', tmp_path)
     image = Image("it", stage, binds={"/models/default": Path("/here/model")}, programs={"run": "/here/run"})

@@ -31,6 +31,7 @@ from tests.boot.plan import Plan
 from tests.boot.policies import Policies
 from tests.boot.records import told_of
 from tests.boot.rollouts import roll
+from tests.boot.scraping import scrape
 from tests.deploy.render import render
 
 if TYPE_CHECKING:
@@ -82,12 +83,15 @@ class Trial:
         began = cluster.now_s()
         self.record["reference"] = await client.reference()
         self._phase("reference", cluster, began)
+        self.record["clients"] = client.ends
         self.record["hooks"] = [await self._hook(cluster, hook) for hook in cluster.objects.hooks("test")]
         if self._plan.rolls or self._plan.killed or self._plan.frozen or self._plan.hung:
             await client.begin()
             for _ in range(self._plan.rounds):
                 await self._disturb(cluster)
             self.record["answers"] = await client.finish()
+        self.record["census"] = [container for pod in cluster.pods() for container in pod.census()]
+        self.record["scraped"] = await scrape(cluster)
         if self._plan.doors and cluster.node.isolated:
             began = cluster.now_s()
             self.record["doors"] = await knock(cluster)
@@ -113,9 +117,7 @@ class Trial:
         ]
         if struck:
             await asyncio.gather(*(strike(cluster, pod) for strike, pod in struck))
-            await cluster.until(
-                lambda: all(pod.ready for _, pod in struck), "those struck are back", _FAULT_S
-            )
+            await cluster.until(cluster.all_are_ready, "those struck are back", _FAULT_S)
             self._phase(FAULTS, cluster, began)
 
     async def _kill(self, cluster: Cluster, pod: Pod) -> None:

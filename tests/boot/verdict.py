@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     Record = Mapping[str, Any]
 
 _PROBED = {"SIGKILL": "ended", "SIGSTOP": "unready"}
+_OK = 200
+_REVERSE = ".in-addr.arpa"
 
 
 def lost_or_other_answers(record: Record) -> list[str]:
     """Streams that failed, ended early, or said other tokens than when undisturbed."""
     found = []
     for answer in [*record["reference"].values(), *record.get("answers", ())]:
-        expected = record["reference"][str(answer["question"])]["tokens"]
+        expected = record["reference"][str(answer["question"])]["tokens"][: answer["max_tokens"]]
         if answer["error"] or not answer["finished"]:
             found.append(f"question {answer['question']}: {answer['error'] or 'no end'}")
         elif answer["tokens"] != expected or answer["numerics_changed"]:
@@ -62,20 +64,71 @@ def uncovered_connections(record: Record) -> list[str]:
 
 
 def idle_openings(record: Record) -> list[str]:
-    """Openings that nobody needed, where there is a filter that would know.
+    """Openings, and peers and ports of openings, that nobody needed, where there is a filter that would know.
 
-    A visitor may use those for others than the chart's own pods (Prometheus), not in the place of one.
+    Who only knocks at doors needs none. Names are asked for by TCP only where an answer is too long for UDP.
     """
     if not record["isolated"]:
         return []
-    doors = record.get("doors", ())
-    inside = {door["visitor"] for door in doors if door["namespace"] == record["namespace"]}
-    used = {name for made in record["made"] if made["source"] not in inside for name in made["through"] or ()}
+    used = {part for made in record["made"] if not _knocks(record, made["source"]) for part in made["uses"]}
+    used |= {part.replace("UDP/53", "TCP/53") for part in used}
+    idle = {o["name"]: [part for part in o["parts"] if part not in used] for o in record["openings"]}
     return [
-        f"{opening['name']}: {opening['ports'] or 'all ports'} for {opening['peers'] or 'everyone'}"
-        for opening in record["openings"]
-        if opening["name"] not in used
+        f"{', '.join(idle[o['name']])}: of {o['peers'] or 'everyone'}, {o['ports'] or 'all ports'}"
+        for o in record["openings"]
+        if idle[o["name"]]
     ]
+
+
+def failed_scrapes(record: Record) -> list[str]:
+    """Pods whose metrics Prometheus is to fetch, and could not, or found none of ours."""
+    return [
+        f"{scraped['pod']}:{scraped['port']}: {scraped['status']}, {scraped['samples']} samples"
+        for scraped in record["scraped"]
+        if scraped["status"] != _OK or not scraped["samples"]
+    ]
+
+
+def loose_containers(record: Record) -> list[str]:
+    """Containers of the chart that may more than they need, or hold more memory than they may.
+
+    A container's memory is the sum of its processes' peaks, as if all had it at once.
+    """
+    found = []
+    for container in record["census"]:
+        if record["owners"][container["pod"]] not in record["workloads"]:
+            continue
+        wrong = {what for process in container["processes"] for what in _liberties(record, process)}
+        peak, limit = sum(each["peak_bytes"] for each in container["processes"]), container["limit_bytes"]
+        if limit is not None and peak > limit:
+            wrong.add(f"holds {peak} bytes of {limit:.0f}")
+        found += [f"{container['pod']}/{container['container']}: {each}" for each in sorted(wrong)]
+    return found
+
+
+def _liberties(record: Record, process: Mapping[str, Any]) -> Iterator[str]:
+    if 0 in process["users"]:
+        yield "is root"
+    if process["capabilities"]:
+        yield f"has capabilities {process['capabilities']:x}"
+    for what in ("gains_no_privileges", "reads_its_root_alone", *(["filtered"] if record["filters"] else [])):
+        if not process[what]:
+            yield f"{what}: no"
+
+
+def needless_restarts(record: Record) -> list[str]:
+    """Containers that a probe had started again though nobody had stopped them."""
+    return [
+        f"{event['pod']}: {event['probe']} failed: {event['problem']}"
+        for event in record["events"]
+        if event["what"] == "failed" and not _excused(record, event)
+    ]
+
+
+def failed_clients(record: Record) -> list[str]:
+    """Clients of the trial that ended badly, and questions to which there is no answer to compare with."""
+    found = [f"{name}: exit {status}" for name, status in record["clients"].items() if status != 0]
+    return found if record["reference"] else [*found, "no answers"]
 
 
 def wrong_doors(record: Record) -> list[str]:
@@ -89,19 +142,17 @@ def wrong_doors(record: Record) -> list[str]:
 
 def cut_short(record: Record) -> list[str]:
     """Pods of the chart that were told to end and were killed for taking longer than their grace."""
-    hung = {event["pod"] for event in record["events"] if event["what"] == "failed"}
     return [
         f"{event['pod']} after {event['seconds']} s"
         for event in _of_workloads(record)
-        if event["what"] == "SIGKILL" and event["pod"] not in hung
+        if event["what"] == "SIGKILL" and not _excused(record, event)
     ]
 
 
 def bad_ends(record: Record) -> list[str]:
     """Pods of the chart that ended with an error when they were told to end, or by themselves at any time."""
-    struck = {event["pod"] for event in record["events"] if event["what"] == "fault"}
     ended = (event for event in _of_workloads(record) if event["what"] == "ended")
-    return [f"{e['pod']}: exit {e['status']}" for e in ended if e["status"] != 0 and e["pod"] not in struck]
+    return [f"{e['pod']}: exit {e['status']}" for e in ended if e["status"] != 0 and not _excused(record, e)]
 
 
 def failed_hooks(record: Record) -> list[str]:
@@ -150,8 +201,13 @@ def untold_faults(record: Record) -> list[str]:
 
 
 def foreign_names(record: Record) -> list[str]:
-    """Names that pods looked up and that are none of the chart's: something wants to go outside."""
-    return [name for name in record["unknown_names"] if name.split(".")[0] not in record["services"]]
+    """Names that pods looked up and that are none of the chart's: something wants to go outside.
+
+    Not the names of addresses, which torch would like to have for what it logs.
+    """
+    known = {*record["services"], *record["owners"]}
+    asked = [name for name in record["unknown_names"] if not name.endswith(_REVERSE)]
+    return [name for name in asked if name.split(".")[0] not in known]
 
 
 CHECKS: tuple[Callable[[Record], list[str]], ...] = (
@@ -164,12 +220,27 @@ CHECKS: tuple[Callable[[Record], list[str]], ...] = (
         wrong_doors,
     ),
     *(cut_short, bad_ends, failed_hooks, untold_faults, foreign_names),
+    *(failed_scrapes, needless_restarts, failed_clients, loose_containers),
 )
 """What holds for every trial with all of its parts."""
 
 
 def _of_workloads(record: Record) -> Iterator[Mapping[str, Any]]:
     return (event for event in record["events"] if record["owners"][event["pod"]] in record["workloads"])
+
+
+def _excused(record: Record, event: Mapping[str, Any]) -> bool:
+    """Whether the pod, or one that lives and dies with it, was struck, and it was not ready or made since."""
+    pod, groups = event["pod"], record["groups"]
+    struck = False
+    for each in record["events"]:
+        if each is event:
+            break
+        if each["what"] == "fault" and groups[each["pod"]] == groups[pod]:
+            struck = True
+        elif each["what"] in ("made", "ready") and each["pod"] == pod:
+            struck = False
+    return struck
 
 
 def _knocks(record: Record, pod: str) -> bool:

@@ -6,6 +6,7 @@ import hashlib
 import secrets
 from typing import TYPE_CHECKING, Any
 
+from services.engine.truncate import truncate_model
 from tests.boot.objects import secret
 from tests.boot.plan import Plan
 from tests.deploy.matrix import SWITCHES, laid_over
@@ -22,10 +23,21 @@ NAMESPACE = "galley"
 SMALL: Manifest = {"target": {"settings": {"kv_memory_mb": 256}}}
 SECURED = laid_over([SMALL, SWITCHES["tls"]["callers too"], SWITCHES["callers"]["keys"]])
 """TLS on every hop with certificates of both sides, and callers with keys."""
+RANKS: Manifest = {"target": {"kind": "leaderworkerset", "nodes": 3, "tensorParallel": 3}}
+"""A target over three pods, each with a third of the default model's heads."""
 TWICE: Manifest = {"gateway": {"replicas": 2}, "target": {"replicas": 2}}
 
+_LAYERS = (0, 1, 28, 29)
 _CLIENT_TLS = "/etc/trial/tls"
 _COLLECTOR, _OBSERVABILITY = "collector", "observability"
+
+
+def few_layers_of(model: Path, folder: Path) -> Path:
+    """A model of some of its layers: for what does not depend on how fast it starts and computes."""
+    few = truncate_model(model, list(_LAYERS), folder)
+    for path in few.iterdir():
+        path.chmod(0o644)  # as what lies in an image
+    return few
 
 
 def plan(model: Path, folder: Path, values: Manifest, **told: Any) -> Plan:

@@ -22,5 +22,6 @@ def variables_of(role: str) -> frozenset[str]:
 
 def parse_env(role: str, environment: Mapping[str, str]) -> ServiceSettings:
     """What the service itself reads from `environment`; raises SystemExit if it refuses."""
-    with patch.dict(os.environ, environment):
+    # Nothing of this process's own may stand in for what is missing.
+    with patch.dict(os.environ, environment, clear=True):
         return parse_settings(settings_of(role), [], role, "")

@@ -129,6 +129,45 @@ def test_of_greedy_draws_no_noise_is_asked_for(monkeypatch: pytest.MonkeyPatch) 
     assert device_sampling.draw_all(torch.eye(3, 9), [draw] * 3) == [Sampled((i,)) for i in range(3)]
 
 
+def test_noise_that_cannot_be_compiled_is_the_same_uncompiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = []
+
+    def fail(*_: object) -> torch.Tensor:
+        tried.append(1)
+        raise RuntimeError("Failed to find C compiler")
+
+    words = device_sampling.compiled_while_it_works(fail, torch_noise.row_words)
+    monkeypatch.setattr(device_sampling, "_words_on", lambda _: words)
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3))
+    draws = [Draw(SamplingParams(seed=i), (1,), 1, frozenset(), 0) for i in range(3)]
+    for _ in range(2):
+        _same(device_sampling.draw_all(logits, draws), draw_all(logits, draws))
+    assert len(tried) == 1
+    assert "".join(capsys.readouterr()).count("Failed to find C compiler") == 1
+
+
+def test_memory_that_has_run_out_is_said_and_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def fail_once(*asked: Any) -> torch.Tensor:
+        if failures:
+            raise failures.pop()
+        return torch_noise.row_words(*asked)
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise AssertionError("it was given up")
+
+    words = device_sampling.compiled_while_it_works(fail_once, refuse)
+    monkeypatch.setattr(device_sampling, "_words_on", lambda _: words)
+    draws = [Draw(SamplingParams(seed=1), (1,), 1, frozenset(), 0)]
+    logits = torch.eye(1, 9)
+    with pytest.raises(torch.OutOfMemoryError):
+        device_sampling.draw_all(logits, draws)
+    _same(device_sampling.draw_all(logits, draws), draw_all(logits, draws))
+
+
 def test_a_bad_row_costs_its_own_draw_alone_and_no_accepted_guess() -> None:
     logits = torch.zeros(4, 9)
     logits[1], logits[3] = math.nan, -math.inf

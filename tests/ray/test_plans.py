@@ -84,6 +84,17 @@ def test_numbers_of_any_count_arrive(count: int) -> None:
     assert not wire.sent
 
 
+@pytest.mark.parametrize("count", [-1, 2**24 + 1, 2**31 - 1])
+def test_a_count_that_no_plan_has_is_refused_before_there_is_room_for_it(count: int) -> None:
+    wire = Wire()
+    wire.sent.append(torch.full((1024,), count, dtype=torch.int32))
+    with pytest.raises(Broken, match=f"a plan of {count} numbers"):
+        receive_numbers(wire)
+    with pytest.raises(Broken):
+        send_numbers(wire, range(2**24 + 1))
+    assert not wire.sent
+
+
 class StandIn:
     """Notes what it runs; `failure` is raised by each run."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,15 @@ def test_three_ranks_agree_with_one_and_keep_their_bits(
     agree(found[0], run(real, ALONE))
     for one in found:
         keeps_bits(one)
+
+
+def test_a_rank_may_be_late_while_all_load_and_is_given_up_when_they_serve() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ray.late"], stdout=subprocess.PIPE, text=True, timeout=120, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found["long"] == "2.0"
+    assert found["short"].startswith("rank 0 lost another rank")
 
 
 def test_ranks_that_do_not_divide_are_refused_with_the_numbers(default_model_dir: Path) -> None:

@@ -21,7 +21,7 @@ class Watch:
         self._event.set()
         self._event = asyncio.Event()
 
-    async def until(self, holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    async def until(self, holds: Callable[[], bool], patience_s: float | None = PATIENCE_S) -> None:
         async with asyncio.timeout(patience_s):
             while not holds():
                 await self._event.wait()
