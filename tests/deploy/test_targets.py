@@ -162,6 +162,15 @@ def test_rays_processes_get_what_ours_give_them() -> None:
         assert expected.items() <= given.items(), name
 
 
+def test_kuberay_finds_what_it_makes_services_of() -> None:
+    """Of the head's ports, by name; without `serve` it errs before it would say that a RayService is ready."""
+    _, spec = serve_config(RAY)
+    (head,) = spec["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in head["ports"]}
+    assert ports == {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "serve": 8000}
+    assert spec["excludeHeadPodFromServeSvc"] is True, "its proxy would be asked every other second"
+
+
 def test_ray_takes_calls_with_a_token_alone() -> None:
     _, spec = serve_config(RAY)
     assert spec["rayClusterConfig"]["authOptions"] == {"mode": "token"}
