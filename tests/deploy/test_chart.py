@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -135,7 +136,16 @@ def test_a_slow_start_is_waited_for(seconds: int) -> None:
     assert probe["periodSeconds"] * probe["failureThreshold"] >= seconds
     assert env(rendered["gateway"])["GALLEY_GATEWAY_STARTUP_TIMEOUT_S"] == str(seconds)
     waits = container(rendered["gateway"])["startupProbe"]
-    assert waits["periodSeconds"] * waits["failureThreshold"] > seconds, "it would be restarted too soon"
+    allowed = waits["periodSeconds"] * waits["failureThreshold"]
+    assert allowed > seconds, "it would be restarted too soon"
+    # Kubernetes' own default is 600: `kubectl rollout status` and `helm --wait` would give up on a large model.
+    assert rendered["gateway"]["spec"]["progressDeadlineSeconds"] > allowed + 300
+
+
+def test_a_slow_draft_is_no_failed_roll_out() -> None:
+    draft = workloads(render({"draft": {"startupTimeoutSeconds": 900}}))["draft"]
+    probe = container(draft)["startupProbe"]
+    assert draft["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"] + 300
 
 
 def test_ports_have_one_truth() -> None:
@@ -263,6 +273,20 @@ def test_pull_secrets_are_for_every_pod() -> None:
         assert spec["imagePullSecrets"] == [{"name": "registry"}], name
 
 
-def test_a_new_version_of_the_chart_alone_restarts_nothing(manifests: list[Manifest]) -> None:
+def test_a_new_version_of_galley_does_not_restart_the_store(manifests: list[Manifest]) -> None:
+    """Nor does one of the chart alone restart any pod."""
     for name, template in pod_templates(manifests).items():
         assert name == "test" or "helm.sh/chart" not in template["metadata"]["labels"]
+    assert __version__ not in json.dumps(pod_templates(manifests)["redis"])
+
+
+def test_each_image_can_be_pinned_by_itself() -> None:
+    pinned = f"1.2.3@sha256:{'0' * 64}"
+    values = {
+        "image": {"registry": "registry.example.com/team", "tag": "1.2.3"},
+        "target": {"image": {"repository": "galley-target-cuda", "tag": pinned}},
+    }
+    found = {name: only_container(spec)["image"] for name, spec in pods(render(values)).items()}
+    assert found["target"] == f"registry.example.com/team/galley-target-cuda:{pinned}"
+    assert found["gateway"] == found["test"] == "registry.example.com/team/galley-gateway:1.2.3"
+    assert found["draft"] == "registry.example.com/team/galley-draft:1.2.3"

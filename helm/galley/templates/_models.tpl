@@ -17,7 +17,7 @@
 {{- if and $values.modelCache.download.enabled (include "galley.isHubId" .model) }}
 initContainers:
   - name: download
-    image: {{ include "galley.image" (dict "root" .root "repository" (index $values .role).image.repository) }}
+    image: {{ include "galley.image" . }}
     imagePullPolicy: {{ $values.image.pullPolicy }}
     command: [python, -m, services.engine.prepare, {{ .model | quote }}]
     securityContext:

@@ -58,7 +58,7 @@ spec:
   {{- end }}
   containers:
     - name: ray-head
-      image: {{ include "galley.image" (dict "root" .root "repository" $values.target.image.repository) }}
+      image: {{ include "galley.image" . }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       securityContext:
         {{- include "galley.containerSecurity" . | nindent 8 }}
