@@ -92,6 +92,11 @@ def test_what_there_is_by_default(manifests: list[Manifest]) -> None:
         ({"redis": {"url": "redis://store"}}, "exactly one"),
         ({"redis": {"embedded": {"enabled": False}}}, "exactly one"),
         ({"redis": {"url": "http://store", "embedded": {"enabled": False}}}, "/redis/url"),
+        ({"redis": {**OWN_STORE, "url": "redis://u:canary@store"}}, "put the URL into a Secret"),
+        ({"redis": {**OWN_STORE, "url": "redis+sentinel://s?sentinel_password=x"}}, "put the URL into"),
+        ({"redis": {**OWN_STORE, "url": "redis://store:6380"}}, "port 6380.*redis.ports .6379. does not open"),
+        ({"redis": {**OWN_STORE, "url": "redis+sentinel://s1,s2:6379/0?service=a"}}, "port 26379"),
+        ({"otel": {"endpoint": "http://collector"}}, "/otel/endpoint"),
         ({"tls": {"enabled": True}}, "/tls/gateway/secretName"),
         ({"tls": {"enabled": True, "gateway": {"secretName": "g"}}}, "/tls/target/secretName"),
         ({"auth": {"jwt": {"enabled": True}}}, "/auth/jwt/issuer"),
@@ -109,6 +114,7 @@ def test_what_there_is_by_default(manifests: list[Manifest]) -> None:
 def test_wrong_values_are_refused_by_name(values: Manifest, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         raise AssertionError(render_refused(values).replace("\n", " "))
+    assert "canary" not in render_refused(values)
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -4,6 +4,7 @@ bounds, what an enabled part needs, GPUs that tensor parallelism does not divide
 */}}
 {{- define "galley.validate" -}}
 {{- include "galley.validateStore" . -}}
+{{- include "galley.validateStoreUrl" . -}}
 {{- include "galley.validateModels" . -}}
 {{- include "galley.validateTarget" . -}}
 {{- include "galley.validateScaling" . -}}
@@ -18,6 +19,24 @@ bounds, what an enabled part needs, GPUs that tensor parallelism does not divide
 {{- if $redis.embedded.enabled }}{{ $ways = append $ways "redis.embedded.enabled" }}{{ end -}}
 {{- if ne (len $ways) 1 -}}
 {{- fail (printf "set exactly one of redis.url, redis.existingSecret.name and redis.embedded.enabled; set: %s" (join ", " $ways | default "none")) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* No secret in a manifest, and no policy in the way. */}}
+{{- define "galley.validateStoreUrl" -}}
+{{- $url := .Values.redis.url -}}
+{{- if or (contains "@" $url) (contains "sentinel_password=" $url) -}}
+{{- fail "redis.url holds a user or a password, which would stand in manifests and in the release: put the URL into a Secret, and its name into redis.existingSecret.name" -}}
+{{- end -}}
+{{- $policy := .Values.networkPolicy -}}
+{{- if and $url $policy.enabled -}}
+{{- $known := ternary 26379 6379 (contains "+sentinel:" $url) -}}
+{{- range splitList "," (regexReplaceAll "^[^:]+://([^/?]*).*$" $url "${1}") -}}
+{{- $port := include "galley.portOf" (dict "address" . "default" $known) -}}
+{{- if not (has $port (splitList " " (join " " $policy.redis.ports))) -}}
+{{- fail (printf "redis.url is at port %s, which networkPolicy.redis.ports (%s) does not open" $port (join ", " $policy.redis.ports)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
