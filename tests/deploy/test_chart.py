@@ -75,6 +75,14 @@ def test_what_there_is_by_default(manifests: list[Manifest]) -> None:
         ({"target": {"nodes": 2, "tensorParallel": 2}}, "only target.kind leaderworkerset"),
         ({"target": {"gpus": 1, "settings": {"device": "cpu"}}}, "target.settings.device is cpu"),
         ({"target": {"settings": {"device": "cuda:0"}}}, "target.gpus is 0"),
+        ({"draft": {"settings": {"device": "cuda", "model": "/m"}}}, "draft.gpus is 0"),
+        ({"draft": {"gpus": 1, "settings": {"device": "cpu", "model": "/m"}}}, "draft.settings.device is cpu"),
+        ({"draft": {"gpus": 1}}, "draft.gpus without draft.settings.model"),
+        ({"draft": {"gpus": 2, "settings": {"model": "/m"}}}, "/draft/gpus"),
+        (
+            {"target": {"kind": "rayservice", "podDisruptionBudget": {"maxUnavailable": "50%"}}},
+            "podDisruptionBudget is a share",
+        ),
         (
             {"target": {"kind": "rayservice", "rayService": {"rayVersion": ""}}},
             "/rayVersion",
@@ -84,6 +92,7 @@ def test_what_there_is_by_default(manifests: list[Manifest]) -> None:
         ({"draft": {"autoscaling": {"enabled": True}}, "keda": KEDA}, "both scale the draft pool"),
         ({"monitoring": {"scrape": "none"}, "keda": KEDA}, "would know nothing"),
         ({"keda": {"enabled": True}}, "/keda/prometheus/serverAddress"),
+        ({"keda": {**KEDA, "draft": {"minReplicas": 0}}}, "/keda/draft/minReplicas"),
         ({"keda": {**KEDA, "draft": {"minReplicas": 9}}}, "keda.draft.minReplicas 9 is above"),
         ({"gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "minReplicas 9 is above"),
         ({"gateway": {"podDisruptionBudget": {"minAvailable": 1}}}, "podDisruptionBudget"),
@@ -208,6 +217,8 @@ def test_the_trial_store_keeps_an_append_only_file(manifests: list[Manifest]) ->
     assert args[args.index("--appendonly") + 1] == "yes"
     assert args[args.index("--maxmemory-policy") + 1] == "noeviction"
     assert store["spec"]["volumeClaimTemplates"][0]["metadata"]["name"] == "data"
+    for probe in ("startupProbe", "readinessProbe"):
+        assert "-e" in container(store)[probe]["exec"]["command"], "it would be ready while it loads"
 
 
 @pytest.mark.parametrize(
@@ -254,14 +265,11 @@ def test_where_pods_go_is_for_each_role_to_say() -> None:
         "tolerations": [{"key": "pool", "operator": "Exists"}],
         "affinity": {"nodeAffinity": {}},
         "priorityClassName": "spare",
-        "gpus": 2,
     }
-    rendered = workloads(render({"draft": given}))
+    rendered = workloads(render({"draft": {**given, "gpus": 1, "settings": {"model": "/models/small"}}}))
     draft = pod(rendered["draft"])
-    assert {name: draft[name] for name in given if name != "gpus"} == {
-        name: value for name, value in given.items() if name != "gpus"
-    }
-    assert container(rendered["draft"])["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert {name: draft[name] for name in given} == given
+    assert container(rendered["draft"])["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert env(rendered["draft"])["GALLEY_DRAFT_DEVICE"] == "cuda"
     assert not {"nodeSelector", "tolerations", "affinity", "priorityClassName"} & set(pod(rendered["target"]))
 

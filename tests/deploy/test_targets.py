@@ -146,6 +146,17 @@ def test_a_replica_on_ray_has_a_pod_and_listens_where_it_is_looked_for() -> None
     assert container["readinessProbe"]["grpc"] == {"port": default_values()["target"]["healthPort"]}
 
 
+@pytest.mark.parametrize(
+    ("budget", "least"), [({}, 2), ({"maxUnavailable": 2}, 1), ({"maxUnavailable": None, "minAvailable": 3}, 3)]
+)
+def test_a_budget_of_rays_pods_is_a_number_that_stays(budget: Manifest, least: int) -> None:
+    """Kubernetes does not know how many KubeRay wants, and takes no other form."""
+    target = {"kind": "rayservice", "replicas": 3, "podDisruptionBudget": budget}
+    spec = of_kind(render({"target": target}), "PodDisruptionBudget")["galley-target"]["spec"]
+    assert spec["minAvailable"] == least
+    assert "maxUnavailable" not in spec
+
+
 def test_no_replica_goes_to_rays_head() -> None:
     _, spec = serve_config(RAY)
     head = spec["rayClusterConfig"]["headGroupSpec"]
@@ -203,6 +214,20 @@ def test_a_model_that_is_fetched_before_is_not_asked_for_again(values: Manifest)
         assert "HF_TOKEN" not in env_of(container)
         assert {"name": "cache", "mountPath": "/var/cache/galley"} in download["volumeMounts"]
         assert download["image"] == container["image"]
+
+
+def test_what_fetches_knows_the_way_out() -> None:
+    """A proxy, or a mirror of the hub."""
+    values = {
+        "model": "example/big",
+        "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+        "draft": {"settings": {"model": "example/small"}},
+        "target": {"extraEnv": [{"name": "HF_ENDPOINT", "value": "https://mirror.example.com"}]},
+        "modelCache": {"download": {"enabled": True}},
+    }
+    rendered = pods(render(values))
+    told = {role: set(env_of(rendered[role]["initContainers"][0])) for role in ("draft", "target")}
+    assert told == {"draft": {"HTTPS_PROXY"}, "target": {"HTTPS_PROXY", "HF_ENDPOINT"}}
 
 
 def test_a_kept_cache_is_one_for_targets_and_drafts() -> None:
