@@ -222,6 +222,21 @@ def test_the_trial_store_keeps_an_append_only_file(manifests: list[Manifest]) ->
 
 
 @pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"memory": "512Mi"}, str(384 * 2**20)),
+        ({"memory": "2G"}, "1500000000"),
+        ({"memory": "0.5Gi"}, None),
+        (None, None),
+    ],
+)
+def test_a_trial_store_is_full_before_it_is_killed(limits: Manifest | None, told: str | None) -> None:
+    store = container(workloads(render({"redis": {"embedded": {"resources": {"limits": limits}}}}))["redis"])
+    args: list[str] = store["args"]
+    assert (args[args.index("--maxmemory") + 1] if "--maxmemory" in args else None) == told
+
+
+@pytest.mark.parametrize(
     ("redis", "source", "of_replicas"),
     [
         ({"url": "redis://store:6379/1"}, {"value": "redis://store:6379/1"}, None),
