@@ -76,7 +76,10 @@ def test_what_there_is_by_default(manifests: list[Manifest]) -> None:
         ({"target": {"gpus": 1, "settings": {"device": "cpu"}}}, "target.settings.device is cpu"),
         ({"target": {"settings": {"device": "cuda:0"}}}, "target.gpus is 0"),
         ({"draft": {"settings": {"device": "cuda", "model": "/m"}}}, "draft.gpus is 0"),
-        ({"draft": {"gpus": 1, "settings": {"device": "cpu", "model": "/m"}}}, "draft.settings.device is cpu"),
+        (
+            {"draft": {"gpus": 1, "settings": {"device": "cpu", "model": "/m"}}},
+            "draft.settings.device is cpu",
+        ),
         ({"draft": {"gpus": 1}}, "draft.gpus without draft.settings.model"),
         ({"draft": {"gpus": 2, "settings": {"model": "/m"}}}, "/draft/gpus"),
         (
@@ -103,7 +106,10 @@ def test_what_there_is_by_default(manifests: list[Manifest]) -> None:
         ({"redis": {"url": "http://store", "embedded": {"enabled": False}}}, "/redis/url"),
         ({"redis": {**OWN_STORE, "url": "redis://u:canary@store"}}, "put the URL into a Secret"),
         ({"redis": {**OWN_STORE, "url": "redis+sentinel://s?sentinel_password=x"}}, "put the URL into"),
-        ({"redis": {**OWN_STORE, "url": "redis://store:6380"}}, "port 6380.*redis.ports .6379. does not open"),
+        (
+            {"redis": {**OWN_STORE, "url": "redis://store:6380"}},
+            "port 6380.*redis.ports .6379. does not open",
+        ),
         ({"redis": {**OWN_STORE, "url": "redis+sentinel://s1,s2:6379/0?service=a"}}, "port 26379"),
         ({"otel": {"endpoint": "http://collector"}}, "/otel/endpoint"),
         ({"tls": {"enabled": True}}, "/tls/gateway/secretName"),
@@ -153,7 +159,7 @@ def test_a_slow_start_is_waited_for(seconds: int) -> None:
     waits = container(rendered["gateway"])["startupProbe"]
     allowed = waits["periodSeconds"] * waits["failureThreshold"]
     assert allowed > seconds, "it would be restarted too soon"
-    # Kubernetes' own default is 600: `kubectl rollout status` and `helm --wait` would give up on a large model.
+    # Kubernetes' own default is 600: `kubectl rollout status` and `helm --wait` would give up on a big model.
     assert rendered["gateway"]["spec"]["progressDeadlineSeconds"] > allowed + 300
 
 

@@ -38,7 +38,7 @@ def test_the_examples_are_those_that_are_promised() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLE_NAMES)
 def test_who_gets_gpus_in_an_example_can_use_them(name: str) -> None:
-    """The image is one built for them, the device is theirs, and the taint that such nodes bear is tolerated."""
+    """Their image is built for them, the device is theirs, and the taint that such nodes bear tolerated."""
     for pod, spec in pods(render(example(name))).items():
         for container in spec["containers"]:
             if "nvidia.com/gpu" not in container["resources"]["limits"]:

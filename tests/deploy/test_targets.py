@@ -147,7 +147,8 @@ def test_a_replica_on_ray_has_a_pod_and_listens_where_it_is_looked_for() -> None
 
 
 @pytest.mark.parametrize(
-    ("budget", "least"), [({}, 2), ({"maxUnavailable": 2}, 1), ({"maxUnavailable": None, "minAvailable": 3}, 3)]
+    ("budget", "least"),
+    [({}, 2), ({"maxUnavailable": 2}, 1), ({"maxUnavailable": None, "minAvailable": 3}, 3)],
 )
 def test_a_budget_of_rays_pods_is_a_number_that_stays(budget: Manifest, least: int) -> None:
     """Kubernetes does not know how many KubeRay wants, and takes no other form."""
@@ -174,7 +175,7 @@ def test_rays_processes_get_what_ours_give_them() -> None:
 
 
 def test_kuberay_finds_what_it_makes_services_of() -> None:
-    """Of the head's ports, by name; without `serve` it errs before it would say that a RayService is ready."""
+    """The head's ports, by name; without `serve` it errs before it would say that a RayService is ready."""
     _, spec = serve_config(RAY)
     (head,) = spec["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in head["ports"]}
