@@ -14,6 +14,7 @@ from services.target.settings import TargetSettings
 from tests.deploy.render import (
     ROOT,
     Manifest,
+    component,
     default_values,
     env_of,
     of_kind,
@@ -97,9 +98,17 @@ def test_a_group_lives_and_dies_together() -> None:
     assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
     # The leader waits for its workers: they must not wait for it.
     assert group["spec"]["startupPolicy"] == "LeaderCreated"
-    service = of_kind(rendered, "Service")[group["metadata"]["name"]]
-    assert service["spec"]["publishNotReadyAddresses"] is True, "they meet before they are ready"
-    assert "publishNotReadyAddresses" not in of_kind(render(), "Service")["galley-target"]["spec"]
+
+
+def test_a_group_meets_below_the_service_that_its_controller_makes() -> None:
+    """It has the name of the set, and shows pods before they are ready: none of ours stands in its way."""
+    rendered = render(GROUP)
+    (group,) = of_kind(rendered, "LeaderWorkerSet").values()
+    assert group["spec"]["networkConfig"] == {"subdomainPolicy": "Shared"}
+    assert group["metadata"]["name"] not in of_kind(rendered, "Service")
+    assert "galley-target-headless" in of_kind(rendered, "Service"), "for a ServiceMonitor"
+    (one,) = (each for each in of_kind(render(), "StatefulSet").values() if component(each) == "target")
+    assert one["spec"]["serviceName"] in of_kind(render(), "Service")
 
 
 def test_only_the_leader_of_a_group_is_asked_and_watched() -> None:
