@@ -173,6 +173,11 @@ def test_no_replica_goes_to_rays_head() -> None:
     assert head["rayStartParams"]["num-cpus"] == head["rayStartParams"]["num-gpus"] == "0"
 
 
+def test_rays_head_is_worth_as_much_as_what_falls_with_it() -> None:
+    rendered = pods(render({"target": {"kind": "rayservice", "priorityClassName": "serving"}}))
+    assert rendered["ray-head"]["priorityClassName"] == rendered["target"]["priorityClassName"] == "serving"
+
+
 def test_rays_processes_get_what_ours_give_them() -> None:
     """`ray_cluster.start` sets it for a Ray of its own; KubeRay starts this one."""
     with patch.dict(os.environ, clear=True):

@@ -48,6 +48,9 @@ metadata:
 spec:
   {{- include "galley.podCommon" . | nindent 2 }}
   terminationGracePeriodSeconds: {{ include "galley.gracePeriod" . }}
+  {{- with $values.target.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
   {{- with $values.target.rayService.head.nodeSelector }}
   nodeSelector:
     {{- toYaml . | nindent 4 }}
