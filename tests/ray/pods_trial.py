@@ -197,6 +197,9 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001  # whatever it is, it is told
         logs = {log.name: log.read_text()[-4000:] for log in file.parent.glob("*.log")}
         record = {"failed": repr(error), "logs": logs}
+    finally:
+        with suppress(OSError):  # it was not there, or is another's
+            Path("/tmp/ray").rmdir()
     file.write_text(json.dumps(record))
     return 1 if "failed" in record else 0
 
