@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 STORE_PORT = 7000
 REFUSED = 401
 _DASHBOARD_PORT = 8265
-_PATIENCE_S = 120.0
+_PATIENCE_S = 200.0
 # In a pod both are its own.
 _OWN_FOLDERS = (
     'mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
@@ -56,9 +56,11 @@ class RayPod:
         self._within = within
         self._ports = {port["name"]: port["containerPort"] for port in self.container["ports"]}
         self._process: asyncio.subprocess.Process | None = None
+        self._told: tuple[str, str, Path] | None = None
 
     async def start(self, head_ip: str, token: str, log: Path) -> None:
         """As the kubelet would, of what KubeRay has made."""
+        self._told = head_ip, token, log
         facts = PodFacts("pod", "galley", "uid", self.ip, NODE_IP, {}, {})
         image = {name: os.environ[name] for name in os.environ if name != "PATH"}
         image["PATH"] = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
@@ -76,8 +78,11 @@ class RayPod:
         """Wait for a rendered probe; the seconds that took. Raises TimeoutError with what it said last."""
         began, probe = time.monotonic(), Probe(self.container[name])
         while (problem := await self.problem(name)) is not None:
-            if self._started.returncode is not None or time.monotonic() - began > _PATIENCE_S:
+            if time.monotonic() - began > _PATIENCE_S:
                 raise TimeoutError(f"{self.container['name']}, {name}: {problem}")
+            if self._told is not None and self._started.returncode is not None:
+                # `ray start` gives up after 30 s, on a machine that is busy; the kubelet starts it again.
+                await self.start(*self._told)
             await asyncio.sleep(min(1.0, probe.period_s))
         return round(time.monotonic() - began, 1)
 
