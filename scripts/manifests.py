@@ -41,7 +41,8 @@ def main() -> int:
 def _rendered(values: Path) -> Documents:
     command = [str(_HELM), "template", "galley", str(ROOT / "helm" / "galley"), "--namespace", "galley"]
     command += ["--skip-tests", "--values", str(values)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
+    # What helm refuses, it says on stderr.
+    text = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout  # noqa: S603
     return [_named(part) for part in re.split(r"^---$", text, flags=re.MULTILINE) if part.strip()]
 
 

@@ -1,4 +1,4 @@
-"""What `valkey-cli [-h HOST] [-p PORT] [-a PASSWORD] COMMAND...` does, for machines that have none."""
+"""What `valkey-cli [-e] [-h HOST] [-p PORT] [-a PASSWORD] COMMAND...` does, for machines that have none."""
 
 import argparse
 import os
@@ -13,6 +13,7 @@ def main() -> int:
     parser.add_argument("-h", default="127.0.0.1", dest="host")
     parser.add_argument("-p", default=6379, type=int, dest="port")
     parser.add_argument("-a", default=os.environ.get("REDISCLI_AUTH"), dest="password")
+    parser.add_argument("-e", action="store_true", help="An error is one: always, here.")
     parser.add_argument("--no-auth-warning", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()

@@ -35,7 +35,10 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "store": {
         "embedded": {},
-        "url": {"redis": {**OWN_STORE, "url": "rediss://store:6380/0?ca=/etc/galley/redis-tls/ca.crt"}},
+        "url": {
+            "redis": {**OWN_STORE, "url": "rediss://store:6380/0?ca=/etc/galley/redis-tls/ca.crt"},
+            "networkPolicy": {"redis": {"ports": [6380]}},
+        },
         "secret": {
             "redis": {
                 **OWN_STORE,

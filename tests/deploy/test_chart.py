@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -74,6 +75,17 @@ def test_what_there_is_by_default(manifests: list[Manifest]) -> None:
         ({"target": {"nodes": 2, "tensorParallel": 2}}, "only target.kind leaderworkerset"),
         ({"target": {"gpus": 1, "settings": {"device": "cpu"}}}, "target.settings.device is cpu"),
         ({"target": {"settings": {"device": "cuda:0"}}}, "target.gpus is 0"),
+        ({"draft": {"settings": {"device": "cuda", "model": "/m"}}}, "draft.gpus is 0"),
+        (
+            {"draft": {"gpus": 1, "settings": {"device": "cpu", "model": "/m"}}},
+            "draft.settings.device is cpu",
+        ),
+        ({"draft": {"gpus": 1}}, "draft.gpus without draft.settings.model"),
+        ({"draft": {"gpus": 2, "settings": {"model": "/m"}}}, "/draft/gpus"),
+        (
+            {"target": {"kind": "rayservice", "podDisruptionBudget": {"maxUnavailable": "50%"}}},
+            "podDisruptionBudget is a share",
+        ),
         (
             {"target": {"kind": "rayservice", "rayService": {"rayVersion": ""}}},
             "/rayVersion",
@@ -83,6 +95,7 @@ def test_what_there_is_by_default(manifests: list[Manifest]) -> None:
         ({"draft": {"autoscaling": {"enabled": True}}, "keda": KEDA}, "both scale the draft pool"),
         ({"monitoring": {"scrape": "none"}, "keda": KEDA}, "would know nothing"),
         ({"keda": {"enabled": True}}, "/keda/prometheus/serverAddress"),
+        ({"keda": {**KEDA, "draft": {"minReplicas": 0}}}, "/keda/draft/minReplicas"),
         ({"keda": {**KEDA, "draft": {"minReplicas": 9}}}, "keda.draft.minReplicas 9 is above"),
         ({"gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "minReplicas 9 is above"),
         ({"gateway": {"podDisruptionBudget": {"minAvailable": 1}}}, "podDisruptionBudget"),
@@ -91,6 +104,14 @@ def test_what_there_is_by_default(manifests: list[Manifest]) -> None:
         ({"redis": {"url": "redis://store"}}, "exactly one"),
         ({"redis": {"embedded": {"enabled": False}}}, "exactly one"),
         ({"redis": {"url": "http://store", "embedded": {"enabled": False}}}, "/redis/url"),
+        ({"redis": {**OWN_STORE, "url": "redis://u:canary@store"}}, "put the URL into a Secret"),
+        ({"redis": {**OWN_STORE, "url": "redis+sentinel://s?sentinel_password=x"}}, "put the URL into"),
+        (
+            {"redis": {**OWN_STORE, "url": "redis://store:6380"}},
+            "port 6380.*redis.ports .6379. does not open",
+        ),
+        ({"redis": {**OWN_STORE, "url": "redis+sentinel://s1,s2:6379/0?service=a"}}, "port 26379"),
+        ({"otel": {"endpoint": "http://collector"}}, "/otel/endpoint"),
         ({"tls": {"enabled": True}}, "/tls/gateway/secretName"),
         ({"tls": {"enabled": True, "gateway": {"secretName": "g"}}}, "/tls/target/secretName"),
         ({"auth": {"jwt": {"enabled": True}}}, "/auth/jwt/issuer"),
@@ -108,6 +129,7 @@ def test_what_there_is_by_default(manifests: list[Manifest]) -> None:
 def test_wrong_values_are_refused_by_name(values: Manifest, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         raise AssertionError(render_refused(values).replace("\n", " "))
+    assert "canary" not in render_refused(values)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -135,7 +157,16 @@ def test_a_slow_start_is_waited_for(seconds: int) -> None:
     assert probe["periodSeconds"] * probe["failureThreshold"] >= seconds
     assert env(rendered["gateway"])["GALLEY_GATEWAY_STARTUP_TIMEOUT_S"] == str(seconds)
     waits = container(rendered["gateway"])["startupProbe"]
-    assert waits["periodSeconds"] * waits["failureThreshold"] > seconds, "it would be restarted too soon"
+    allowed = waits["periodSeconds"] * waits["failureThreshold"]
+    assert allowed > seconds, "it would be restarted too soon"
+    # Kubernetes' own default is 600: `kubectl rollout status` and `helm --wait` would give up on a big model.
+    assert rendered["gateway"]["spec"]["progressDeadlineSeconds"] > allowed + 300
+
+
+def test_a_slow_draft_is_no_failed_roll_out() -> None:
+    draft = workloads(render({"draft": {"startupTimeoutSeconds": 900}}))["draft"]
+    probe = container(draft)["startupProbe"]
+    assert draft["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"] + 300
 
 
 def test_ports_have_one_truth() -> None:
@@ -192,6 +223,23 @@ def test_the_trial_store_keeps_an_append_only_file(manifests: list[Manifest]) ->
     assert args[args.index("--appendonly") + 1] == "yes"
     assert args[args.index("--maxmemory-policy") + 1] == "noeviction"
     assert store["spec"]["volumeClaimTemplates"][0]["metadata"]["name"] == "data"
+    for probe in ("startupProbe", "readinessProbe"):
+        assert "-e" in container(store)[probe]["exec"]["command"], "it would be ready while it loads"
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"memory": "512Mi"}, str(384 * 2**20)),
+        ({"memory": "2G"}, "1500000000"),
+        ({"memory": "0.5Gi"}, None),
+        (None, None),
+    ],
+)
+def test_a_trial_store_is_full_before_it_is_killed(limits: Manifest | None, told: str | None) -> None:
+    store = container(workloads(render({"redis": {"embedded": {"resources": {"limits": limits}}}}))["redis"])
+    args: list[str] = store["args"]
+    assert (args[args.index("--maxmemory") + 1] if "--maxmemory" in args else None) == told
 
 
 @pytest.mark.parametrize(
@@ -238,14 +286,11 @@ def test_where_pods_go_is_for_each_role_to_say() -> None:
         "tolerations": [{"key": "pool", "operator": "Exists"}],
         "affinity": {"nodeAffinity": {}},
         "priorityClassName": "spare",
-        "gpus": 2,
     }
-    rendered = workloads(render({"draft": given}))
+    rendered = workloads(render({"draft": {**given, "gpus": 1, "settings": {"model": "/models/small"}}}))
     draft = pod(rendered["draft"])
-    assert {name: draft[name] for name in given if name != "gpus"} == {
-        name: value for name, value in given.items() if name != "gpus"
-    }
-    assert container(rendered["draft"])["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert {name: draft[name] for name in given} == given
+    assert container(rendered["draft"])["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert env(rendered["draft"])["GALLEY_DRAFT_DEVICE"] == "cuda"
     assert not {"nodeSelector", "tolerations", "affinity", "priorityClassName"} & set(pod(rendered["target"]))
 
@@ -263,6 +308,20 @@ def test_pull_secrets_are_for_every_pod() -> None:
         assert spec["imagePullSecrets"] == [{"name": "registry"}], name
 
 
-def test_a_new_version_of_the_chart_alone_restarts_nothing(manifests: list[Manifest]) -> None:
+def test_a_new_version_of_galley_does_not_restart_the_store(manifests: list[Manifest]) -> None:
+    """Nor does one of the chart alone restart any pod."""
     for name, template in pod_templates(manifests).items():
         assert name == "test" or "helm.sh/chart" not in template["metadata"]["labels"]
+    assert __version__ not in json.dumps(pod_templates(manifests)["redis"])
+
+
+def test_each_image_can_be_pinned_by_itself() -> None:
+    pinned = f"1.2.3@sha256:{'0' * 64}"
+    values = {
+        "image": {"registry": "registry.example.com/team", "tag": "1.2.3"},
+        "target": {"image": {"repository": "galley-target-cuda", "tag": pinned}},
+    }
+    found = {name: only_container(spec)["image"] for name, spec in pods(render(values)).items()}
+    assert found["target"] == f"registry.example.com/team/galley-target-cuda:{pinned}"
+    assert found["gateway"] == found["test"] == "registry.example.com/team/galley-gateway:1.2.3"
+    assert found["draft"] == "registry.example.com/team/galley-draft:1.2.3"

@@ -12,7 +12,7 @@ import typer
 from services.cli.__main__ import app
 from services.client.credentials import API_KEY_VARIABLE
 from tests.deploy.matrix import TLS, laid_over
-from tests.deploy.render import CHART, Manifest, env_of, helm, only_container, pods, render
+from tests.deploy.render import CHART, Manifest, env_of, helm, only_container, pods, render, workloads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,6 +73,12 @@ def test_the_notes_say_a_first_call_that_the_command_takes(values: Manifest) -> 
     assert ("Callers need a key" in said) is bool(values)
     assert ("--tls-cert-file" in said) is bool(values)
     assert ("proof-galley-gateway.galley.svc" in said) is bool(values)
+
+
+def test_the_notes_wait_as_long_as_the_gateways_may_take() -> None:
+    values = {"target": {"startupTimeoutSeconds": 3600}}
+    patience = workloads(render(values))["gateway"]["spec"]["progressDeadlineSeconds"]
+    assert f"--timeout {patience}s" in notes(values)
 
 
 def test_the_notes_warn_of_what_is_open_or_for_trials() -> None:

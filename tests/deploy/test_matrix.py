@@ -9,7 +9,7 @@ import pytest
 
 from tests.deploy import matrix, schemas
 from tests.deploy.invariants import hold
-from tests.deploy.render import CHART, EXAMPLES, Manifest, example, helm, of_kind, pods, render
+from tests.deploy.render import CHART, EXAMPLES, Manifest, env_of, example, helm, of_kind, pods, render
 
 ROWS = matrix.rows()
 SECRETS = {"GALLEY_GATEWAY_ID_SECRET", "GALLEY_API_KEY", "HF_TOKEN"}
@@ -34,6 +34,19 @@ def test_an_example_is_valid_closed_and_consistent(name: str) -> None:
 
 def test_the_examples_are_those_that_are_promised() -> None:
     assert EXAMPLE_NAMES == ["laptop", "llama70b-tp4", "multi-node", "one-gpu"]
+
+
+@pytest.mark.parametrize("name", EXAMPLE_NAMES)
+def test_who_gets_gpus_in_an_example_can_use_them(name: str) -> None:
+    """Their image is built for them, the device is theirs, and the taint that such nodes bear tolerated."""
+    for pod, spec in pods(render(example(name))).items():
+        for container in spec["containers"]:
+            if "nvidia.com/gpu" not in container["resources"]["limits"]:
+                assert "-cuda" not in container["image"], pod
+                continue
+            assert "-cuda:" in container["image"], pod
+            assert env_of(container)[f"GALLEY_{pod.split('-')[0].upper()}_DEVICE"] == "cuda", pod
+            assert "nvidia.com/gpu" in {one["key"] for one in spec["tolerations"]}, pod
 
 
 def test_lint_is_clean_with_every_example() -> None:

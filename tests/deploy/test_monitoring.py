@@ -70,6 +70,15 @@ def test_a_monitor_finds_the_metrics_of_each_role_once(kind: str) -> None:
     assert sorted(offering) == sorted(ROLES)
 
 
+def test_a_monitor_of_pods_leaves_rays_head_alone() -> None:
+    """KubeRay gives it a port `metrics`, which no policy opens."""
+    values = {"monitoring": {"scrape": "podMonitor"}, "target": {"kind": "rayservice"}}
+    (monitor,) = of_kind(render(values), "PodMonitor").values()
+    (chosen,) = monitor["spec"]["selector"]["matchExpressions"]
+    assert (chosen["key"], chosen["operator"]) == ("app.kubernetes.io/component", "In")
+    assert sorted(chosen["values"]) == sorted(ROLES)
+
+
 def test_the_rules_are_those_of_the_repository() -> None:
     (rule,) = of_kind(render({"monitoring": {"rules": {"enabled": True}}}), "PrometheusRule").values()
     assert rule["spec"] == yaml.safe_load((ROOT / "deploy" / "alerts" / "galley.rules.yaml").read_text())

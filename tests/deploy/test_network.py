@@ -143,7 +143,7 @@ def test_a_store_of_ones_own_is_reached_where_it_is_said_to_be() -> None:
 
 @pytest.mark.parametrize(
     ("endpoint", "port"),
-    [("http://collector.observability:4317", OTLP), ("https://collector:55681/", 55681), ("http://c", OTLP)],
+    [("http://collector.observability:4317", OTLP), ("https://collector:55681/", 55681)],
 )
 def test_the_collector_is_reached_at_its_port(endpoint: str, port: int) -> None:
     to = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "observability"}}}]
@@ -151,6 +151,19 @@ def test_the_collector_is_reached_at_its_port(endpoint: str, port: int) -> None:
     for role in ("gateway", "draft", "target"):
         assert ("observability", port) in openings(rendered, role, "egress")
     assert OTLP not in {each for _, each in openings(render(), "gateway", "egress")}
+
+
+@pytest.mark.parametrize(
+    ("jwt", "ports"),
+    [
+        ({}, {HTTPS}),
+        ({"issuer": "https://login.example.com:8443/realms/a"}, {HTTPS, 8443}),
+        ({"jwksUrl": "https://keys.example.com:9443/jwks"}, {HTTPS, 9443}),
+    ],
+)
+def test_an_issuer_is_reached_at_its_port(jwt: Manifest, ports: set[int]) -> None:
+    found = openings(render({"auth": {"jwt": {**JWT, **jwt}}}), "gateway", "egress")
+    assert {port for peer, port in found if peer == "0.0.0.0/0"} == ports
 
 
 def test_without_scraping_metrics_are_closed() -> None:

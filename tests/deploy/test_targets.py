@@ -14,6 +14,7 @@ from services.target.settings import TargetSettings
 from tests.deploy.render import (
     ROOT,
     Manifest,
+    component,
     default_values,
     env_of,
     of_kind,
@@ -97,9 +98,17 @@ def test_a_group_lives_and_dies_together() -> None:
     assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
     # The leader waits for its workers: they must not wait for it.
     assert group["spec"]["startupPolicy"] == "LeaderCreated"
-    service = of_kind(rendered, "Service")[group["metadata"]["name"]]
-    assert service["spec"]["publishNotReadyAddresses"] is True, "they meet before they are ready"
-    assert "publishNotReadyAddresses" not in of_kind(render(), "Service")["galley-target"]["spec"]
+
+
+def test_a_group_meets_below_the_service_that_its_controller_makes() -> None:
+    """It has the name of the set, and shows pods before they are ready: none of ours stands in its way."""
+    rendered = render(GROUP)
+    (group,) = of_kind(rendered, "LeaderWorkerSet").values()
+    assert group["spec"]["networkConfig"] == {"subdomainPolicy": "Shared"}
+    assert group["metadata"]["name"] not in of_kind(rendered, "Service")
+    assert "galley-target-headless" in of_kind(rendered, "Service"), "for a ServiceMonitor"
+    (one,) = (each for each in of_kind(render(), "StatefulSet").values() if component(each) == "target")
+    assert one["spec"]["serviceName"] in of_kind(render(), "Service")
 
 
 def test_only_the_leader_of_a_group_is_asked_and_watched() -> None:
@@ -146,10 +155,27 @@ def test_a_replica_on_ray_has_a_pod_and_listens_where_it_is_looked_for() -> None
     assert container["readinessProbe"]["grpc"] == {"port": default_values()["target"]["healthPort"]}
 
 
+@pytest.mark.parametrize(
+    ("budget", "least"),
+    [({}, 2), ({"maxUnavailable": 2}, 1), ({"maxUnavailable": None, "minAvailable": 3}, 3)],
+)
+def test_a_budget_of_rays_pods_is_a_number_that_stays(budget: Manifest, least: int) -> None:
+    """Kubernetes does not know how many KubeRay wants, and takes no other form."""
+    target = {"kind": "rayservice", "replicas": 3, "podDisruptionBudget": budget}
+    spec = of_kind(render({"target": target}), "PodDisruptionBudget")["galley-target"]["spec"]
+    assert spec["minAvailable"] == least
+    assert "maxUnavailable" not in spec
+
+
 def test_no_replica_goes_to_rays_head() -> None:
     _, spec = serve_config(RAY)
     head = spec["rayClusterConfig"]["headGroupSpec"]
     assert head["rayStartParams"]["num-cpus"] == head["rayStartParams"]["num-gpus"] == "0"
+
+
+def test_rays_head_is_worth_as_much_as_what_falls_with_it() -> None:
+    rendered = pods(render({"target": {"kind": "rayservice", "priorityClassName": "serving"}}))
+    assert rendered["ray-head"]["priorityClassName"] == rendered["target"]["priorityClassName"] == "serving"
 
 
 def test_rays_processes_get_what_ours_give_them() -> None:
@@ -160,6 +186,15 @@ def test_rays_processes_get_what_ours_give_them() -> None:
     for name in ("ray-head", "target"):
         given = env_of(only_container(pods(render(RAY))[name]))
         assert expected.items() <= given.items(), name
+
+
+def test_kuberay_finds_what_it_makes_services_of() -> None:
+    """The head's ports, by name; without `serve` it errs before it would say that a RayService is ready."""
+    _, spec = serve_config(RAY)
+    (head,) = spec["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in head["ports"]}
+    assert ports == {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "serve": 8000}
+    assert spec["excludeHeadPodFromServeSvc"] is True, "its proxy would be asked every other second"
 
 
 def test_ray_takes_calls_with_a_token_alone() -> None:
@@ -194,6 +229,20 @@ def test_a_model_that_is_fetched_before_is_not_asked_for_again(values: Manifest)
         assert "HF_TOKEN" not in env_of(container)
         assert {"name": "cache", "mountPath": "/var/cache/galley"} in download["volumeMounts"]
         assert download["image"] == container["image"]
+
+
+def test_what_fetches_knows_the_way_out() -> None:
+    """A proxy, or a mirror of the hub."""
+    values = {
+        "model": "example/big",
+        "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+        "draft": {"settings": {"model": "example/small"}},
+        "target": {"extraEnv": [{"name": "HF_ENDPOINT", "value": "https://mirror.example.com"}]},
+        "modelCache": {"download": {"enabled": True}},
+    }
+    rendered = pods(render(values))
+    told = {role: set(env_of(rendered[role]["initContainers"][0])) for role in ("draft", "target")}
+    assert told == {"draft": {"HTTPS_PROXY"}, "target": {"HTTPS_PROXY", "HF_ENDPOINT"}}
 
 
 def test_a_kept_cache_is_one_for_targets_and_drafts() -> None:

@@ -15,10 +15,12 @@ from services.target import autoscaling, deploy
 from services.target.deploy import Deployment, DeploySettings
 from services.target.rank import REDIS_URL, REDIS_URL_FILE
 from services.target.settings import TargetSettings
+from tests.deploy.render import env_of, only_container, pods, render
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, against pydantic
     import ray
+    from ray._private import ray_constants
     from ray.serve.schema import ServeDeploySchema
 
     from services.target import ray_app, ray_replica
@@ -47,6 +49,19 @@ def test_every_rank_has_a_bundle() -> None:
     options = bound._bound_deployment._replica_config
     assert options.placement_group_bundles == [{"CPU": 2.0}] * 3
     assert options.ray_actor_options["num_cpus"] == 2
+
+
+@pytest.mark.parametrize("drain", [0, 30, 600])
+def test_the_charts_pods_drain_as_long_as_serve_lets_a_replica_go(drain: int) -> None:
+    variable = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    assert hasattr(ray_constants, variable)
+    bound = ray_app.app({"settings": {"drain_timeout_s": drain}})
+    goes_within = bound._bound_deployment._deployment_config.graceful_shutdown_timeout_s
+    rendered = pods(render({"target": {"kind": "rayservice", "drainTimeoutSeconds": drain}}))
+    for name in ("ray-head", "target"):
+        # Not longer: Serve would wait for a replacement first, for which there is no pod.
+        assert float(env_of(only_container(rendered[name]))[variable]) == goes_within, name
+        assert rendered[name]["terminationGracePeriodSeconds"] > goes_within, name
 
 
 def test_ray_is_not_told_the_stores_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,8 @@
+{{/* How long a gateway may take to be ready: it waits for a target, and ends by itself when that took too long. */}}
+{{- define "galley.gatewayStartup" -}}
+{{- add .Values.target.startupTimeoutSeconds 60 -}}
+{{- end -}}
+
 {{/* What the gateway alone is told. Targets and drafts are not named to it: they register at the store. */}}
 {{- define "galley.gatewayEnv" -}}
 # A target's model may take long to load: it is waited for, not restarted into.

@@ -14,23 +14,29 @@
 {{/* The init container that puts `model`, a hub id, into the cache; nothing for a directory. */}}
 {{- define "galley.download" -}}
 {{- $values := .root.Values -}}
+{{- $further := concat $values.extraEnv (index $values .role).extraEnv -}}
 {{- if and $values.modelCache.download.enabled (include "galley.isHubId" .model) }}
 initContainers:
   - name: download
-    image: {{ include "galley.image" (dict "root" .root "repository" (index $values .role).image.repository) }}
+    image: {{ include "galley.image" . }}
     imagePullPolicy: {{ $values.image.pullPolicy }}
     command: [python, -m, services.engine.prepare, {{ .model | quote }}]
     securityContext:
       {{- include "galley.containerSecurity" . | nindent 6 }}
     resources:
       {{- toYaml $values.modelCache.download.resources | nindent 6 }}
-    {{- with $values.modelCache.hubToken }}
-    {{- if .secretName }}
+    {{- $token := $values.modelCache.hubToken }}
+    {{- if or $token.secretName $further }}
     env:
+      {{- if $token.secretName }}
       - name: HF_TOKEN
         valueFrom:
-          secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}
-    {{- end }}
+          secretKeyRef: {name: {{ $token.secretName }}, key: {{ $token.key }}}
+      {{- end }}
+      {{- with $further }}
+      # A proxy or a mirror of the hub's among it.
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
     {{- end }}
     volumeMounts:
       - {name: tmp, mountPath: /tmp}

@@ -29,13 +29,12 @@ app.kubernetes.io/component: {{ .role }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 app.kubernetes.io/part-of: galley
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
-{{/* Of pods: without what changes with the chart alone, which would restart them. */}}
+{{/* Of pods: without what changes with the chart alone, which would restart them, the store among them. */}}
 {{- define "galley.podLabels" -}}
 {{ include "galley.selector" . }}
-app.kubernetes.io/version: {{ .root.Values.image.tag | default .root.Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: galley
 {{- end -}}
 
@@ -47,11 +46,12 @@ labels:
   {{- include "galley.labels" . | nindent 2 }}
 {{- end -}}
 
-{{/* (dict "root" $ "repository" "galley-gateway") */}}
+{{/* (dict "root" $ "role" "gateway") */}}
 {{- define "galley.image" -}}
 {{- $image := .root.Values.image -}}
+{{- $own := (index .root.Values .role).image -}}
 {{- with $image.registry }}{{ . }}/{{ end -}}
-{{- .repository }}:{{ $image.tag | default .root.Chart.AppVersion -}}
+{{- $own.repository }}:{{ $own.tag | default $image.tag | default .root.Chart.AppVersion -}}
 {{- end -}}
 
 {{/* The name that a role's certificate must bear, unless values say another. */}}

@@ -28,7 +28,13 @@ metadata:
 {{- end }}
 {{- end -}}
 
-{{/* Names, the store, the collector; and with `https` what is fetched from outside. */}}
+{{/* (dict "address" "host:port, or a URL" "default" 443): the port that is meant. */}}
+{{- define "galley.portOf" -}}
+{{- $authority := regexReplaceAll "^([^:/]+://)?([^/?]*).*$" .address "${2}" -}}
+{{- regexFind ":[0-9]+$" $authority | trimPrefix ":" | default .default -}}
+{{- end -}}
+
+{{/* Names, the store, the collector; and with `https`, ports separated by blanks, what is fetched from outside. */}}
 {{- define "galley.egress" -}}
 {{- $values := .root.Values -}}
 {{- $policy := $values.networkPolicy -}}
@@ -58,14 +64,16 @@ metadata:
     {{- toYaml . | nindent 4 }}
   {{ end -}}
   ports:
-    - {port: {{ regexFind ":[0-9]+$" (trimSuffix "/" $values.otel.endpoint) | trimPrefix ":" | default "4317" }}, protocol: TCP}
+    - {port: {{ include "galley.portOf" (dict "address" $values.otel.endpoint "default" 4317) }}, protocol: TCP}
 {{- end }}
-{{- if .https }}
+{{- with .https }}
 # The model hub, or the issuer's keys.
 - to:
     {{- toYaml $policy.https | nindent 4 }}
   ports:
-    - {port: 443, protocol: TCP}
+    {{- range splitList " " . | uniq }}
+    - {port: {{ . }}, protocol: TCP}
+    {{- end }}
 {{- end }}
 {{- end -}}
 

@@ -120,6 +120,11 @@ livenessProbe:
   failureThreshold: 6
 {{- end -}}
 
+{{/* When a Deployment's roll-out counts as failed: 10 minutes, for node and image, after what its probe allows. */}}
+{{- define "galley.progressSeconds" -}}
+{{- add .startupSeconds 600 -}}
+{{- end -}}
+
 {{- define "galley.ports" -}}
 {{- $role := index .root.Values .role -}}
 - {name: grpc, containerPort: {{ $role.port }}, protocol: TCP}
@@ -142,7 +147,7 @@ livenessProbe:
 {{- define "galley.container" -}}
 {{- $role := index .root.Values .role -}}
 name: {{ .container | default .role }}
-image: {{ include "galley.image" (dict "root" .root "repository" $role.image.repository) }}
+image: {{ include "galley.image" . }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 securityContext:
   {{- include "galley.containerSecurity" . | nindent 2 }}

@@ -21,8 +21,12 @@ applications:
         num_replicas: {{ $target.replicas }}
 {{- end -}}
 
-{{/* What all processes of Ray are told; those of `ray_cluster.py`. */}}
+{{/* What all processes of Ray are told: those of `ray_cluster.py`, and how long a pod drains. */}}
 {{- define "galley.rayEnv" -}}
+# `ray start` gives up after 30 s otherwise; this is how long Serve lets a replica go (ray_app.py), and the head, which
+# tells the replicas to, lasts as long as they do.
+- name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+  value: {{ add .root.Values.target.drainTimeoutSeconds 10 | quote }}
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
 - name: RAY_DEDUP_LOGS
@@ -43,7 +47,10 @@ metadata:
     {{- include "galley.podLabels" (dict "root" .root "role" "ray-head") | nindent 4 }}
 spec:
   {{- include "galley.podCommon" . | nindent 2 }}
-  terminationGracePeriodSeconds: 30
+  terminationGracePeriodSeconds: {{ include "galley.gracePeriod" . }}
+  {{- with $values.target.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
   {{- with $values.target.rayService.head.nodeSelector }}
   nodeSelector:
     {{- toYaml . | nindent 4 }}
@@ -54,7 +61,7 @@ spec:
   {{- end }}
   containers:
     - name: ray-head
-      image: {{ include "galley.image" (dict "root" .root "repository" $values.target.image.repository) }}
+      image: {{ include "galley.image" . }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       securityContext:
         {{- include "galley.containerSecurity" . | nindent 8 }}
@@ -64,6 +71,8 @@ spec:
         - {name: gcs-server, containerPort: 6379, protocol: TCP}
         - {name: dashboard, containerPort: 8265, protocol: TCP}
         - {name: client, containerPort: 10001, protocol: TCP}
+        # Nothing listens there, but without a port of this name KubeRay never holds a RayService to be ready.
+        - {name: serve, containerPort: 8000, protocol: TCP}
       env:
         {{- include "galley.rayEnv" . | nindent 8 }}
       # Ray speaks no gRPC health of its own; its agents answer by HTTP.

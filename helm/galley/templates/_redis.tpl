@@ -1,3 +1,14 @@
+{{/* Bytes: three quarters of its memory limit, for a rewrite of its file takes more; nothing without a limit in whole units. */}}
+{{- define "galley.storeMemory" -}}
+{{- $limit := dig "limits" "memory" "" .Values.redis.embedded.resources | toString -}}
+{{- $unit := regexFind "[A-Za-z]+$" $limit -}}
+{{- $number := trimSuffix $unit $limit -}}
+{{- $units := dict "M" 1000000 "G" 1000000000 "Mi" 1048576 "Gi" 1073741824 -}}
+{{- if and (hasKey $units $unit) (regexMatch "^[0-9]+$" $number) -}}
+{{- div (mul (int64 $number) (get $units $unit) 3) 4 -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Where GALLEY_<ROLE>_REDIS_URL comes from; galley.validate sees that it is exactly one of the three ways. */}}
 {{- define "galley.redisUrl" -}}
 {{- $redis := .root.Values.redis -}}

@@ -1,21 +1,17 @@
 {{/*
 A Service with one address a pod: HTTP/2 keeps a connection, so that kube-proxy would pin a client to one pod. It has
-the port of the metrics, for a ServiceMonitor. `unready`: pods have a name before they are ready.
+the port of the metrics, for a ServiceMonitor. (dict "root" $ "role" "draft"), and a "suffix" of its name where the role's
+own name is another's.
 */}}
 {{- define "galley.headlessService" -}}
 {{- $role := index .root.Values .role -}}
-{{- $suffix := ternary "-headless" "" (eq .role "gateway") -}}
 apiVersion: v1
 kind: Service
 metadata:
-  {{- include "galley.metadata" (merge (dict "name" (printf "%s%s" (include "galley.roleName" .) $suffix)) .) | nindent 2 }}
+  {{- include "galley.metadata" (merge (dict "name" (printf "%s%s" (include "galley.roleName" .) (.suffix | default ""))) .) | nindent 2 }}
     galley-headless: "true"
 spec:
   clusterIP: None
-  {{- if .unready }}
-  # The ranks of a group meet before they are ready.
-  publishNotReadyAddresses: true
-  {{- end }}
   selector:
     {{- include "galley.selector" . | nindent 4 }}
   ports:

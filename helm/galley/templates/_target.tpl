@@ -31,7 +31,7 @@
 - name: GROUP_INDEX
   valueFrom:
     fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}
-# The leader of the group, by the name that its pod has before it is ready.
+# The leader of the group, by the name that its pod has before it is ready, below the Service that its controller makes.
 - name: GALLEY_TARGET_RANKS_ADDRESS
   value: {{ $name := include "galley.roleName" . }}{{ $name }}-$(GROUP_INDEX).{{ $name }}:{{ $target.ranksPort }}
 - name: GALLEY_TARGET_RANKS_TIMEOUT_S

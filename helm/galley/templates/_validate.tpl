@@ -4,8 +4,10 @@ bounds, what an enabled part needs, GPUs that tensor parallelism does not divide
 */}}
 {{- define "galley.validate" -}}
 {{- include "galley.validateStore" . -}}
+{{- include "galley.validateStoreUrl" . -}}
 {{- include "galley.validateModels" . -}}
 {{- include "galley.validateTarget" . -}}
+{{- include "galley.validateDevices" . -}}
 {{- include "galley.validateScaling" . -}}
 {{- include "galley.validateAccess" . -}}
 {{- end -}}
@@ -18,6 +20,24 @@ bounds, what an enabled part needs, GPUs that tensor parallelism does not divide
 {{- if $redis.embedded.enabled }}{{ $ways = append $ways "redis.embedded.enabled" }}{{ end -}}
 {{- if ne (len $ways) 1 -}}
 {{- fail (printf "set exactly one of redis.url, redis.existingSecret.name and redis.embedded.enabled; set: %s" (join ", " $ways | default "none")) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* No secret in a manifest, and no policy in the way. */}}
+{{- define "galley.validateStoreUrl" -}}
+{{- $url := .Values.redis.url -}}
+{{- if or (contains "@" $url) (contains "sentinel_password=" $url) -}}
+{{- fail "redis.url holds a user or a password, which would stand in manifests and in the release: put the URL into a Secret, and its name into redis.existingSecret.name" -}}
+{{- end -}}
+{{- $policy := .Values.networkPolicy -}}
+{{- if and $url $policy.enabled -}}
+{{- $known := ternary 26379 6379 (contains "+sentinel:" $url) -}}
+{{- range splitList "," (regexReplaceAll "^[^:]+://([^/?]*).*$" $url "${1}") -}}
+{{- $port := include "galley.portOf" (dict "address" . "default" $known) -}}
+{{- if not (has $port (splitList " " (join " " $policy.redis.ports))) -}}
+{{- fail (printf "redis.url is at port %s, which networkPolicy.redis.ports (%s) does not open" $port (join ", " $policy.redis.ports)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -49,15 +69,29 @@ bounds, what an enabled part needs, GPUs that tensor parallelism does not divide
 {{- if and $gpus (ne (mul $gpus $nodes) $ranks) -}}
 {{- fail (printf "target.gpus %d in each of %d pod(s) of a replica, but target.tensorParallel %d: a rank takes one GPU, so that %d of them would %s" $gpus $nodes $ranks (mul $gpus $nodes) (ternary "not do" "leave some idle" (lt (mul $gpus $nodes) $ranks))) -}}
 {{- end -}}
-{{- $device := $target.settings.device | default "" -}}
-{{- if and $gpus (eq $device "cpu") -}}
-{{- fail (printf "target.settings.device is cpu, but target.gpus is %d" $gpus) -}}
-{{- end -}}
-{{- if and (not $gpus) (hasPrefix "cuda" $device) -}}
-{{- fail (printf "target.settings.device is %s, but target.gpus is 0: pods without GPUs would not start" $device) -}}
-{{- end -}}
 {{- if and (eq $target.kind "rayservice") (lt (int $target.replicas) 1) -}}
 {{- fail "target.kind rayservice needs target.replicas of 1 or more" -}}
+{{- end -}}
+{{- $budget := $target.podDisruptionBudget -}}
+{{- if and (eq $target.kind "rayservice") (kindIs "string" ($budget.minAvailable | default $budget.maxUnavailable)) -}}
+{{- fail "target.podDisruptionBudget is a share: with target.kind rayservice Kubernetes knows no whole to take it of; set a number of pods" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "galley.validateDevices" -}}
+{{- range $role := list "draft" "target" -}}
+{{- $one := index $.Values $role -}}
+{{- $gpus := int $one.gpus -}}
+{{- $device := $one.settings.device | default "" -}}
+{{- if and $gpus (eq $device "cpu") -}}
+{{- fail (printf "%s.settings.device is cpu, but %s.gpus is %d" $role $role $gpus) -}}
+{{- end -}}
+{{- if and (not $gpus) (hasPrefix "cuda" $device) -}}
+{{- fail (printf "%s.settings.device is %s, but %s.gpus is 0: pods without GPUs would not start" $role $device $role) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.draft.enabled (int .Values.draft.gpus) (not .Values.draft.settings.model) -}}
+{{- fail "draft.gpus without draft.settings.model: what guesses from the session's own tokens computes on no GPU" -}}
 {{- end -}}
 {{- end -}}
 
