@@ -39,8 +39,8 @@ def pair(made: Path, name: str) -> Certificate:
 @pytest.mark.parametrize("name", ["galley-gateway", "galley-target", "galley-draft", "galley-client"])
 def test_each_certificate_is_of_use(made: Path, name: str) -> None:
     own = pair(made, name)
-    files = (NamedFile("", str(path)) for path in (made / "ca.crt", own.cert, own.key))
-    assert TlsFiles(*files).read().key == own.key.read_bytes()
+    ca, cert, key = (NamedFile("", str(path)) for path in (made / "ca.crt", own.cert, own.key))
+    assert TlsFiles(ca, cert, key).read().key == own.key.read_bytes()
 
 
 async def test_a_server_and_a_client_trust_one_another(made: Path, tmp_path: Path) -> None:

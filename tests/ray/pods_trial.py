@@ -86,6 +86,10 @@ class RayPod:
             await asyncio.sleep(min(1.0, probe.period_s))
         return round(time.monotonic() - began, 1)
 
+    def processes(self) -> list[dict[str, Any]]:
+        """None: they are like all others of this machine."""
+        return []
+
     async def problem(self, name: str) -> str | None:
         """Why a rendered probe fails; None if it passes."""
         return await problem_of(Probe(self.container[name]), self.ip, self._ports, self)
