@@ -92,7 +92,7 @@ async def test_a_question_that_does_not_come_is_not_waited_for() -> None:
     async with grpc.aio.insecure_channel(running.health_address) as channel:
         silent: Any = channel.stream_unary("/grpc.health.v1.Health/Check")()
         assert await code_of(silent) is grpc.StatusCode.DEADLINE_EXCEEDED
-        await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
     await running.stop()
 
 
@@ -100,7 +100,7 @@ async def test_what_cannot_be_read_is_the_callers_fault_and_no_line_in_the_log(
     running: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with grpc.aio.insecure_channel(running.health_address) as channel:
-        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert await code_of(check(b"\xff")) is grpc.StatusCode.INVALID_ARGUMENT
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
