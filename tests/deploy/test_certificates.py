@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.common.files import NamedFile
+from services.common.files import BadFile, NamedFile
 from services.common.tls import TlsFiles
 from tests.common.service import EchoService
 from tests.common.tls_world import asked_anew, serving
@@ -36,11 +36,27 @@ def pair(made: Path, name: str) -> Certificate:
     return Certificate(made / f"{name}.crt", made / f"{name}.key")
 
 
-@pytest.mark.parametrize("name", ["galley-gateway", "galley-target", "galley-draft", "galley-client"])
-def test_each_certificate_is_of_use(made: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "serves", "calls"),
+    [
+        ("galley-gateway", True, True),
+        ("galley-target", True, False),
+        ("galley-draft", True, False),
+        ("galley-client", False, True),
+    ],
+)
+def test_each_certificate_is_for_what_it_is_needed_and_no_more(
+    made: Path, name: str, serves: bool, calls: bool
+) -> None:
     own = pair(made, name)
-    ca, cert, key = (NamedFile("", str(path)) for path in (made / "ca.crt", own.cert, own.key))
-    assert TlsFiles(ca, cert, key).read().key == own.key.read_bytes()
+    ca, cert, key = (NamedFile("it", str(path)) for path in (made / "ca.crt", own.cert, own.key))
+    for as_server, fits in ((True, serves), (False, calls)):
+        files = TlsFiles(ca, cert, key, as_server)
+        if fits:
+            assert files.read().key == own.key.read_bytes()
+        else:
+            with pytest.raises(BadFile, match="extended key usage"):
+                files.read()
 
 
 async def test_a_server_and_a_client_trust_one_another(made: Path, tmp_path: Path) -> None:
