@@ -144,6 +144,7 @@ class Pod:
         return [
             {
                 "pod": self.identity.name,
+                "namespace": self.template.namespace,
                 "container": spec["name"],
                 "limit_bytes": _memory_limit(spec),
                 "processes": self._running[spec["name"]].processes(),

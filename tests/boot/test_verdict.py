@@ -45,7 +45,7 @@ CONFINED = {
 
 
 def census(**process: Any) -> dict[str, Any]:
-    told = {"pod": "db-0", "container": "db", "limit_bytes": 100.0}
+    told = {"pod": "db-0", "namespace": "galley", "container": "db", "limit_bytes": 100.0}
     return {**told, "processes": [{**CONFINED, **process}]}
 
 

@@ -96,7 +96,8 @@ def loose_containers(record: Record) -> list[str]:
     """
     found = []
     for container in record["census"]:
-        if record["owners"][container["pod"]] not in record["workloads"]:
+        chart = container["namespace"] == record["namespace"]
+        if not chart or record["owners"][container["pod"]] not in record["workloads"]:
             continue
         wrong = {what for process in container["processes"] for what in _liberties(record, process)}
         peak, limit = sum(each["peak_bytes"] for each in container["processes"]), container["limit_bytes"]
