@@ -40,7 +40,10 @@ class Stack:
         prefix = f"GALLEY_{role.upper()}"
         told = {f"{prefix}_PORT": str(self.ports[role]), f"{prefix}_REDIS_URL": store}
         told[f"{prefix}_HEALTH_PORT"] = str(free_port())
-        if role != "gateway":
+        if role == "gateway":
+            # Nobody starts it again if the target takes longer to load on a busy machine.
+            told[f"{prefix}_STARTUP_TIMEOUT_S"] = str(_START_S)
+        else:
             told[f"{prefix}_ADVERTISE"] = f"{_HOST}:{self.ports[role]}"
         if role == "draft":
             told[f"{prefix}_TOKENIZER"] = "/models/default"

@@ -97,6 +97,8 @@ class Objects:
         """Put it in the place of what has its name."""
         metadata = manifest["metadata"]
         self._by_key[(manifest["kind"], self.namespace_of(manifest), metadata["name"])] = manifest
+        if manifest["kind"] == GROUPS:
+            self.add(_service_of_groups(manifest))
 
     def namespace_of(self, manifest: Manifest) -> str:
         """Where an object lives."""
@@ -176,4 +178,23 @@ def secret(name: str, namespace: str, data: Mapping[str, bytes]) -> Manifest:
         "metadata": {"name": name, "namespace": namespace},
         "type": "Opaque",
         "data": {key: base64.b64encode(value).decode() for key, value in data.items()},
+    }
+
+
+def _service_of_groups(manifest: Manifest) -> Manifest:
+    """What the controller makes beside a LeaderWorkerSet: its pods meet below it, before they are ready."""
+    name = manifest["metadata"]["name"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": name,
+            "namespace": manifest["metadata"].get("namespace"),
+            "labels": {**manifest["metadata"].get("labels", {}), "leaderworkerset.sigs.k8s.io/name": name},
+        },
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"leaderworkerset.sigs.k8s.io/name": name},
+        },
     }
