@@ -42,7 +42,7 @@ class Stack:
         told[f"{prefix}_HEALTH_PORT"] = str(free_port())
         if role == "gateway":
             # Nobody starts it again if the target takes longer to load on a busy machine.
-            told[f"{prefix}_STARTUP_TIMEOUT_S"] = str(_START_S)
+            told[f"{prefix}_STARTUP_TIMEOUT_S"] = str(3 * _START_S)
         else:
             told[f"{prefix}_ADVERTISE"] = f"{_HOST}:{self.ports[role]}"
         if role == "draft":

@@ -89,7 +89,7 @@ async def _demo(options: StackOptions, console: Console, prompt: str, max_tokens
     from services.client.client import GalleyClient  # noqa: PLC0415  # grpc is slow to load
     from services.client.errors import GalleyRpcError  # noqa: PLC0415
 
-    async with shown_stack(options, console) as stack, GalleyClient(stack.gateways[0]) as client:
+    async with shown_stack(options, console) as stack, GalleyClient(stack.gateways[0], api_key="") as client:
         try:
             return await stack.run(compare(client, console, prompt, max_tokens))
         except GalleyRpcError as error:

@@ -29,12 +29,16 @@ _log = get_logger(__name__)
 
 
 class BadFile(ValueError):
-    """A file is of no use: `setting` is the field that names it, `problem` says why, without its content."""
+    """A file is of no use: `setting` is the field that names it, `problem` says why, without its content.
 
-    def __init__(self, setting: str, problem: str) -> None:
+    `may_pass`: the very same file may be of use later.
+    """
+
+    def __init__(self, setting: str, problem: str, *, may_pass: bool = False) -> None:
         super().__init__(f"{setting}: {problem}")
         self.setting = setting
         self.problem = problem
+        self.may_pass = may_pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,9 @@ class NamedFile:
     setting: str
     path: str
 
-    def bad(self, why: str) -> BadFile:
+    def bad(self, why: str, *, may_pass: bool = False) -> BadFile:
         """What to raise of it."""
-        return BadFile(self.setting, f"{self.path}: {why}")
+        return BadFile(self.setting, f"{self.path}: {why}", may_pass=may_pass)
 
     def read(self) -> bytes:
         """Its content. Raises BadFile."""
@@ -54,7 +58,7 @@ class NamedFile:
             with Path(self.path).open("rb") as file:
                 content = file.read(_MAX_BYTES + 1)
         except OSError as error:
-            raise self.bad(error.strerror or "cannot be read") from None
+            raise self.bad(error.strerror or "cannot be read", may_pass=True) from None
         if len(content) > _MAX_BYTES:
             raise self.bad(f"is larger than {_MAX_BYTES} bytes")
         return content
@@ -73,8 +77,8 @@ class WatchedFiles(Generic[T]):
     """What `read` makes of some files, made anew when one of them has changed.
 
     They are looked at in passing, whenever somebody asks for it. What cannot be read by then is logged, once
-    for each version of the files and each reason, and tried again; meanwhile what was read before stays. For
-    any thread.
+    for each version of the files and each reason, and tried again where the same files may be of use later;
+    meanwhile what was read before stays. For any thread.
     """
 
     def __init__(
@@ -113,8 +117,8 @@ class WatchedFiles(Generic[T]):
         try:
             self._seen, value = self._read_together()
         except BadFile as error:
-            # Not the file's fault, perhaps: too many are open, or its time has not come yet.
-            self._try_again_s = now_s + _TRY_AGAIN_S
+            # Too many files are open, say, or its time has not come yet. Else only another file can help.
+            self._try_again_s = now_s + _TRY_AGAIN_S if error.may_pass else math.inf
             self._tell(error)
             return
         self._try_again_s, self._told = math.inf, None

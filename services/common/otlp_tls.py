@@ -41,10 +41,18 @@ class ReloadingExporter(OTLPExporterMixin[Any, Any, Any, Any]):
         super()._initialize_channel_and_stub()  # type: ignore[no-untyped-call]  # is untyped
 
 
+def _plain(signal: Signal) -> bool:
+    """Whether the collector is spoken to without TLS, as the SDK decides it."""
+    endpoint, insecure = told("ENDPOINT", signal)[1], told("INSECURE", signal)[1]
+    if endpoint.startswith("https://"):
+        return False
+    return insecure.lower() == "true" if insecure else endpoint.startswith("http://")
+
+
 def _watched(signal: Signal) -> WatchedFiles[Material] | None:
-    """None where no file is named: the SDK trusts the public authorities."""
+    """None where no file is named, when the SDK trusts the public authorities, or none is of use."""
     ca, cert, key = (NamedFile(*told(what, signal)) for what in _FILES)
-    if not (ca.path or cert.path or key.path):
+    if _plain(signal) or not (ca.path or cert.path or key.path):
         return None
     try:
         return TlsFiles(ca, cert, key).watch()

@@ -146,7 +146,8 @@ def compiled_while_it_works(compiled: Words, plain: Words) -> Words:
     """`compiled`, and from its first failure on `plain`, which gives the same; why is logged, once.
 
     torch compiles when it is first called, and again for other shapes: what it needs (Triton, an assembler, a
-    C module, a cache that can be written) may then be missing. Memory that has run out is no such failure.
+    C module, a cache that can be written) may then be missing. Memory that has run
+    out, and a device that fails, are no such failures.
     """
     works = True
 
@@ -155,7 +156,7 @@ def compiled_while_it_works(compiled: Words, plain: Words) -> Words:
         if works:
             try:
                 return compiled(seeds, positions, vocab)
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except (RuntimeError, OSError) as error:  # torch's compiler raises both
                 works = False

@@ -62,7 +62,7 @@ def run_host(settings: TargetSettings) -> None:
     limit_threads(settings.threads)
     try:
         asyncio.run(_run_host(settings))
-    except (Unavailable, OSError, ValueError) as error:
+    except (Unavailable, OSError, ValueError, RuntimeError) as error:  # torch's store raises the last
         _LOG.error("this host ends", host=settings.host_index, problem=str(error))
         raise SystemExit(1) from None
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.deploy.render import Manifest
 
 LOAD = Path(__file__).with_name("load.py")
-_GRACE_S = 120
+_GRACE_S = 240
 _SOON_S = 120.0
 _POLL_S = 0.05
 _CONFIG = "load"

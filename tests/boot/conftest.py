@@ -39,7 +39,7 @@ def grouped(few_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     settings = [SWITCHES[switch][setting] for switch, setting in switches.items()]
     values = laid_over([SMALL, RANKS, *settings])
     isolated = why_no_sandbox() is None
-    given = plan(few_layers, folder / "made", values, isolated=isolated, killed=("target",))
+    given = plan(few_layers, folder / "made", values, isolated=isolated, killed=("target",), patience_s=180.0)
     return run_trial(given, folder / "trial", _WHOLE_S)
 
 

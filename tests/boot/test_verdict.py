@@ -142,7 +142,11 @@ def test_what_went_wrong_is_said(check: Any, told: dict[str, Any]) -> None:
 
 
 def test_what_was_struck_and_those_who_die_with_it_may_end_badly() -> None:
-    with_it = [event("ended", "db-1", status=1), event("made", "db-1"), event("ready", "db-1")]
+    # It has no probe: ready as soon as it runs again, until its group is made anew.
+    with_it = [
+        *(event("ended", "db-1", status=1), event("ready", "db-1"), event("ended", "db-1", status=137)),
+        *(event("made", "db-1"), event("ready", "db-1")),
+    ]
     told = record(
         owners={"db-0": "db", "db-1": "db"},
         events=[*STRUCK[:3], *with_it, event("SIGKILL", seconds=9.0), event("failed", **PROBED)],

@@ -124,6 +124,8 @@ class Trial:
         restarts = pod.restarts
         pod.send(signal.SIGKILL)
         await cluster.until(lambda: pod.restarts > restarts, "the kubelet starts it again")
+        if pod.identity.group:
+            await cluster.until(lambda: pod not in cluster.pods(), "its group goes", _FAULT_S)
 
     async def _freeze(self, cluster: Cluster, pod: Pod) -> None:
         pod.send(signal.SIGSTOP)

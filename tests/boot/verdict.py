@@ -21,7 +21,11 @@ def lost_or_other_answers(record: Record) -> list[str]:
     """Streams that failed, ended early, or said other tokens than when undisturbed."""
     found = []
     for answer in [*record["reference"].values(), *record.get("answers", ())]:
-        expected = record["reference"][str(answer["question"])]["tokens"][: answer["max_tokens"]]
+        reference = record["reference"].get(str(answer["question"]))
+        if reference is None:
+            found.append(f"question {answer['question']}: no answer to compare with")
+            continue
+        expected = reference["tokens"][: answer["max_tokens"]]
         if answer["error"] or not answer["finished"]:
             found.append(f"question {answer['question']}: {answer['error'] or 'no end'}")
         elif answer["tokens"] != expected or answer["numerics_changed"]:
@@ -239,7 +243,11 @@ def _excused(record: Record, event: Mapping[str, Any]) -> bool:
             break
         if each["what"] == "fault" and groups[each["pod"]] == groups[pod]:
             struck = True
-        elif each["what"] in ("made", "ready") and each["pod"] == pod:
+        elif each["pod"] == pod and (
+            each["what"] == "made"
+            # Who follows a leader has no probe: it is "ready" as soon as it runs, also while its group goes.
+            or (each["what"] == "ready" and groups[pod] == pod)
+        ):
             struck = False
     return struck
 

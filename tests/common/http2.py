@@ -43,8 +43,11 @@ class Connection:
         self.frame(SETTINGS, b"".join(struct.pack("!HL", *setting) for setting in settings))
 
     def frame(self, kind: int, payload: bytes = b"", *, flags: int = 0, stream: int = 0) -> None:
-        head = struct.pack("!L", len(payload))[1:] + struct.pack("!BBL", kind, flags, stream)
-        self.say(head + payload)
+        self.say(_encoded(kind, payload, flags, stream))
+
+    def frames_at_once(self, kind: int, payload: bytes, count: int) -> None:
+        """The same frame so often, in one piece."""
+        self.say(_encoded(kind, payload) * count)
 
     def call(self, path: str, stream: int = 1) -> None:
         """The headers of a call."""
@@ -98,6 +101,11 @@ async def connected(address: str) -> AsyncIterator[Connection]:
         yield Connection(reader, writer)
     finally:
         writer.transport.abort()
+
+
+def _encoded(kind: int, payload: bytes, flags: int = 0, stream: int = 0) -> bytes:
+    head = struct.pack("!L", len(payload))[1:] + struct.pack("!BBL", kind, flags, stream)
+    return head + payload
 
 
 def _text(text: str) -> bytes:

@@ -102,7 +102,7 @@ def test_what_could_not_be_read_is_tried_again_and_told_once(watched: Watched) -
 
     def read() -> list[str]:
         if crowded[0]:
-            raise BadFile("one", "Too many open files")
+            raise BadFile("one", "Too many open files", may_pass=True)
         return watched.read()
 
     files = WatchedFiles(watched.named, read, clock=lambda: now_s[0])
@@ -117,6 +117,21 @@ def test_what_could_not_be_read_is_tried_again_and_told_once(watched: Watched) -
         now_s[0] = 5.0
         assert files.current() == ["new"]
     assert [line.get("problem") for line in logs] == ["one: Too many open files", None]
+
+
+def test_what_only_another_file_can_mend_is_read_once(watched: Watched) -> None:
+    """It may be large, and is read where nobody else gets on meanwhile."""
+    now_s, reads = [0.0], [0]
+
+    def read() -> list[str]:
+        reads[0] += 1
+        return watched.read()
+
+    files = WatchedFiles(watched.named, read, clock=lambda: now_s[0])
+    replace(watched.paths[0], "new")
+    for now_s[0] in (1.0, 3.0, 5.0):
+        assert files.current() == ["old"]
+    assert reads == [2]
 
 
 def test_what_is_written_anew_as_it_was_is_no_change(watched: Watched) -> None:

@@ -132,3 +132,11 @@ async def test_a_file_of_no_use_is_told_at_once_with_its_variable(environment: p
     environment.setenv("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "/elsewhere")
     with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE: /elsewhere: No such file"):
         start_telemetry("galley-test", as_global=False)
+
+
+async def test_a_collector_without_tls_needs_no_files(environment: pytest.MonkeyPatch) -> None:
+    """A platform may name them for all of its pods, whichever have them."""
+    environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    environment.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", "/nowhere")
+    metering = await start_metering("gateway", "127.0.0.1", OFF)
+    await metering.close()

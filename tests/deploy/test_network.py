@@ -131,6 +131,16 @@ def test_only_who_fetches_gets_out(values: Manifest, roles: set[str]) -> None:
     assert {role for role in there if ("0.0.0.0/0", HTTPS) in openings(rendered, role, "egress")} == roles
 
 
+def test_what_is_fetched_may_be_behind_a_proxy() -> None:
+    values = {
+        "model": "example/big",
+        "draft": {"settings": {"model": "example/small"}},
+        "networkPolicy": {"httpsPorts": [443, 3128]},
+    }
+    for role in ("gateway", "draft", "target"):
+        assert {("0.0.0.0/0", HTTPS), ("0.0.0.0/0", 3128)} <= openings(render(values), role, "egress")
+
+
 def test_a_store_of_ones_own_is_reached_where_it_is_said_to_be() -> None:
     redis = {**OWN_STORE, "url": "redis://store:7000/0"}
     to = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "redis"}}}]

@@ -156,10 +156,14 @@ async def run(model: str, folder: Path) -> dict[str, Any]:
         record["deleted"] = await worker.delete()
         record["registered_after"] = _leases()
     finally:
-        record["said"] = {name: (folder / f"{name}.log").read_text()[-4000:] for name in ("head", "worker")}
         store.kill()
         await store.wait()
+        record["said"] = _ends_of_logs(folder)
     return record
+
+
+def _ends_of_logs(folder: Path) -> dict[str, str]:
+    return {log.stem: log.read_text()[-4000:] for log in folder.glob("*.log")}
 
 
 def _ray_service(model: str) -> Manifest:

@@ -175,14 +175,20 @@ async def test_two_hosts_meet_serve_and_end_with_their_leader(tiny: Path) -> Non
 
 async def test_a_host_that_starts_again_is_not_let_in_and_ends_its_idle_leader(tiny: Path) -> None:
     hosts = ("--hosts", "2", "--ranks-address", f"127.0.0.1:{free_port()}")
-    other = await start(tiny, *hosts, "--host-index", "1")
-    async with running(tiny, *hosts) as leader:
-        other.kill()
-        await other.wait()
-        again = await start(tiny, *hosts, "--host-index", "1")
-        # No pass is run: the leader learns it from the start alone.
-        assert await leader.ended() == LOST
-        assert await ended(again) == LOST
+    other = again = await start(tiny, *hosts, "--host-index", "1")
+    try:
+        async with running(tiny, *hosts) as leader:
+            other.kill()
+            await other.wait()
+            again = await start(tiny, *hosts, "--host-index", "1")
+            # No pass is run: the leader learns it from the start alone.
+            assert await leader.ended() == LOST
+            assert await ended(again) == LOST
+    finally:
+        for host in (other, again):
+            if host.returncode is None:
+                host.kill()
+                await host.wait()
 
 
 async def test_a_host_whose_leader_does_not_come_says_so(tiny: Path) -> None:
