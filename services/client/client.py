@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from services.client.credentials import Key, key_interceptors, key_of
+from services.client.credentials import Key, key_interceptors
 from services.client.errors import BadKey, GalleyRpcError, rpc_error
 from services.client.options import ClientTls, GenerateOptions, Message, Prompt, Retries, Speculation
 from services.client.request import generate_request
@@ -81,7 +81,7 @@ class GalleyClient:
         if not self.addresses:
             raise ValueError("a client needs the address of a gateway")
         self._tls = None if tls is None else channel_tls(tls)
-        self._key = key_of(api_key)
+        self._key_interceptors = key_interceptors(api_key)
         self._telemetry = telemetry or Telemetry()
         self._retries = retries
         self._force_trace = force_trace
@@ -91,7 +91,7 @@ class GalleyClient:
     async def __aenter__(self) -> Self:
         self._channels = [
             open_channel(
-                address, self._tls, [*self._telemetry.client_interceptors(), *key_interceptors(self._key)]
+                address, self._tls, [*self._telemetry.client_interceptors(), *self._key_interceptors]
             )
             for address in self.addresses
         ]
@@ -112,9 +112,6 @@ class GalleyClient:
         """Of the gateway that is asked at present."""
         if not self._channels:
             raise RuntimeError("open the client with `async with GalleyClient(address) as client`")
-        if self._key is not None:
-            # Here, for its error: gRPC forgets what a call was to do at its end when an interceptor raises.
-            self._key()
         return rpc.GenerationStub(self._channels[self._at])
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TokenStream:

@@ -25,21 +25,13 @@ Key: TypeAlias = str | Callable[[], str]
 """A key, or what gives the one, or the token, that is good now."""
 
 
-def key_of(api_key: Key | None) -> Callable[[], str] | None:
-    """What gives the key of a call, or raises BadKey; None if there is none.
-
-    `api_key` None is the environment's, and empty is none.
-    """
+def key_interceptors(api_key: Key | None) -> Sequence[grpc.aio.ClientInterceptor]:
+    """For a channel whose calls bring `api_key`; None is the environment's, and empty is none."""
     key = _of_environment() if api_key is None else api_key
     if not key:
-        return None
+        return ()
     current = key if callable(key) else lambda: key
-    return lambda: _that_can_be_sent(current())
-
-
-def key_interceptors(current: Callable[[], str] | None) -> Sequence[grpc.aio.ClientInterceptor]:
-    """For a channel whose calls bring what `current` gives; None is no key."""
-    return () if current is None else (_UnaryKey(current), _StreamKey(current))
+    return (_UnaryKey(current), _StreamKey(current))
 
 
 def _of_environment() -> Key:
@@ -71,7 +63,7 @@ class _Key:
         self._current = current
 
     def _with_key(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
-        authorization = ("authorization", f"Bearer {self._current()}")
+        authorization = ("authorization", f"Bearer {_that_can_be_sent(self._current())}")
         metadata = grpc.aio.Metadata(*(details.metadata or ()), authorization)
         return grpc.aio.ClientCallDetails(
             method=details.method,

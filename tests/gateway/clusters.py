@@ -239,7 +239,7 @@ class ReplicaSet:
 
     async def _is_followed(self) -> bool:
         told = await self.master.command("INFO", "replication")
-        return await follows(self.replica) and told["slave0"]["state"] == "online"
+        return await follows(self.replica) and told.get("slave0", {}).get("state") == "online"
 
     async def _is_watched(self) -> bool:
         return bool(await self.sentinel.command("SENTINEL", "REPLICAS", SERVICE))
