@@ -159,7 +159,7 @@ lint: setup ## style, types, import walls, the wire
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@echo "== bandit, hadolint"
-	@$(BIN)/bandit --quiet --recursive --tests $(BANDIT) services scripts bench
+	@$(BIN)/bandit --quiet --recursive --tests $(BANDIT) galley services scripts bench
 	@$(BIN)/hadolint services/*/Dockerfile
 	@echo "== mypy"
 	@$(BIN)/mypy
@@ -183,7 +183,7 @@ checkov: helm ## have checkov read what the chart renders (makes its environment
 # --------------------------------------------------------------------------------- generated files --
 
 .PHONY: proto manifests chart-files chart-schema metrics monitoring trace-picture top-picture check-generated
-proto: setup ## write the stubs in services/common/pb anew
+proto: setup ## write the stubs in galley/pb anew
 	@scripts/proto.sh .
 
 manifests: helm ## render deploy/k8s from the chart

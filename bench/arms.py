@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
-from services.benching.answers import Answer
-from services.benching.gateway import speculation_of
+from galley.bench.answers import Answer
+from galley.bench.gateway import speculation_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from services.benching.gateway import Ask
+    from galley.bench.gateway import Ask
 
 PEER_PLAIN = "transformers"
 PEER_LOOKUP = "transformers-lookup"

@@ -1,7 +1,7 @@
 """A closed loop: so many streams at once, each asking its next prompt when its answer has ended.
 
 A block is a fixed list of prompts, answered by one arm at one number of streams and one temperature;
-services/benching/closed_loop.py says what its speed is.
+galley/bench/closed_loop.py says what its speed is.
 
 Every prompt of a run begins with a tag of its own, `(pair.streams.arm.temperature.number)`, which stands
 in the first block of every cache: no side is flattered by a prefix cache that has seen the 96 prompts
@@ -13,14 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from services.benching.closed_loop import WARM_UP, Load, run_all, tagged
-from services.benching.workloads import PROMPT_SETS, load_prompts
+from galley.bench.closed_loop import WARM_UP, Load, run_all, tagged
+from galley.bench.workloads import PROMPT_SETS, load_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from services.benching.answers import Prompt
-    from services.benching.closed_loop import LoopBlock, LoopSide
+    from galley.bench.answers import Prompt
+    from galley.bench.closed_loop import LoopBlock, LoopSide
 
 _LEAST_ANSWERS = 3
 _ANSWERS_A_STREAM = 2

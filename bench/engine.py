@@ -33,10 +33,10 @@ from bench import engine_summary, engine_tables
 from bench.engine_run import PARTS, SPLITS
 from bench.harness import BENCH, MIN_PAIRS, Goal, commit, machine, result_path, write_record
 from bench.options import integers, names
-from services.benching.workloads import prompt_hash
-from services.common.defaults import DEFAULT_MODEL
-from services.common.process import thread_environment
-from services.engine.prepare import resolve_model
+from galley.bench.workloads import prompt_hash
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.server.process import thread_environment
+from galley.engine.load.resolve import resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -6,20 +6,20 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.core.content import prefix_hash
-from services.core.cost import PassTimes
-from services.core.errors import Broken
-from services.core.params import SamplingParams
-from services.core.scheduler import Scheduler
-from services.core.step import StepPlan
-from services.core.verify_items import Confirmed, VerifyRequest
+from galley.core.content import prefix_hash
+from galley.core.cost.model import PassTimes
+from galley.core.errors import Broken
+from galley.core.sampling_params import SamplingParams
+from galley.core.scheduler.messages import Confirmed, VerifyRequest
+from galley.core.scheduler.scheduler import Scheduler
+from galley.core.step import StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.core.kv_table import KvTable
-    from services.core.verify_items import Answer
-    from services.target.engine import TargetEngine
+    from galley.core.kv.table import KvTable
+    from galley.core.scheduler.messages import Answer
+    from services.target.engine.protocol import TargetEngine
 
 # The curve matters only where drafts are offered; here are none.
 _ANY_TIMES = PassTimes.measured([(1, 1_000_000)])

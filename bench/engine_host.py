@@ -21,11 +21,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.engine_alone import EngineAlone
-from services.benching.stats import percentile
-from services.core.kv_table import KvTable
-from services.engine.compiled import Kernels
-from services.engine.model import MAX_ROWS, CausalModel
-from services.target.paged_engine import PagedEngine
+from galley.bench.stats import percentile
+from galley.core.kv.table import KvTable
+from galley.engine.cpu.kernels.compile import Kernels
+from galley.engine.model import MAX_ROWS, CausalModel
+from services.target.engine.paged import PagedEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable

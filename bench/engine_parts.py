@@ -9,17 +9,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.engine_sides import Case, OurStep, TransformersModel, some_tokens
 from bench.paired import alternate, fastest
-from services.core.params import SamplingParams
-from services.core.step import Chunk, Draw, Sampled
-from services.engine.sampling import draw_all
+from galley.core.sampling_params import SamplingParams
+from galley.core.step import Chunk, Draw, Sampled
+from galley.engine.sampling.draw import draw_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from services.core.errors import GalleyError
-    from services.engine.model import CausalModel
+    from galley.core.errors import GalleyError
+    from galley.engine.model import CausalModel
 
 PREFILL_TOKENS = 182
 SAMPLED = Case(16, 5, 256)

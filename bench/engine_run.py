@@ -23,10 +23,10 @@ from bench import engine_parts
 from bench.engine_host import host_time
 from bench.engine_sides import Case, OurStep, TransformersModel
 from bench.paired import alternate, fastest
-from services.benching.workloads import load_prompts
-from services.core.blocks import BLOCK_TOKENS
-from services.engine.model import CausalModel
-from services.gateway.tokenizer import Tokenizer
+from galley.bench.workloads import load_prompts
+from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.engine.model import CausalModel
+from services.gateway.request.tokenize import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

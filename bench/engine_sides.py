@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from services.core.step import Chunk
+from galley.core.step import Chunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from services.engine.model import CausalModel
+    from galley.engine.model import CausalModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.harness import Goal, at_most
-from services.benching.stats import Interval, median_interval, ratio_interval
+from galley.bench.stats import Interval, median_interval, ratio_interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

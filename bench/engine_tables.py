@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from bench.engine_summary import BANDS, MS, invariance_rows, roofline_ms
-from services.benching.stats import median_interval
+from galley.bench.stats import median_interval
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

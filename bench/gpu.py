@@ -26,16 +26,16 @@ from rich.table import Table
 from bench.engine_sides import Case, OurStep
 from bench.harness import BENCH, MIN_PAIRS, commit, machine, result_path, write_record
 from bench.paired import alternate
-from services.benching.workloads import load_prompts
-from services.common.defaults import DEFAULT_MODEL
-from services.core.blocks import BLOCK_TOKENS
-from services.core.params import SamplingParams
-from services.core.step import Chunk, Draw, Sampled
-from services.engine.device_options import DeviceOptions
-from services.engine.model import CausalModel
-from services.engine.prepare import resolve_model
-from services.engine.sampling import draw_all
-from services.gateway.tokenizer import Tokenizer
+from galley.bench.workloads import load_prompts
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.core.sampling_params import SamplingParams
+from galley.core.step import Chunk, Draw, Sampled
+from galley.engine.cuda.options import DeviceOptions
+from galley.engine.load.resolve import resolve_model
+from galley.engine.model import CausalModel
+from galley.engine.sampling.draw import draw_all
+from services.gateway.request.tokenize import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

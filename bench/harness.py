@@ -4,8 +4,8 @@ The rules, so that a figure can be believed:
 
 - Two things are compared in alternating blocks of the same run, at least MIN_PAIRS pairs after a warm-up;
   what is reported is the median of the pairs' ratios and its bootstrap interval, never a ratio of two runs.
-- An answer counts up to its first loop (services/benching/answers.py); the share that was cut is reported.
-- The prompts are fixed (services/benching/workloads.py), and their hashes stand in every result.
+- An answer counts up to its first loop (galley/bench/answers.py); the share that was cut is reported.
+- The prompts are fixed (galley/bench/workloads.py), and their hashes stand in every result.
 - A goal is met if the median reaches its bound and the interval comes within SLACK of it.
 - Every run leaves its JSON, with the machine, the versions and the seeds; none is overwritten.
 """
@@ -27,8 +27,8 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.benching.answers import Answer
-    from services.benching.stats import Interval
+    from galley.bench.answers import Answer
+    from galley.bench.stats import Interval
 
 BENCH = Path(__file__).parent
 MIN_PAIRS = 7

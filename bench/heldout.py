@@ -17,19 +17,19 @@ import numpy as np
 import torch
 
 from bench.closed_form import Heldout, match_chance, optimal_chance
-from services.benching.gateway import Ask
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.core.content import prefix_hash
-from services.core.strategies import MODEL
+from galley.bench.gateway import Ask
+from galley.core.content import prefix_hash
+from galley.core.strategies import MODEL
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from services.benching.answers import Answer, Prompt
-    from services.benching.gateway import GatewaySide
+    from galley.bench.answers import Answer, Prompt
+    from galley.bench.gateway import GatewaySide
 
 
 async def answers_at_one(

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.client.client import GalleyClient
-from services.client.options import Speculation
-from services.core.strategies import NGRAM
+from galley.client.client import GalleyClient
+from galley.client.options import Speculation
+from galley.core.strategies import NGRAM
 from tests.gateway.clusters import TcpServer, free_port, serving
 from tests.gateway.servers import VALKEY
 

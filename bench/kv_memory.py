@@ -18,9 +18,9 @@ import psutil
 import torch
 
 from bench.harness import BENCH, Goal
-from services.common.process import hand_back_free_memory
-from services.core.step import Chunk
-from services.engine.model import CausalModel
+from galley.common.server.process import hand_back_free_memory
+from galley.core.step import Chunk
+from galley.engine.model import CausalModel
 
 FIRST_BLOCKS, ALL_BLOCKS = 64, 320
 TOLERANCE = 0.05

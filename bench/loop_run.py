@@ -15,11 +15,11 @@ from bench.closed_loop import block_record
 from bench.harness import BENCH, MIN_PAIRS, Goal, commit, machine, write_record
 from bench.loop_summary import loop_rows
 from bench.options import integers, names, numbers
-from services.benching.gateway import GatewayLoop
-from services.benching.workloads import PROMPT_SETS, prompt_hash
-from services.cli.stack import Stack, StackOptions
-from services.client.client import GalleyClient
-from services.common.defaults import DEFAULT_MODEL
+from galley.bench.gateway import GatewayLoop
+from galley.bench.workloads import PROMPT_SETS, prompt_hash
+from galley.client.client import GalleyClient
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.stack.stack import Stack, StackOptions
 
 if TYPE_CHECKING:
     import argparse
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from services.benching.closed_loop import LoopBlock
+    from galley.bench.closed_loop import LoopBlock
 
 SERVERS = ("valkey", "target", "draft", "gateway")
 STREAMS = (1, 8, 16, 64)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from bench.arms import Cpu
-from services.benching.answers import Answer
-from services.benching.closed_loop import Load, LoopBlock
+from galley.bench.answers import Answer
+from galley.bench.closed_loop import Load, LoopBlock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence

@@ -6,13 +6,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.benching.closed_loop import speed_of
-from services.benching.stats import Interval, percentile, ratio_interval
+from galley.bench.closed_loop import speed_of
+from galley.bench.stats import Interval, percentile, ratio_interval
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.benching.closed_loop import LoopBlock
+    from galley.bench.closed_loop import LoopBlock
 
 MS = 1e3
 

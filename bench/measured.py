@@ -10,8 +10,8 @@ from rich.console import Console
 
 from bench.harness import commit, machine, result_path
 from bench.loop_run import keep_to_cores
-from services.common.defaults import DEFAULT_MODEL
-from services.engine.prepare import resolve_model
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.engine.load.resolve import resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 
-from services.common.readiness import Readiness
+from galley.common.server.lifecycle import Readiness
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

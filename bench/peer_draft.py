@@ -1,6 +1,6 @@
 """A draft for transformers' assisted generation: the very one that we serve, with the whole vocabulary.
 
-A trained draft's head knows some of the target's tokens only (services/engine/draft_directory.py), which
+A trained draft's head knows some of the target's tokens only (galley/engine/load/draft_directory.py), which
 transformers cannot load. Here it is a LlamaForCausalLM whose head spreads its logits over all tokens; those
 outside get LEAST, so that they are never proposed. Its products over int8 weights are in bfloat16 here.
 """
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.engine import attention
-from services.engine.draft_directory import draft_format, load_draft
+from galley.engine import attention
+from galley.engine.load.draft_directory import draft_format, load_draft
 
 if TYPE_CHECKING:
     from pathlib import Path

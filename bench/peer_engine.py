@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from bench.engine_alone import EngineAlone, closed_loop
-from services.core.kv_table import KvTable
-from services.engine.model import CausalModel
-from services.engine.sampling import warm_up
-from services.target.paged_engine import PagedEngine
+from galley.core.kv.table import KvTable
+from galley.engine.model import CausalModel
+from galley.engine.sampling.draw import warm_up
+from services.target.engine.paged import PagedEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

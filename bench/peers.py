@@ -35,12 +35,12 @@ from bench.loop_sides import process_loop
 from bench.loop_summary import of_arm, speed_ratio
 from bench.peers_env import vllm_environment, vllm_python
 from bench.throughput import encoder, engine_command
-from services.engine.prepare import resolve_model
+from galley.engine.load.resolve import resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from services.benching.closed_loop import LoopBlock, LoopSide
+    from galley.bench.closed_loop import LoopBlock, LoopSide
 
 GATEWAY, ENGINE, VLLM, VLLM_NGRAM = "gateway", "engine", "vllm", "vllm-ngram"
 ARMS = (GATEWAY, ENGINE, VLLM)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.harness import BENCH, commit, machine, result_path, write_record
-from services.tracing.otlp_file import Lines
-from services.tracing.otlp_json import spans_in
+from galley.trace.read.otlp_file import Lines
+from galley.trace.read.otlp_json import spans_in
 from tests.attack import floods
 from tests.attack.campaign import Campaign
 from tests.attack.held import idle_connections, idle_streams

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.harness import BENCH, commit, machine, result_path, write_record
-from services.common.defaults import DEFAULT_MODEL
-from services.engine.prepare import resolve_model
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.engine.load.resolve import resolve_model
 from tests.boot import verdict
 from tests.boot.machine import why_no_sandbox
 from tests.boot.runs import TrialFailed, run_trial

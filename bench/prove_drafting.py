@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.prove_noise import commit
-from services.core.cost import PassTimes
+from galley.core.cost.model import PassTimes
 from tests.core.pool_world import MS, Pool, Scenario
 
 if TYPE_CHECKING:

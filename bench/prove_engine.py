@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.harness import BENCH, commit, machine, result_path, write_record
-from services.common.defaults import DEFAULT_MODEL
-from services.engine.model import CausalModel
-from services.engine.prepare import resolve_model
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.engine.load.resolve import resolve_model
+from galley.engine.model import CausalModel
 from tests.ray.program import Work
 from tests.ray.ranks import run_ranks
 from tests.target.fuzz import SMALL, FuzzSize, FuzzWorld, load_pair, save_small_model

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.core.noise import GUMBEL_MAX, GUMBEL_MIN, LANES, block_words, gumbel
+from galley.core.noise import GUMBEL_MAX, GUMBEL_MIN, LANES, block_words, gumbel
 
 RESULTS = Path(__file__).parent / "results" / "noise"
 CHUNK = 2**18  # words a draw: a vocabulary's worth, several times over
@@ -106,7 +106,7 @@ def check(words: np.ndarray[tuple[int, ...], np.dtype[np.uint32]]) -> Found:
 def commit() -> str:
     """The commit of the working tree, "-dirty" if the noise in it is not that of the commit."""
     head = _git("rev-parse", "--short=12", "HEAD")
-    return head + ("-dirty" if _git("status", "--porcelain", "services/core/noise.py") else "")
+    return head + ("-dirty" if _git("status", "--porcelain", "galley/core/noise.py") else "")
 
 
 def _git(*arguments: str) -> str:

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.harness import commit, machine, result_path, write_record
-from services.client.options import GenerateOptions
-from services.common.defaults import DEFAULT_MODEL
-from services.engine.prepare import resolve_model
-from services.engine.truncate import truncate_model
-from services.gateway.tokenizer import Tokenizer
+from galley.client.options import GenerateOptions
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.engine.load.resolve import resolve_model
+from galley.engine.load.truncate import truncate_model
+from services.gateway.request.tokenize import Tokenizer
 from tests.e2e.matrix import Answer, Case, accepted_per_round, all_cases, ask_all, pairwise_cases
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.reference import Reference

@@ -47,15 +47,15 @@ from bench.arms import (
     strategies_of,
 )
 from bench.harness import MIN_PAIRS, Block, Goal, commit, machine, result_path, share_cut, write_record
-from services.benching.gateway import PLAIN, Ask, GatewaySide, speculation_of
-from services.benching.workloads import PROMPT_SETS, load_prompts, prompt_hash
-from services.cli.stack import Stack, StackOptions
-from services.client.client import GalleyClient
+from galley.bench.gateway import PLAIN, Ask, GatewaySide, speculation_of
+from galley.bench.workloads import PROMPT_SETS, load_prompts, prompt_hash
+from galley.client.client import GalleyClient
+from galley.stack.stack import Stack, StackOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from services.benching.answers import Prompt
+    from galley.bench.answers import Prompt
 
 ARMS = (PLAIN, "ngram-4", "ngram-8", "model-4", PEER_PLAIN, PEER_LOOKUP)
 TEMPERATURES = (0.0, 0.7)
@@ -185,12 +185,14 @@ async def _start(options: RoundOptions, held: AsyncExitStack, console: Console) 
 
 def prepare_model(model: str) -> Path:
     """Find, fetch or convert the model as the stack does; the directory that it is in."""
-    return _say_directory("services.engine.prepare", *([model] if model else []))
+    return _say_directory("galley.engine.load.resolve", *([model] if model else []))
 
 
 def truncate_model(model_dir: Path, out: Path, layers: str) -> Path:
     """Some of the target's layers ("0,1") as a draft model of their own, untrained."""
-    return _say_directory("services.engine.truncate", str(model_dir), "--layers", layers, "--out", str(out))
+    return _say_directory(
+        "galley.engine.load.truncate", str(model_dir), "--layers", layers, "--out", str(out)
+    )
 
 
 def _say_directory(module: str, *arguments: str) -> Path:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from bench.session_store import InstantStore, TimedStore
-from services.common.config import settings_config
-from services.common.server import main_of
+from galley.common.config.settings import settings_config
+from galley.common.server.server import main_of
 from services.gateway.service import build, interceptors, open_redis
 from services.gateway.settings import GatewaySettings
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from services.common.server import Parts
+    from galley.common.server.server import Parts
     from services.gateway.service import GatewayService, OpenedStore
 
 

@@ -8,14 +8,14 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from services.core.errors import UnknownSession
-from services.core.store import UNCHANGED, Directory, Ownership, SessionStore, StoredSession
+from galley.core.errors import UnknownSession
+from galley.core.store import UNCHANGED, Directory, Ownership, SessionStore, StoredSession
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from services.core.store import NewSession
+    from galley.core.store import NewSession
     from services.gateway.service import OpenedStore
 
 _DURATION = struct.Struct("<q")

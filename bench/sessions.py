@@ -35,19 +35,19 @@ from bench.harness import at_least, at_most, commit, result_path
 from bench.loop_run import LoopOptions, Result, add_options, finish_options, keep_to_cores, report
 from bench.loop_summary import of_arm, speed_ratio
 from bench.session_store import read_ms
-from services.benching.gateway import PLAIN, GatewayLoop
-from services.benching.stats import Interval, median_interval, percentile
-from services.cli.part import PartSpec
-from services.cli.parts import python_module
-from services.cli.stack import Stack, StackOptions
-from services.client.client import GalleyClient
-from services.engine.prepare import resolve_model
+from galley.bench.gateway import PLAIN, GatewayLoop
+from galley.bench.stats import Interval, median_interval, percentile
+from galley.client.client import GalleyClient
+from galley.engine.load.resolve import resolve_model
+from galley.stack.part import PartSpec
+from galley.stack.parts import python_module
+from galley.stack.stack import Stack, StackOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from bench.harness import Goal
-    from services.benching.closed_loop import Load, LoopBlock, LoopSide
+    from galley.bench.closed_loop import Load, LoopBlock, LoopSide
 
 INSTANT, REDIS = "instant", "redis"
 ARMS = (INSTANT, REDIS)

@@ -11,9 +11,9 @@ import grpc.aio
 from bench.arms import Cpu
 from bench.otlp_sink import READ, TOLD
 from bench.telemetry_summary import AGAIN, FEW, OFF
-from services.cli.part import PartSpec
-from services.cli.parts import python_module
-from services.cli.stack import Stack, StackOptions
+from galley.stack.part import PartSpec
+from galley.stack.parts import python_module
+from galley.stack.stack import Stack, StackOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -21,18 +21,18 @@ from bench.closed_loop import block_record
 from bench.harness import BENCH, MIN_PAIRS, Goal, at_least, write_record
 from bench.measured import measure_and_report
 from bench.slow_links_run import FAR, FAR_STORE, NEAR, LinkOptions, Outcome, arm_of, measure
-from services.benching import plots, tables
-from services.benching.gateway import OFF
-from services.benching.report import as_dict, report_of
-from services.benching.summary import speed_ratio
-from services.benching.workloads import PROMPT_SETS, prompt_hash
+from galley.bench import plots, tables
+from galley.bench.gateway import OFF
+from galley.bench.report import as_dict, report_of
+from galley.bench.summary import speed_ratio
+from galley.bench.workloads import PROMPT_SETS, prompt_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
 
-    from services.benching.closed_loop import LoopBlock
+    from galley.bench.closed_loop import LoopBlock
 
 BOUND = 0.8
 _FILE_WIDTH = 150

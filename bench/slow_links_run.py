@@ -15,21 +15,21 @@ from bench.harness import MIN_PAIRS
 from bench.link import Link
 from bench.relay import Relay
 from bench.throughput import encoder
-from services.benching.closed_loop import WARM_UP, run_all
-from services.benching.gateway import AUTO, OFF, GatewayLoop
-from services.benching.plan import Cell, Sizes, pair_loads
-from services.benching.workloads import Workload
-from services.cli.part import PartSpec
-from services.cli.parts import NO_DRAFT_MODEL, python_module
-from services.cli.stack import Stack, StackOptions
-from services.client.client import GalleyClient
-from services.common.defaults import DEFAULT_MODEL
-from services.core.strategies import ORACLE
+from galley.bench.blocks import Cell, Sizes, pair_loads
+from galley.bench.closed_loop import WARM_UP, run_all
+from galley.bench.gateway import AUTO, OFF, GatewayLoop
+from galley.bench.workloads import Workload
+from galley.client.client import GalleyClient
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.core.strategies import ORACLE
+from galley.stack.part import PartSpec
+from galley.stack.parts import NO_DRAFT_MODEL, python_module
+from galley.stack.stack import Stack, StackOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from services.benching.closed_loop import Load, LoopBlock, LoopSide
+    from galley.bench.closed_loop import Load, LoopBlock, LoopSide
 
 NEAR, FAR, FAR_STORE = "near", "far", "far-store"
 PLACES = (NEAR, FAR, FAR_STORE)

@@ -35,8 +35,8 @@ from bench.soak_goals import goals_of, growths
 from bench.soak_options import parse_options
 from bench.soak_outcome import Span, rate
 from bench.soak_run import measure
-from services.benching.stats import percentile
-from services.benching.workloads import PROMPT_SETS, prompt_hash
+from galley.bench.stats import percentile
+from galley.bench.workloads import PROMPT_SETS, prompt_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 import grpc
 
 from bench.soak_requests import Manner
-from services.client.client import GalleyRpcError
-from services.client.options import GenerateOptions, Message
-from services.client.request import generate_request
-from services.client.streams import TokenStream
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.client.client import GalleyRpcError
+from galley.client.options import GenerateOptions, Message
+from galley.client.request import generate_request
+from galley.client.streams import TokenStream
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from bench.soak_requests import Mix, References, Visit
-    from services.client.client import GalleyClient
+    from galley.client.client import GalleyClient
 
 SLOW, NEVER = "slow", "never"
 UNREAD = "ended unread"

@@ -8,7 +8,7 @@ from bench.harness import Goal, at_most
 from bench.soak_clients import NEVER, SLOW, UNREAD
 from bench.soak_memory import REDIS_MEMORY, growth
 from bench.soak_outcome import LEAST_BACK, back_after_s, harm, rate
-from services.benching.stats import percentile
+from galley.bench.stats import percentile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,16 +16,16 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from services.client.client import GalleyRpcError
-from services.common.registry import DRAFT_POOL, ReplicaRegistry
+from galley.client.client import GalleyRpcError
+from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from bench.soak_memory import Held, Sample, Watcher
-    from services.cli.stack import Stack
-    from services.client.client import GalleyClient
+    from galley.client.client import GalleyClient
+    from galley.stack.stack import Stack
 
 _PATIENCE_S = 60.0
 _PERIOD_S = 0.5

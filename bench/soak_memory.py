@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from redis import asyncio as redis_asyncio
 
-    from services.common.pb.galley.v1 import galley_pb2 as pb
-    from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+    from galley.pb.galley.v1 import galley_pb2 as pb
+    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 REDIS_MEMORY = "redis used_memory"
 WINDOWS = 5

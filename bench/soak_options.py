@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.harness import BENCH, MIN_PAIRS
-from services.common.defaults import DEFAULT_MODEL
+from galley.common.config.defaults import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.benching.stats import Interval, percentile, ratio_interval
+from galley.bench.stats import Interval, percentile, ratio_interval
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -13,8 +13,8 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from bench.closed_loop import interleaved
-from services.client.options import GenerateOptions, Message, Speculation
-from services.core.strategies import HYBRID, NGRAM
+from galley.client.options import GenerateOptions, Message, Speculation
+from galley.core.strategies import HYBRID, NGRAM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

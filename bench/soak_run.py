@@ -20,20 +20,20 @@ from bench.soak_leaks import SERVICES, errors_in, errors_of_grpc, left_idle, sto
 from bench.soak_memory import Watcher
 from bench.soak_outcome import Block, Outcome, Overload, Probe, Span, probe_of
 from bench.soak_requests import Mix, References, catalogue, speculations
-from services.cli.parts import draft_model_of, stack_parts
-from services.cli.stack import Stack, StackOptions
-from services.client.client import NO_RETRIES, GalleyClient
-from services.client.options import Speculation
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.client.client import NO_RETRIES, GalleyClient
+from galley.client.options import Speculation
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.stack.parts import draft_model_of, stack_parts
+from galley.stack.stack import Stack, StackOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from bench.soak_options import SoakOptions
     from bench.soak_requests import Request
-    from services.cli.part import PartSpec
-    from services.cli.stack import StackDirs
+    from galley.stack.part import PartSpec
+    from galley.stack.stack import StackDirs
 
 PARTS = ("target", "draft", "gateway", "valkey")
 _CONNECTIONS = 4

@@ -14,7 +14,7 @@ prefill for a great part, and show little of what decoding gains or loses. What 
 record. The plan's estimate is printed first: plain decoding's times for every block.
 
 Each arm has labels of its own in each cell and pair: the draft learns from recent answers of a label, and
-nobody may copy what another arm said (services/benching/plan.py).
+nobody may copy what another arm said (galley/bench/blocks.py).
 
 The closed form: at temperature 1 the model draft's measured acceptance beside what its and the
 target's distributions at those very positions say (bench/closed_form.py), computed off-line by
@@ -36,11 +36,11 @@ from bench.measured import measure_and_report
 from bench.speculation_goals import goals
 from bench.speculation_options import SpeculationOptions, parse_options
 from bench.speculation_run import Outcome, measure
-from services.benching import plots, tables
-from services.benching.gateway import OFF
-from services.benching.report import as_dict, report_of
-from services.benching.workloads import prompt_hash
-from services.common.defaults import DEFAULT_MODEL
+from galley.bench import plots, tables
+from galley.bench.gateway import OFF
+from galley.bench.report import as_dict, report_of
+from galley.bench.workloads import prompt_hash
+from galley.common.config.defaults import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from bench.harness import Goal
-    from services.benching.report import Report
+    from galley.bench.report import Report
 
 _FILE_WIDTH = 150
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bench.speculation_options import SpeculationOptions
-    from services.benching.closed_loop import Load
+    from galley.bench.closed_loop import Load
 
 # The default target in bfloat16 with one thread, on two quiet cores: rows of a pass, and its seconds. What is
 # reckoned with these is how long to wait, and no finding.

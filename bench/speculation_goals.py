@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from bench.arms import PEER_ASSISTED, PEERS
 from bench.harness import Goal, at_least, at_most
-from services.benching.gateway import AUTO, OFF
-from services.benching.stats import Interval, median_interval, ratio_interval
-from services.benching.summary import mean_ratio, speculated, speed_ratio
+from galley.bench.gateway import AUTO, OFF
+from galley.bench.stats import Interval, median_interval, ratio_interval
+from galley.bench.summary import mean_ratio, speculated, speed_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bench.closed_form import Agreement
-    from services.benching.closed_loop import LoopBlock
-    from services.benching.summary import Speculated
+    from galley.bench.closed_loop import LoopBlock
+    from galley.bench.summary import Speculated
 
 ALONE_BOUND, REWRITE_BOUND = 1.6, 3.0
 NEVER_A_LOSS_BOUND, BEST_FIXED_BOUND = 0.97, 0.95

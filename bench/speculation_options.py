@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bench.harness import BENCH, MIN_PAIRS
 from bench.options import integers, names, numbers
-from services.benching.workloads import PROMPT_SETS
+from galley.bench.workloads import PROMPT_SETS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,21 +17,21 @@ from bench.peer_draft import load_assistant
 from bench.speculation_estimate import estimate_s
 from bench.speculation_options import CLOSED_FORM, LOOPS, SpeculationOptions
 from bench.throughput import encoder
-from services.benching.closed_loop import WARM_UP, Load, LoopBlock, in_streams, run_all
-from services.benching.gateway import AUTO, OFF, Ask, GatewayLoop, GatewaySide
-from services.benching.plan import Cell, Sizes, pair_loads, priming
-from services.benching.workloads import fixed_workload
-from services.cli.parts import draft_model_of
-from services.cli.stack import Stack, StackOptions
-from services.client.client import GalleyClient
-from services.core.strategies import MODEL
+from galley.bench.blocks import Cell, Sizes, pair_loads, priming
+from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, in_streams, run_all
+from galley.bench.gateway import AUTO, OFF, Ask, GatewayLoop, GatewaySide
+from galley.bench.workloads import fixed_workload
+from galley.client.client import GalleyClient
+from galley.core.strategies import MODEL
+from galley.stack.parts import draft_model_of
+from galley.stack.stack import Stack, StackOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from services.benching.answers import Answer, Prompt
-    from services.benching.closed_loop import LoopSide
+    from galley.bench.answers import Answer, Prompt
+    from galley.bench.closed_loop import LoopSide
 
 SCOUT = -2
 _PROMPTS = 3
@@ -247,7 +247,7 @@ def _peer(
     if draft is None:
         outcome.left_out.append("assisted generation and the closed form: there is no draft model")
         return None
-    from services.engine.prepare import resolve_model  # noqa: PLC0415  # transformers takes seconds
+    from galley.engine.load.resolve import resolve_model  # noqa: PLC0415  # transformers takes seconds
 
     dtype = getattr(torch, options.dtype)
     assistant = load_assistant(resolve_model(draft), model_dir, dtype)

@@ -8,12 +8,12 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from bench.harness import Block, Goal, at_least, at_most, cpu_per_token, share_cut, tokens_per_s
-from services.benching.stats import Interval, median_interval, percentile, ratio_interval
+from galley.bench.stats import Interval, median_interval, percentile, ratio_interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from services.benching.answers import Rounds
+    from galley.bench.answers import Rounds
 
 ALL_SETS = "all"
 ORCHESTRATION_BOUND_MS = 3.0

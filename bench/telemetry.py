@@ -47,7 +47,7 @@ from bench.options import numbers
 from bench.telemetry_plots import draw, table
 from bench.telemetry_run import Outcome, TelemetryOptions, measure
 from bench.telemetry_summary import ALL, differing, finely, goals_of, limit_of, rows_of, sampling_alone
-from services.benching.workloads import PROMPT_SETS, prompt_hash
+from galley.bench.workloads import PROMPT_SETS, prompt_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,35 +18,35 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, TraceFlags
 
 from bench.sink_reader import running_sink
-from services.common.metrics.exposition import OPEN_METRICS, TEXT, Exposition
-from services.common.metrics.labels import GATEWAY
-from services.common.metrics.registry import Registry
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.telemetry import Telemetry, start_telemetry
-from services.core import events as ev
-from services.core import rounds
-from services.core import trace_names as names
-from services.core.answer import Answer, SessionSpec
-from services.core.params import SamplingParams
-from services.core.ports import Replica
-from services.core.session import Session, SessionLimits
-from services.core.store import Ownership, StoredSession
-from services.core.verify_items import PassFacts
+from galley.common.metrics.exposition import OPEN_METRICS, TEXT, Exposition
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.registry import Registry
+from galley.common.tracing.telemetry import Telemetry, start_telemetry
+from galley.core import trace_names as names
+from galley.core.answer.answer import Answer, SessionSpec
+from galley.core.sampling_params import SamplingParams
+from galley.core.scheduler.messages import PassFacts
+from galley.core.session import events as ev
+from galley.core.session import round as rounds
+from galley.core.session.machine import Session, SessionLimits
+from galley.core.session.ports import Replica
+from galley.core.store import Ownership, StoredSession
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft import spans as draft
 from services.draft.drafter import Proposed, ProposeJob
 from services.draft.loop import Done
 from services.gateway.clock import MonotonicClock
-from services.gateway.request_span import Begun
-from services.gateway.round_spans import TraceOptions
-from services.gateway.session_metrics import CountingStreamMeter, Sessions
-from services.gateway.spans import RequestTrace
+from services.gateway.telemetry.own_span import Begun
+from services.gateway.telemetry.round_spans import TraceOptions
+from services.gateway.telemetry.session_metrics import CountingStreamMeter, Sessions
+from services.gateway.telemetry.spans import RequestTrace
 from services.target import spans as target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.common.lean_spans import SpanScope
-    from services.core.scheduler import Scheduler
+    from galley.common.tracing.light_spans import SpanScope
+    from galley.core.scheduler.scheduler import Scheduler
 
 _TRIES, _TIMES = 7, 2000
 _SESSIONS, _STEPS = 16, 4

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from bench.telemetry_summary import Row
-    from services.benching.stats import Interval
+    from galley.bench.stats import Interval
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -18,19 +18,19 @@ from bench.arms import Cpu
 from bench.closed_loop import interleaved
 from bench.sink_reader import SinkReader, running_sink
 from bench.telemetry_summary import AGAIN, ALL, ARMS, FEW, MEASURED, OFF, PARTS, Cost
-from services.benching.closed_loop import WARM_UP, Load, LoopBlock, run_all
-from services.benching.gateway import AUTO, GatewayLoop
-from services.benching.plan import Cell, Sizes, pair_loads
-from services.benching.workloads import Workload
-from services.cli.stack import Stack, StackOptions
-from services.client.client import GalleyClient
-from services.common.defaults import DEFAULT_MODEL
-from services.top.scrape import fetch
+from galley.bench.blocks import Cell, Sizes, pair_loads
+from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, run_all
+from galley.bench.gateway import AUTO, GatewayLoop
+from galley.bench.workloads import Workload
+from galley.client.client import GalleyClient
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.stack.stack import Stack, StackOptions
+from galley.top.scrape import fetch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
-    from services.benching.closed_loop import LoopSide
+    from galley.bench.closed_loop import LoopSide
 
 # Which stack answers an arm.
 PLAIN, PLAIN_AGAIN, TRACED, WATCHED = "plain", "plain-again", "traced", "traced-and-scraped"

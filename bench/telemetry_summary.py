@@ -8,13 +8,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from bench.harness import SLACK, Goal, at_least, at_most
-from services.benching.closed_loop import speed_of
-from services.benching.stats import Interval, median_interval
+from galley.bench.closed_loop import speed_of
+from galley.bench.stats import Interval, median_interval
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from services.benching.closed_loop import LoopBlock
+    from galley.bench.closed_loop import LoopBlock
 
 OFF, AGAIN = "off", "off-again"
 FEW, ALL, MEASURED = "sampled-1", "sampled-100", "sampled-100-metrics"

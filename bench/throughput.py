@@ -31,14 +31,14 @@ from bench.closed_loop import LoopPlan, run_loads
 from bench.harness import BENCH, Goal, commit, result_path
 from bench.loop_run import LoopOptions, Result, add_options, finish_options, keep_to_cores, our_stack, report
 from bench.loop_sides import process_loop
-from services.common.process import thread_environment
-from services.engine.prepare import resolve_model
-from services.gateway.tokenizer import Tokenizer
+from galley.common.server.process import thread_environment
+from galley.engine.load.resolve import resolve_model
+from services.gateway.request.tokenize import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from services.benching.closed_loop import LoopBlock, LoopSide
+    from galley.bench.closed_loop import LoopBlock, LoopSide
 
 PLAIN, ENGINE = "plain", "engine"
 ARMS = (PLAIN, "ngram-4", ENGINE)

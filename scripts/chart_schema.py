@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.common.config import ServiceSettings
+from galley.common.config.settings import ServiceSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

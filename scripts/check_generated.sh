@@ -15,7 +15,7 @@ compare() { # COMMITTED GENERATED TARGET
 }
 
 scripts/proto.sh "$fresh"
-compare services/common/pb "$fresh/services/common/pb" proto
+compare galley/pb "$fresh/galley/pb" proto
 "${VENV:-.venv}/bin/python" scripts/manifests.py "$fresh/k8s"
 compare deploy/k8s/base "$fresh/k8s/base" manifests
 compare deploy/k8s/overlays "$fresh/k8s/overlays" manifests

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from services.common.metrics.catalogue import METRICS  # found by the line above
-from services.common.metrics.labels import SERVICES
+from galley.common.metrics.catalogue import METRICS  # found by the line above
+from galley.common.metrics.labels import SERVICES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from services.common.metrics.metric import Label, Metric
+    from galley.common.metrics.metric import Label, Metric
 
 BEGIN, END = "<!-- metrics: begin; written by `make metrics` -->\n", "<!-- metrics: end -->\n"
 _TITLES = {

@@ -27,8 +27,8 @@ from packageurl import PackageURL
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from galley.version import __version__
 from scripts.locks import EXTRAS, LOCKS, ROOT, entries
-from services.common.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

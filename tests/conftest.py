@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.defaults import DEFAULT_MODEL
+from galley.common.config.defaults import DEFAULT_MODEL
 
 pytest_plugins = ["tests.plugins.skips"]
 
@@ -19,6 +19,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:
     """The default model, converted once into the cache that the services use."""
-    from services.engine.prepare import resolve_model  # noqa: PLC0415  # transformers takes seconds
+    from galley.engine.load.resolve import resolve_model  # noqa: PLC0415  # transformers takes seconds
 
     return resolve_model(DEFAULT_MODEL)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from galley.version import __version__
 from scripts.images import pip_settings
-from services.common.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from galley.common.metrics import catalogue as of
 from scripts.monitoring.grafana import Dashboard, Panel, Query, Row
 from scripts.monitoring.queries import gauge, largest, left_s, quantile, rate, ratio
-from services.common.metrics import catalogue as of
 
 if TYPE_CHECKING:
-    from services.common.metrics.metric import Metric
+    from galley.common.metrics.metric import Metric
 
 _SERVED = 'fault!="caller"'
 _OURS = 'fault="ours"'

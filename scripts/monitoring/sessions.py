@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from galley.common.metrics import catalogue as of
 from scripts.monitoring.grafana import Dashboard, Panel, Query, Row
 from scripts.monitoring.overview import quantiles
 from scripts.monitoring.queries import gauge, heatmap, quantile, rate
-from services.common.metrics import catalogue as of
 
 SESSIONS = Dashboard(
     "sessions",

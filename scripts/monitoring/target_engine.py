@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from galley.common.metrics import catalogue as of
 from scripts.monitoring.grafana import Dashboard, Panel, Query, Row
 from scripts.monitoring.overview import quantiles
 from scripts.monitoring.queries import WINDOW, gauge, heatmap, mean, rate, ratio
-from services.common.metrics import catalogue as of
 
 _ALL_ROWS = f'sum(rate({of.BATCH_ROWS.prometheus}_sum{{namespace=~"$namespace"}}[{WINDOW}]))'
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from services.common.early_end import heed_sigterm
+from galley.common.server.sigterm import heed_sigterm
 
 if __name__ == "__main__":
     heed_sigterm()
 
 from typing import TYPE_CHECKING
 
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.process import in_passing_thread
-from services.common.redis_connections import refuse_bad_files
-from services.common.registration import registered
-from services.common.registry import DRAFT_POOL
-from services.common.server import main_of
+from galley.common.redis.connections import refuse_bad_files
+from galley.common.registry.leases import DRAFT_POOL
+from galley.common.registry.registration import registered
+from galley.common.server.process import in_passing_thread
+from galley.common.server.server import main_of
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.loading import load_drafter
 from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from services.common.server import Parts, Service
+    from galley.common.server.server import Parts, Service
 
 _DESCRIPTION = (
     "A Galley draft: proposes the next tokens of many sessions at once, by a cheap model or by none."

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
-from services.common.sessions import SessionTable
-from services.common.status import log_internal
-from services.core.content import Miss, look_up, prefix_hash
-from services.core.errors import Broken, GalleyError
-from services.core.verify_items import Overtaken
+from galley.common.server.session_table import SessionTable
+from galley.common.wire.status import log_internal
+from galley.core.content import Miss, look_up, prefix_hash
+from galley.core.errors import Broken, GalleyError
+from galley.core.scheduler.messages import Overtaken
 from services.draft.strategies.base import DraftJob, DraftSession, Guess, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from services.common.slices import Slice
-    from services.core.content import SessionKey
+    from galley.common.wire.slices import Slice
+    from galley.core.content import SessionKey
 
 
 @dataclass(frozen=True, slots=True)

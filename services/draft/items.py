@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.slices import read_slice
-from services.core.content import Miss
-from services.core.errors import GalleyError, InvalidField, Unimplemented
-from services.core.verify_items import Overtaken
+from galley.common.wire.slices import read_slice
+from galley.core.content import Miss
+from galley.core.errors import GalleyError, InvalidField, Unimplemented
+from galley.core.scheduler.messages import Overtaken
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.drafter import ProposeJob
 
 if TYPE_CHECKING:

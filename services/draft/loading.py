@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.common.logs import get_logger
-from services.common.process import limit_threads
-from services.common.tokenizer_hash import tokenizer_hash
-from services.core import strategies
-from services.core.blocks import BLOCK_TOKENS
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.server.logs import get_logger
+from galley.common.server.process import limit_threads
+from galley.core import strategies
+from galley.core.kv.blocks import BLOCK_TOKENS
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
 from services.draft.strategies.lookups import Lookups
@@ -17,9 +17,9 @@ from services.draft.strategies.ngram import NgramStrategy
 from services.draft.strategies.none import NoneStrategy
 
 if TYPE_CHECKING:
+    from galley.engine.model import CausalModel
     from services.draft.settings import DraftSettings
     from services.draft.strategies.base import Strategy
-    from services.engine.model import CausalModel
 
 _LOG = get_logger(__name__)
 
@@ -73,7 +73,7 @@ def _load_model(settings: DraftSettings) -> CausalModel | None:
     if settings.model is None:
         return None
     limit_threads(settings.threads)
-    from services.engine.serving import load_model  # noqa: PLC0415  # imports torch
+    from galley.engine.serving import load_model  # noqa: PLC0415  # imports torch
 
     return load_model(
         settings.model,

@@ -14,8 +14,8 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
-from services.common.status import log_internal
-from services.core.errors import DeadlinePassed, Overloaded, Unavailable
+from galley.common.wire.status import log_internal
+from galley.core.errors import DeadlinePassed, Overloaded, Unavailable
 from services.draft.drafter import Proposed
 from services.draft.metrics import CountingDraftMeter, DraftMeter
 from services.draft.spans import BatchSpans
@@ -23,9 +23,9 @@ from services.draft.spans import BatchSpans
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from services.common.lean_spans import LeanSpan, SpanScope
-    from services.common.metrics.registry import Registry
-    from services.core.errors import GalleyError
+    from galley.common.metrics.registry import Registry
+    from galley.common.tracing.light_spans import LeanSpan, SpanScope
+    from galley.core.errors import GalleyError
     from services.draft.drafter import Drafter, ProposeJob, ProposeOutcome, Stepped
 
 _RETRY_AFTER_S = 0.5

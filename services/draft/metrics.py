@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.common.metrics import catalogue
-from services.common.metrics.labels import PROPOSED
+from galley.common.metrics import catalogue
+from galley.common.metrics.labels import PROPOSED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from services.common.metrics.registry import Registry
+    from galley.common.metrics.registry import Registry
     from services.draft.drafter import DraftCounts
 
 _SECOND = 1e9

@@ -7,11 +7,11 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
-from services.common.items import answer_all, answer_or_status, answer_stream
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.registry import draft_lease
-from services.core.recent import Recent
+from galley.common.registry.leases import draft_lease
+from galley.common.server.requests import answer_all, answer_or_status, answer_stream
+from galley.core.recent import Recent
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.items import DraftInfo, answer_of, read_item
 from services.draft.loop import DraftLoop
 from services.draft.spans import ProposeSpan
@@ -19,9 +19,9 @@ from services.draft.spans import ProposeSpan
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from services.common.lean_spans import SpanScope
-    from services.common.metrics.registry import Registry
-    from services.core.routing import DraftLease
+    from galley.common.metrics.registry import Registry
+    from galley.common.tracing.light_spans import SpanScope
+    from galley.core.routing.choice import DraftLease
     from services.draft.drafter import Drafter
 
 

@@ -9,17 +9,17 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from services.common.item_spans import LINK_ITEM, RESULT, SUPERSEDED, ItemSpan
-from services.core import trace_names as names
-from services.core.content import Miss
-from services.core.errors import GalleyError
-from services.core.verify_items import Overtaken
+from galley.common.tracing.item_spans import LINK_ITEM, RESULT, SUPERSEDED, ItemSpan
+from galley.core import trace_names as names
+from galley.core.content import Miss
+from galley.core.errors import GalleyError
+from galley.core.scheduler.messages import Overtaken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.common.lean_spans import LeanSpan, SpanScope
-    from services.common.pb.galley.v1 import galley_pb2 as pb
+    from galley.common.tracing.light_spans import LeanSpan, SpanScope
+    from galley.pb.galley.v1 import galley_pb2 as pb
     from services.draft.drafter import ProposeJob
     from services.draft.loop import Done
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from services.common.early_end import heed_sigterm
+from galley.common.server.sigterm import heed_sigterm
 
 if __name__ == "__main__":
     heed_sigterm()
 
-from services.common.server import main_of
+from galley.common.server.server import main_of
 from services.gateway.service import build, interceptors
 from services.gateway.settings import GatewaySettings
 

@@ -6,6 +6,6 @@ import time
 
 
 class MonotonicClock:
-    """Nanoseconds of the process's monotonic clock: see `services.core.ports.Clock`."""
+    """Nanoseconds of the process's monotonic clock: see `galley.core.session.ports.Clock`."""
 
     now_ns = staticmethod(time.monotonic_ns)

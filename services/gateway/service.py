@@ -8,47 +8,47 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from services.common.logs import get_logger
-from services.common.metrics.certificates import observe_peers
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.redis_calls import DEFAULT_CALL_TIMEOUT_S, Copies
-from services.common.redis_connections import refuse_bad_files
-from services.common.registry import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
-from services.core.session import SessionLimits
-from services.core.store import SessionStore
-from services.core.trace_names import SCHEMA_URL
-from services.gateway.authentication import PrincipalInterceptor
-from services.gateway.callers import callers_of
+from galley.common.metrics.certificates import observe_peers
+from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
+from galley.common.redis.connections import refuse_bad_files
+from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
+from galley.common.server.logs import get_logger
+from galley.core.session.machine import SessionLimits
+from galley.core.store import SessionStore
+from galley.core.trace_names import SCHEMA_URL
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.gateway.auth.build import callers_of
+from services.gateway.auth.interceptor import PrincipalInterceptor
 from services.gateway.clock import MonotonicClock
-from services.gateway.draft_router import SessionDraft
-from services.gateway.drafts import Drafts
-from services.gateway.members import Registered, Told
-from services.gateway.metrics import CountingGatewayMeter
-from services.gateway.model import ServedModel
-from services.gateway.patience import SECOND, Timeouts, patiently
-from services.gateway.peers import Peers
-from services.gateway.request_spans import RequestSpans
-from services.gateway.round_spans import TraceOptions
-from services.gateway.router import SessionTarget
-from services.gateway.runner import Ports
+from services.gateway.replicas.draft_session import SessionDraft
+from services.gateway.replicas.drafts import Drafts
+from services.gateway.replicas.membership import Registered, Told
+from services.gateway.replicas.peers import Peers
+from services.gateway.replicas.target_session import SessionTarget
+from services.gateway.replicas.targets import Targets
+from services.gateway.request.served_model import ServedModel
+from services.gateway.request.tokenize import Tokenizer
+from services.gateway.request.validate import Limits
 from services.gateway.servicer import GenerationServicer
+from services.gateway.session.runner import Ports
+from services.gateway.session.streams import Streams
+from services.gateway.session.timeouts import SECOND, Timeouts, patiently
 from services.gateway.settings import NO_DRAFT, GatewaySettings
-from services.gateway.store import RedisStore
-from services.gateway.streams import Streams
-from services.gateway.targets import Targets
-from services.gateway.tokenizer import Tokenizer
-from services.gateway.validation import Limits
+from services.gateway.store.redis import RedisStore
+from services.gateway.telemetry.interceptor import RequestSpans
+from services.gateway.telemetry.metrics import CountingGatewayMeter
+from services.gateway.telemetry.round_spans import TraceOptions
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
 
     import grpc
 
-    from services.common.server import Interceptors, Parts
-    from services.core.session import Session
-    from services.core.store import StoredSession
-    from services.gateway.members import Source
-    from services.gateway.meter import GatewayMeter
+    from galley.common.server.server import Interceptors, Parts
+    from galley.core.session.machine import Session
+    from galley.core.store import StoredSession
+    from services.gateway.replicas.membership import Source
+    from services.gateway.telemetry.meter import GatewayMeter
 
 _log = get_logger(__name__)
 _HAND_OVER_SHARE = 0.6
@@ -116,7 +116,7 @@ ChannelOpener: TypeAlias = "Callable[[str], grpc.aio.Channel]"
 def build(
     settings: GatewaySettings, open_store: StoreOpener = open_redis
 ) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
-    """How `services.common.server` makes a gateway of its settings; measurements pass another store.
+    """How `galley.common.server.server` makes a gateway of its settings; measurements pass another store.
 
     Raises BadFile.
     """

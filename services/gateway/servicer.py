@@ -11,46 +11,46 @@ from typing import TYPE_CHECKING, Any, cast
 
 from structlog.contextvars import bind_contextvars
 
-from services.common.logs import get_logger, level_of
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.core import events as ev
-from services.core.errors import Broken
-from services.gateway import events_pb
-from services.gateway.authentication import caller
-from services.gateway.patience import SECOND
-from services.gateway.principals import session_id_for
-from services.gateway.pump import Pump
-from services.gateway.request_origin import operation_of, stored_operation
-from services.gateway.spans import request_trace
-from services.gateway.validation import (
+from galley.common.server.logs import get_logger, level_of
+from galley.core.errors import Broken
+from galley.core.session import events as ev
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.gateway.auth.interceptor import caller
+from services.gateway.auth.session_key import session_id_for
+from services.gateway.request import respond as events_pb
+from services.gateway.request.validate import (
     check_model,
     check_priority,
     parse_generate,
     parse_resume,
     parse_session_id,
 )
+from services.gateway.session.pump import Pump
+from services.gateway.session.timeouts import SECOND
+from services.gateway.telemetry.origin import operation_of, stored_operation
+from services.gateway.telemetry.spans import request_trace
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
 
     import grpc
 
-    from services.core.admission import Place
-    from services.core.answer import Ending
-    from services.core.ports import Clock
-    from services.core.principal import Principal
-    from services.gateway.meter import CallMeter
-    from services.gateway.model import ServedModel
-    from services.gateway.runner import SessionRunner
-    from services.gateway.streams import Streams
+    from galley.core.admission.admission import Place
+    from galley.core.admission.principal import Principal
+    from galley.core.answer.answer import Ending
+    from galley.core.session.ports import Clock
+    from services.gateway.request.served_model import ServedModel
+    from services.gateway.session.runner import SessionRunner
+    from services.gateway.session.streams import Streams
+    from services.gateway.telemetry.meter import CallMeter
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationServicer(rpc.GenerationServicer):
-    """`services.gateway.streams` does the work. A stream that is left unread for `client_ns` ends.
+    """`services.gateway.session.streams` does the work. A stream that is left unread for `client_ns` ends.
 
     `address` is where it is served, host:port, as traces name it.
     """

@@ -6,13 +6,13 @@ from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from services.common.config import settings_config
-from services.common.defaults import DEFAULT_MODEL
-from services.common.limits import connection_age, connection_idle
-from services.common.redis_url import RedisUrlSetting  # noqa: TC001  # pydantic reads it
-from services.core.lateness import SLOW_FACTOR
-from services.core.store import FINISHED_TTL_S, SESSION_TTL_S
-from services.gateway.token_settings import TokenSettings
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.config.limits import connection_age, connection_idle
+from galley.common.config.settings import settings_config
+from galley.common.redis.url import RedisUrlSetting  # noqa: TC001  # pydantic reads it
+from galley.core.routing.lateness import SLOW_FACTOR
+from galley.core.store import FINISHED_TTL_S, SESSION_TTL_S
+from services.gateway.auth.settings import TokenSettings
 
 NO_DRAFT = "none"
 """In place of a draft's address: there is none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.early_end import heed_sigterm
+from galley.common.server.sigterm import heed_sigterm
 
 if __name__ == "__main__":
     heed_sigterm()
@@ -10,13 +10,13 @@ if __name__ == "__main__":
 import sys
 from typing import TYPE_CHECKING
 
-from services.common.config import parse_settings
-from services.common.process import in_passing_thread
-from services.common.redis_connections import refuse_bad_files
-from services.common.server import main_of
-from services.target.hosts import run_host
+from galley.common.config.settings import parse_settings
+from galley.common.redis.connections import refuse_bad_files
+from galley.common.server.process import in_passing_thread
+from galley.common.server.server import main_of
 from services.target.loading import load_engine
-from services.target.ranks import start_ranked_target
+from services.target.ranks.hosts import run_host
+from services.target.ranks.ranks import start_ranked_target
 from services.target.registration import registered_target
 from services.target.serving import add_target
 from services.target.settings import TargetSettings
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from services.common.server import Parts, Service
+    from galley.common.server.server import Parts, Service
 
 _DESCRIPTION = "A Galley target: verifies draft tokens of many sessions at once with the trusted model."
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.common.logs import get_logger
-from services.common.process import limit_threads
-from services.engine.ranks import ALONE
+from galley.common.server.logs import get_logger
+from galley.common.server.process import limit_threads
+from galley.engine.parallel.ranks import ALONE
 
 if TYPE_CHECKING:
-    from services.engine.ranks import Ranks
-    from services.target.paged_engine import PagedEngine
+    from galley.engine.parallel.ranks import Ranks
+    from services.target.engine.paged import PagedEngine
     from services.target.settings import TargetSettings
 
 _LOG = get_logger(__name__)
@@ -25,9 +25,9 @@ def load_engine(settings: TargetSettings) -> PagedEngine:
     """
     limit_threads(settings.threads)
     # Late, so that --help needs no torch.
-    from services.engine.fingerprint import fingerprint  # noqa: PLC0415
-    from services.engine.serving import load_model  # noqa: PLC0415
-    from services.target.paged_engine import PagedEngine  # noqa: PLC0415
+    from galley.engine.fingerprint import fingerprint  # noqa: PLC0415
+    from galley.engine.serving import load_model  # noqa: PLC0415
+    from services.target.engine.paged import PagedEngine  # noqa: PLC0415
 
     model = load_model(
         settings.model,
@@ -50,19 +50,19 @@ def load_engine(settings: TargetSettings) -> PagedEngine:
 
 def refuse_model(settings: TargetSettings) -> None:
     """Raise UnsupportedModel, before anything is started, if the model cannot be cut over so many ranks."""
-    from services.engine.loading import load_config  # noqa: PLC0415  # so that --help needs no torch
-    from services.engine.prepare import resolve_model  # noqa: PLC0415
-    from services.engine.sharding import refuse_ranks  # noqa: PLC0415
+    from galley.engine.load.module import load_config  # noqa: PLC0415  # so that --help needs no torch
+    from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
+    from galley.engine.parallel.sharding import refuse_ranks  # noqa: PLC0415
 
     refuse_ranks(load_config(resolve_model(settings.model)), settings.tensor_parallel)
 
 
 def kv_blocks(settings: TargetSettings, ranks: Ranks = ALONE) -> int:
     """How many blocks of a rank's KV the memory bound holds. Raises UnsupportedModel, ValueError."""
-    from services.engine.kv_pool import kv_block_bytes  # noqa: PLC0415  # imports torch
-    from services.engine.loading import load_config, parse_dtype  # noqa: PLC0415
-    from services.engine.prepare import resolve_model  # noqa: PLC0415
-    from services.engine.probe import BLOCKS  # noqa: PLC0415
+    from galley.engine.kv_pool import kv_block_bytes  # noqa: PLC0415  # imports torch
+    from galley.engine.load.module import load_config, parse_dtype  # noqa: PLC0415
+    from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
+    from galley.engine.probe import BLOCKS  # noqa: PLC0415
 
     config = load_config(resolve_model(settings.model))
     block_bytes = kv_block_bytes(config, parse_dtype(settings.dtype, settings.device), ranks)

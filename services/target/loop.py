@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING
 
 from opentelemetry.trace import INVALID_SPAN, use_span
 
-from services.common.status import log_internal
-from services.core.errors import Unavailable
-from services.core.step import StepPlan
-from services.core.verify_items import Answer, Confirmed
+from galley.common.wire.status import log_internal
+from galley.core.errors import Unavailable
+from galley.core.scheduler.messages import Answer, Confirmed
+from galley.core.step import StepPlan
 from services.target.metrics import PassMeter
 from services.target.spans import BatchSpans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.common.lean_spans import LeanSpan, SpanScope
-    from services.core.errors import GalleyError
-    from services.core.scheduler import Linger, Scheduler
-    from services.core.step import StepOutcome
-    from services.core.verify_items import Extend, VerifyRequest
-    from services.target.engine import TargetEngine
+    from galley.common.tracing.light_spans import LeanSpan, SpanScope
+    from galley.core.errors import GalleyError
+    from galley.core.scheduler.messages import Extend, VerifyRequest
+    from galley.core.scheduler.scheduler import Linger, Scheduler
+    from galley.core.step import StepOutcome
+    from services.target.engine.protocol import TargetEngine
     from services.target.spans import Batch
 
 

@@ -7,15 +7,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.common.registration import registered
-from services.common.registry import TARGET_POOL, target_lease
+from galley.common.registry.leases import TARGET_POOL, target_lease
+from galley.common.registry.registration import registered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.common.pb.galley.v1 import galley_pb2 as pb
-    from services.common.server import Service
-    from services.core.routing import TargetLease
+    from galley.common.server.server import Service
+    from galley.core.routing.choice import TargetLease
+    from galley.pb.galley.v1 import galley_pb2 as pb
     from services.target.servicer import TargetService
     from services.target.settings import TargetSettings
 

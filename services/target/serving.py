@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.common.logs import get_logger
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.process import in_passing_thread
-from services.target.calibrate import measure
+from galley.common.server.logs import get_logger
+from galley.common.server.process import in_passing_thread
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.target.engine.calibrate import measure
 from services.target.servicer import Limits, TargetService
 
 if TYPE_CHECKING:
     import grpc
 
-    from services.common.server import Parts
-    from services.target.engine import TargetEngine
+    from galley.common.server.server import Parts
+    from services.target.engine.protocol import TargetEngine
     from services.target.settings import TargetSettings
 
 _LOG = get_logger(__name__)

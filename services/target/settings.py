@@ -6,9 +6,9 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from services.common.config import settings_config
-from services.common.defaults import DEFAULT_MODEL
-from services.common.replica_settings import ReplicaSettings
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.config.replica import ReplicaSettings
+from galley.common.config.settings import settings_config
 
 
 class TargetSettings(ReplicaSettings):

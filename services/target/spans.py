@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 
-from services.common.item_spans import (
+from galley.common.tracing.item_spans import (
     CACHE_MISS,
     LINK_ITEM,
     RESULT,
@@ -18,20 +18,20 @@ from services.common.item_spans import (
     ItemSpan,
     tell_failure,
 )
-from services.common.span_names import packed, unpacked
-from services.core import trace_names as names
-from services.core.content import Miss
-from services.core.step import Watch
-from services.core.verify_items import Confirmed, Overtaken
+from galley.common.tracing.span_names import packed, unpacked
+from galley.core import trace_names as names
+from galley.core.content import Miss
+from galley.core.scheduler.messages import Confirmed, Overtaken
+from galley.core.step import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.common.lean_spans import LeanSpan, SpanScope
-    from services.common.pb.galley.v1 import galley_pb2 as pb
-    from services.core.errors import GalleyError
-    from services.core.scheduler import Scheduler
-    from services.core.verify_items import Answer, PassFacts
+    from galley.common.tracing.light_spans import LeanSpan, SpanScope
+    from galley.core.errors import GalleyError
+    from galley.core.scheduler.messages import Answer, PassFacts
+    from galley.core.scheduler.scheduler import Scheduler
+    from galley.pb.galley.v1 import galley_pb2 as pb
 
 POOL = "target"
 

@@ -11,9 +11,9 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core.content import prefix_hash
-from services.core.trace_names import FORCE_KEY, FORCE_VALUE
+from galley.core.content import prefix_hash
+from galley.core.trace_names import FORCE_KEY, FORCE_VALUE
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.stack import HEALTH, SERVICES
 from tests.service.truth import VOCAB, true_next
 

@@ -22,8 +22,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.client.client import GalleyClient
-from services.common.pb.galley.v1 import galley_pb2 as pb
+from galley.client.client import GalleyClient
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.service.truth import SEED, true_output
 from tests.service.waiting import PATIENCE_S
 

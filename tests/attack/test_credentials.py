@@ -12,8 +12,8 @@ import grpc
 import pytest
 from redis import asyncio as redis_asyncio
 
-from services.client.client import NO_RETRIES, GalleyClient
-from services.common.pb.galley.v1 import galley_pb2 as pb
+from galley.client.client import NO_RETRIES, GalleyClient
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.stack import BAD, EXPIRED, GOOD, Attacked, hello, unharmed
 from tests.service.waiting import PATIENCE_S
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from services.client.client import TokenStream
+    from galley.client.client import TokenStream
 
 UNKNOWN = "0" * 32
 NOBODY = "nobody-7c19e4d2"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.tracing.otlp_file import Lines
-from services.tracing.otlp_json import spans_in
+from galley.trace.read.otlp_file import Lines
+from galley.trace.read.otlp_json import spans_in
 from tests.attack.campaign import Campaign
 from tests.attack.stack import MIB, Attacked, unharmed
 

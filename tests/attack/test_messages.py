@@ -11,10 +11,10 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 
-from services.common.deserialize import explain
-from services.common.inflate import within
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.status import describe
+from galley.common.server.deserialize import explain
+from galley.common.server.inflate import within
+from galley.common.wire.status import describe
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.floods import KEY, gzip_bomb, gzip_bombs
 from tests.attack.http2 import END_STREAM, Kind, frame, message, opening, wire
 from tests.attack.stack import MAX_MESSAGE_BYTES, MIB, SERVICES, Attacked, hello, unharmed

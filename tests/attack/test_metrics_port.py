@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.common.metrics import scrape as port
-from services.common.metrics.registry import Registry
-from services.top.scrape import MAX_BYTES, MAX_LINE, MAX_ROWS, Away, scrape
+from galley.common.metrics import scrape as port
+from galley.common.metrics.registry import Registry
+from galley.top.scrape import MAX_BYTES, MAX_LINE, MAX_ROWS, Away, scrape
 from tests.attack.stack import MIB, Attacked, unharmed
 from tests.service.waiting import PATIENCE_S
 from tests.top.servers import answering
@@ -21,7 +21,7 @@ from tests.top.servers import answering
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from services.top.series import Samples
+    from galley.top.series import Samples
 
 ASKED = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 SEED = 20261122

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from services.core.errors import CallerFault
-from services.engine.errors import UnsupportedModel
-from services.engine.prepare import resolve_model
-from services.gateway.tokenizer import Tokenizer
+from galley.core.errors import CallerFault
+from galley.engine.errors import UnsupportedModel
+from galley.engine.load.resolve import resolve_model
+from services.gateway.request.tokenize import Tokenizer
 from tests.service import tokenizer_files
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _load(model: Path) -> None:
     import torch  # noqa: PLC0415  # seconds
     from transformers import LlamaConfig  # noqa: PLC0415
 
-    from services.engine.loading import load_module  # noqa: PLC0415
+    from galley.engine.load.module import load_module  # noqa: PLC0415
 
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     load_module(model, config, dtype=torch.float32, device="cpu")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.common.server import start_server
+from galley.common.server.server import start_server
 from tests.attack.floods import CLIENT_HELLO, KEY
 from tests.attack.held import idle_connections, idle_streams
 from tests.attack.http2 import (

@@ -9,8 +9,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.server import RunningServer, start_server
-from services.common.status import describe
+from galley.common.server.server import RunningServer, start_server
+from galley.common.wire.status import describe
 from tests.common.service import EchoService, building, settings
 from tests.service.waiting import PATIENCE_S
 

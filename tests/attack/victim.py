@@ -23,14 +23,16 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 import uvloop
 
-from services.common.logs import start_logging
-from services.common.metrics.metering import start_metering
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.process import die_with_parent, hand_back_free_memory
-from services.common.server import Parts, RunningServer, start_server
-from services.common.telemetry import start_telemetry
-from services.common.tokenizer_hash import tokenizer_hash
-from services.core.cost import PassTimes
+from galley.common.metrics.metering import start_metering
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.server.logs import start_logging
+from galley.common.server.process import die_with_parent, hand_back_free_memory
+from galley.common.server.server import Parts, RunningServer, start_server
+from galley.common.tracing.telemetry import start_telemetry
+from galley.core.cost.model import PassTimes
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.trace.collector import CollectorSettings
+from galley.trace.collector import build as build_collector
 from services.draft.__main__ import build as build_draft
 from services.draft.settings import DraftSettings
 from services.gateway.service import build as build_gateway
@@ -38,8 +40,6 @@ from services.gateway.service import interceptors
 from services.gateway.settings import GatewaySettings
 from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
-from services.tracing.collector import CollectorSettings
-from services.tracing.collector import build as build_collector
 from tests.attack.stack import CALL, HEALTH, MAX_MESSAGE_BYTES, files_allowed
 from tests.service.truth import END, VOCAB, true_next
 from tests.simulation.replicas import SimEngine
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from services.common.config import ServiceSettings
-    from services.common.server import Interceptors
-    from services.core.step import StepOutcome, StepPlan, Watch
+    from galley.common.config.settings import ServiceSettings
+    from galley.common.server.server import Interceptors
+    from galley.core.step import StepOutcome, StepPlan, Watch
 
 _BLOCK_TOKENS, _BLOCKS, _WINDOW = 8, 1024, 1024
 _PASS_S = 0.002

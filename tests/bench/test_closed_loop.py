@@ -20,8 +20,8 @@ from bench.closed_loop import LoopPlan, loads, run_loads
 from bench.loop_run import LoopOptions, Result
 from bench.loop_sides import process_loop
 from bench.loop_summary import loop_rows
-from services.benching.answers import Answer, Prompt
-from services.benching.closed_loop import WARM_UP, Load, LoopBlock, in_streams
+from galley.bench.answers import Answer, Prompt
+from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, in_streams
 
 PLAN = LoopPlan(("plain", "ngram-4"), (1, 8), (0.0, 0.7), pairs=7, max_tokens=8, seed=1)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from bench import engine
 from bench.engine_summary import goals, invariance_rows, row_costs, step_rows
-from services.core.cost import RowCostCurve
+from galley.core.cost.model import RowCostCurve
 
 
 def _step(sessions: int, tokens: int, ours_ms: float, peer_ms: float) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tests.engine.configs import CONFIGS, load, save_random, tokens_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from services.engine.model import CausalModel
+    from galley.engine.model import CausalModel
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from bench.harness import (
     tokens_per_s,
     write_record,
 )
-from services.benching.answers import LOOP_GRAM, Answer, loop_start
-from services.benching.stats import Interval
-from services.benching.workloads import PROMPT_SETS, load_prompts, prompt_hash
+from galley.bench.answers import LOOP_GRAM, Answer, loop_start
+from galley.bench.stats import Interval
+from galley.bench.workloads import PROMPT_SETS, load_prompts, prompt_hash
 
 if TYPE_CHECKING:
     from pathlib import Path

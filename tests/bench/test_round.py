@@ -28,11 +28,11 @@ from bench.round import (
     run_turn,
     turns,
 )
-from services.benching.answers import Answer, Prompt, Rounds
-from services.benching.gateway import PLAIN, Ask, GatewaySide, speculation_of
-from services.client.client import GalleyClient
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.bench.answers import Answer, Prompt, Rounds
+from galley.bench.gateway import PLAIN, Ask, GatewaySide, speculation_of
+from galley.client.client import GalleyClient
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -23,8 +23,8 @@ from bench.speculation_estimate import estimate_s
 from bench.speculation_goals import goals
 from bench.speculation_options import SpeculationOptions, parse_options
 from bench.speculation_run import SCOUT, Outcome, Planner
-from services.benching.closed_loop import WARM_UP, LoopBlock
-from services.core.acceptance import match_probability, total_variation
+from galley.bench.closed_loop import WARM_UP, LoopBlock
+from galley.core.acceptance import match_probability, total_variation
 from tests.benching.blocks import block, rounds_of
 
 if TYPE_CHECKING:

@@ -46,8 +46,8 @@ from bench.telemetry_summary import (
     rows_of,
     sampling_alone,
 )
-from services.benching.closed_loop import WARM_UP
-from services.benching.gateway import GatewayLoop
+from galley.bench.closed_loop import WARM_UP
+from galley.bench.gateway import GatewayLoop
 from tests.benching.blocks import block
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bench.arms import Cpu
-    from services.benching.closed_loop import Load, LoopBlock
+    from galley.bench.closed_loop import Load, LoopBlock
 
 OPTIONS = TelemetryOptions()
 NO_COST = dict.fromkeys(ARMS, 1.0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.benching.answers import Answer, Prompt, Rounds
-from services.benching.closed_loop import Load, LoopBlock
+from galley.bench.answers import Answer, Prompt, Rounds
+from galley.bench.closed_loop import Load, LoopBlock
 
 
 def block(

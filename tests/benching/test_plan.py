@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.benching.answers import Prompt
-from services.benching.closed_loop import WARM_UP, Load
-from services.benching.plan import Cell, Sizes, loads, pair_loads
-from services.benching.workloads import PROMPT_SETS, Workload, fixed_workload, own_workload
+from galley.bench.answers import Prompt
+from galley.bench.blocks import Cell, Sizes, loads, pair_loads
+from galley.bench.closed_loop import WARM_UP, Load
+from galley.bench.workloads import PROMPT_SETS, Workload, fixed_workload, own_workload
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from services.benching.answers import Answer
-from services.benching.closed_loop import LoopBlock
-from services.benching.predict import pass_times, predicted_best_k, predicted_gain
-from services.benching.report import as_dict, report_of
-from services.benching.stats import Interval
-from services.benching.summary import mean_ratio, rows_of, speculated, speed_ratio
-from services.benching.verdict import AtLoad, best_at_loads, sentence
+from galley.bench.answers import Answer
+from galley.bench.closed_loop import LoopBlock
+from galley.bench.predict import pass_times, predicted_best_k, predicted_gain
+from galley.bench.report import as_dict, report_of
+from galley.bench.stats import Interval
+from galley.bench.summary import mean_ratio, rows_of, speculated, speed_ratio
+from galley.bench.verdict import AtLoad, best_at_loads, sentence
 from tests.benching.blocks import block, rounds_of
 
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from services.cli.part import log_tail
+from galley.stack.part import log_tail
 from tests.boot.groups import keep_group
 from tests.boot.names import LAG_S, Answers, NameServer, Service
 from tests.boot.objects import GROUPS, Objects, PodTemplate, Workload

@@ -177,7 +177,7 @@ def _venv_files() -> dict[str, str]:
         f"{_VENV}/pyvenv.cfg": f"home = {home}\ninclude-system-site-packages = false\n",
         # Of the repository only `services` is in the image; the .pth files of the packages are not read.
         f"{packages}/image.pth": f"{ROOT}\n{site.getsitepackages()[0]}\n",
-        f"{_VENV}/bin/galley": f"#!{_VENV}/bin/python\nfrom services.cli.__main__ import main\nmain()\n",
+        f"{_VENV}/bin/galley": f"#!{_VENV}/bin/python\nfrom galley.cli.__main__ import main\nmain()\n",
     }
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import grpc.aio
 
-from services.client.client import GalleyClient, GalleyRpcError, Retries
-from services.client.options import ClientTls, GenerateOptions
-from services.common.telemetry import Telemetry
+from galley.client.client import GalleyClient, GalleyRpcError, Retries
+from galley.client.options import ClientTls, GenerateOptions
+from galley.common.tracing.telemetry import Telemetry
 
 PROMPTS = (
     "The ship's cook looked into the pot and said",

@@ -17,7 +17,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from services.cli import guard
+from galley.stack import guard
 from tests.boot.commands import output_of
 from tests.boot.names import DOMAIN
 from tests.boot.node import Node

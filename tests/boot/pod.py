@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from services.cli.part import log_tail
+from galley.stack.part import log_tail
 from tests.boot.environment import PodFacts, command_of, environment_of
 from tests.boot.kept import Kept, Tell
 from tests.boot.launch import Container, Launch, security_of

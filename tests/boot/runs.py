@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from services.cli import guard
+from galley.stack import guard
 from tests.boot.machine import OWN_NAMESPACES, trial_environment
 from tests.deploy.render import ROOT, tool
 

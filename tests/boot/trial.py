@@ -16,8 +16,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.cli.part import log_tail
-from services.engine.store import cache_dir
+from galley.engine.load.cache_directory import cache_dir
+from galley.stack.part import log_tail
 from tests.boot.client import Client, gateway_address
 from tests.boot.cluster import Cluster
 from tests.boot.commands import run

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from services.engine.truncate import truncate_model
+from galley.engine.load.truncate import truncate_model
 from tests.boot.objects import secret
 from tests.boot.plan import Plan
 from tests.deploy.matrix import SWITCHES, laid_over
@@ -101,7 +101,7 @@ def _collector() -> list[Manifest]:
     """Somebody who takes traces at collector.observability:4317: our own small collector."""
     labels = {"app.kubernetes.io/component": _COLLECTOR}
     metadata = {"name": _COLLECTOR, "namespace": _OBSERVABILITY, "labels": labels}
-    command = ["python", "-m", "services.tracing", "--host", "0.0.0.0", "--port", "4317"]
+    command = ["python", "-m", "galley.trace", "--host", "0.0.0.0", "--port", "4317"]
     container = {
         "name": _COLLECTOR,
         "image": "galley-gateway:trial",

@@ -7,7 +7,7 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING
 
 from bench.harness import Goal, at_most
-from services.benching.stats import median_interval
+from galley.bench.stats import median_interval
 from tests.chaos.disturbances import KILL, POOLS, killed
 from tests.chaos.links import STORE
 from tests.chaos.trial import DRAFT_KILL

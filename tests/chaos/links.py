@@ -14,13 +14,13 @@ import psutil
 
 from bench.link import Link
 from bench.relay import Relay
-from services.cli.parts import stack_parts
+from galley.stack.parts import stack_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from services.cli.stack import Facts, PartSpec, Stack, StackDirs, StackOptions
+    from galley.stack.stack import Facts, PartSpec, Stack, StackDirs, StackOptions
 
 GATEWAYS = ("gateway", "gateway-2")
 REPLICAS = ("target", "target-2", "draft", "draft-2")

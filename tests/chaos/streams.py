@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
-from services.client.client import GalleyClient, Retries
-from services.client.options import GenerateOptions, Speculation
-from services.core.strategies import NGRAM
+from galley.client.client import GalleyClient, Retries
+from galley.client.options import GenerateOptions, Speculation
+from galley.core.strategies import NGRAM
 from tests.service.waiting import Watch
 from tests.target.tiny import POISON
 
 if TYPE_CHECKING:
-    from services.client.streams import TokenStream
+    from galley.client.streams import TokenStream
 
 PROMPT_TOKENS = 24
 PATIENCE_S = 60.0

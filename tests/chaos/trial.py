@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from services.cli.stack import Stack, StackOptions
-from services.gateway.members import POLL_S
+from galley.stack.stack import Stack, StackOptions
+from services.gateway.replicas.membership import POLL_S
 from tests.chaos.disturbances import KILL, STOP, TERM, killed, pool_of
 from tests.chaos.gaps import longest_wait, longest_within, usual_wait
 from tests.chaos.links import GATEWAYS, REPLICAS, STORE, Links

@@ -11,7 +11,7 @@ import sys
 
 def export(name: str) -> None:
     """A span, to wherever the environment says, as the services send theirs."""
-    from services.common.telemetry import start_telemetry  # noqa: PLC0415  # takes half a second
+    from galley.common.tracing.telemetry import start_telemetry  # noqa: PLC0415  # takes half a second
 
     telemetry = start_telemetry("stand-in", as_global=False)
     telemetry.tracer("stand-in").start_span(name).end()

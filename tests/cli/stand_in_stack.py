@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.cli.part import Facts, PartSpec, ReadyBy
-from services.cli.parts import stack_parts
-from services.cli.stack import Stack, StackDirs, StackOptions, ignore_status
+from galley.stack.part import Facts, PartSpec, ReadyBy
+from galley.stack.parts import stack_parts
+from galley.stack.stack import Stack, StackDirs, StackOptions, ignore_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.cli.part import OnStatus
+    from galley.stack.part import OnStatus
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 

@@ -8,8 +8,8 @@ import sys
 
 from rich.console import Console
 
-from services.cli.stack_options import StackOptions
-from services.cli.up import run_stack, shown_stack
+from galley.cli.up import run_stack, shown_stack
+from galley.stack.options import StackOptions
 from tests.cli.stand_in_stack import stand_in, valkey
 
 

@@ -10,10 +10,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from services.cli.bench import bench
-from services.client.errors import GalleyRpcError
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core.errors import InvalidField
+from galley.cli.bench import bench
+from galley.client.errors import GalleyRpcError
+from galley.core.errors import InvalidField
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.client.fake_gateway import FakeGateway, serving
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.core.blocks import BLOCK_TOKENS
+from galley.core.kv.blocks import BLOCK_TOKENS
 from tests.cli.test_plan import json_of, output_of, run
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "capacity.toml"

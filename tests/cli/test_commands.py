@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-from services.cli import endpoint
-from services.cli.__main__ import app
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.printable import printable
-from services.common.version import __version__
-from services.core.errors import InvalidField, Unavailable, UnknownSession
+from galley.cli.__main__ import app
+from galley.common.printable import printable
+from galley.core.errors import InvalidField, Unavailable, UnknownSession
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.stack import endpoint
+from galley.version import __version__
 from tests.client.fake_gateway import SESSION, FakeGateway, Said, serving
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def test_chat_goes_on_after_an_error_and_ends_with_its_input() -> None:
 def test_ctrl_c_stops_an_answer_and_says_how_to_go_on() -> None:
     gateway = FakeGateway(script=(Said((1,), "first\n"), Said((2,), "never")), hang=True, fail_at=1)
     with serving(gateway) as address:
-        command = [sys.executable, "-m", "services.cli", "generate", "x", "--endpoint", address]
+        command = [sys.executable, "-m", "galley.cli", "generate", "x", "--endpoint", address]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **PLAIN}
         ) as process:
@@ -257,7 +257,7 @@ def test_version_and_help() -> None:
 
 def test_help_loads_nothing_slow() -> None:
     code = (
-        "import sys, services.cli.__main__\n"
+        "import sys, galley.cli.__main__\n"
         "slow = {'torch', 'grpc', 'matplotlib', 'redis', 'google.protobuf'} & set(sys.modules)\n"
         "sys.exit(' '.join(slow) or 0)"
     )
@@ -293,7 +293,7 @@ def test_a_later_stack_keeps_its_announcement() -> None:
 
 
 def test_the_services_run_with_their_own_flags() -> None:
-    command = [sys.executable, "-m", "services.cli", "gateway", "--help"]
+    command = [sys.executable, "-m", "galley.cli", "gateway", "--help"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 0
     assert "--redis-url" in ended.stdout

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from services.cli.demo import compare
-from services.client.client import GalleyClient
-from services.common.pb.galley.v1 import galley_pb2 as pb
+from galley.cli.demo import compare
+from galley.client.client import GalleyClient
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.client.fake_gateway import SCRIPT, SESSION, FakeGateway, Said, serving
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
-from services.cli.part import PartStatus, State
-from services.cli.progress import StackProgress
-from services.cli.render import OriginView, legend, mean_acceptance_length, reason
-from services.common.pb.galley.v1 import galley_pb2 as pb
+from galley.cli.render import OriginView, legend, mean_acceptance_length, reason
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.stack.part import PartStatus, State
+from galley.stack.progress import StackProgress
 
 GREEN, UNDERLINE, RESET = "\x1b[32m", "\x1b[4m", "\x1b[0m"
 

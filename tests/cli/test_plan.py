@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from services.cli.plan import plan
+from galley.cli.plan import plan
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import pytest
 import redis.asyncio
 
-from services.cli import guard
-from services.cli.part import PartFailed, PartStatus, State
-from services.cli.parts import stack_parts
-from services.cli.stack import Stack, StackOptions
-from services.cli.stack_options import environment_of
-from services.common.defaults import DEFAULT_MODEL, shipped_draft
-from services.top.service import Service
+from galley.common.config.defaults import DEFAULT_MODEL, shipped_draft
+from galley.stack import guard
+from galley.stack.options import environment_of
+from galley.stack.part import PartFailed, PartStatus, State
+from galley.stack.parts import stack_parts
+from galley.stack.stack import Stack, StackOptions
+from galley.top.service import Service
 from tests.cli.ends import Ends
 from tests.cli.stand_in_stack import once, stack_of, stand_in
 

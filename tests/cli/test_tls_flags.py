@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
-from services.cli import endpoint
-from services.cli.__main__ import app
+from galley.cli.__main__ import app
+from galley.stack import endpoint
 from tests.client.fake_gateway import SESSION, FakeGateway, serving
 from tests.common.tls_world import credentials_of
 from tests.gateway.tls import Authority, Mounted, mounted

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.__main__ import app
-from services.tracing.spans import Process, Span
+from galley.cli.__main__ import app
+from galley.trace.read.spans import Process, Span
 from tests.tracing import scenes
 from tests.tracing.builder import BEGAN_NS, SESSION, Scene
 from tests.tracing.files import write
@@ -124,7 +124,7 @@ def test_100_000_rounds_take_some_seconds_and_some_hundred_megabytes(tmp_path: P
     with path.open("ab") as file:
         for copy in range(100):
             file.write(rounds.replace(b'"spanId":"0000', b'"spanId":"%04x' % copy))
-    command = [sys.executable, "-m", "services.cli", "trace", SESSION, "--file", str(path)]
+    command = [sys.executable, "-m", "galley.cli", "trace", SESSION, "--file", str(path)]
     # By a small process of its own: the most that a child ever had counts what it was forked from.
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, *command],

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from services.core import trace_names as names
-from services.tracing.otlp_file import Lines
-from services.tracing.otlp_json import spans_in
+from galley.core import trace_names as names
+from galley.trace.read.otlp_file import Lines
+from galley.trace.read.otlp_json import spans_in
 from tests.cli.ends import Ends
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-GALLEY = [sys.executable, "-m", "services.cli"]
+GALLEY = [sys.executable, "-m", "galley.cli"]
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.cli.part import PartFailed, PartSpec, ReadyBy
-from services.cli.parts import stack_parts, traced
-from services.cli.stack import Stack, StackDirs, StackOptions
-from services.cli.viewer import find_viewer
-from services.tracing.otlp_file import Lines
-from services.tracing.otlp_json import spans_in
-from services.tracing.places import newest_file
+from galley.stack.part import PartFailed, PartSpec, ReadyBy
+from galley.stack.parts import stack_parts, traced
+from galley.stack.stack import Stack, StackDirs, StackOptions
+from galley.stack.viewer import find_viewer
+from galley.trace.read.otlp_file import Lines
+from galley.trace.read.otlp_json import spans_in
+from galley.trace.read.places import newest_file
 from tests.cli.stand_in_stack import once, stack_of, stand_in
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import grpc
 from grpc_status import rpc_status
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.status import rich_status
+from galley.common.wire.status import rich_status
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

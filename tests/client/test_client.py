@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from services.client.client import NO_RETRIES, BadKey, GalleyClient, GalleyRpcError, Message, Speculation
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core.content import prefix_hash
-from services.core.errors import InvalidField, Overloaded, Unavailable, UnknownSession
+from galley.client.client import NO_RETRIES, BadKey, GalleyClient, GalleyRpcError, Message, Speculation
+from galley.core.content import prefix_hash
+from galley.core.errors import InvalidField, Overloaded, Unavailable, UnknownSession
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.client.fake_gateway import SESSION, FakeGateway, serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from services.client.client import TokenStream
+    from galley.client.client import TokenStream
 
 
 async def _text(stream: AsyncIterator[pb.StreamEvent]) -> str:

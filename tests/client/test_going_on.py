@@ -13,11 +13,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext, TraceFlags
 
-from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, Retries
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.telemetry import telemetry_to, traceparent_of
-from services.core.content import prefix_hash
-from services.core.errors import (
+from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, Retries
+from galley.common.tracing.telemetry import telemetry_to, traceparent_of
+from galley.core.content import prefix_hash
+from galley.core.errors import (
     Broken,
     Cancelled,
     Fenced,
@@ -28,12 +27,13 @@ from services.core.errors import (
     Unavailable,
     UnknownSession,
 )
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.client.fake_gateway import SESSION, FakeGateway, Said, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from services.client.client import TokenStream
+    from galley.client.client import TokenStream
 
 NOWHERE = "127.0.0.1:1"
 CALLER, READER = (

@@ -16,17 +16,17 @@ from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as NamedExemplar
 
-from services.common.metrics.cells import Distributed
-from services.common.metrics.metric import Kind
+from galley.common.metrics.cells import Distributed
+from galley.common.metrics.metric import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from prometheus_client.metrics_core import Metric as Family
 
-    from services.common.metrics.cells import Exemplar
-    from services.common.metrics.metric import LabelValues
-    from services.common.metrics.registry import Reading
+    from galley.common.metrics.cells import Exemplar
+    from galley.common.metrics.metric import LabelValues
+    from galley.common.metrics.registry import Reading
 
 
 def by_the_library(readings: Sequence[Reading], *, open_metrics: bool) -> bytes:

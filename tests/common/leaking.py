@@ -6,8 +6,8 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING
 
-from services.common.config import ServiceSettings
-from services.common.server import main_of
+from galley.common.config.settings import ServiceSettings
+from galley.common.server.server import main_of
 from tests.common.service import EchoService, building
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from services.common.server import Parts
+    from galley.common.server.server import Parts
 
 
 class Leaking(EchoService):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.common.metrics.cells import Distributed
+from galley.common.metrics.cells import Distributed
 
 if TYPE_CHECKING:
-    from services.common.metrics.metric import Metric
-    from services.common.metrics.registry import Point, Registry
+    from galley.common.metrics.metric import Metric
+    from galley.common.metrics.registry import Point, Registry
 
 
 def _point(registry: Registry, metric: Metric, *labels: str) -> Point:

@@ -1,13 +1,13 @@
-"""A small service for the tests of services.common: it speaks galley.v1.Draft."""
+"""A small service for the tests of galley.common: it speaks galley.v1.Draft."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from services.common.config import ServiceSettings
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.common.config.settings import ServiceSettings
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.gateway.tls import caller_of
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from services.common.server import Parts
+    from galley.common.server.server import Parts
 
 SERVICE = "galley.v1.Draft"
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.common import files as files_module
-from services.common.files import BadFile, NamedFile, WatchedFiles
+from galley.common.tls import files as files_module
+from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
 from tests.common.logged import logged
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from services.common.binding import CannotBind
-from services.common.health_port import MAX_CONNECTIONS
-from services.common.healthcheck import problem_of
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.server import start_server
+from galley.common.server.health_port import MAX_CONNECTIONS
+from galley.common.server.healthcheck import problem_of
+from galley.common.server.listen import CannotBind
+from galley.common.server.server import start_server
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.common import http2
 from tests.common.service import SERVICE, EchoService, building, settings
 from tests.common.tls_world import request, tls_settings
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from services.common.server import Parts, RunningServer
+    from galley.common.server.server import Parts, RunningServer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

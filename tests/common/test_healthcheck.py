@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.common.healthcheck import main, problem_of
+from galley.common.server.healthcheck import main, problem_of
 from tests.common.tls_world import credentials_of
 from tests.gateway.tls import Authority, mounted
 

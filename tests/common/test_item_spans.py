@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from opentelemetry import trace
 
-from services.common.item_spans import ItemSpan, is_sampled
-from services.core.errors import InvalidField, Unavailable
+from galley.common.tracing.item_spans import ItemSpan, is_sampled
+from galley.core.errors import InvalidField, Unavailable
 from tests.fakes.tracing import Kept, attributes_of, context_of
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -13,10 +13,10 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as traces
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as traces_rpc
 
-from services.common.last_words import say_last_words
-from services.common.metrics.labels import GATEWAY
-from services.common.metrics.metering import OFF, start_metering
-from services.common.telemetry import start_telemetry
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.metering import OFF, start_metering
+from galley.common.server.last_words import say_last_words
+from galley.common.tracing.telemetry import start_telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

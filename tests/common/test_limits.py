@@ -14,11 +14,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from services.common.limits import server_options
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.server import RunningServer, start_server
-from services.common.standard import MOST_OPEN
+from galley.common.config.limits import server_options
+from galley.common.server.health import MOST_OPEN
+from galley.common.server.server import RunningServer, start_server
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.common import http2
 from tests.common.service import SERVICE, EchoService, building, settings
 

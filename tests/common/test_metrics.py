@@ -11,14 +11,14 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open_metrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from services.common.metrics import catalogue
-from services.common.metrics.catalogue import of_service
-from services.common.metrics.cells import Bound, Count, Distribution, Series, span_ref
-from services.common.metrics.exposition import OPEN_METRICS, TEXT, Exposition
-from services.common.metrics.labels import SERVICES, STRATEGY, WORKLOAD
-from services.common.metrics.metric import OTHER, Kind, Metric
-from services.common.metrics.registry import Registry
-from services.common.version import __version__
+from galley.common.metrics import catalogue
+from galley.common.metrics.catalogue import of_service
+from galley.common.metrics.cells import Bound, Count, Distribution, Series, span_ref
+from galley.common.metrics.exposition import OPEN_METRICS, TEXT, Exposition
+from galley.common.metrics.labels import SERVICES, STRATEGY, WORKLOAD
+from galley.common.metrics.metric import OTHER, Kind, Metric
+from galley.common.metrics.registry import Registry
+from galley.version import __version__
 from tests.common.exposed import by_the_library
 from tests.common.readings import count, histogram, number
 

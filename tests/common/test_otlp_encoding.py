@@ -14,9 +14,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
 
-from services.common.lean_spans import LeanSpan, SpanScope, readable
-from services.common.otlp_encoding import encoded
-from services.common.span_names import packed
+from galley.common.tracing.light_spans import LeanSpan, SpanScope, readable
+from galley.common.tracing.otlp_encoding import encoded
+from galley.common.tracing.span_names import packed
 
 RESOURCES = [Resource({"service.name": "a", "n": 1}, "https://example.org"), Resource({})]
 SCOPES = [InstrumentationScope("s", "1", "https://example.org/1"), InstrumentationScope("t")]

@@ -13,8 +13,8 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as traces
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as traces_rpc
 
-from services.common.metrics.metering import OFF, start_metering
-from services.common.telemetry import Telemetry, start_telemetry
+from galley.common.metrics.metering import OFF, start_metering
+from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from tests.gateway.clusters import free_port
 from tests.gateway.tls import Authority, Mounted, caller_of, mounted
 

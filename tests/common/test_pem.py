@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from services.common.files import BadFile, NamedFile
-from services.common.tls import Material, TlsFiles
+from galley.common.tls.files import BadFile, NamedFile
+from galley.common.tls.material import Material, TlsFiles
 from tests.gateway.tls import Authority, Certificate
 
 if TYPE_CHECKING:

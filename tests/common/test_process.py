@@ -11,20 +11,20 @@ import threading
 
 import pytest
 
-from services.common.codec import logprobs_from, logprobs_message, sampling_from, sampling_message
-from services.common.config import parse_settings
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.process import hand_back_free_memory, in_passing_thread
-from services.common.readiness import Readiness
-from services.core.params import SamplingParams
-from services.core.records import PositionLogprobs
+from galley.common.config.settings import parse_settings
+from galley.common.server.lifecycle import Readiness
+from galley.common.server.process import hand_back_free_memory, in_passing_thread
+from galley.common.wire.codec import logprobs_from, logprobs_message, sampling_from, sampling_message
+from galley.core.records import PositionLogprobs
+from galley.core.sampling_params import SamplingParams
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.common.service import settings
 
 LOGGING = """
 import logging, structlog, sys
 from opentelemetry import trace
-from services.common.logs import get_logger, start_logging
-from services.common.telemetry import context_from
+from galley.common.server.logs import get_logger, start_logging
+from galley.common.tracing.telemetry import context_from
 start_logging("galley-test", "info", sys.argv[1])
 structlog.contextvars.bind_contextvars(session_id="s1")
 parent = context_from("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
@@ -41,7 +41,7 @@ except ValueError:
 
 
 FREED_BENEATH_WHAT_LIVES = """
-from services.common.process import hand_back_free_memory, in_passing_thread
+from galley.common.server.process import hand_back_free_memory, in_passing_thread
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 many = [bytes(4000) for _ in range(25_000)]
@@ -86,7 +86,7 @@ ORPHAN = """
 import os, subprocess, sys
 child = subprocess.Popen(
     [sys.executable, "-c",
-     "import time; from services.common.process import die_with_parent; die_with_parent();"
+     "import time; from galley.common.server.process import die_with_parent; die_with_parent();"
      "print('ready', flush=True); time.sleep(60)"],
     stdout=subprocess.PIPE, pass_fds=[int(sys.argv[1])])
 child.stdout.readline()

@@ -12,9 +12,9 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as otlp
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as otlp_rpc
 
-from services.common.metrics import catalogue
-from services.common.metrics.metering import OFF, Metering, start_metering
-from services.common.version import __version__
+from galley.common.metrics import catalogue
+from galley.common.metrics.metering import OFF, Metering, start_metering
+from galley.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,7 +129,7 @@ async def test_it_can_be_switched_off(
 
 
 async def test_a_collector_that_is_away_holds_up_no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.common.metrics.push.FLUSH_S", 0.05)
+    monkeypatch.setattr("galley.common.metrics.push.FLUSH_S", 0.05)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     metering = await pushing()
     async with asyncio.timeout(PATIENCE_S / 4):

@@ -11,8 +11,8 @@ import uvloop
 
 from bench.link import Link
 from bench.relay import Relay
-from services.common.redis_calls import Copies, RedisCalls, script_of
-from services.core.errors import Broken, StoreUnavailable
+from galley.common.redis.calls import Copies, RedisCalls, script_of
+from galley.core.errors import Broken, StoreUnavailable
 from tests.gateway.servers import VALKEY, running
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from services.common.redis_url import Credentials, RedisUrl, Tls, parse_redis_url
+from galley.common.redis.url import Credentials, RedisUrl, Tls, parse_redis_url
 from services.gateway.settings import GatewaySettings
 
 

@@ -13,10 +13,8 @@ import pytest
 from redis.crc import key_slot
 from structlog.testing import capture_logs
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.redis_calls import RedisCalls
-from services.common.registration import start_registration
-from services.common.registry import (
+from galley.common.redis.calls import RedisCalls
+from galley.common.registry.leases import (
     DRAFT_POOL,
     MAX_CACHED_PREFIXES,
     TARGET_POOL,
@@ -25,8 +23,10 @@ from services.common.registry import (
     draft_lease,
     target_lease,
 )
-from services.core.errors import StoreUnavailable
-from services.core.routing import TargetLease
+from galley.common.registry.registration import start_registration
+from galley.core.errors import StoreUnavailable
+from galley.core.routing.choice import TargetLease
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.gateway.clusters import KINDS, Cluster, backend
 from tests.gateway.servers import BINARIES, Server, running
 

@@ -8,9 +8,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
 from opentelemetry.trace import SpanKind
 
-from services.common.sampling import GalleySampler, follows_sampled_parents
-from services.common.telemetry import context_from
-from services.core import trace_names as names
+from galley.common.tracing.sampling import GalleySampler, follows_sampled_parents
+from galley.common.tracing.telemetry import context_from
+from galley.core import trace_names as names
 
 NEVER, ALWAYS = ParentBased(ALWAYS_OFF), ParentBased(ALWAYS_ON)
 ROOT = Context()

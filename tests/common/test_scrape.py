@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.common.metrics import scrape
-from services.common.metrics.exposition import OPEN_METRICS, TEXT
-from services.common.metrics.metering import OFF, start_metering
-from services.common.metrics.registry import Registry
-from services.common.metrics.scrape import MAX_CONNECTIONS, MAX_REQUEST_BYTES, ScrapeServer
+from galley.common.metrics import scrape
+from galley.common.metrics.exposition import OPEN_METRICS, TEXT
+from galley.common.metrics.metering import OFF, start_metering
+from galley.common.metrics.registry import Registry
+from galley.common.metrics.scrape import MAX_CONNECTIONS, MAX_REQUEST_BYTES, ScrapeServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 from pydantic_settings import BaseSettings
 
-from services.common.config import parse_settings, settings_config
-from services.common.secret_files import MAX_BYTES, with_secrets_read
+from galley.common.config.secrets import MAX_BYTES, with_secrets_read
+from galley.common.config.settings import parse_settings, settings_config
 from services.draft.settings import DraftSettings
 from services.gateway.settings import GatewaySettings
 

@@ -14,12 +14,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from services.common.binding import CannotBind
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.server import RunningServer, start_server
-from services.common.status import StatusInterceptor, describe
-from services.core import errors
+from galley.common.server.listen import CannotBind
+from galley.common.server.server import RunningServer, start_server
+from galley.common.wire.status import StatusInterceptor, describe
+from galley.core import errors
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.common.service import SERVICE, EchoService, building, settings
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.span_names import names_a_span, packed, unpacked
+from galley.common.tracing.span_names import names_a_span, packed, unpacked
 
 TRACE_ID, SPAN_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 NAME = packed(TRACE_ID, SPAN_ID)

@@ -9,8 +9,8 @@ import pytest
 from opentelemetry.instrumentation.utils import is_instrumentation_enabled
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from services.common.span_queue import QueueLimits, SpanQueue
-from services.common.telemetry import telemetry_to
+from galley.common.tracing.span_queue import QueueLimits, SpanQueue
+from galley.common.tracing.telemetry import telemetry_to
 from tests.service.waiting import PATIENCE_S
 
 if TYPE_CHECKING:

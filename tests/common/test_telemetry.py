@@ -16,12 +16,12 @@ from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_rpc
 
-from services.common.logs import start_logging
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.server import Parts, start_server
-from services.common.telemetry import context_from, start_telemetry, w3c_metadata
-from services.common.version import __version__
+from galley.common.server.logs import start_logging
+from galley.common.server.server import Parts, start_server
+from galley.common.tracing.telemetry import context_from, start_telemetry, w3c_metadata
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.version import __version__
 from tests.common.service import EchoService, building, settings
 
 if TYPE_CHECKING:

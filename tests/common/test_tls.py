@@ -10,16 +10,16 @@ import grpc
 import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from services.common import files
-from services.common import reloading as reloading_module
-from services.common.channels import ChannelTls
-from services.common.files import BadFile
-from services.common.metrics.catalogue import SERVED_CERTIFICATE_EXPIRY
-from services.common.metrics.registry import Registry
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.reloading import ReloadingChannel
-from services.common.server import Parts, start_server
-from services.common.tls import Material, channel_credentials
+from galley.common.metrics.catalogue import SERVED_CERTIFICATE_EXPIRY
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts, start_server
+from galley.common.tls import channels as reloading_module
+from galley.common.tls import files
+from galley.common.tls.channels import ReloadingChannel
+from galley.common.tls.files import BadFile
+from galley.common.tls.keepalive import ChannelTls
+from galley.common.tls.material import Material, channel_credentials
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.common.logged import logged
 from tests.common.readings import number
 from tests.common.service import EchoService, building, settings

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.common.unless import unless
+from galley.common.server.unless import unless
 
 
 class Work:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from services.common.channels import ChannelTls, open_channel
-from services.common.files import NamedFile
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.server import RunningServer, start_server
-from services.common.tls import TlsFiles, server_credentials, server_files
+from galley.common.server.server import RunningServer, start_server
+from galley.common.tls.files import NamedFile
+from galley.common.tls.keepalive import ChannelTls, open_channel
+from galley.common.tls.material import TlsFiles, server_credentials, server_files
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.common.service import EchoService, building, settings
 
 if TYPE_CHECKING:

@@ -13,23 +13,23 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from services.core import events as ev
-from services.core.answer import Answer, Chunk, SessionSpec
-from services.core.content import prefix_hash
-from services.core.habits import Book
-from services.core.hints import Hint
-from services.core.kv_table import KvTable
-from services.core.params import SamplingParams
-from services.core.scheduler import Linger, Scheduler
-from services.core.session import Session, SessionLimits
-from services.core.step import Sampled, StepPlan
-from services.core.verify_items import Confirmed, Extend, VerifyRequest
+from galley.core.answer.answer import Answer, Chunk, SessionSpec
+from galley.core.content import prefix_hash
+from galley.core.hints import Hint
+from galley.core.kv.table import KvTable
+from galley.core.sampling_params import SamplingParams
+from galley.core.scheduler.messages import Confirmed, Extend, VerifyRequest
+from galley.core.scheduler.scheduler import Linger, Scheduler
+from galley.core.session import events as ev
+from galley.core.session.draft_statistics import Book
+from galley.core.session.machine import Session, SessionLimits
+from galley.core.step import Sampled, StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.core.cost import PassTimes
-    from services.core.step import StepOutcome
+    from galley.core.cost.model import PassTimes
+    from galley.core.step import StepOutcome
 
 MS = 1_000_000
 _VOCAB = 1 << 16

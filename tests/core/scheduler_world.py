@@ -7,21 +7,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from services.core.content import Miss, prefix_hash, token_bytes
-from services.core.cost import PassTimes
-from services.core.errors import GalleyError, Overloaded, Unavailable
-from services.core.hints import Hint
-from services.core.kv_table import KvTable
-from services.core.params import SamplingParams
-from services.core.scheduler import Linger, Scheduler
-from services.core.step import Sampled, StepPlan
-from services.core.verify_items import Confirmed, Extend, Overtaken, VerifyRequest
+from galley.core.content import Miss, prefix_hash, token_bytes
+from galley.core.cost.model import PassTimes
+from galley.core.errors import GalleyError, Overloaded, Unavailable
+from galley.core.hints import Hint
+from galley.core.kv.table import KvTable
+from galley.core.sampling_params import SamplingParams
+from galley.core.scheduler.messages import Confirmed, Extend, Overtaken, VerifyRequest
+from galley.core.scheduler.scheduler import Linger, Scheduler
+from galley.core.step import Sampled, StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.core.step import Chunk, StepOutcome
-    from services.core.verify_items import Answer
+    from galley.core.scheduler.messages import Answer
+    from galley.core.step import Chunk, StepOutcome
 
 VOCAB = 7
 MS = 1_000_000

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from services.core import events as ev
-from services.core.answer import Answer, Chunk, SessionSpec
-from services.core.content import Miss, look_up, prefix_hash
-from services.core.errors import DeadlinePassed, Fenced, StoreUnavailable
-from services.core.hints import Hint
-from services.core.params import SamplingParams
-from services.core.records import PositionLogprobs, TokenRecord
-from services.core.rounds import RoundEnded
-from services.core.session import Phase, Session, SessionLimits
-from services.core.store import LogBehind
+from galley.core.answer.answer import Answer, Chunk, SessionSpec
+from galley.core.content import Miss, look_up, prefix_hash
+from galley.core.errors import DeadlinePassed, Fenced, StoreUnavailable
+from galley.core.hints import Hint
+from galley.core.records import PositionLogprobs, TokenRecord
+from galley.core.sampling_params import SamplingParams
+from galley.core.session import events as ev
+from galley.core.session.machine import Phase, Session, SessionLimits
+from galley.core.session.round import RoundEnded
+from galley.core.store import LogBehind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

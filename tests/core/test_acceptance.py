@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.acceptance import (
+from galley.core.acceptance import (
     Verdict,
     accepted_length,
     confirm,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.core.admission import Admission, Place
-from services.core.allowance import TokenBucket
-from services.core.errors import Overloaded
-from services.core.principal import ANONYMOUS, Principal, PrincipalLimits
+from galley.core.admission.admission import Admission, Place
+from galley.core.admission.principal import ANONYMOUS, Principal, PrincipalLimits
+from galley.core.admission.token_bucket import TokenBucket
+from galley.core.errors import Overloaded
 
 SECOND = 1_000_000_000
 

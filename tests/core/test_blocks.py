@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from services.core.blocks import BlockPool
-from services.core.content import block_hashes
-from services.core.errors import Broken
+from galley.core.content import block_hashes
+from galley.core.errors import Broken
+from galley.core.kv.blocks import BlockPool
 
 A, B, C = block_hashes(b"salt", [1, 2, 3], 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.breaker import FAILURES, FIRST_PAUSE_NS, LONGEST_PAUSE_NS, WINDOW, Breaker, State
+from galley.core.routing.breaker import FAILURES, FIRST_PAUSE_NS, LONGEST_PAUSE_NS, WINDOW, Breaker, State
 
 
 def opened(breaker: Breaker, now: int = 0) -> int:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.calibration import MEMORY, Calibration
-from services.core.last_used import LastUsed
+from galley.core.last_used import LastUsed
+from galley.core.lookup.calibration import MEMORY, Calibration
 
 CHANCES = st.floats(0, 1)
 VERDICTS = st.lists(st.booleans(), max_size=200)

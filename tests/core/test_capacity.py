@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.capacity import (
+from galley.core.cost.model import RowCostCurve
+from galley.core.errors import InvalidField
+from galley.plan.capacity import (
     NO_DRAFT,
     Capacity,
     DraftSize,
@@ -20,8 +22,6 @@ from services.core.capacity import (
     capacity,
     point,
 )
-from services.core.cost import RowCostCurve
-from services.core.errors import InvalidField
 
 # Ten tokens an answer, prompts wholly cached, a pass of 10 ms whatever its rows; 16 blocks.
 LOAD = Load(answers_per_s=50, prompt_tokens=90, output_tokens=10, cached_share=1)

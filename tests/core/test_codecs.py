@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.answer import MAX_CHUNK_TOKENS, Answer, Chunk, Ending, Reason, SessionSpec
-from services.core.content import Hit, Miss, look_up, prefix_hash, token_bytes, tokens_of
-from services.core.finish import decode_ending, encode_ending
-from services.core.params import SamplingParams
-from services.core.records import PositionLogprobs, TokenRecord, decode_records, encode_records
-from services.core.spec_codec import decode_spec, encode_spec
+from galley.core.answer.answer import MAX_CHUNK_TOKENS, Answer, Chunk, Ending, Reason, SessionSpec
+from galley.core.answer.codec import decode_spec, encode_spec
+from galley.core.answer.finish import decode_ending, encode_ending
+from galley.core.content import Hit, Miss, look_up, prefix_hash, token_bytes, tokens_of
+from galley.core.records import PositionLogprobs, TokenRecord, decode_records, encode_records
+from galley.core.sampling_params import SamplingParams
 
 float32 = st.floats(width=32, allow_nan=False)
 token_ids = st.integers(0, 2**32 - 1)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.cost import (
+from galley.core.cost.model import (
     FLAT,
     MAX_K,
     RowCostCurve,
@@ -20,7 +20,7 @@ from services.core.cost import (
     plan,
     round_cost,
 )
-from services.core.errors import InvalidField
+from galley.core.errors import InvalidField
 
 if TYPE_CHECKING:
     from collections.abc import Callable

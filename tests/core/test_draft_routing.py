@@ -1,4 +1,4 @@
-"""Which draft a session goes to: laws of `services.core.routing.choose_draft`."""
+"""Which draft a session goes to: laws of `galley.core.routing.choice.choose_draft`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.ports import Replica
-from services.core.routing import DraftCandidate, DraftLease, choose_draft
+from galley.core.routing.choice import DraftCandidate, DraftLease, choose_draft
+from galley.core.session.ports import Replica
 
 LEASE = DraftLease(
     address="a",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.core import events as ev
-from services.core.answer import Answer, SessionSpec
-from services.core.content import prefix_hash
-from services.core.drafting import Asked, Drafting, rest_of
-from services.core.hints import Hint
-from services.core.params import SamplingParams
-from services.core.records import TokenRecord
+from galley.core.answer.answer import Answer, SessionSpec
+from galley.core.content import prefix_hash
+from galley.core.hints import Hint
+from galley.core.records import TokenRecord
+from galley.core.sampling_params import SamplingParams
+from galley.core.session import events as ev
+from galley.core.session.drafting import Asked, Drafting, rest_of
 
 PROMPT = (1, 2, 3)
 

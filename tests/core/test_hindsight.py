@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.core.hindsight import Hindsight
+from galley.core.lookup.proposal_outcomes import Hindsight
 
 
 class Seen(list[tuple[int, bool]]):

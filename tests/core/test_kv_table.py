@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.content import Hit, Miss, PrefixHasher, SessionKey, block_hashes, prefix_hash
-from services.core.errors import Broken, Overloaded
-from services.core.kv_table import KvTable
+from galley.core.content import Hit, Miss, PrefixHasher, SessionKey, block_hashes, prefix_hash
+from galley.core.errors import Broken, Overloaded
+from galley.core.kv.table import KvTable
 
 T = 4  # tokens a block
 A, B, C, D = ((b"salt", name) for name in "abcd")

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.core.content import Hit, SessionKey, block_hashes, look_up, prefix_hash
-from services.core.errors import Overloaded
-from services.core.kv_table import KvTable
+from galley.core.content import Hit, SessionKey, block_hashes, look_up, prefix_hash
+from galley.core.errors import Overloaded
+from galley.core.kv.table import KvTable
 
 BLOCK_TOKENS = 3
 MOST_TOKENS = 18

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.core.lateness import LEAST_NS, Patience, VerdictTimes
+from galley.core.routing.lateness import LEAST_NS, Patience, VerdictTimes
 
 MS = 1_000_000
 CURVE = ((1, 20 * MS), (64, 40 * MS), (512, 200 * MS))

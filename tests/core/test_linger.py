@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from services.core.content import prefix_hash
-from services.core.hints import Hint
-from services.core.linger import PRIOR_ALPHA, Acceptance, Due, HintHabits, linger_until
-from services.core.live_times import LivePassTimes
-from services.core.scheduler import Linger
-from services.core.step import StepPlan
+from galley.core.content import prefix_hash
+from galley.core.cost.live import LivePassTimes
+from galley.core.hints import Hint
+from galley.core.scheduler.linger import PRIOR_ALPHA, Acceptance, Due, HintHabits, linger_until
+from galley.core.scheduler.scheduler import Linger
+from galley.core.step import StepPlan
 from tests.core.scheduler_world import FLAT, MS, Bench, request, result_of, true_answer
 
 PROMPT = [3, 1, 4]

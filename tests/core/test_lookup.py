@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.lookup import NOTHING, AnswerLookup, Found, RecentAnswers, SessionLookup
+from galley.core.lookup.lookup import NOTHING, AnswerLookup, Found, RecentAnswers, SessionLookup
 
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
 FEW = settings(max_examples=120, derandomize=True, deadline=None)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import kstest
 
-from services.core import noise
+from galley.core import noise
 
 GOLDEN = Path(__file__).parent / "golden" / "noise.json"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.core.content import Miss
-from services.core.errors import Broken
-from services.core.verify_items import PassFacts
+from galley.core.content import Miss
+from galley.core.errors import Broken
+from galley.core.scheduler.messages import PassFacts
 from tests.core.scheduler_world import Bench, request
 
 PROMPT = [3, 5, 7, 11]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.cost import PassTimes, rows_that_pay
-from services.core.errors import InvalidField
-from services.core.live_times import LivePassTimes
+from galley.core.cost.live import LivePassTimes
+from galley.core.cost.model import PassTimes, rows_that_pay
+from galley.core.errors import InvalidField
 
 CURVE = PassTimes.measured([(1, 10_000), (8, 12_000), (16, 30_000), (64, 60_000)])
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core import events as ev
-from services.core.rounds import RoundEnded
-from services.core.session import SessionLimits
+from galley.core.session import events as ev
+from galley.core.session.machine import SessionLimits
+from galley.core.session.round import RoundEnded
 from tests.core.session_world import World, spec
 
 TIMES = st.integers(0, 10**9)

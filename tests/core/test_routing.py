@@ -1,4 +1,4 @@
-"""Where a session goes: laws of `services.core.routing`."""
+"""Where a session goes: laws of `galley.core.routing.choice`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.content import block_hashes
-from services.core.routing import LOAD_TOKENS, Candidate, TargetLease, Wanted, cached_tokens, choose
-from services.core.store import Held
+from galley.core.content import block_hashes
+from galley.core.routing.choice import LOAD_TOKENS, Candidate, TargetLease, Wanted, cached_tokens, choose
+from galley.core.store import Held
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.core.content import Miss, prefix_hash
-from services.core.cost import PassTimes
-from services.core.errors import Broken, DeadlinePassed, InvalidField, Overloaded, Unavailable
-from services.core.hints import Hint
-from services.core.step import Sampled
-from services.core.verify_items import Confirmed, Overtaken
+from galley.core.content import Miss, prefix_hash
+from galley.core.cost.model import PassTimes
+from galley.core.errors import Broken, DeadlinePassed, InvalidField, Overloaded, Unavailable
+from galley.core.hints import Hint
+from galley.core.scheduler.messages import Confirmed, Overtaken
+from galley.core.step import Sampled
 from tests.core.scheduler_world import (
     FLAT,
     MS,
@@ -27,7 +27,7 @@ from tests.core.scheduler_world import (
 )
 
 if TYPE_CHECKING:
-    from services.core.verify_items import Answer
+    from galley.core.scheduler.messages import Answer
 
 PROMPT = [3, 1, 4, 1, 5]
 ANSWER = true_answer(PROMPT, 60)

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from services.core import events as ev
-from services.core.errors import Broken, DeadlinePassed, LogLost, TargetUnavailable, Unavailable
-from services.core.session import Session, SessionLimits
+from galley.core.errors import Broken, DeadlinePassed, LogLost, TargetUnavailable, Unavailable
+from galley.core.session import events as ev
+from galley.core.session.machine import Session, SessionLimits
 from tests.core.session_world import MS, World, spec
 
 LIES = [

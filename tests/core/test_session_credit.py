@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.core import events as ev
-from services.core.errors import Broken
-from services.core.records import PositionLogprobs
-from services.core.session import SessionLimits
+from galley.core.errors import Broken
+from galley.core.records import PositionLogprobs
+from galley.core.session import events as ev
+from galley.core.session.machine import SessionLimits
 from tests.core.session_world import MS, STOP_TOKEN, World, decode, spec, true_next
 
 ENDLESS = frozenset[int]()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from services.core import events as ev
-from services.core.answer import Answer, Ending, Reason
-from services.core.errors import LogLost, TargetUnavailable
-from services.core.records import TokenRecord
-from services.core.session import Phase, Session, SessionLimits
-from services.core.store import LogBehind, SessionEnded
+from galley.core.answer.answer import Answer, Ending, Reason
+from galley.core.errors import LogLost, TargetUnavailable
+from galley.core.records import TokenRecord
+from galley.core.session import events as ev
+from galley.core.session.machine import Phase, Session, SessionLimits
+from galley.core.store import LogBehind, SessionEnded
 from tests.core.session_world import MS, World, decode, spec
 
 

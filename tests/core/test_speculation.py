@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.core.answer import SessionSpec
-from services.core.cost import PassTimes
-from services.core.habits import Book
-from services.core.params import SamplingParams
-from services.core.speculation import Speculation
+from galley.core.answer.answer import SessionSpec
+from galley.core.cost.model import PassTimes
+from galley.core.sampling_params import SamplingParams
+from galley.core.session.draft_statistics import Book
+from galley.core.session.speculation import Speculation
 from tests.core.pool_world import MS, Pool, Scenario
 
 MEASURED = PassTimes.measured(

@@ -7,9 +7,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.events import Timing
-from services.core.rounds import RoundEnded
-from services.core.stats import plain_ns
+from galley.core.session.events import Timing
+from galley.core.session.round import RoundEnded
+from galley.core.session.stats import plain_ns
 
 MS = 1_000_000
 PLAIN = RoundEnded(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.suffixes import NO_MATCH, NOWHERE, Match, Place, SuffixAutomaton
+from galley.core.lookup.suffix_automaton import NO_MATCH, NOWHERE, Match, Place, SuffixAutomaton
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

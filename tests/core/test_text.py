@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.text import TextStream
+from galley.core.answer.text import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

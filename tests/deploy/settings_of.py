@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
+from galley.common.config.settings import ServiceSettings, parse_settings
 from scripts.chart_schema import settings_of
-from services.common.config import ServiceSettings, parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -148,7 +148,7 @@ def test_the_test_is_a_caller_like_any_other() -> None:
     container = only_container(test["spec"])
     gateway = only_container(pods(rendered)["gateway"])
     assert container["image"] == gateway["image"], "one that is there"
-    assert container["command"] == ["python", "-m", "services.cli"]
+    assert container["command"] == ["python", "-m", "galley.cli"]
     assert container["args"][0] == "generate"
     told = env_of(container)
     assert told["GALLEY_TLS_SERVER_NAME"] == "galley-gateway.galley.svc"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.version import __version__
+from galley.version import __version__
 from tests.deploy.matrix import KEDA, OWN_STORE
 from tests.deploy.render import (
     CHART,

@@ -17,7 +17,7 @@ from tests.deploy.settings_of import parse_env, variables_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from services.common.config import ServiceSettings
+    from galley.common.config.settings import ServiceSettings
     from tests.deploy.render import Manifest
 
 VARIANTS = [

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import typer
 
-from services.cli.__main__ import app
-from services.client.credentials import API_KEY_VARIABLE
+from galley.cli.__main__ import app
+from galley.client.credentials import API_KEY_VARIABLE
 from tests.deploy.matrix import TLS, laid_over
 from tests.deploy.render import CHART, Manifest, env_of, helm, only_container, pods, render, workloads
 

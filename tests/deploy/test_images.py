@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from galley.common.server.server import start_server
+from galley.version import __version__
 from scripts.locks import LOCKS
 from scripts.sbom import taken_out
-from services.common.server import start_server
-from services.common.version import __version__
 from tests.common.service import EchoService, building, settings
 from tests.common.tls_world import tls_settings
 from tests.deploy.render import ROLES, ROOT, container, default_values, pod, render, workloads
@@ -60,7 +60,7 @@ def test_it_runs_the_service_as_the_charts_user(role: str) -> None:
     stage = last_stage(role)
     assert f'ENTRYPOINT ["python", "-m", "services.{role}"]' in stage
     assert find_spec(f"services.{role}.__main__") is not None
-    assert find_spec("services.common.healthcheck") is not None
+    assert find_spec("galley.common.server.healthcheck") is not None
     user = pod(workloads(render())[role])["securityContext"]["runAsUser"]
     assert f"\nUSER {user}:{user}\n" in stage
 

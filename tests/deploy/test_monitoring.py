@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from services.common.otlp import exports
+from galley.common.tracing.otlp import exports
 from tests.deploy.render import (
     ROLES,
     ROOT,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from services.common.metrics.catalogue import METRICS
+from galley.common.metrics.catalogue import METRICS
 from tests.deploy.matrix import KEDA, SWITCHES
 from tests.deploy.render import Manifest, default_values, of_kind, render
 from tests.repo.promql import unknown_names
@@ -17,7 +17,7 @@ from tests.repo.promql import unknown_names
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from services.common.metrics.metric import Metric
+    from galley.common.metrics.metric import Metric
 
 NOT_INSTALLED = "promtool is not installed"
 IN = 'namespace="galley"'

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from services.target import ray_cluster
+from services.target.ray import cluster as ray_cluster
 from services.target.settings import TargetSettings
 from tests.deploy.render import (
     ROOT,
@@ -26,7 +26,7 @@ from tests.deploy.render import (
 from tests.deploy.settings_of import parse_env
 
 if TYPE_CHECKING:
-    from services.common.config import ServiceSettings
+    from galley.common.config.settings import ServiceSettings
 
 GROUP = {"target": {"kind": "leaderworkerset", "nodes": 2, "tensorParallel": 8, "gpus": 4, "replicas": 3}}
 RAY = {"target": {"kind": "rayservice", "tensorParallel": 4, "gpus": 4, "replicas": 2}}
@@ -222,7 +222,7 @@ def test_a_model_that_is_fetched_before_is_not_asked_for_again(values: Manifest)
             continue
         (download,) = spec["initContainers"]
         model = {"draft": "example/small", "target": "example/big"}[role]
-        assert download["command"] == ["python", "-m", "services.engine.prepare", model]
+        assert download["command"] == ["python", "-m", "galley.engine.load.resolve", model]
         assert [entry["name"] for entry in download["env"]] == ["HF_TOKEN"]
         (container,) = spec["containers"]
         assert env_of(container)["HF_HUB_OFFLINE"] == "1"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from services.distill.evaluation import Acceptance
+    from galley.distill.training.evaluation import Acceptance
 
 
 class Killed(Exception):

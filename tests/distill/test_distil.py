@@ -11,25 +11,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.common.tokenizer_hash import tokenizer_hash
-from services.core.errors import InvalidField
-from services.distill.corpus import read_corpus
-from services.distill.distil import distil
-from services.distill.export import SHARPENING, read_draft, write_draft
-from services.distill.growing import begin_from
-from services.distill.labels import head_tokens
-from services.distill.options import Options
-from services.distill.target import read_target
-from services.engine.batch import Rows
-from services.engine.draft_directory import HEAD_TOKENS, KEY, SCALE
-from services.engine.model import CausalModel
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.core.errors import InvalidField
+from galley.distill.data.corpus import read_corpus
+from galley.distill.data.labels import head_tokens
+from galley.distill.export import SHARPENING, read_draft, write_draft
+from galley.distill.options import Options
+from galley.distill.run import distil
+from galley.distill.training.growing import begin_from
+from galley.distill.training.teacher import read_target
+from galley.engine.batch import Rows
+from galley.engine.load.draft_directory import HEAD_TOKENS, KEY, SCALE
+from galley.engine.model import CausalModel
 from tests.distill.collected import Collected, Killed
 from tests.target.tiny import VOCAB
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from services.distill.distil import Distilled
+    from galley.distill.run import Distilled
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import log_softmax
 
-from services.distill.batches import epoch_groups
-from services.distill.export import quantized
-from services.distill.labels import Labels
-from services.distill.loss import distilled
+from galley.distill.data.labels import Labels
+from galley.distill.export import quantized
+from galley.distill.training.batches import epoch_groups
+from galley.distill.training.loss import distilled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

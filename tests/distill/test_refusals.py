@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from services.cli.distill import distill
-from services.core.errors import InvalidField
-from services.distill.corpus import Corpus, read_corpus, write_corpus
-from services.distill.distil import distil
-from services.distill.material import gather
-from services.distill.options import Options
-from services.distill.prompts import read_prompts
-from services.gateway.tokenizer import Tokenizer
+from galley.cli.distill import distill
+from galley.core.errors import InvalidField
+from galley.distill.data.corpus import Corpus, read_corpus, write_corpus
+from galley.distill.data.material import gather
+from galley.distill.data.prompts import read_prompts
+from galley.distill.options import Options
+from galley.distill.run import distil
+from services.gateway.request.tokenize import Tokenizer
 from tests.distill.collected import Collected, Killed
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.server import start_server
+from galley.common.server.server import start_server
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.__main__ import build
 from services.draft.settings import DraftSettings
 from tests.target.tiny import save_tiny_model

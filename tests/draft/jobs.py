@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.common.slices import Slice
-from services.core.content import agreement, prefix_hash
-from services.core.params import SamplingParams
+from galley.common.wire.slices import Slice
+from galley.core.content import agreement, prefix_hash
+from galley.core.sampling_params import SamplingParams
 from services.draft.strategies.base import DraftJob
 
 if TYPE_CHECKING:

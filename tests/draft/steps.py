@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.server import start_server
+from galley.common.server.server import start_server
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
 from services.draft.servicer import DraftService
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from services.common.lean_spans import SpanScope
-    from services.common.metrics.registry import Registry
-    from services.common.server import Parts
+    from galley.common.metrics.registry import Registry
+    from galley.common.server.server import Parts
+    from galley.common.tracing.light_spans import SpanScope
     from services.draft.strategies.base import DraftJob, Guess, Strategy
 
 PATIENCE_S = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.content import agreement
+from galley.core.content import agreement
 from services.draft.strategies.base import DraftSession
 from services.draft.strategies.drafted import Drafted
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.core.errors import Broken
+from galley.core.errors import Broken
 from services.draft.strategies.base import DraftSession
 from services.draft.strategies.hybrid import HybridStrategy
 from services.draft.strategies.lookups import Lookups

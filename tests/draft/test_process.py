@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.target.items import slice_of
 
 if TYPE_CHECKING:

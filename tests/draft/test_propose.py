@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.tokenizer_hash import tokenizer_hash
-from services.core.content import prefix_hash
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.core.content import prefix_hash
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.draft.conftest import drafting
 from tests.target.items import slice_of
 from tests.target.tiny import CONTEXT, POISON, VOCAB, greedy, save_tiny_model
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 REPEATING = [5, 6, 7, 8, 9, 5, 6]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from opentelemetry.trace import SpanKind, StatusCode
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.strategies.model import ModelStrategy
 from services.draft.strategies.steps import ModelSteps
 from tests.draft.steps import gating, item, serving

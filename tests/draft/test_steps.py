@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core.content import prefix_hash
+from galley.core.content import prefix_hash
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.draft.steps import gating, item
 from tests.target.tiny import greedy
 

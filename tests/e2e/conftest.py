@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.engine.truncate import truncate_model
+from galley.engine.load.truncate import truncate_model
 from tests.e2e.reference import Reference
 from tests.e2e.stacks import DRAFT_LAYERS, Clients, running_clients
 

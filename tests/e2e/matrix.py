@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.client.client import GalleyClient
-from services.client.options import GenerateOptions, Prompt, Speculation
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core import strategies
+from galley.client.client import GalleyClient
+from galley.client.options import GenerateOptions, Prompt, Speculation
+from galley.core import strategies
+from galley.pb.galley.v1 import galley_pb2 as pb
 
 SPOILS = (0.0, 0.3, 0.7)
 DRAFT_LENGTHS = (1, 4, 8)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.client.options import Message
-from services.gateway.tokenizer import Tokenizer
+from galley.client.options import Message
+from services.gateway.request.tokenize import Tokenizer
 
 _CHATS = (
     "What is the capital of France?",

@@ -19,14 +19,14 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.cli.stack import Stack, StackOptions
-from services.client.client import GalleyClient
-from services.client.options import GenerateOptions, Speculation
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.registry import TARGET_POOL, ReplicaRegistry
-from services.core.routing import TargetLease
-from services.gateway.tokenizer import Tokenizer
+from galley.client.client import GalleyClient
+from galley.client.options import GenerateOptions, Speculation
+from galley.common.registry.leases import TARGET_POOL, ReplicaRegistry
+from galley.core.routing.choice import TargetLease
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.stack.stack import Stack, StackOptions
+from services.gateway.request.tokenize import Tokenizer
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.reference import TIE
 from tests.target.items import slice_of, verify

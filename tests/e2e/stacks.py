@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.cli.part import Facts, PartSpec
-from services.cli.parts import python_module, stack_parts
-from services.cli.stack import Stack, StackDirs, StackOptions
-from services.client.client import GalleyClient
-from services.core import strategies
+from galley.client.client import GalleyClient
+from galley.core import strategies
+from galley.stack.part import Facts, PartSpec
+from galley.stack.parts import python_module, stack_parts
+from galley.stack.stack import Stack, StackDirs, StackOptions
 from tests.e2e.matrix import SPOILS, Case
 
 DRAFT_LAYERS = (0, 1, 28, 29)

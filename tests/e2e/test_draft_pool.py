@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.cli.stack import Stack, StackOptions
-from services.client.client import GalleyClient, TokenStream
-from services.client.options import Message, Speculation
-from services.common.registry import DRAFT_POOL, ReplicaRegistry
+from galley.client.client import GalleyClient, TokenStream
+from galley.client.options import Message, Speculation
+from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
+from galley.stack.stack import Stack, StackOptions
 from tests.service.waiting import PATIENCE_S, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.core.routing import DraftLease
+    from galley.core.routing.choice import DraftLease
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.cli.part import Facts, PartSpec
-from services.cli.parts import python_module, stack_parts
-from services.cli.stack import Stack, StackDirs, StackOptions
-from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
-from services.client.options import ClientTls, Speculation
+from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
+from galley.client.options import ClientTls, Speculation
+from galley.stack.part import Facts, PartSpec
+from galley.stack.parts import python_module, stack_parts
+from galley.stack.stack import Stack, StackDirs, StackOptions
 from tests.e2e.prometheus import Prometheus, scraping
 from tests.gateway.tls import Authority, Mounted, mounted
 from tests.repo.promql import ALERTS, SERIES, always, dashboards, panels, rules

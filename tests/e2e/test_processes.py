@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from services.client.client import GalleyClient, TokenStream
-from services.client.options import GenerateOptions, Message, Speculation
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core.strategies import NGRAM
+from galley.client.client import GalleyClient, TokenStream
+from galley.client.options import GenerateOptions, Message, Speculation
+from galley.core.strategies import NGRAM
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.e2e.stacks import Clients
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]

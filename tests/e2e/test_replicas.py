@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.cli.stack import Stack, StackOptions
-from services.client.client import GalleyClient, TokenStream
-from services.client.options import GenerateOptions, Message
-from services.common.redis_calls import RedisCalls
+from galley.client.client import GalleyClient, TokenStream
+from galley.client.options import GenerateOptions, Message
+from galley.common.redis.calls import RedisCalls
+from galley.stack.stack import Stack, StackOptions
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 

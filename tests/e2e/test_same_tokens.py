@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.client.options import GenerateOptions
-from services.core.strategies import ORACLE
-from services.gateway.tokenizer import Tokenizer
+from galley.client.options import GenerateOptions
+from galley.core.strategies import ORACLE
+from services.gateway.request.tokenize import Tokenizer
 from tests.e2e.matrix import Answer, Case, ask_all, pairwise_cases
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.reference import Reference

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from services.core import trace_names as names
-from services.tracing.build import stories_of
-from services.tracing.library import find
-from services.tracing.otlp_file import Lines, OtlpFile
-from services.tracing.spans import CLIENT as ASKS
-from services.tracing.spans import ERROR, SERVER
+from galley.core import trace_names as names
+from galley.trace.read.build import stories_of
+from galley.trace.read.library import find
+from galley.trace.read.otlp_file import Lines, OtlpFile
+from galley.trace.read.spans import CLIENT as ASKS
+from galley.trace.read.spans import ERROR, SERVER
 from tests.e2e.tracing import ASK, CLIENT, MAX_TOKENS, PROMPT, STREAMS, Run, traced_run
 from tests.service.spans import MS
 from tests.service.test_request_spans import PARTS, RECOMMENDED, REQUIRED
@@ -24,8 +24,8 @@ from tests.target.tiny import save_tiny_model
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from services.tracing.model import Story
-    from services.tracing.spans import Span, SpanKey
+    from galley.trace.read.model import Story
+    from galley.trace.read.spans import Span, SpanKey
 
 SLACK_NS = 500 * MS
 GATEWAY, DRAFT, TARGET = "galley-gateway", "galley-draft", "galley-target"

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from services.cli.stack import Stack, StackOptions
-from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
-from services.client.options import GenerateOptions, Speculation
-from services.client.request import generate_request
-from services.common.telemetry import start_telemetry, w3c_metadata
-from services.core import trace_names as names
-from services.core.strategies import NGRAM
-from services.tracing.otlp_json import document_of, spans_in
+from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
+from galley.client.options import GenerateOptions, Speculation
+from galley.client.request import generate_request
+from galley.common.tracing.telemetry import start_telemetry, w3c_metadata
+from galley.core import trace_names as names
+from galley.core.strategies import NGRAM
+from galley.stack.stack import Stack, StackOptions
+from galley.trace.read.otlp_json import document_of, spans_in
 from tests.e2e.test_replicas import told
 from tests.service.collector import Collector
 from tests.service.narrow import narrow
@@ -29,8 +29,8 @@ from tests.service.waiting import PATIENCE_S
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from services.common.telemetry import Telemetry
-    from services.tracing.spans import Span, SpanKey
+    from galley.common.tracing.telemetry import Telemetry
+    from galley.trace.read.spans import Span, SpanKey
 
 CLIENT = "galley-client"
 ASK = "ask"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from services.engine.loading import silence
-from services.engine.model import CausalModel, Rows
+from galley.engine.load.module import silence
+from galley.engine.model import CausalModel, Rows
 
 if TYPE_CHECKING:
     import random

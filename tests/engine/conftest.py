@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.common.defaults import DEFAULT_MODEL
-from services.engine.model import CausalModel
-from services.engine.prepare import resolve_model
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.engine.load.resolve import resolve_model
+from galley.engine.model import CausalModel
 from tests.engine.configs import save_random
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.common.tokenizer_hash import tokenizer_hash
-from services.engine.draft_directory import embeddings_sha256, read_embedding
-from services.engine.model import CausalModel
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.engine.load.draft_directory import embeddings_sha256, read_embedding
+from galley.engine.model import CausalModel
 from tests.engine.configs import CONFIGS, save_random
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.core import noise
-from services.core.records import PositionLogprobs
-from services.core.step import Draw, Sampled
-from services.engine.sampling import draw_all
+from galley.core import noise
+from galley.core.records import PositionLogprobs
+from galley.core.step import Draw, Sampled
+from galley.engine.sampling.draw import draw_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from services.core.params import SamplingParams
+    from galley.core.sampling_params import SamplingParams
 
     Floats = NDArray[np.float32]
     Ids = NDArray[np.int64]

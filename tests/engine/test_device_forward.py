@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from services.core.blocks import BLOCK_TOKENS
-from services.core.step import Chunk
-from services.engine import flex_layout, probe
-from services.engine.device_forward import DeviceForward, Shapes
-from services.engine.flat_pool import FlatPool
-from services.engine.flex import FlexAttention, attend_by
-from services.engine.forwards import TransformersForward
-from services.engine.graphs import Graphs
-from services.engine.kv_pool import kv_shape
-from services.engine.loading import load_config, load_module
-from services.engine.model import CausalModel, ModelInfo
-from services.engine.pages import Span
+from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.core.step import Chunk
+from galley.engine import probe
+from galley.engine.cuda import flex_layout
+from galley.engine.cuda.flat_pool import FlatPool
+from galley.engine.cuda.flex import FlexAttention, attend_by
+from galley.engine.cuda.forward import DeviceForward, Shapes
+from galley.engine.cuda.graphs import Graphs
+from galley.engine.forward import TransformersForward
+from galley.engine.kv_pool import kv_shape
+from galley.engine.load.module import load_config, load_module
+from galley.engine.model import CausalModel, ModelInfo
+from galley.engine.pages import Span
 from tests.engine.configs import CONFIGS, VOCAB, load, tokens_of
 from tests.engine.flex_standin import kernel
 

@@ -13,20 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core import noise
-from services.core.errors import Broken
-from services.core.params import SamplingParams
-from services.core.step import Draw, Sampled
-from services.engine import device_sampling
-from services.engine import noise as torch_noise
-from services.engine.device_sampling import plain
-from services.engine.sampling import draw_all
+from galley.core import noise
+from galley.core.errors import Broken
+from galley.core.sampling_params import SamplingParams
+from galley.core.step import Draw, Sampled
+from galley.engine.cuda import sampling as device_sampling
+from galley.engine.cuda.sampling import plain
+from galley.engine.sampling import torch_noise
+from galley.engine.sampling.draw import draw_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.core.errors import GalleyError
-    from services.engine.sampling_layout import Floats
+    from galley.core.errors import GalleyError
+    from galley.engine.sampling.layout import Floats
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 ASKED: list[dict[str, Any]] = [

@@ -18,16 +18,16 @@ import pytest
 import torch
 from scipy.stats import binomtest, chi2, chisquare
 
-from services.core import noise
-from services.core.acceptance import (
+from galley.core import noise
+from galley.core.acceptance import (
     Verdict,
     accepted_length,
     confirm,
     match_probability,
     match_probability_bound,
 )
-from services.core.params import SamplingParams
-from services.core.step import Draw
+from galley.core.sampling_params import SamplingParams
+from galley.core.step import Draw
 from tests.engine.sampling_reference import sample
 
 if TYPE_CHECKING:

@@ -12,17 +12,18 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from services.common.tokenizer_hash import tokenizer_hash
-from services.core.params import SamplingParams
-from services.core.step import Draw, Sampled
-from services.engine import draft_directory, int8
-from services.engine.draft_directory import embeddings_sha256
-from services.engine.errors import UnsupportedModel
-from services.engine.int8 import Int8Linear, int8_product
-from services.engine.model import Rows
-from services.engine.packing import MIN_ROWS, Linears
-from services.engine.sampling import draw_all
-from services.engine.serving import load_model
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.core.sampling_params import SamplingParams
+from galley.core.step import Draw, Sampled
+from galley.engine.cpu import int8
+from galley.engine.cpu.int8 import Int8Linear, int8_product
+from galley.engine.cpu.packing import MIN_ROWS, Linears
+from galley.engine.errors import UnsupportedModel
+from galley.engine.load import draft_directory
+from galley.engine.load.draft_directory import embeddings_sha256
+from galley.engine.model import Rows
+from galley.engine.sampling.draw import draw_all
+from galley.engine.serving import load_model
 from tests.engine.configs import VOCAB, load, save_random, tokens_of, whole
 from tests.engine.drafts import HEAD_TOKENS, LAYERS, Draft, draft_of, load_draft, save_target
 

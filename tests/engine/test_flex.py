@@ -13,15 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
-from services.core.blocks import BLOCK_TOKENS
-from services.engine import flex, flex_layout, paged
-from services.engine.device_options import DeviceOptions
-from services.engine.errors import UnsupportedModel
-from services.engine.flat_pool import FlatPool
-from services.engine.flex import FlexAttention, attend_by, compiled_flex
-from services.engine.kv_pool import KvPool, KvShape
-from services.engine.paged import TorchAttention
-from services.engine.pages import Shape, Span
+from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.engine import paged
+from galley.engine.cuda import flex, flex_layout
+from galley.engine.cuda.flat_pool import FlatPool
+from galley.engine.cuda.flex import FlexAttention, attend_by, compiled_flex
+from galley.engine.cuda.options import DeviceOptions
+from galley.engine.errors import UnsupportedModel
+from galley.engine.kv_pool import KvPool, KvShape
+from galley.engine.paged import TorchAttention
+from galley.engine.pages import Shape, Span
 from tests.engine.flex_standin import kernel
 
 if TYPE_CHECKING:

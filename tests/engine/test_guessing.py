@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.errors import Broken
-from services.core.params import SamplingParams
-from services.core.step import Draw, Sampled
-from services.engine.draft_directory import ReducedHead
-from services.engine.guessing import guess
-from services.engine.sampling import draw_all
+from galley.core.errors import Broken
+from galley.core.sampling_params import SamplingParams
+from galley.core.step import Draw, Sampled
+from galley.engine.load.draft_directory import ReducedHead
+from galley.engine.sampling.draw import draw_all
+from galley.engine.sampling.guessing import guess
 
 VOCAB = 700
 

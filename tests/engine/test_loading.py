@@ -15,15 +15,15 @@ import torch
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from services.common.defaults import DEFAULT_MODEL
-from services.common.tokenizer_hash import NoTokenizer, tokenizer_hash
-from services.engine import prepare
-from services.engine.errors import UnsupportedModel
-from services.engine.loading import default_dtype, eos_token_ids, load_config, parse_dtype
-from services.engine.model import CausalModel, Rows
-from services.engine.prepare import resolve_model
-from services.engine.store import cache_dir, file_digest
-from services.engine.truncate import main as truncate_main
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.models.tokenizer_hash import NoTokenizer, tokenizer_hash
+from galley.engine.errors import UnsupportedModel
+from galley.engine.load import resolve as prepare
+from galley.engine.load.cache_directory import cache_dir, file_digest
+from galley.engine.load.module import default_dtype, eos_token_ids, load_config, parse_dtype
+from galley.engine.load.resolve import resolve_model
+from galley.engine.load.truncate import main as truncate_main
+from galley.engine.model import CausalModel, Rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -348,7 +348,7 @@ def test_a_truncated_model_keeps_the_named_layers(
 
 def _prepare(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "services.engine.prepare", *arguments],
+        [sys.executable, "-m", "galley.engine.load.resolve", *arguments],
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

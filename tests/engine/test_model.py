@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 
-from services.core.errors import Broken
-from services.engine import packing
-from services.engine.fingerprint import fingerprint
-from services.engine.model import MAX_ROWS, CausalModel, Rows
-from services.engine.truncate import truncate_model
+from galley.core.errors import Broken
+from galley.engine.cpu import packing
+from galley.engine.fingerprint import fingerprint
+from galley.engine.load.truncate import truncate_model
+from galley.engine.model import MAX_ROWS, CausalModel, Rows
 from tests.engine.configs import CONFIGS, VOCAB, load, tokens_of, whole
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.engine.model import MAX_ROWS
-from services.engine.packing import rows_of_product
+from galley.engine.cpu.packing import rows_of_product
+from galley.engine.model import MAX_ROWS
 from tests.engine.configs import CONFIGS, load, tokens_of, whole
 
 if TYPE_CHECKING:

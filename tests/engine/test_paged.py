@@ -17,15 +17,17 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.process import in_passing_thread
-from services.core.blocks import BLOCK_TOKENS
-from services.core.errors import Broken, Overloaded
-from services.core.step import Chunk
-from services.engine import llama, openmp, paged
-from services.engine.kv_pool import KvPool, KvShape, kv_block_bytes, kv_shape
-from services.engine.model import CausalModel, Rows
-from services.engine.paged import CompiledAttention, Shape, TorchAttention
-from services.engine.pages import Span
+from galley.common.server.process import in_passing_thread
+from galley.core.errors import Broken, Overloaded
+from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.core.step import Chunk
+from galley.engine import paged
+from galley.engine.cpu import llama
+from galley.engine.cpu.kernels import openmp
+from galley.engine.kv_pool import KvPool, KvShape, kv_block_bytes, kv_shape
+from galley.engine.model import CausalModel, Rows
+from galley.engine.paged import CompiledAttention, Shape, TorchAttention
+from galley.engine.pages import Span
 from tests.engine.configs import CONFIGS, VOCAB, load, tokens_of, whole
 
 if TYPE_CHECKING:
@@ -369,7 +371,7 @@ def test_dynamic_shapes_of_heads_go_through_torch(
     tokens = tokens_of(random.Random(14), 90)
     expected = whole(load(directory, kv_blocks=BLOCKS), tokens)
     monkeypatch.setattr(
-        "services.engine.forwards.attention_for",
+        "galley.engine.forward.attention_for",
         lambda pool, heads, device, context, **_: TorchAttention(pool, heads),
     )
     plain = load(directory, kv_blocks=BLOCKS)
@@ -384,7 +386,7 @@ def test_dynamic_shapes_of_heads_go_through_torch(
 _NORMALIZE = """
 import os, pathlib, shutil, sys
 import numpy as np
-from services.engine.compiled import compiled
+from galley.engine.cpu.kernels.compile import compiled
 kernels = compiled()
 exec(os.environ.get("BREAK", ""))
 for kind in sys.argv[1:]:

@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core import noise
-from services.core.errors import Broken
-from services.core.params import SamplingParams
-from services.core.records import PositionLogprobs
-from services.core.step import Draw, Sampled
-from services.engine import noise as torch_noise
-from services.engine import openmp
-from services.engine.sampling import draw_all
-from services.engine.sampling_noise import gumbel as compiled_gumbel
+from galley.core import noise
+from galley.core.errors import Broken
+from galley.core.records import PositionLogprobs
+from galley.core.sampling_params import SamplingParams
+from galley.core.step import Draw, Sampled
+from galley.engine.cpu.kernels import openmp
+from galley.engine.sampling import torch_noise
+from galley.engine.sampling.draw import draw_all
+from galley.engine.sampling.gumbel import gumbel as compiled_gumbel
 from tests.engine.sampling_reference import expected, sample
 
 if TYPE_CHECKING:

@@ -1,12 +1,12 @@
-"""`SessionStore` in memory, to the letter of `services.gateway.store`; for simulations and tests."""
+"""`SessionStore` in memory, to the letter of `services.gateway.store.redis`; for simulations and tests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.core.errors import Fenced, KeyReused, LogLost, UnknownSession
-from services.core.store import (
+from galley.core.errors import Fenced, KeyReused, LogLost, UnknownSession
+from galley.core.store import (
     FINISHED_TTL_S,
     SESSION_TTL_S,
     UNCHANGED,

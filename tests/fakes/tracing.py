@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.common.telemetry import telemetry_to
+from galley.common.tracing.telemetry import telemetry_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from services.common.lean_spans import LeanSpan, SpanScope
+    from galley.common.tracing.light_spans import LeanSpan, SpanScope
 
 
 class Kept:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from services.common.files import BadFile, NamedFile, WatchedFiles
-from services.core.errors import Unauthenticated
-from services.core.principal import Principal, PrincipalLimits
-from services.gateway.api_keys import ApiKeys
-from services.gateway.authentication import Presented
-from services.gateway.principals_file import read_principals
+from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
+from galley.core.admission.principal import Principal, PrincipalLimits
+from galley.core.errors import Unauthenticated
+from services.gateway.auth.api_keys import ApiKeys
+from services.gateway.auth.interceptor import Presented
+from services.gateway.auth.principals_file import read_principals
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 KEY = "a-key-of-team-a"

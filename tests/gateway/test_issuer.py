@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.common.files import BadFile
-from services.gateway.issuer import Issuer
+from galley.common.tls.files import BadFile
+from services.gateway.auth.issuer import Issuer
 from tests.gateway.issuers import CONFIGURATION, IssuerServer, TokenIssuer, issuer_server, jwks
 from tests.gateway.tls import Authority
 

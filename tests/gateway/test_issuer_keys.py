@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from services.core.errors import CallerUnknown
-from services.gateway.issuer_keys import FLOOR_S, FetchedKeys
-from services.gateway.jwks import KeySet
+from galley.core.errors import CallerUnknown
+from services.gateway.auth.issuer_keys import FLOOR_S, FetchedKeys
+from services.gateway.auth.jwks import KeySet
 from tests.service.waiting import Gate
 
 REFRESH_S, STALE_S = 300.0, 3600.0

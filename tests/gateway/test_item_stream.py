@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.core.errors import Unavailable
-from services.gateway.item_stream import MAX_JOINED_BYTES, ItemStream
+from galley.core.errors import Unavailable
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.gateway.replicas.item_stream import MAX_JOINED_BYTES, ItemStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

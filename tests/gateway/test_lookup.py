@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core import events as ev
-from services.core.answer import SessionSpec
-from services.core.content import prefix_hash
-from services.core.params import SamplingParams
-from services.gateway.lookup import Lookup
+from galley.core.answer.answer import SessionSpec
+from galley.core.content import prefix_hash
+from galley.core.sampling_params import SamplingParams
+from galley.core.session import events as ev
+from services.gateway.replicas.lookup import Lookup
 
 SPEC = SessionSpec("s", (1,), SamplingParams(), max_position=64, vocab_size=100)
 PERIOD = [5, 6, 7, 8]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.core.errors import UnknownSession
-from services.core.store import UNCHANGED, LogBehind, NewSession
-from services.gateway.owned import OwnedSession
+from galley.core.errors import UnknownSession
+from galley.core.store import UNCHANGED, LogBehind, NewSession
+from services.gateway.store.owned import OwnedSession
 from tests.fakes.store import MemoryStore
 
 SECOND = 1_000_000_000

@@ -10,24 +10,24 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from services.core import events as ev
-from services.core.answer import Answer, Chunk, Ending, Reason, SessionSpec
-from services.core.errors import Fenced, GalleyError, LogLost, Overloaded
-from services.core.params import SamplingParams
-from services.core.principal import ANONYMOUS
-from services.core.session import Session, SessionLimits
-from services.core.store import Ownership
+from galley.core.admission.principal import ANONYMOUS
+from galley.core.answer.answer import Answer, Chunk, Ending, Reason, SessionSpec
+from galley.core.errors import Fenced, GalleyError, LogLost, Overloaded
+from galley.core.sampling_params import SamplingParams
+from galley.core.session import events as ev
+from galley.core.session.machine import Session, SessionLimits
+from galley.core.store import Ownership
 from services.gateway.clock import MonotonicClock
-from services.gateway.meter import StreamMeter
-from services.gateway.patience import Timeouts
-from services.gateway.pump import Pump
-from services.gateway.streams import Streams
+from services.gateway.session.pump import Pump
+from services.gateway.session.streams import Streams
+from services.gateway.session.timeouts import Timeouts
+from services.gateway.telemetry.meter import StreamMeter
 from tests.fakes.store import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from services.gateway.runner import Send, SessionRunner
+    from services.gateway.session.runner import Send, SessionRunner
 
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
 DONE = ev.End(ending=Ending(Reason.LENGTH))

@@ -7,24 +7,24 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from services.core import events as ev
-from services.core.answer import Answer, SessionSpec
-from services.core.errors import Cancelled, Unread
-from services.core.params import SamplingParams
-from services.core.ports import Replica
-from services.core.session import Session, SessionLimits
-from services.core.store import UNCHANGED, Directory, NewSession
+from galley.core.answer.answer import Answer, SessionSpec
+from galley.core.errors import Cancelled, Unread
+from galley.core.sampling_params import SamplingParams
+from galley.core.session import events as ev
+from galley.core.session.machine import Session, SessionLimits
+from galley.core.session.ports import Replica
+from galley.core.store import UNCHANGED, Directory, NewSession
 from services.gateway.clock import MonotonicClock
-from services.gateway.owned import OwnedSession
-from services.gateway.patience import SECOND, Timeouts
-from services.gateway.runner import Ports, SessionRunner
+from services.gateway.session.runner import Ports, SessionRunner
+from services.gateway.session.timeouts import SECOND, Timeouts
+from services.gateway.store.owned import OwnedSession
 from tests.fakes.store import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.core.store import Ownership
-    from services.gateway.meter import StreamMeter
+    from galley.core.store import Ownership
+    from services.gateway.telemetry.meter import StreamMeter
 
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
 

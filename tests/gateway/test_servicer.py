@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core import events as ev
-from services.core.answer import SessionSpec
-from services.core.params import SamplingParams
-from services.core.principal import ANONYMOUS, ANONYMOUS_NAME
-from services.core.session import SessionLimits
-from services.core.spec_codec import encode_spec
-from services.core.store import NewSession
+from galley.core.admission.principal import ANONYMOUS, ANONYMOUS_NAME
+from galley.core.answer.answer import SessionSpec
+from galley.core.answer.codec import encode_spec
+from galley.core.sampling_params import SamplingParams
+from galley.core.session import events as ev
+from galley.core.session.machine import SessionLimits
+from galley.core.store import NewSession
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import MonotonicClock
-from services.gateway.patience import SECOND, Timeouts
-from services.gateway.runner import Ports
 from services.gateway.servicer import GenerationServicer
-from services.gateway.streams import SPEC_FIELD, Streams
+from services.gateway.session.runner import Ports
+from services.gateway.session.streams import SPEC_FIELD, Streams
+from services.gateway.session.timeouts import SECOND, Timeouts
 from tests.fakes.store import MemoryStore
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.common.metrics import catalogue
-from services.common.metrics.labels import GATEWAY
-from services.common.metrics.registry import Registry
-from services.core.errors import (
+from galley.common.metrics import catalogue
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.registry import Registry
+from galley.core.errors import (
     Broken,
     Cancelled,
     DeadlinePassed,
@@ -24,17 +24,17 @@ from services.core.errors import (
     TokenizerMismatch,
     Unread,
 )
-from services.core.stats import SpeculationStats
-from services.core.store import UNCHANGED, Directory
-from services.gateway.call_metrics import end_of
-from services.gateway.session_metrics import ByPosition, CountingStreamMeter, Sessions
+from galley.core.session.stats import SpeculationStats
+from galley.core.store import UNCHANGED, Directory
+from services.gateway.telemetry.call_metrics import end_of
+from services.gateway.telemetry.session_metrics import ByPosition, CountingStreamMeter, Sessions
 from tests.common.readings import count, number
 from tests.gateway.test_runner import Store, Targets, nothing, runner_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.core.store import Ownership
+    from galley.core.store import Ownership
 
 SECOND = 1_000_000_000
 

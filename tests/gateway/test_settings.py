@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.config import parse_settings
+from galley.common.config.settings import parse_settings
 from services.gateway.settings import GatewaySettings
 
 ISSUER = ("--jwt-issuer", "https://issuer.test", "--jwt-audience", "galley")

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 import pytest
 
-from services.core import events as ev
-from services.core import trace_names as names
-from services.core.answer import Answer, SessionSpec
-from services.core.breaker import FAILURES, FIRST_PAUSE_NS, Breaker
-from services.core.errors import Broken, Fenced, StoreUnavailable
-from services.core.params import SamplingParams
-from services.core.ports import Replica
-from services.core.session import Session, SessionLimits
-from services.core.store import UNCHANGED, Directory, NewSession
-from services.gateway.drafts import Drafts
-from services.gateway.members import Told
-from services.gateway.owned import OwnedSession
-from services.gateway.patience import SECOND, Timeouts
-from services.gateway.runner import Ports, SessionRunner
-from services.gateway.spans import UNTRACED, request_trace
+from galley.core import trace_names as names
+from galley.core.answer.answer import Answer, SessionSpec
+from galley.core.errors import Broken, Fenced, StoreUnavailable
+from galley.core.routing.breaker import FAILURES, FIRST_PAUSE_NS, Breaker
+from galley.core.sampling_params import SamplingParams
+from galley.core.session import events as ev
+from galley.core.session.machine import Session, SessionLimits
+from galley.core.session.ports import Replica
+from galley.core.store import UNCHANGED, Directory, NewSession
+from services.gateway.replicas.drafts import Drafts
+from services.gateway.replicas.membership import Told
+from services.gateway.session.runner import Ports, SessionRunner
+from services.gateway.session.timeouts import SECOND, Timeouts
+from services.gateway.store.owned import OwnedSession
+from services.gateway.telemetry.spans import UNTRACED, request_trace
 from tests.fakes.store import MemoryStore
 from tests.service.spans import MS, OFFSET_NS, KeptSpans, error_of, lasted_ns, told, traced_here
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from opentelemetry.sdk.trace import ReadableSpan
 
-    from services.core.store import Ownership
-    from services.gateway.runner import Send
+    from galley.core.store import Ownership
+    from services.gateway.session.runner import Send
 
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
 ROUNDS = SPEC.max_position - len(SPEC.prompt)

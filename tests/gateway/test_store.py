@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import asyncio as redis_asyncio
 
-from services.common.status import message_of
-from services.core.errors import (
+from galley.common.wire.status import message_of
+from galley.core.errors import (
     Broken,
     CallerFault,
     Fenced,
@@ -24,7 +24,7 @@ from services.core.errors import (
     StoreUnavailable,
     UnknownSession,
 )
-from services.core.store import (
+from galley.core.store import (
     SESSION_TTL_S,
     ClaimLost,
     Directory,
@@ -36,8 +36,8 @@ from services.core.store import (
     SessionStore,
     StoredSession,
 )
-from services.gateway.principals import session_id_for
-from services.gateway.store import LONGEST_PAUSE_S, RedisStore, retrying
+from services.gateway.auth.session_key import session_id_for
+from services.gateway.store.redis import LONGEST_PAUSE_S, RedisStore, retrying
 from tests.fakes.store import MemoryStore
 from tests.gateway.clusters import Cluster, free_port
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 from redis.crc import key_slot
 
-from services.common.redis_calls import Copies
-from services.core.errors import StoreUnavailable
-from services.core.store import LogBehind, Ownership
-from services.gateway.store import RedisStore, retrying
+from galley.common.redis.calls import Copies
+from galley.core.errors import StoreUnavailable
+from galley.core.store import LogBehind, Ownership
+from services.gateway.store.redis import RedisStore, retrying
 from tests.gateway.clusters import (
     PATIENCE_S,
     ReplicaSet,

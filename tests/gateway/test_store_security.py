@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.common import files as files_module
-from services.common.files import BadFile
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.redis_calls import Copies
-from services.common.registry import DRAFT_POOL, ReplicaRegistry, draft_lease
-from services.core.errors import Broken, GalleyError, StoreUnavailable
-from services.core.store import Directory, Held
-from services.gateway.store import RedisStore
+from galley.common.redis.calls import Copies
+from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry, draft_lease
+from galley.common.tls import files as files_module
+from galley.common.tls.files import BadFile
+from galley.core.errors import Broken, GalleyError, StoreUnavailable
+from galley.core.store import Directory, Held
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.store.redis import RedisStore
 from tests.common.logged import logged
 from tests.gateway.acl import documented_user
 from tests.gateway.clusters import (

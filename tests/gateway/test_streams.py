@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from services.core.errors import Overloaded, UnknownSession
-from services.core.session import SessionLimits
+from galley.core.errors import Overloaded, UnknownSession
+from galley.core.session.machine import SessionLimits
 from services.gateway.clock import MonotonicClock
-from services.gateway.patience import Timeouts
-from services.gateway.streams import Streams
+from services.gateway.session.streams import Streams
+from services.gateway.session.timeouts import Timeouts
 from tests.fakes.store import MemoryStore
 
 NO_SESSION = "00" * 16

@@ -13,12 +13,12 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
-from services.common.defaults import DEFAULT_MODEL
-from services.common.tokenizer_hash import tokenizer_hash
-from services.core.errors import InvalidField
-from services.engine.prepare import resolve_model
-from services.gateway.chat_template import ChatTemplate
-from services.gateway.tokenizer import Tokenizer
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.core.errors import InvalidField
+from galley.engine.load.resolve import resolve_model
+from services.gateway.request.chat_template import ChatTemplate
+from services.gateway.request.tokenize import Tokenizer
 
 TEXTS = [
     "Hello, world!",
@@ -100,7 +100,8 @@ def test_sizes_and_special_tokens_are_those_of_transformers(
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
     program = (
-        "import sys, services.gateway.tokenizer, services.gateway.validation, services.gateway.store\n"
+        "import sys, services.gateway.request.tokenize, services.gateway.request.validate\n"
+        "import services.gateway.store.redis\n"
         "print(*({'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -16,15 +16,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from structlog.testing import capture_logs
 
-from services.common.files import NamedFile, WatchedFiles
-from services.core.errors import Unauthenticated
-from services.core.principal import Principal, PrincipalLimits
-from services.gateway.authentication import Presented
-from services.gateway.callers import callers_of
-from services.gateway.issuer_keys import KeyFile
-from services.gateway.jwks import read_jwks
+from galley.common.tls.files import NamedFile, WatchedFiles
+from galley.core.admission.principal import Principal, PrincipalLimits
+from galley.core.errors import Unauthenticated
+from services.gateway.auth.build import callers_of
+from services.gateway.auth.interceptor import Presented
+from services.gateway.auth.issuer_keys import KeyFile
+from services.gateway.auth.jwks import read_jwks
+from services.gateway.auth.jwt import EARLY, EXPIRED, MAX_CHARS, NEEDED, NOT_TAKEN, Expected, Tokens
 from services.gateway.settings import GatewaySettings
-from services.gateway.tokens import EARLY, EXPIRED, MAX_CHARS, NEEDED, NOT_TAKEN, Expected, Tokens
 from tests.gateway.issuers import AUDIENCE, ISSUER, TokenIssuer, claims, ec_key, jwks, rsa_key, write_jwks
 from tests.gateway.test_api_keys import KEY, entry
 

@@ -10,10 +10,10 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core.errors import InvalidField, Unimplemented, UnknownSession
-from services.core.params import SamplingParams
-from services.gateway.validation import (
+from galley.core.errors import InvalidField, Unimplemented, UnknownSession
+from galley.core.sampling_params import SamplingParams
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.request.validate import (
     GenerateSpec,
     Limits,
     Model,

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import grpc
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.registry import TARGET_POOL, ReplicaRegistry
-from services.core.routing import TargetLease
+from galley.common.registry.leases import TARGET_POOL, ReplicaRegistry
+from galley.core.routing.choice import TargetLease
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.gateway.servers import VALKEY, running
 from tests.target.items import slice_of
 from tests.target.tiny import CONTEXT, save_tiny_model
@@ -29,7 +29,7 @@ SOON_S = 90.0
 async def deployed(model: Path, redis_url: str) -> AsyncIterator[None]:
     """One replica, and at most one more."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.target.deploy", "--model", str(model), "--kv-memory-mb", "8"),
+        *(sys.executable, "-m", "services.target.ray", "--model", str(model), "--kv-memory-mb", "8"),
         *("--replicas", "1", "--max-replicas", "2", "--upscale-delay-s", "0", "--downscale-delay-s", "1"),
         env={**os.environ, "OMP_NUM_THREADS": "1", "GALLEY_TARGET_REDIS_URL": redis_url},
     )

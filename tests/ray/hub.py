@@ -15,7 +15,7 @@ _TIMEOUT_S = 10
 
 
 class Hub:
-    """Where `size` ranks meet; `ends[r]` is rank r's `services.target.sharded.Plans`."""
+    """Where `size` ranks meet; `ends[r]` is rank r's `services.target.ranks.sharded.Plans`."""
 
     def __init__(self, size: int) -> None:
         self.plans: list[queue.Queue[Tensor]] = [queue.Queue() for _ in range(size)]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from services.common.process import die_with_parent
-from services.engine.process_group import Meeting, ProcessGroup, RankLost, join
+from galley.common.server.process import die_with_parent
+from galley.engine.parallel.process_group import Meeting, ProcessGroup, RankLost, join
 
 _SHORT_S, _LONG_S = 0.5, 60.0
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from services.common.process import die_with_parent
-from services.core.step import Chunk
-from services.engine.model import CausalModel
-from services.engine.process_group import Meeting, join
-from services.engine.ranks import Ranks
+from galley.common.server.process import die_with_parent
+from galley.core.step import Chunk
+from galley.engine.model import CausalModel
+from galley.engine.parallel.process_group import Meeting, join
+from galley.engine.parallel.ranks import Ranks
 from tests.target.invariance import InvarianceTrial
 
 SEQUENCES = 6

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.target.autoscaling import ReplicaLoad, scale_targets, wanted_replicas
+from services.target.ray.autoscaling import ReplicaLoad, scale_targets, wanted_replicas
 
 
 @pytest.mark.parametrize(

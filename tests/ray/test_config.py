@@ -10,10 +10,11 @@ import pytest
 import yaml
 from pydantic import SecretStr
 
-from services.engine.errors import UnsupportedModel
-from services.target import autoscaling, deploy
-from services.target.deploy import Deployment, DeploySettings
-from services.target.rank import REDIS_URL, REDIS_URL_FILE
+from galley.engine.errors import UnsupportedModel
+from services.target.ranks.rank import REDIS_URL, REDIS_URL_FILE
+from services.target.ray import __main__ as deploy
+from services.target.ray import autoscaling
+from services.target.ray.__main__ import Deployment, DeploySettings
 from services.target.settings import TargetSettings
 from tests.deploy.render import env_of, only_container, pods, render
 
@@ -23,7 +24,8 @@ with warnings.catch_warnings():
     from ray._private import ray_constants
     from ray.serve.schema import ServeDeploySchema
 
-    from services.target import ray_app, ray_replica
+    from services.target.ray import app as ray_app
+    from services.target.ray import replica as ray_replica
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "ray" / "target.yaml"
 

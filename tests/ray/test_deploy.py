@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from services.core.errors import Unavailable
-from services.target import deploy, ray_cluster
-from services.target.deploy import Deployment, DeploySettings
+from galley.core.errors import Unavailable
+from services.target.ray import __main__ as deploy
+from services.target.ray import cluster as ray_cluster
+from services.target.ray.__main__ import Deployment, DeploySettings
 from tests.target.tiny import save_tiny_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, against pydantic
-    import services.target.ray_app  # noqa: F401  # the deployment imports it late
+    import services.target.ray.app  # noqa: F401  # the deployment imports it late
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.core.errors import Broken
-from services.core.step import Chunk, Watch
-from services.engine.model import CausalModel
-from services.engine.process_group import RankLost
-from services.target.plan_codec import Pass, decode, encode
-from services.target.sharded import ShardedModel, follow, receive_numbers, send_numbers
+from galley.core.errors import Broken
+from galley.core.step import Chunk, Watch
+from galley.engine.model import CausalModel
+from galley.engine.parallel.process_group import RankLost
+from services.target.ranks.plan_codec import Pass, decode, encode
+from services.target.ranks.sharded import ShardedModel, follow, receive_numbers, send_numbers
 
 NUMBERS = st.integers(0, 2**31 - 1)
 

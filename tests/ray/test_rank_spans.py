@@ -12,11 +12,11 @@ import grpc
 import pytest
 import torch
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.target.paged_engine import PagedEngine
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.target.engine.paged import PagedEngine
+from services.target.ranks.sharded import ShardedModel, follow
 from services.target.servicer import Limits
-from services.target.sharded import ShardedModel, follow
 from services.target.spans import tell_rank
 from tests.fakes.tracing import Kept, attributes_of, context_of, parent_of
 from tests.ray.hub import Hub
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from services.core.step import Chunk, Watch
-    from services.engine.model import CausalModel
+    from galley.core.step import Chunk, Watch
+    from galley.engine.model import CausalModel
 
 SIZE = 3
 MS = 1_000_000

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoConfig, GPT2Config, LlamaConfig, Phi3Config
 
-from services.engine.errors import UnsupportedModel
-from services.engine.ranks import ALONE
-from services.engine.sharding import refuse_ranks
+from galley.engine.errors import UnsupportedModel
+from galley.engine.parallel.ranks import ALONE
+from galley.engine.parallel.sharding import refuse_ranks
 from tests.engine.configs import CONFIGS, save_random
 from tests.ray.program import Work, run
 from tests.ray.ranks import run_ranks

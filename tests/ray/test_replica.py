@@ -19,8 +19,8 @@ import grpc
 import psutil
 import pytest
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.tracing import parent_of
 from tests.gateway.clusters import free_port
 from tests.service.collector import Collector

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.cli.parts import stack_parts
-from services.cli.stack import Stack, StackOptions
+from galley.stack.parts import stack_parts
+from galley.stack.stack import Stack, StackOptions
 
 FACTS = {
     "model": {"line": "/models/tiny"},
@@ -22,7 +22,7 @@ def test_sharded_replicas_are_one_part_that_registers(replicas: int) -> None:
     stack.forget()
     assert [name for name in parts if name.startswith("target")] == ["target"]
     command = " ".join(parts["target"].command(FACTS))
-    assert "services.target.deploy --port 0 --drain-timeout-s 5" in command
+    assert "services.target.ray --port 0 --drain-timeout-s 5" in command
     assert f"--replicas {replicas} --tensor-parallel 3 --redis-url unix:///run/valkey.sock" in command
     assert set(parts["target"].after) == {"model", "valkey"}
     assert "--target" not in parts["gateway"].command(FACTS)

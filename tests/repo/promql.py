@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from services.common.metrics.catalogue import METRICS
-from services.core import trace_names
+from galley.common.metrics.catalogue import METRICS
+from galley.core import trace_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from services.common.metrics.metric import Metric
+    from galley.common.metrics.metric import Metric
 
 ROOT = Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "deploy" / "alerts"

@@ -24,7 +24,7 @@ import services.gateway.__main__
 assert Path(services.gateway.__main__.__file__).is_relative_to(sys.prefix), "imported from the tree"
 found = [name for name in {NOT_THERE!r} if find_spec(name) is not None]
 assert not found, f"installed: {{found}}"
-scripts = Path(services.gateway.__file__).parent / "scripts"
+scripts = Path(services.gateway.__file__).parent / "store" / "scripts"
 assert list(scripts.glob("*.lua")), "the store's scripts were left out of the wheel"
 """
 

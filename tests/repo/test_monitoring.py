@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from services.common.metrics.catalogue import METRICS, of_service
-from services.common.metrics.exposition import Exposition
-from services.common.metrics.labels import SERVICES
-from services.common.metrics.metric import Kind
-from services.common.metrics.registry import Registry
+from galley.common.metrics.catalogue import METRICS, of_service
+from galley.common.metrics.exposition import Exposition
+from galley.common.metrics.labels import SERVICES
+from galley.common.metrics.metric import Kind
+from galley.common.metrics.registry import Registry
 from tests.repo.promql import (
     ALERTS,
     FAMILIES,
@@ -31,7 +31,7 @@ from tests.repo.promql import (
 )
 
 if TYPE_CHECKING:
-    from services.common.metrics.metric import LabelValues, Metric
+    from galley.common.metrics.metric import LabelValues, Metric
     from tests.repo.promql import Rule
 
 NOT_INSTALLED = "promtool is not installed"

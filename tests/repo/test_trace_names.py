@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from services.core import trace_names
+from galley.core import trace_names
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "telemetry.md"
 

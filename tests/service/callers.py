@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from services.client.client import GalleyClient
+from galley.client.client import GalleyClient
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from services.common.registration import Registration, start_registration
-from services.common.registry import DRAFT_POOL, ReplicaRegistry, draft_lease
-from services.core.routing import DraftLease
+from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry, draft_lease
+from galley.common.registry.registration import Registration, start_registration
+from galley.core.routing.choice import DraftLease
 from tests.service.fakes import FakeDraft
 from tests.service.fleet import LEASE_S
 from tests.service.waiting import PATIENCE_S, Gate
@@ -17,7 +17,7 @@ from tests.service.waiting import PATIENCE_S, Gate
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.common.pb.galley.v1 import galley_pb2 as pb
+    from galley.pb.galley.v1 import galley_pb2 as pb
     from tests.service.world import World
 
 

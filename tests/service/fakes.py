@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from services.common.codec import logprobs_message
-from services.common.items import answer_stream
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.slices import check_token_ids, read_slice
-from services.common.status import item_status
-from services.core.acceptance import confirm
-from services.core.content import Miss, look_up, prefix_hash
-from services.core.errors import InvalidField
-from services.core.hints import MAX_HINT_TOKENS
+from galley.common.server.requests import answer_stream
+from galley.common.wire.codec import logprobs_message
+from galley.common.wire.slices import check_token_ids, read_slice
+from galley.common.wire.status import item_status
+from galley.core.acceptance import confirm
+from galley.core.content import Miss, look_up, prefix_hash
+from galley.core.errors import InvalidField
+from galley.core.hints import MAX_HINT_TOKENS
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.gateway.tls import caller_of
 from tests.service.truth import CONTEXT, END, VOCAB, logprobs_of, true_next
 from tests.service.waiting import Gate, Watch

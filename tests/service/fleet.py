@@ -7,17 +7,17 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.registration import Registration, start_registration
-from services.common.registry import TARGET_POOL, ReplicaRegistry, target_lease
-from services.core.content import block_hashes
+from galley.common.registry.leases import TARGET_POOL, ReplicaRegistry, target_lease
+from galley.common.registry.registration import Registration, start_registration
+from galley.core.content import block_hashes
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.service.fakes import FakeTarget
 from tests.service.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from services.core.routing import TargetLease
+    from galley.core.routing.choice import TargetLease
     from tests.service.world import World
 
 BLOCK = 4

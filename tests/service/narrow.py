@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

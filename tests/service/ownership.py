@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import grpc
 from redis.asyncio import Redis
 
-from services.client.client import GalleyClient, GalleyRpcError
-from services.core.content import tokens_of
+from galley.client.client import GalleyClient, GalleyRpcError
+from galley.core.content import tokens_of
 from services.gateway.settings import NO_DRAFT
 from tests.service.fakes import FakeTarget
 from tests.service.process import gateway_process
@@ -29,8 +29,8 @@ from tests.service.world import PROMPT, PROMPT_TOKENS, Heard
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from services.client.client import TokenStream
-    from services.common.pb.galley.v1 import galley_pb2 as pb
+    from galley.client.client import TokenStream
+    from galley.pb.galley.v1 import galley_pb2 as pb
     from tests.service.world import World
 
 LETTERS = b"ab"

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-from services.client.client import NO_RETRIES, GalleyClient
-from services.common.metrics.labels import DRAFT, GATEWAY, TARGET
-from services.common.metrics.registry import Registry
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.common.server import RunningServer, start_server
-from services.common.tokenizer_hash import tokenizer_hash
-from services.core.strategies import MODEL
+from galley.client.client import NO_RETRIES, GalleyClient
+from galley.common.metrics.labels import DRAFT, GATEWAY, TARGET
+from galley.common.metrics.registry import Registry
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.server.server import RunningServer, start_server
+from galley.core.strategies import MODEL
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.trace.read.build import stories_of
+from galley.trace.read.library import find
+from galley.trace.read.otlp_file import Lines, OtlpFile
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
 from services.draft.servicer import DraftService
@@ -27,12 +30,9 @@ from services.draft.strategies.model import ModelStrategy
 from services.draft.strategies.steps import ModelSteps
 from services.gateway.service import build, interceptors
 from services.gateway.settings import GatewaySettings
-from services.target.paged_engine import PagedEngine
+from services.target.engine.paged import PagedEngine
 from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
-from services.tracing.build import stories_of
-from services.tracing.library import find
-from services.tracing.otlp_file import Lines, OtlpFile
 from tests.common.readings import histogram, number
 from tests.service.spans import KeptSpans
 from tests.service.world import Gateway
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from services.client.client import TokenStream
-    from services.client.options import ClientTls
-    from services.common.metrics.metric import Metric
-    from services.common.server import Parts
-    from services.core.step import StepOutcome, StepPlan, Watch
+    from galley.client.client import TokenStream
+    from galley.client.options import ClientTls
+    from galley.common.metrics.metric import Metric
+    from galley.common.server.server import Parts
+    from galley.core.step import StepOutcome, StepPlan, Watch
+    from galley.trace.read.model import Story
     from services.draft.strategies.base import DraftJob, Guess
-    from services.tracing.model import Story
 
 _DRAIN_S = 5
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 
-from services.common.metrics.labels import GATEWAY
-from services.common.server import Parts
-from services.common.telemetry import telemetry_to
-from services.core import trace_names as names
-from services.gateway.request_span import Begun
-from services.gateway.round_spans import TraceOptions
-from services.gateway.spans import RequestTrace, work_for
+from galley.common.metrics.labels import GATEWAY
+from galley.common.server.server import Parts
+from galley.common.tracing.telemetry import telemetry_to
+from galley.core import trace_names as names
+from services.gateway.telemetry.own_span import Begun
+from services.gateway.telemetry.round_spans import TraceOptions
+from services.gateway.telemetry.spans import RequestTrace, work_for
 from tests.service.waiting import Watch
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from opentelemetry.sdk.trace import ReadableSpan
 
-    from services.common.metrics.registry import Registry
-    from services.core.ports import Clock
+    from galley.common.metrics.registry import Registry
+    from galley.core.session.ports import Clock
 
 MS = 1_000_000
 OFFSET_NS = 1_700_000_000_000 * MS

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.client.options import Speculation
-from services.common.registry import DRAFT_POOL, ReplicaRegistry
-from services.core.errors import TokenizerMismatch
+from galley.client.options import Speculation
+from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
+from galley.core.errors import TokenizerMismatch
 from tests.service.draft_fleet import DraftFleet
 from tests.service.process import DraftProcess
 from tests.service.truth import true_output
@@ -21,7 +21,7 @@ from tests.service.world import PROMPT_TOKENS, Heard, World, any_credit, hear, m
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.core.routing import DraftLease
+    from galley.core.routing.choice import DraftLease
     from tests.service.draft_fleet import FleetDraft
     from tests.service.world import Gateway
 

@@ -10,20 +10,20 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.registry import DRAFT_POOL, ReplicaRegistry
-from services.core import events as ev
-from services.core.answer import SessionSpec
-from services.core.breaker import FAILURES
-from services.core.content import prefix_hash
-from services.core.params import SamplingParams
-from services.core.store import Held
-from services.core.strategies import MODEL, NGRAM
+from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
+from galley.core.answer.answer import SessionSpec
+from galley.core.content import prefix_hash
+from galley.core.routing.breaker import FAILURES
+from galley.core.sampling_params import SamplingParams
+from galley.core.session import events as ev
+from galley.core.store import Held
+from galley.core.strategies import MODEL, NGRAM
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import MonotonicClock
-from services.gateway.draft_router import SessionDraft
-from services.gateway.drafts import Drafts
-from services.gateway.members import POLL_S, Registered
-from services.gateway.patience import SECOND
+from services.gateway.replicas.draft_session import SessionDraft
+from services.gateway.replicas.drafts import Drafts
+from services.gateway.replicas.membership import POLL_S, Registered
+from services.gateway.session.timeouts import SECOND
 from tests.service.draft_fleet import DraftFleet
 from tests.service.truth import SEED, VOCAB, true_output
 from tests.service.waiting import PATIENCE_S
@@ -266,7 +266,7 @@ async def test_a_draft_whose_stream_broke_is_met_again_at_once(
     await other.withdraw()
     await other.fake.stop()
     await here.proposed(session)
-    monkeypatch.setattr("services.gateway.members.POLL_S", 3600.0)
+    monkeypatch.setattr("services.gateway.replicas.membership.POLL_S", 3600.0)
     await asyncio.sleep(POLL_S)  # the last of the old looks
     home.fake.fail(grpc.StatusCode.INTERNAL, times=1)
     assert isinstance(await here.ask(session), ev.Failed)

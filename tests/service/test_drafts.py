@@ -10,9 +10,9 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from services.client.options import Speculation
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core.errors import TokenizerMismatch
+from galley.client.options import Speculation
+from galley.core.errors import TokenizerMismatch
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.service.truth import VOCAB
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import MAX_TOKENS, World, any_credit, hear, must_be_true
@@ -20,7 +20,7 @@ from tests.service.world import MAX_TOKENS, World, any_credit, hear, must_be_tru
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-COOLDOWN_S = 0.25  # services.core.session.SessionLimits.draft_cooldown_ns
+COOLDOWN_S = 0.25  # galley.core.session.machine.SessionLimits.draft_cooldown_ns
 
 
 def random_tokens(item: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 
-from services.client.client import GalleyRpcError, TokenStream
+from galley.client.client import GalleyRpcError, TokenStream
 from tests.service.world import Gateway, Heard, World, any_credit, must_be_true
 
 STREAMS = 16

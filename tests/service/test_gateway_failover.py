@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from services.client.client import GalleyClient, Retries
-from services.common.pb.galley.v1 import galley_pb2 as pb
+from galley.client.client import GalleyClient, Retries
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.service.truth import SEED
 from tests.service.world import (
     MAX_TOKENS,
@@ -24,7 +24,7 @@ from tests.service.world import (
 )
 
 if TYPE_CHECKING:
-    from services.client.client import TokenStream
+    from galley.client.client import TokenStream
     from tests.service.world import Gateway
 
 STREAMS = 4

@@ -8,7 +8,7 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from services.client.client import GalleyRpcError, TokenStream
+from galley.client.client import GalleyRpcError, TokenStream
 from tests.service.truth import logprobs_of
 from tests.service.world import Heard, World, any_credit, hear, must_be_true, refused
 

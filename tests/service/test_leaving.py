@@ -7,10 +7,10 @@ import asyncio
 import grpc
 import pytest
 
-from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
-from services.client.request import generate_request
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
+from galley.client.request import generate_request
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.service.truth import SEED, true_output
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import (

@@ -8,7 +8,7 @@ import pytest
 
 from bench.session_store import read_ms
 from bench.sessions import ARMS
-from services.client.client import GalleyClient
+from galley.client.client import GalleyClient
 from tests.service.process import gateway_process
 from tests.service.truth import SEED
 from tests.service.world import MAX_TOKENS, PROMPT, World, hear, must_be_true

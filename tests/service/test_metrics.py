@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from services.client.options import Speculation
-from services.common.metrics import catalogue
-from services.common.metrics.catalogue import of_service
-from services.common.metrics.labels import ENDS, GATEWAY, WORKLOAD
-from services.common.metrics.registry import Registry
-from services.common.server import Parts
-from services.core.breaker import FAILURES
-from services.core.strategies import LOOKUP, MODEL
+from galley.client.options import Speculation
+from galley.common.metrics import catalogue
+from galley.common.metrics.catalogue import of_service
+from galley.common.metrics.labels import ENDS, GATEWAY, WORKLOAD
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts
+from galley.core.routing.breaker import FAILURES
+from galley.core.strategies import LOOKUP, MODEL
 from tests.common.readings import count, histogram, number, total
 from tests.service.spans import KeptSpans
 from tests.service.test_drafts import internal
@@ -23,7 +23,7 @@ from tests.service.test_unread import BUFFER, LONG, left_unread
 from tests.service.world import MAX_TOKENS, Gateway, World, any_credit, hear, must_be_true, refused
 
 if TYPE_CHECKING:
-    from services.common.metrics.metric import Metric
+    from galley.common.metrics.metric import Metric
 
 FIXED = Speculation(k=4)
 NAME = "tiny"

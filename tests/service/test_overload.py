@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from services.client.client import GalleyRpcError, TokenStream
+from galley.client.client import GalleyRpcError, TokenStream
 from tests.service.world import Heard, World, any_credit, hear, must_be_true, refused
 
 if TYPE_CHECKING:

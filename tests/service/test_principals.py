@@ -11,8 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from services.client.client import GalleyClient
-from services.core.principal import Principal
+from galley.client.client import GalleyClient
+from galley.core.admission.principal import Principal
 from tests.service.callers import ALICE, BOB, KeyFile, calling
 from tests.service.collector import Collector
 from tests.service.process import gateway_process

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.client.client import TokenStream
-from services.client.options import Speculation
-from services.client.request import generate_request
-from services.common.metrics import catalogue
-from services.core import trace_names as names
-from services.tracing.case import Cause
-from services.tracing.explain import explain, summary
-from services.tracing.said import duration, ms
+from galley.client.client import TokenStream
+from galley.client.options import Speculation
+from galley.client.request import generate_request
+from galley.common.metrics import catalogue
+from galley.core import trace_names as names
+from galley.trace.explain.case import Cause
+from galley.trace.explain.explain import explain, summary
+from galley.trace.show.summary import duration, ms
 from tests.gateway.servers import VALKEY, running
 from tests.repo.promql import named_by
 from tests.service.narrow import narrow
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from services.common.metrics.metric import Metric
-    from services.tracing.explain import Explanation
-    from services.tracing.model import Story
-    from services.tracing.spans import Span
+    from galley.common.metrics.metric import Metric
+    from galley.trace.explain.explain import Explanation
+    from galley.trace.read.model import Story
+    from galley.trace.read.spans import Span
     from tests.gateway.servers import Server
 
 HELD_S = 0.4

@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
-from services.client.client import Speculation
-from services.client.errors import rpc_error
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.core.content import prefix_hash
+from galley.client.client import Speculation
+from galley.client.errors import rpc_error
+from galley.core.content import prefix_hash
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.service.truth import CONTEXT, VOCAB
 from tests.service.world import (
     MAX_TOKENS,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core.content import block_hashes
-from services.core.errors import TargetUnavailable, TokenizerMismatch
+from galley.core.content import block_hashes
+from galley.core.errors import TargetUnavailable, TokenizerMismatch
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.gateway.servers import Server
 from tests.service.fakes import FakeTarget
 from tests.service.fleet import BLOCK, Fleet
@@ -157,7 +157,7 @@ async def test_a_resumed_session_goes_where_its_kv_is(world: World, fleet: Fleet
 async def test_a_replica_that_hangs_loses_its_sessions_with_its_lease(
     world: World, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.members.GONE_GRACE_S", 0.1)
+    monkeypatch.setattr("services.gateway.replicas.membership.GONE_GRACE_S", 0.1)
     gateway = await gateway_of(world, fleet)
     fleet.hold_after(1)
     stream = gateway.ask()

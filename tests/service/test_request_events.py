@@ -10,15 +10,15 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from services.client.options import Message
-from services.common import telemetry
-from services.common.metrics import catalogue
-from services.common.metrics.labels import GATEWAY
-from services.common.metrics.registry import Registry
-from services.common.server import Parts
-from services.common.span_queue import QueueLimits, SpanQueue
-from services.common.telemetry import telemetry_to
-from services.core import trace_names as names
+from galley.client.options import Message
+from galley.common.metrics import catalogue
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts
+from galley.common.tracing import telemetry
+from galley.common.tracing.span_queue import QueueLimits, SpanQueue
+from galley.common.tracing.telemetry import telemetry_to
+from galley.core import trace_names as names
 from tests.common.readings import count
 from tests.service.callers import ALICE, KeyFile, calling
 from tests.service.fleet import Fleet

@@ -9,10 +9,10 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
-from services.client.options import Message
-from services.common.telemetry import traceparent_of
-from services.core import trace_names as names
-from services.gateway.call_spans import SLOW_COMMIT_NS
+from galley.client.options import Message
+from galley.common.tracing.telemetry import traceparent_of
+from galley.core import trace_names as names
+from services.gateway.telemetry.call_spans import SLOW_COMMIT_NS
 from tests.service.spans import MS, KeptSpans, error_of, lasted_ns, told
 from tests.service.truth import SEED
 from tests.service.world import (
@@ -29,7 +29,7 @@ from tests.service.world import (
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
-    from services.common.pb.galley.v1 import galley_pb2 as pb
+    from galley.pb.galley.v1 import galley_pb2 as pb
 
 REQUIRED = {names.OPERATION, names.PROVIDER, names.REQUEST_MODEL, names.SERVER_PORT}
 """By the conventions, some of them where other attributes are there, which they are."""
@@ -293,7 +293,7 @@ async def test_a_request_belongs_to_its_callers_trace(world: World, kept: KeptSp
 async def test_what_is_no_context_begins_a_trace_of_its_own(
     world: World, kept: KeptSpans, metadata: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.client.tracing.w3c_metadata", lambda: (metadata,))
+    monkeypatch.setattr("galley.client.tracing.w3c_metadata", lambda: (metadata,))
     must_be_true(await hear((await world.gateway_of(kept.parts())).ask()))
     [request] = await kept.requests()
     assert request.parent is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.core.content import prefix_hash
+from galley.core.content import prefix_hash
 from tests.service.truth import logprobs_of, text_of
 from tests.service.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core.content import prefix_hash
+from galley.core.content import prefix_hash
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.service.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
 
 if TYPE_CHECKING:
-    from services.client.client import TokenStream
+    from galley.client.client import TokenStream
     from tests.gateway.servers import Server
 
 KEPT, HEARD = 4, 15

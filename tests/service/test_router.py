@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 import pytest
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.registry import target_lease
-from services.core import events as ev
-from services.core import trace_names as names
-from services.core.answer import SessionSpec
-from services.core.content import block_hashes, prefix_hash
-from services.core.params import SamplingParams
+from galley.common.registry.leases import target_lease
+from galley.core import trace_names as names
+from galley.core.answer.answer import SessionSpec
+from galley.core.content import block_hashes, prefix_hash
+from galley.core.sampling_params import SamplingParams
+from galley.core.session import events as ev
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import MonotonicClock
-from services.gateway.item_stream import OpenItem
-from services.gateway.patience import SECOND
-from services.gateway.router import SessionTarget
-from services.gateway.targets import Targets
+from services.gateway.replicas.item_stream import OpenItem
+from services.gateway.replicas.target_session import SessionTarget
+from services.gateway.replicas.targets import Targets
+from services.gateway.session.timeouts import SECOND
 from tests.service.fakes import FakeTarget
 from tests.service.fleet import BLOCK, Fleet
 from tests.service.spans import KeptSpans, error_of, told, traced_here
@@ -30,8 +30,8 @@ from tests.service.waiting import PATIENCE_S
 from tests.service.world import PROMPT_TOKENS, World
 
 if TYPE_CHECKING:
-    from services.core.ports import Replica
-    from services.core.routing import TargetLease
+    from galley.core.routing.choice import TargetLease
+    from galley.core.session.ports import Replica
 
 SPEC = SessionSpec(
     session_id="s",
@@ -218,7 +218,7 @@ async def test_an_item_that_nobody_waits_for_is_not_counted_for_ever(here: Here)
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fakes do not say what passes take: their verdicts are late soon."""
-    monkeypatch.setattr("services.core.lateness.LEAST_NS", SECOND // 10)
+    monkeypatch.setattr("galley.core.routing.lateness.LEAST_NS", SECOND // 10)
 
 
 def moves_of(here: Here) -> dict[str, int]:

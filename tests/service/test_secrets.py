@@ -16,8 +16,8 @@ import grpc
 import psutil
 import pytest
 
-from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError
-from services.client.options import ClientTls
+from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError
+from galley.client.options import ClientTls
 from tests.gateway.issuers import AUDIENCE, ISSUER, TokenIssuer, write_jwks
 from tests.gateway.tls import Authority, mounted
 from tests.service.callers import ALICE, KeyFile

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.client.client import Message, Speculation
-from services.common.pb.galley.v1 import galley_pb2 as pb
+from galley.client.client import Message, Speculation
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.service.truth import ASSISTANT, END, SEED, USER, logprobs_of, text_of, true_output
 from tests.service.world import MAX_TOKENS, PROMPT_TOKENS, World, any_credit, hear, must_be_true
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from services.client.client import GalleyRpcError
-from services.core.errors import TargetUnavailable, TokenizerMismatch
+from galley.client.client import GalleyRpcError
+from galley.core.errors import TargetUnavailable, TokenizerMismatch
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import MAX_TOKENS, Heard, World, any_credit, hear, must_be_true, refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.common.pb.galley.v1 import galley_pb2 as pb
+    from galley.pb.galley.v1 import galley_pb2 as pb
 
 
 @any_credit

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import MonotonicClock
-from services.gateway.targets import Targets
+from services.gateway.replicas.targets import Targets
 from tests.service.fakes import FakeTarget
 from tests.service.fleet import Fleet
 from tests.service.truth import VOCAB
@@ -17,7 +17,7 @@ from tests.service.waiting import PATIENCE_S
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from services.core.routing import TargetLease
+    from galley.core.routing.choice import TargetLease
     from tests.service.world import World
 
 

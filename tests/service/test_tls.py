@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from services.client.client import NO_RETRIES, GalleyClient
-from services.client.options import ClientTls, Speculation
-from services.common import reloading
-from services.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY, SERVED_CERTIFICATE_EXPIRY
-from services.common.metrics.labels import GATEWAY
-from services.common.metrics.registry import Registry
-from services.common.server import Parts
-from services.core.errors import TargetUnavailable
+from galley.client.client import NO_RETRIES, GalleyClient
+from galley.client.options import ClientTls, Speculation
+from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY, SERVED_CERTIFICATE_EXPIRY
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts
+from galley.common.tls import channels as reloading
+from galley.core.errors import TargetUnavailable
 from services.gateway.settings import GatewaySettings
 from tests.common.logged import logged
 from tests.common.readings import number, total

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.common.healthcheck import problem_of
+from galley.common.server.healthcheck import problem_of
 from tests.gateway.tls import Authority, Mounted, mounted
 from tests.service.waiting import PATIENCE_S
 

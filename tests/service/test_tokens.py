@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from services.client.client import GalleyClient
-from services.gateway.issuer_keys import FLOOR_S
-from services.gateway.tokens import EXPIRED, NOT_TAKEN
+from galley.client.client import GalleyClient
+from services.gateway.auth.issuer_keys import FLOOR_S
+from services.gateway.auth.jwt import EXPIRED, NOT_TAKEN
 from tests.common import http2
 from tests.gateway.issuers import AUDIENCE, ISSUER, IssuerServer, TokenIssuer, issuer_server, jwks, write_jwks
 from tests.service.callers import ALICE, KeyFile, calling

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from services.client.client import TokenStream
-from services.client.options import GenerateOptions, Speculation
-from services.client.request import generate_request
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.core.content import token_bytes
+from galley.client.client import TokenStream
+from galley.client.options import GenerateOptions, Speculation
+from galley.client.request import generate_request
+from galley.core.content import token_bytes
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.service.collector import Collector
 from tests.service.process import gateway_process
 from tests.service.truth import SEED, text_of, true_output

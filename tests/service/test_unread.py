@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from services.client.client import TokenStream
-from services.client.request import generate_request
+from galley.client.client import TokenStream
+from galley.client.request import generate_request
 from tests.service.narrow import narrow
 from tests.service.truth import SEED, true_output
 from tests.service.world import (

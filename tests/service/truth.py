@@ -9,8 +9,8 @@ from hashlib import blake2b
 from itertools import count
 from typing import TYPE_CHECKING
 
-from services.core.content import token_bytes
-from services.core.records import PositionLogprobs
+from galley.core.content import token_bytes
+from galley.core.records import PositionLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from services.client.client import NO_RETRIES, GalleyClient, GalleyRpcError
-from services.common.server import Parts, RunningServer, start_server
-from services.common.tokenizer_hash import tokenizer_hash
-from services.core.records import PositionLogprobs
+from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.server.server import Parts, RunningServer, start_server
+from galley.core.records import PositionLogprobs
 from services.gateway.service import build, interceptors
 from services.gateway.settings import GatewaySettings
 from tests.service.fakes import FakeDraft, FakeTarget
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
     from pathlib import Path
 
-    from services.client.client import TokenStream
-    from services.client.options import Prompt
-    from services.common.pb.galley.v1 import galley_pb2 as pb
-    from services.common.server import Parts
+    from galley.client.client import TokenStream
+    from galley.client.options import Prompt
+    from galley.common.server.server import Parts
+    from galley.pb.galley.v1 import galley_pb2 as pb
 
 PROMPT = "Tell me more."
 PROMPT_TOKENS = list(PROMPT.encode())

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from services.client.client import GalleyClient
-from services.client.errors import GalleyRpcError
-from services.common.pb.galley.v1 import galley_pb2 as pb
+from galley.client.client import GalleyClient
+from galley.client.errors import GalleyRpcError
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.simulation.loop import Process
 from tests.simulation.truth import text_of
 from tests.simulation.wire import SimChannel
 
 if TYPE_CHECKING:
-    from services.client.streams import TokenStream
+    from galley.client.streams import TokenStream
     from tests.simulation.schedule import Wanted
     from tests.simulation.world import World
 

@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from services.core.answer import SessionSpec
-from services.core.params import SamplingParams
-from services.core.principal import Principal, PrincipalLimits
-from services.gateway.principals import session_id_for
+from galley.core.admission.principal import Principal, PrincipalLimits
+from galley.core.answer.answer import SessionSpec
+from galley.core.sampling_params import SamplingParams
+from services.gateway.auth.session_key import session_id_for
 from tests.simulation.schedule import ID_SECRET, MOST_K, Fault, Schedule, Wanted
 from tests.simulation.truth import STOP, VOCAB
 

@@ -6,17 +6,17 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-from services.common.registry import DRAFT_POOL, TARGET_POOL
-from services.core.errors import TargetUnavailable
-from services.core.session import SessionLimits
-from services.gateway.members import Registered
-from services.gateway.model import ServedModel
-from services.gateway.patience import SECOND, Timeouts
-from services.gateway.runner import Ports
+from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL
+from galley.core.errors import TargetUnavailable
+from galley.core.session.machine import SessionLimits
+from services.gateway.replicas.membership import Registered
+from services.gateway.replicas.targets import Targets
+from services.gateway.request.served_model import ServedModel
+from services.gateway.request.validate import Limits
 from services.gateway.service import GatewayService
 from services.gateway.servicer import GenerationServicer
-from services.gateway.targets import Targets
-from services.gateway.validation import Limits
+from services.gateway.session.runner import Ports
+from services.gateway.session.timeouts import SECOND, Timeouts
 from tests.simulation.loop import Process
 from tests.simulation.redis import SimRegistry, SimStore
 from tests.simulation.replicas import MOST_DRAFT_TOKENS, TOKENIZER
@@ -26,8 +26,8 @@ from tests.simulation.watched import CountedDraft, CountedDrafts, CountedStreams
 from tests.simulation.wire import Server, SimChannel
 
 if TYPE_CHECKING:
-    from services.core.session import Session
-    from services.core.store import StoredSession
+    from galley.core.session.machine import Session
+    from galley.core.store import StoredSession
     from tests.simulation.world import World
 
 _MS = 1_000_000
@@ -43,7 +43,7 @@ class SimClock:
         self.ahead_ns = 0
 
     def now_ns(self) -> int:
-        """See `services.core.ports.Clock`."""
+        """See `galley.core.session.ports.Clock`."""
         return round(asyncio.get_running_loop().time() * SECOND) + self.ahead_ns
 
 

@@ -1,15 +1,15 @@
-"""The rules of the registry of replicas, as `services.common.registry` keeps them in its scripts."""
+"""The rules of the registry of replicas, as `galley.common.registry.leases` keeps them in its scripts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.common.registry import Replaced
+from galley.common.registry.leases import Replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.core.routing import ReplicaLease
+    from galley.core.routing.choice import ReplicaLease
 
 
 class Leases:

@@ -8,15 +8,15 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from services.core.content import agreement
-from services.core.records import decode_records
+from galley.core.content import agreement
+from galley.core.records import decode_records
 from tests.simulation.truth import is_over, true_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from services.core.answer import SessionSpec
-    from services.core.store import Ownership, StoredSession
+    from galley.core.answer.answer import SessionSpec
+    from galley.core.store import Ownership, StoredSession
 
 _KEPT_LINES = 4000
 

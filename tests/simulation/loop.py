@@ -30,7 +30,7 @@ _CLOCKED = (
     "services.draft.loop",
     "services.draft.servicer",
     "services.gateway.servicer",
-    "services.client.streams",
+    "galley.client.streams",
 )
 """Modules of the shells that look at the clock by themselves."""
 
@@ -55,7 +55,7 @@ class _VirtualTime:
 def virtual_time() -> Iterator[None]:
     """Within, the shells' clocks are the loop's, and so is what they draw at random."""
     with ExitStack() as patches:
-        patches.enter_context(mock.patch("services.client.streams.random", random.Random(0)))
+        patches.enter_context(mock.patch("galley.client.streams.random", random.Random(0)))
         for name in _CLOCKED:
             patches.enter_context(mock.patch(f"{name}.time", _VirtualTime))
         yield

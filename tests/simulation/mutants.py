@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from services.core.breaker import Breaker
-from services.core.drafting import Drafting
-from services.core.errors import LogLost, UnknownSession
-from services.core.session import Session
-from services.core.store import UNCHANGED, Directory, SessionEnded
-from services.gateway.drafts import Draft
+from galley.core.errors import LogLost, UnknownSession
+from galley.core.routing.breaker import Breaker
+from galley.core.session.drafting import Drafting
+from galley.core.session.machine import Session
+from galley.core.store import UNCHANGED, Directory, SessionEnded
+from services.gateway.replicas.drafts import Draft
 from tests.simulation.redis import Sessions
 from tests.simulation.replicas import SimEngine
 from tests.simulation.truth import true_token
@@ -25,9 +25,9 @@ from tests.simulation.world import Kinds
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from services.core.kv_session import KvSession
-    from services.core.store import Ownership
-    from services.gateway.store_writes import StoreWrites
+    from galley.core.kv.session import KvSession
+    from galley.core.store import Ownership
+    from services.gateway.store.session_log import StoreWrites
 
 
 _REFUSED = "the commit is refused, as it is there already"
@@ -153,7 +153,7 @@ MUTANTS = (
     Mutant(
         "streams before the commit",
         "which the log never held",
-        patches={"services.gateway.streams.Session": StreamsBeforeCommit},
+        patches={"services.gateway.session.streams.Session": StreamsBeforeCommit},
     ),
     Mutant("does not fence", "wrote after a later claim", Kinds(sessions=NoFencing)),
     Mutant("appends a repeated commit", "the truth is", Kinds(sessions=AppendsTwice)),
@@ -162,29 +162,29 @@ MUTANTS = (
     Mutant(
         "trusts a cache by length",
         "the truth is",
-        patches={"services.core.kv_session.KvSession.keep_or_attach": _trusting_length},
+        patches={"galley.core.kv.session.KvSession.keep_or_attach": _trusting_length},
         theme="wandering",
     ),
     Mutant(
         "never closes a breaker",
         "was not drafted for again",
-        patches={"services.gateway.drafts.Breaker": NeverCloses},
+        patches={"services.gateway.replicas.drafts.Breaker": NeverCloses},
         theme="failing draft",
     ),
     Mutant(
         "never asks a draft again that failed a session",
         "was not drafted for again",
-        patches={"services.core.session.Drafting": NeverAgain},
+        patches={"galley.core.session.machine.Drafting": NeverAgain},
     ),
     Mutant(
         "never meets a draft again",
         "was not drafted for again",
-        patches={"services.gateway.drafts.Draft.must_meet": _met_once},
+        patches={"services.gateway.replicas.drafts.Draft.must_meet": _met_once},
     ),
     Mutant(
         "does not renew a session",
         "its session has expired",
-        patches={"services.gateway.store_writes.StoreWrites.keep_alive": _no_renewal},
+        patches={"services.gateway.store.session_log.StoreWrites.keep_alive": _no_renewal},
         theme="standing still",
     ),
 )

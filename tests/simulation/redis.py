@@ -10,17 +10,17 @@ import asyncio
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from services.core.errors import GalleyError, StoreUnavailable
-from services.core.store import UNCHANGED, Directory, SessionStore
+from galley.core.errors import GalleyError, StoreUnavailable
+from galley.core.store import UNCHANGED, Directory, SessionStore
 from tests.fakes.store import MemoryStore
 from tests.simulation.leases import Leases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from services.common.registry import LeasePool
-    from services.core.routing import ReplicaLease
-    from services.core.store import NewSession, Ownership, StoredSession
+    from galley.common.registry.leases import LeasePool
+    from galley.core.routing.choice import ReplicaLease
+    from galley.core.store import NewSession, Ownership, StoredSession
     from tests.simulation.ledger import Ledger
     from tests.simulation.loop import Process
     from tests.simulation.network import Network

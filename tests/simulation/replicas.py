@@ -6,16 +6,16 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from services.common.registration import Registration
-from services.common.registry import DRAFT_POOL, TARGET_POOL, target_lease
-from services.core.cost import PassTimes
-from services.core.records import PositionLogprobs
-from services.core.step import Sampled
+from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, target_lease
+from galley.common.registry.registration import Registration
+from galley.core.cost.model import PassTimes
+from galley.core.records import PositionLogprobs
+from galley.core.step import Sampled
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
 from services.draft.servicer import DraftService
 from services.draft.strategies.base import Guess
-from services.target.engine import EngineInfo
+from services.target.engine.protocol import EngineInfo
 from services.target.servicer import Limits, TargetService
 from tests.simulation.loop import Process
 from tests.simulation.redis import LEASE_S, SimRegistry
@@ -26,7 +26,7 @@ from tests.simulation.wire import Server
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.core.step import Chunk, StepOutcome, StepPlan, Watch
+    from galley.core.step import Chunk, StepOutcome, StepPlan, Watch
     from services.draft.strategies.base import DraftJob
     from tests.simulation.world import World
 
@@ -63,7 +63,7 @@ class SimEngine:
         self._kv: dict[int, list[int]] = {}
 
     def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
-        """See `services.target.engine.TargetEngine`."""
+        """See `services.target.engine.protocol.TargetEngine`."""
         if self.failing:
             raise OSError("the device is lost")
         self.passes += 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from services.client.options import GenerateOptions, Speculation
-from services.core.answer import SessionSpec
-from services.core.principal import Principal
+from galley.client.options import GenerateOptions, Speculation
+from galley.core.admission.principal import Principal
+from galley.core.answer.answer import SessionSpec
 from tests.simulation.truth import STOP
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from tests.simulation.schedule import Fault
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.core.answer import SessionSpec
+    from galley.core.answer.answer import SessionSpec
     from tests.simulation.schedule import Schedule
 
 _THEMED = 0.2

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 from redis import asyncio as redis_asyncio
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.registry import TARGET_POOL, Replaced, ReplicaRegistry, target_lease
+from galley.common.registry.leases import TARGET_POOL, Replaced, ReplicaRegistry, target_lease
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.gateway.servers import VALKEY, running
 from tests.simulation.leases import Leases
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from services.core.routing import TargetLease
+    from galley.core.routing.choice import TargetLease
     from tests.gateway.servers import Server
 
 _RUNS = 10

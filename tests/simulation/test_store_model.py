@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import pytest
 from redis import asyncio as redis_asyncio
 
-from services.core.errors import Fenced, GalleyError, KeyReused, LogLost, UnknownSession
-from services.core.store import (
+from galley.core.errors import Fenced, GalleyError, KeyReused, LogLost, UnknownSession
+from galley.core.store import (
     UNCHANGED,
     ClaimLost,
     Directory,
@@ -27,7 +27,7 @@ from services.core.store import (
     SessionEnded,
     StoredSession,
 )
-from services.gateway.store import RedisStore
+from services.gateway.store.redis import RedisStore
 from tests.gateway.servers import VALKEY, running
 from tests.simulation.redis import Sessions, at_once
 from tests.simulation.schedule import Fault

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from services.core.content import token_bytes
+from galley.core.content import token_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.core.answer import SessionSpec
+    from galley.core.answer.answer import SessionSpec
 
 VOCAB = 48
 STOP = 47

@@ -10,32 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from services.common.handlers import WrappingInterceptor, wrap_handler
-from services.common.status import StatusInterceptor
-from services.core import events as ev
-from services.core.admission import Admission
-from services.core.breaker import LONGEST_PAUSE_NS
-from services.core.errors import Broken, GalleyError, InvalidField
-from services.gateway.authentication import PrincipalInterceptor
-from services.gateway.draft_router import SessionDraft
-from services.gateway.drafts import Drafts
-from services.gateway.patience import SECOND
-from services.gateway.router import SessionTarget
-from services.gateway.streams import Streams
+from galley.common.server.interceptors import WrappingInterceptor, wrap_handler
+from galley.common.wire.status import StatusInterceptor
+from galley.core.admission.admission import Admission
+from galley.core.errors import Broken, GalleyError, InvalidField
+from galley.core.routing.breaker import LONGEST_PAUSE_NS
+from galley.core.session import events as ev
+from services.gateway.auth.interceptor import PrincipalInterceptor
+from services.gateway.replicas.draft_session import SessionDraft
+from services.gateway.replicas.drafts import Drafts
+from services.gateway.replicas.target_session import SessionTarget
+from services.gateway.session.streams import Streams
+from services.gateway.session.timeouts import SECOND
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from services.common.handlers import Behavior, Handler
-    from services.common.pb.galley.v1 import galley_pb2 as pb
-    from services.core.admission import Place
-    from services.core.answer import SessionSpec
-    from services.core.breaker import Breaker
-    from services.core.principal import Principal
-    from services.gateway.authentication import Presented
-    from services.gateway.drafts import Draft
+    from galley.common.server.interceptors import Behavior, Handler
+    from galley.core.admission.admission import Place
+    from galley.core.admission.principal import Principal
+    from galley.core.answer.answer import SessionSpec
+    from galley.core.routing.breaker import Breaker
+    from galley.pb.galley.v1 import galley_pb2 as pb
+    from services.gateway.auth.interceptor import Presented
+    from services.gateway.replicas.drafts import Draft
+    from services.gateway.replicas.targets import Target
     from services.gateway.servicer import GenerationServicer
-    from services.gateway.targets import Target
     from tests.simulation.ledger import Ledger
     from tests.simulation.loop import Process
     from tests.simulation.world import World
@@ -62,7 +62,7 @@ class _Keys:
         self._known = {principal.name: principal for principal in world.schedule.principals}
 
     async def authenticate(self, presented: Presented) -> Principal:
-        """See `services.gateway.authentication.Authenticator`."""
+        """See `services.gateway.auth.interceptor.Authenticator`."""
         return self._known[presented.key]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from services.common.status import code_of, message_of
+from galley.common.wire.status import code_of, message_of
 from tests.simulation.context import SimContext, error_of
 from tests.simulation.network import Connection
 

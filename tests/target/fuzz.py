@@ -16,17 +16,17 @@ from pathlib import Path
 
 import torch
 
-from services.core.content import Miss, SessionKey, prefix_hash
-from services.core.cost import PassTimes
-from services.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, OurFault, Overloaded
-from services.core.hints import Hint
-from services.core.kv_table import KvTable
-from services.core.params import SamplingParams
-from services.core.scheduler import Linger, Scheduler
-from services.core.step import Chunk, Draw, Sampled, StepOutcome, StepPlan
-from services.core.verify_items import Answer, Confirmed, Extend, VerifyRequest
-from services.engine.model import CausalModel
-from services.target.paged_engine import PagedEngine
+from galley.core.content import Miss, SessionKey, prefix_hash
+from galley.core.cost.model import PassTimes
+from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, OurFault, Overloaded
+from galley.core.hints import Hint
+from galley.core.kv.table import KvTable
+from galley.core.sampling_params import SamplingParams
+from galley.core.scheduler.messages import Answer, Confirmed, Extend, VerifyRequest
+from galley.core.scheduler.scheduler import Linger, Scheduler
+from galley.core.step import Chunk, Draw, Sampled, StepOutcome, StepPlan
+from galley.engine.model import CausalModel
+from services.target.engine.paged import PagedEngine
 from tests.target.tiny import CONTEXT, POISON, STOP, VOCAB, random_llama, save
 
 # A step of the clock, in nanoseconds.

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from services.core.step import Chunk
-from services.engine.model import CausalModel
+from galley.core.step import Chunk
+from galley.engine.model import CausalModel
 
 _CHUNKS = (1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64)
 _MAX_DRAFTS = 8

@@ -6,13 +6,13 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core.content import prefix_hash
+from galley.core.content import prefix_hash
+from galley.pb.galley.v1 import galley_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 _TIMEOUT_S = 20
 _NOBODY = "nobody"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core.content import prefix_hash
-from services.core.hints import MAX_HINT_TOKENS
+from galley.core.content import prefix_hash
+from galley.core.hints import MAX_HINT_TOKENS
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.target.items import slice_of, verify
 from tests.target.stream import extension, stream_of, tokens_of
 from tests.target.tiny import VOCAB, greedy
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
     from tests.target.conftest import Recording, Served
     from tests.target.stream import Stream
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.model import CausalModel
+from galley.engine.model import CausalModel
 from tests.target.fuzz import SMALL, FuzzWorld, load_pair, save_small_model
 from tests.target.invariance import InvarianceTrial
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.target import leader as leading
-from services.target.leader import Leader
-from services.target.rank import spec_of
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.target.ranks.rank import spec_of
+from services.target.ray import leader as leading
+from services.target.ray.leader import Leader
 from services.target.settings import TargetSettings
 from tests.common.test_scrape import ask
 

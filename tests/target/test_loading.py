@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from services.engine.kv_pool import kv_block_bytes
-from services.engine.loading import load_config, parse_dtype
-from services.target.follower import device_environment
+from galley.engine.kv_pool import kv_block_bytes
+from galley.engine.load.module import load_config, parse_dtype
+from services.target.engine.paged import PagedEngine
 from services.target.loading import kv_blocks, load_engine
-from services.target.paged_engine import PagedEngine
-from services.target.rank import RankSpec
+from services.target.ranks.follower import device_environment
+from services.target.ranks.rank import RankSpec
 from services.target.settings import TargetSettings
 from tests.target.tiny import CONTEXT
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from services.engine.batch import ModelInfo
-    from services.engine.model import CausalModel
+    from galley.engine.batch import ModelInfo
+    from galley.engine.model import CausalModel
 
 
 def settings(tiny: Path, **given: Any) -> TargetSettings:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.target.servicer import Limits
 from tests.target.items import slice_of, verify
 from tests.target.tiny import VOCAB, greedy
@@ -15,7 +15,7 @@ from tests.target.tiny import VOCAB, greedy
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
     from tests.target.conftest import Recording
 
 LONG = [1 + (7 * i) % (VOCAB - 2) for i in range(180)]

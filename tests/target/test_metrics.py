@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.common.metrics import catalogue
-from services.common.metrics.catalogue import of_service
-from services.common.metrics.labels import TARGET
-from services.common.metrics.registry import Registry
-from services.common.pb.galley.v1 import galley_pb2 as pb
+from galley.common.metrics import catalogue
+from galley.common.metrics.catalogue import of_service
+from galley.common.metrics.labels import TARGET
+from galley.common.metrics.registry import Registry
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.common.readings import count, histogram, number
 from tests.target.conftest import KV_BLOCKS
 from tests.target.items import slice_of, verify
 from tests.target.stream import stream_of
 
 if TYPE_CHECKING:
-    from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
     from tests.target.conftest import Recording
 
 PROMPT = [5, 9, 2, 33] * 12

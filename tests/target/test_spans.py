@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from opentelemetry.trace import SpanKind, StatusCode
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.target.servicer import Limits
 from tests.fakes.tracing import Asked, Kept, attributes_of, context_of, events_of, links_of, parent_of
 from tests.target.conftest import KV_BLOCKS
@@ -18,8 +18,8 @@ from tests.target.stream import Stream, stream_of
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
-    from services.common.lean_spans import SpanScope
-    from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+    from galley.common.tracing.light_spans import SpanScope
+    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
     from tests.target.conftest import Recording
 
 TRACE = 0xABC

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from services.common.pb.galley.v1 import galley_pb2 as pb
-from services.core.blocks import BLOCK_TOKENS
-from services.core.content import prefix_hash
-from services.core.principal import Principal
+from galley.core.admission.principal import Principal
+from galley.core.content import prefix_hash
+from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.target.servicer import Limits
 from tests.target.conftest import KV_BLOCKS
 from tests.target.items import generate, slice_of, verify
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from services.common.pb.galley.v1 import galley_pb2_grpc as rpc
+    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
     from tests.target.conftest import Recording
 
 PROMPT = [5, 9, 2, 33, 17]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.engine.model import CausalModel
+from galley.engine.model import CausalModel
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from services.top.view import render
+from galley.top.view import render
 from tests.top.sample import screen
 
 PATH = Path(__file__).parents[2] / "docs" / "images" / "top.svg"

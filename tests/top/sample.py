@@ -15,15 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.top.fleet import Fleet
-from services.top.scrape import body_of, fetch, read_samples
-from services.top.screen import Screen, Screens
-from services.top.service import Service, named_by_address
+from galley.top.fleet import Fleet
+from galley.top.scrape import body_of, fetch, read_samples
+from galley.top.screen import Screen, Screens
+from galley.top.service import Service, named_by_address
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.top.series import Samples
+    from galley.top.series import Samples
 
 FOLDER = Path(__file__).parent / "recording"
 _SERVICES = FOLDER / "services.json"
@@ -76,7 +76,7 @@ async def _record(of: Sequence[Service]) -> None:
 
 
 def _main(argv: Sequence[str]) -> None:
-    from services.cli.endpoint import find_services  # noqa: PLC0415
+    from galley.stack.endpoint import find_services  # noqa: PLC0415
 
     for old in FOLDER.glob("*.prom"):
         old.unlink()

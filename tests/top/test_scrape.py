@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.top import scrape as scraping
-from services.top.scrape import Away, read_samples, scrape, shown
-from services.top.service import host_and_port, named_by_address
+from galley.top import scrape as scraping
+from galley.top.scrape import Away, read_samples, scrape, shown
+from galley.top.service import host_and_port, named_by_address
 from tests.top.sample import services, text
 from tests.top.servers import answering, nobody, telling
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.routing import DraftLease, TargetLease
-from services.top import names
-from services.top.fleet import RATE_S, WINDOW_S, Fleet, Registered
-from services.top.replicas import AWAY, DRAINING, LEASED, UP, Kv, replicas_of
-from services.top.scrape import read_samples
-from services.top.screen import Screen, Screens
-from services.top.service import Service
-from services.top.view import render
+from galley.core.routing.choice import DraftLease, TargetLease
+from galley.top import names
+from galley.top.fleet import RATE_S, WINDOW_S, Fleet, Registered
+from galley.top.replicas import AWAY, DRAINING, LEASED, UP, Kv, replicas_of
+from galley.top.scrape import read_samples
+from galley.top.screen import Screen, Screens
+from galley.top.service import Service
+from galley.top.view import render
 from tests.top import sample
 from tests.top.shown import plain
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.top.scrape import read_samples
-from services.top.series import added, by, growth, mean, quantile, ratio, total
+from galley.top.scrape import read_samples
+from galley.top.series import added, by, growth, mean, quantile, ratio, total
 
 BEFORE = read_samples('galley_a_total{w="x"} 5\ngalley_a_total{w="y"} 1\ngalley_b_total 100\ngalley_g 9\n')
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
-from services.cli import endpoint
-from services.cli.__main__ import app
-from services.core.routing import DraftLease
-from services.top.service import Service
+from galley.cli.__main__ import app
+from galley.core.routing.choice import DraftLease
+from galley.stack import endpoint
+from galley.top.service import Service
 from tests.gateway.servers import VALKEY, running
 from tests.top import sample
 from tests.top.servers import nobody, telling
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from typer.testing import Result
 
-GALLEY = [sys.executable, "-m", "services.cli", "top"]
+GALLEY = [sys.executable, "-m", "galley.cli", "top"]
 SOON = ("--interval", "0.2")
 OTHER_SCREEN, FIRST_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 PATIENCE_S = 20.0
@@ -143,8 +143,8 @@ def test_a_wrong_flag_is_a_usage_error(wrong: tuple[str, ...]) -> None:
 
 async def test_registered_replicas_are_shown_and_a_store_that_goes_away_is_told() -> None:
     # With redis, which the command alone does without.
-    from services.common.registry import DRAFT_POOL, ReplicaRegistry  # noqa: PLC0415
-    from services.top.registry import Leases  # noqa: PLC0415
+    from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry  # noqa: PLC0415
+    from galley.top.registry import Leases  # noqa: PLC0415
 
     with running(VALKEY) as server:
         registry = ReplicaRegistry(server.url, lease_s=60)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.top.figures import duration, number, percent, times_of
-from services.top.replicas import Replica
-from services.top.view import render, share
+from galley.top.figures import duration, number, percent, times_of
+from galley.top.replicas import Replica
+from galley.top.view import render, share
 from tests.top import picture
 from tests.top.sample import screen
 from tests.top.shown import plain

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 
-from services.core import trace_names as names
-from services.tracing.build import stories_of
-from services.tracing.explain import explain, summary
-from services.tracing.otlp_json import SERVICE_INSTANCE, SERVICE_NAME
-from services.tracing.spans import CLIENT, ERROR, SERVER, Event, Link, Process, Span
+from galley.core import trace_names as names
+from galley.trace.explain.explain import explain, summary
+from galley.trace.read.build import stories_of
+from galley.trace.read.otlp_json import SERVICE_INSTANCE, SERVICE_NAME
+from galley.trace.read.spans import CLIENT, ERROR, SERVER, Event, Link, Process, Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from services.tracing.model import Story
+    from galley.trace.read.model import Story
 
 GATEWAY, DRAFT, TARGET = (
     Process("galley-gateway", "g1"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.tracing.otlp_file import OtlpFile
+from galley.trace.read.otlp_file import OtlpFile
 from tests.tracing.builder import otlp
 
 if TYPE_CHECKING:

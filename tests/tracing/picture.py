@@ -11,17 +11,17 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.tracing.build import stories_of
-from services.tracing.html import page
-from services.tracing.library import find, index_of
-from services.tracing.otlp_file import Lines
-from services.tracing.otlp_json import spans_in
+from galley.trace.read.build import stories_of
+from galley.trace.read.library import find, index_of
+from galley.trace.read.otlp_file import Lines
+from galley.trace.read.otlp_json import spans_in
+from galley.trace.show.html import page
 from tests.tracing.browser import Browser, find_browser
 from tests.tracing.builder import Scene
 from tests.tracing.files import write
 
 if TYPE_CHECKING:
-    from services.tracing.model import Story
+    from galley.trace.read.model import Story
 
 _HIGHEST = 1500
 SAMPLE = Path(__file__).with_name("sample.jsonl")

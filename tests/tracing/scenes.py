@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.core import trace_names as names
-from services.tracing.spans import Process
+from galley.core import trace_names as names
+from galley.trace.read.spans import Process
 from tests.tracing.builder import BEGAN_NS, OTHER_TARGET_AT, SESSION, TARGET, TARGET_AT, Scene, event, ns
 
 NEIGHBOUR = "c0ffee00c0ffee00c0ffee00c0ffee00"

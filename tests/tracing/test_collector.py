@@ -16,14 +16,14 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-from services.common.server import start_server
-from services.common.status import describe
-from services.core.errors import Overloaded
-from services.tracing import otlp_file
-from services.tracing.collector import Collector, CollectorSettings, build
-from services.tracing.otlp_file import Lines, OtlpFile
-from services.tracing.otlp_json import document_of, spans_in
-from services.tracing.spans import Process, Span
+from galley.common.server.server import start_server
+from galley.common.wire.status import describe
+from galley.core.errors import Overloaded
+from galley.trace.collector import Collector, CollectorSettings, build
+from galley.trace.read import otlp_file
+from galley.trace.read.otlp_file import Lines, OtlpFile
+from galley.trace.read.otlp_json import document_of, spans_in
+from galley.trace.read.spans import Process, Span
 from tests.tracing.builder import Scene, otlp
 
 if TYPE_CHECKING:

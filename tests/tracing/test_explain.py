@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from services.core import trace_names as names
-from services.tracing.case import Cause
-from services.tracing.explain import explain
-from services.tracing.spans import Span
+from galley.core import trace_names as names
+from galley.trace.explain.case import Cause
+from galley.trace.explain.explain import explain
+from galley.trace.read.spans import Span
 from tests.tracing.builder import (
     DRAFT_AT,
     GATEWAY,
@@ -25,8 +25,8 @@ from tests.tracing.builder import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.tracing.explain import Explanation
-    from services.tracing.spans import Event
+    from galley.trace.explain.explain import Explanation
+    from galley.trace.read.spans import Event
 
 
 def usual_rounds(request: RequestMaker, count: int = 6) -> RequestMaker:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.tracing.explain import explain
-from services.tracing.html import page
+from galley.trace.explain.explain import explain
+from galley.trace.show.html import page
 from tests.tracing import scenes
 from tests.tracing.browser import Browser, find_browser
 from tests.tracing.builder import OTHER_TARGET_AT, SESSION, Scene
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from services.tracing.model import Story
+    from galley.trace.read.model import Story
 
 _ACTIVE = {"script", "img", "iframe", "object", "embed", "link", "form", "base", "audio", "video", "input"}
 

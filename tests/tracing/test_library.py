@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.core import trace_names as names
-from services.tracing import library
-from services.tracing.build import stories_of
-from services.tracing.library import NotFound, find, index_of
-from services.tracing.otlp_file import Lines
-from services.tracing.places import new_file, newest_file
-from services.tracing.spans import Process, Span
+from galley.core import trace_names as names
+from galley.trace.read import library
+from galley.trace.read.build import stories_of
+from galley.trace.read.library import NotFound, find, index_of
+from galley.trace.read.otlp_file import Lines
+from galley.trace.read.places import new_file, newest_file
+from galley.trace.read.spans import Process, Span
 from tests.tracing.builder import BEGAN_NS, SESSION, Scene, event, ns, told_of
 from tests.tracing.files import write
 

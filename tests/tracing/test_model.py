@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.core import trace_names as names
-from services.tracing.spans import Link, Process, Span
+from galley.core import trace_names as names
+from galley.trace.read.spans import Link, Process, Span
 from tests.tracing.builder import (
     BEGAN_NS,
     DRAFT,

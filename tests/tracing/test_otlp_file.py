@@ -14,10 +14,10 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyVa
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from services.tracing import otlp_file
-from services.tracing.otlp_file import BadTraceFile, Lines, OtlpFile, rotated
-from services.tracing.otlp_json import Malformed, document_of, spans_in
-from services.tracing.spans import Process
+from galley.trace.read import otlp_file
+from galley.trace.read.otlp_file import BadTraceFile, Lines, OtlpFile, rotated
+from galley.trace.read.otlp_json import Malformed, document_of, spans_in
+from galley.trace.read.spans import Process
 from tests.tracing.builder import Scene, otlp
 
 if TYPE_CHECKING:

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from services.core import trace_names as names
-from services.tracing.build import stories_of
-from services.tracing.listing import plain_lines
-from services.tracing.spans import Process, Span
-from services.tracing.waterfall import show
+from galley.core import trace_names as names
+from galley.trace.read.build import stories_of
+from galley.trace.read.spans import Process, Span
+from galley.trace.show.listing import plain_lines
+from galley.trace.show.waterfall import show
 from tests.tracing import scenes
 from tests.tracing.builder import BEGAN_NS, SESSION, Scene, ns
 
 if TYPE_CHECKING:
-    from services.tracing.model import Story
+    from galley.trace.read.model import Story
 
 GOLDEN = Path(__file__).parent / "golden"
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")

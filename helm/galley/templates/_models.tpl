@@ -20,7 +20,7 @@ initContainers:
   - name: download
     image: {{ include "galley.image" . }}
     imagePullPolicy: {{ $values.image.pullPolicy }}
-    command: [python, -m, services.engine.prepare, {{ .model | quote }}]
+    command: [python, -m, galley.engine.load.resolve, {{ .model | quote }}]
     securityContext:
       {{- include "galley.containerSecurity" . | nindent 6 }}
     resources:

@@ -10,7 +10,7 @@ proxy_location: Disabled # requests do not pass through Ray
 applications:
   - name: galley-target
     route_prefix: null
-    import_path: services.target.ray_app:app
+    import_path: services.target.ray.app:app
     args:
       tensor_parallel: {{ $target.tensorParallel }}
       settings:

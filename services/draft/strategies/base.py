@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.common.slices import Slice
-    from services.core.errors import GalleyError
+    from galley.common.wire.slices import Slice
+    from galley.core.errors import GalleyError
 
 
 class DraftSession:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from services.core.content import agreement
+from galley.core.content import agreement
 
 if TYPE_CHECKING:
     from services.draft.strategies.base import DraftSession

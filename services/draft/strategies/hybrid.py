@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from services.core.content import agreement
-from services.core.last_used import LastUsed
+from galley.core.content import agreement
+from galley.core.last_used import LastUsed
 from services.draft.strategies.drafted import Drafted
 from services.draft.strategies.lookups import kind_of
 from services.draft.strategies.matches import PRIOR, class_of

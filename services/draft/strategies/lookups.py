@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakKeyDictionary
 
-from services.core.last_used import LastUsed
-from services.core.lookup import AnswerLookup, RecentAnswers, SessionLookup
+from galley.core.last_used import LastUsed
+from galley.core.lookup.lookup import AnswerLookup, RecentAnswers, SessionLookup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.core.lookup import Found
+    from galley.core.lookup.lookup import Found
     from services.draft.strategies.base import DraftJob, DraftSession
 
 # Of sessions: the tenant's salt and the workload.

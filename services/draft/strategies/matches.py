@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
-from services.core.calibration import Calibration
+from galley.core.lookup.calibration import Calibration
 
 if TYPE_CHECKING:
     from services.draft.strategies.lookups import Match

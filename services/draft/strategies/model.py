@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from services.core.calibration import Calibration
-from services.core.content import agreement
-from services.core.last_used import LastUsed
+from galley.core.content import agreement
+from galley.core.last_used import LastUsed
+from galley.core.lookup.calibration import Calibration
 from services.draft.strategies.drafted import Drafted
 from services.draft.strategies.lookups import kind_of
 from services.draft.strategies.steps import CONFIDENCES, SteppedGuess, rules_of

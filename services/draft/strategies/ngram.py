@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from services.core.hindsight import Hindsight
-from services.core.last_used import LastUsed
+from galley.core.last_used import LastUsed
+from galley.core.lookup.proposal_outcomes import Hindsight
 from services.draft.strategies.base import Guess
 from services.draft.strategies.lookups import MOST_KINDS, kind_of
 from services.draft.strategies.matches import MatchChances
@@ -18,7 +18,7 @@ from services.draft.strategies.matches import MatchChances
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.core.lookup import Found
+    from galley.core.lookup.lookup import Found
     from services.draft.strategies.base import DraftJob, DraftSession
     from services.draft.strategies.lookups import Following, Kind, Lookups, Match
 

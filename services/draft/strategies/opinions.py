@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.core.calibration import Calibration
+from galley.core.lookup.calibration import Calibration
 from services.draft.strategies.matches import LENGTHS, PRIOR, STRENGTH
 from services.draft.strategies.steps import CONFIDENCES
 

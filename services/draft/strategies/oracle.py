@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from services.core.noise import SPOIL, words
+from galley.core.noise import SPOIL, words
 from services.draft.strategies.base import Guess
 
 if TYPE_CHECKING:

@@ -12,24 +12,25 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from services.common.status import log_internal
-from services.core.content import agreement
-from services.core.errors import GalleyError
-from services.core.step import Draw
+from galley.common.wire.status import log_internal
+from galley.core.content import agreement
+from galley.core.errors import GalleyError
+from galley.core.step import Draw
+from galley.engine.model import Rows
+from galley.engine.sampling import draw as sampling
+from galley.engine.sampling import guessing
+from galley.engine.sampling.guessing import guess as guess_tokens
 from services.draft.strategies.base import Guess
-from services.engine import guessing, sampling
-from services.engine.guessing import guess as guess_tokens
-from services.engine.model import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from services.common.slices import Slice
-    from services.core.step import Sampled
+    from galley.common.wire.slices import Slice
+    from galley.core.step import Sampled
+    from galley.engine.model import CausalModel, SessionCache
     from services.draft.strategies.base import DraftJob, DraftSession
-    from services.engine.model import CausalModel, SessionCache
 
 # Tokens of a session that one step feeds: a long prompt must not hold up the others for long.
 _PREFILL_ROWS = 128

@@ -1,0 +1,130 @@
+"""Which blocks a measurement of speculation is made of, and in which order.
+
+Nobody may gain by having been asked before. Prefixes are kept by the target: so prompts carry the tag of
+their pair, and a block that does not count puts them into the cache for all arms alike; all arms of a pair
+answer the very same texts. Answers are learnt from by the draft, within a workload's label: so each arm has
+labels of its own in each cell and pair. What a label begins with is therefore never better than in service.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from galley.bench.closed_loop import WARM_UP, Load, tagged
+from galley.bench.gateway import OFF
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from galley.bench.answers import Prompt
+    from galley.bench.workloads import Workload
+
+_SEEDS_A_PAIR = 1000
+# Labels are of these characters, and at most so many of them.
+_NOT_IN_LABELS = re.compile(r"[^A-Za-z0-9_.:/-]")
+_LABEL_CHARS = 64
+_NAME_CHARS = 24
+_PRIMING = "prime"
+# Of several streams' answers, the shortest is this share of what is asked for, the longest as much longer;
+# multiples of the golden section lie evenly between.
+_SHORTEST = 0.5
+_GOLDEN = 0.6180339887498949
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One workload at one number of streams and one temperature, answered by each of `arms`.
+
+    `index` is the workload's among those of the run: names that are cut to the same are told apart by it.
+    """
+
+    workload: Workload
+    streams: int
+    temperature: float
+    arms: tuple[str, ...]
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large blocks are: a block asks `prompts` prompts, and at more than one stream `turns` a stream.
+
+    `nonce` stands in every tag and label: a gateway that was measured before knows neither.
+    """
+
+    prompts: int
+    max_tokens: int
+    seed: int
+    nonce: str = ""
+    turns: int = 2
+
+
+def pair_loads(cell: Cell, pair: int, sizes: Sizes) -> list[Load]:
+    """The blocks of one pair of a cell, side by side; whose is first rotates with the pair.
+
+    All arms get the same prompts, tags and seeds, the next pair the prompts after them under another tag.
+    """
+    shift = pair % len(cell.arms)
+    return [_load(cell, pair, arm, sizes) for arm in cell.arms[shift:] + cell.arms[:shift]]
+
+
+def priming(cell: Cell, pair: int, sizes: Sizes) -> Load:
+    """A block that does not count, before those of a pair: it has the target keep their prompts."""
+    load = _load(cell, pair, _PRIMING, sizes)
+    prompts = tuple(replace(prompt, max_tokens=1) for prompt in load.prompts)
+    return replace(load, pair=WARM_UP, arm=OFF, max_tokens=1, prompts=prompts)
+
+
+def _load(cell: Cell, pair: int, arm: str, sizes: Sizes) -> Load:
+    return Load(
+        pair=pair,
+        arm=arm,
+        streams=cell.streams,
+        temperature=cell.temperature,
+        prompts=_prompts(cell, pair, arm, sizes),
+        max_tokens=sizes.max_tokens,
+        seed=sizes.seed + _SEEDS_A_PAIR * (pair + 1),
+        workload=cell.workload.name,
+    )
+
+
+def _prompts(cell: Cell, pair: int, arm: str, sizes: Sizes) -> tuple[Prompt, ...]:
+    given = cell.workload.prompts
+    count = max(sizes.prompts, cell.streams * sizes.turns if cell.streams > 1 else 1)
+    picked = []
+    for at in range(count):
+        prompt = given[((pair + 1) * count + at) % len(given)]
+        copy = at // len(given)
+        label = _label(cell, f"{arm}/{pair + 1}.{copy}", sizes.nonce)
+        asked = replace(prompt, label=label, max_tokens=_length(at, cell, sizes))
+        picked.append(tagged(asked, f"{sizes.nonce}.{pair + 1:02}.{copy}"))
+    return tuple(picked)
+
+
+def _length(at: int, cell: Cell, sizes: Sizes) -> int:
+    """Answers that are all as long end together, and the next prompts share a pass: in service none do."""
+    if cell.streams == 1:
+        return sizes.max_tokens
+    return max(1, round(sizes.max_tokens * (_SHORTEST + at * _GOLDEN % 1)))
+
+
+def _label(cell: Cell, of: str, nonce: str) -> str:
+    """The workload's name, cut where there is no room for it, and what makes the label this block's own."""
+    own = f"/{cell.index}/{cell.streams}/{cell.temperature:g}/{of}/{nonce}"
+    name = _NOT_IN_LABELS.sub("_", cell.workload.name)
+    return name[: max(0, min(_NAME_CHARS, _LABEL_CHARS - len(own)))] + own
+
+
+def loads(cells: Sequence[Cell], pairs: int, sizes: Sizes) -> Iterator[Load]:
+    """A warm-up of every arm in its largest cell, then pair by pair every cell, its prompts cached first."""
+    warm_ups: dict[str, Cell] = {}
+    for cell in sorted(cells, key=lambda cell: cell.streams):
+        warm_ups |= dict.fromkeys(cell.arms, cell)
+    for arm, cell in warm_ups.items():
+        yield from pair_loads(replace(cell, arms=(arm,)), WARM_UP, sizes)
+    for pair in range(pairs):
+        for cell in cells:
+            yield priming(cell, pair, sizes)
+            yield from pair_loads(cell, pair, sizes)

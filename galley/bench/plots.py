@@ -1,0 +1,126 @@
+"""A measurement of speculation as one PNG of six panels. Needs matplotlib."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+
+    from galley.bench.summary import Row, Speculated
+
+
+def draw(
+    path: Path,
+    rows: Sequence[Row],
+    acceptance: Mapping[tuple[str, str], Speculated],
+    predicted: Mapping[Row, tuple[float, int | None]],
+    baseline: str,
+) -> None:
+    """Speed, ratio and times by streams; acceptance by position; waste; predicted against measured."""
+    figure = Figure(figsize=(16, 9), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, 3).flat
+    _by_streams(next(panels), rows, lambda row: row.tokens_per_s, "speed", "counted tokens/s")
+    ratio = next(panels)
+    _by_streams(ratio, rows, _median, f"against {baseline}", "ratio of tokens/s")
+    ratio.axhline(1.0, color="grey", lw=0.8)
+    _times(next(panels), rows)
+    _acceptance(next(panels), acceptance)
+    _waste(next(panels), acceptance)
+    _predicted(next(panels), rows, predicted)
+    figure.savefig(path, format="png", dpi=110)
+
+
+def _median(row: Row) -> float:
+    return row.ratio.median if row.ratio is not None else float("nan")
+
+
+def _by_streams(
+    axes: Axes, rows: Sequence[Row], value: Callable[[Row], float], title: str, ylabel: str
+) -> None:
+    """One line an arm, the mean over workloads and temperatures."""
+    for arm in _arms(rows):
+        mine = [row for row in rows if row.arm == arm]
+        at = sorted({row.streams for row in mine})
+        groups = [[value(row) for row in mine if row.streams == streams] for streams in at]
+        axes.plot(at, [sum(group) / len(group) for group in groups], marker="o", ms=3, label=arm)
+    axes.set(title=f"{title}, mean of workloads", xlabel="streams", ylabel=ylabel)
+    _stream_ticks(axes, rows)
+    _legend(axes, 6)
+
+
+def _times(axes: Axes, rows: Sequence[Row]) -> None:
+    for colour, arm in enumerate(_arms(rows)):
+        mine = [row for row in rows if row.arm == arm]
+        at = sorted({row.streams for row in mine})
+        between = [max(row.inter_token_ms[-1] for row in mine if row.streams == streams) for streams in at]
+        first = [max(row.first_token_ms[-1] for row in mine if row.streams == streams) for streams in at]
+        axes.plot(at, between, "-", color=f"C{colour}", marker="o", ms=3, label=f"{arm}: between tokens, p99")
+        axes.plot(at, first, "--", color=f"C{colour}", marker="o", ms=3, label=f"{arm}: first token, p99")
+    axes.set(title="times, worst workload", xlabel="streams", ylabel="ms", yscale="log")
+    _stream_ticks(axes, rows)
+    _legend(axes, 5)
+
+
+def _stream_ticks(axes: Axes, rows: Sequence[Row]) -> None:
+    """Equal steps for 1, 8, 16 ... streams would need a scale of its own: a logarithm of base 2 will do."""
+    at = sorted({row.streams for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(at, [str(streams) for streams in at])
+    axes.minorticks_off()
+
+
+def _acceptance(axes: Axes, acceptance: Mapping[tuple[str, str], Speculated]) -> None:
+    for (workload, arm), of in acceptance.items():
+        at = range(1, len(of.by_position) + 1)
+        axes.plot(at, of.by_position, marker=".", lw=0.9, label=f"{workload} {arm}")
+    axes.set(
+        title="accepted where verified", xlabel="position in the proposal", ylabel="share", ylim=(0, 1.02)
+    )
+    _legend(axes, 5)
+
+
+def _waste(axes: Axes, acceptance: Mapping[tuple[str, str], Speculated]) -> None:
+    """Of the tokens that the draft proposed: accepted, verified in vain, never verified."""
+    names = [f"{workload}\n{arm}" for workload, arm in acceptance]
+    kinds = {
+        "accepted": [of.accepted for of in acceptance.values()],
+        "verified in vain": [of.wasted_verify for of in acceptance.values()],
+        "not verified": [max(0, of.proposed - of.verified) for of in acceptance.values()],
+    }
+    bottom = [0] * len(names)
+    for label, values in kinds.items():
+        axes.bar(range(len(names)), values, bottom=bottom, label=label)
+        bottom = [below + value for below, value in zip(bottom, values, strict=True)]
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=5)
+    axes.set(title="what became of proposed tokens", ylabel="tokens")
+    _legend(axes, 6)
+
+
+def _predicted(axes: Axes, rows: Sequence[Row], predicted: Mapping[Row, tuple[float, int | None]]) -> None:
+    for arm in _arms(rows):
+        mine = [row for row in rows if row.arm == arm and row in predicted and row.ratio is not None]
+        if mine:
+            axes.plot(
+                [predicted[row][0] for row in mine], [_median(row) for row in mine], "o", ms=4, label=arm
+            )
+    axes.axline((1.0, 1.0), slope=1, color="grey", lw=0.8)
+    axes.set(title="speed-up", xlabel="predicted by the cost model", ylabel="measured")
+    _legend(axes, 6)
+
+
+def _legend(axes: Axes, size: int) -> None:
+    """Where there is anything to name."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=size)
+
+
+def _arms(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row.arm for row in rows))

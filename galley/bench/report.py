@@ -1,0 +1,103 @@
+"""All that a measurement of speculation says: rows, acceptance, predictions, and the sentence at its end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from galley.bench.predict import pass_times, predicted_best_k, predicted_gain
+from galley.bench.summary import PERCENTS, Row, Speculated, rows_of, speculated
+from galley.bench.verdict import best_at_loads, sentence
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from galley.bench.closed_loop import LoopBlock
+
+MAX_K = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the blocks came to; `predicted` is by row: (speed-up, best k) of the cost model."""
+
+    baseline: str
+    rows: tuple[Row, ...]
+    acceptance: dict[tuple[str, str], Speculated]
+    predicted: dict[Row, tuple[float, int | None]]
+    pass_ms: tuple[tuple[int, float], ...]
+    conclusion: str
+
+
+def report_of(blocks: Sequence[LoopBlock], baseline: str, pair: str) -> Report:
+    """Sum the blocks up; `pair` names the models in the last sentence."""
+    rows = tuple(rows_of(blocks, baseline))
+    times = pass_times(blocks)
+    predicted = (
+        {}
+        if times is None
+        else {
+            row: (
+                predicted_gain(row.speculated, row.streams, times),
+                predicted_best_k(row.speculated, row.streams, times, MAX_K),
+            )
+            for row in rows
+            if row.speculated.verified
+        }
+    )
+    return Report(
+        baseline=baseline,
+        rows=rows,
+        acceptance=_acceptance(blocks),
+        predicted=predicted,
+        pass_ms=() if times is None else tuple((rows, ns / 1e6) for rows, ns in times.points),
+        conclusion=sentence(best_at_loads(blocks, baseline), pair),
+    )
+
+
+def _acceptance(blocks: Sequence[LoopBlock]) -> dict[tuple[str, str], Speculated]:
+    """By (workload, arm), of those that had anything verified."""
+    groups: dict[tuple[str, str], list[LoopBlock]] = defaultdict(list)
+    for block in blocks:
+        groups[block.load.workload, block.load.arm].append(block)
+    sums = {of: speculated(mine) for of, mine in groups.items()}
+    return {of: found for of, found in sums.items() if found.verified}
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "baseline": report.baseline,
+        "percentiles": PERCENTS,
+        "rows": [_row(report, row) for row in report.rows],
+        "acceptance": [
+            {"workload": workload, "arm": arm, **_figures(of)}
+            for (workload, arm), of in report.acceptance.items()
+        ],
+        "pass_ms_by_rows": report.pass_ms,
+        "conclusion": report.conclusion,
+    }
+
+
+def _row(report: Report, row: Row) -> dict[str, Any]:
+    gain, best = report.predicted.get(row, (None, None))
+    found = asdict(row)
+    del found["speculated"]
+    return {
+        **found,
+        "predicted_ratio": gain,
+        "predicted_best_k": best,
+        "speculation": _figures(row.speculated),
+    }
+
+
+def _figures(of: Speculated) -> dict[str, Any]:
+    return {
+        **asdict(of),
+        "tokens_per_round": of.tokens_per_round,
+        "accepted_by_position": of.by_position,
+        "exposed_draft_share": of.exposed_share,
+        "wasted_draft": of.wasted_draft,
+        "wasted_verify": of.wasted_verify,
+    }

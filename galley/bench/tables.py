@@ -1,0 +1,101 @@
+"""A measurement of speculation as tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from galley.bench.stats import Interval
+    from galley.bench.summary import Row, Speculated
+
+_TIMES = "×"
+
+
+def speed_table(rows: Sequence[Row], baseline: str) -> Table:
+    """Tokens per second, the ratio to `baseline`, and the times that a client sees."""
+    table = Table(title="Speed (median of the repeats' ratios, 95 % interval)", title_justify="left")
+    table.add_column("workload")
+    for name in ("streams", "temp."):
+        table.add_column(name, justify="right")
+    table.add_column("arm")
+    # Only a benchmark on the stack's own machine knows its CPU time.
+    cpu = any(row.cpu_ms_per_token for row in rows)
+    columns = ["tokens/s", f"against {baseline}", "first token ms", "between tokens ms", "cut"]
+    columns += ["CPU ms/token"] if cpu else []
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.workload,
+            str(row.streams),
+            f"{row.temperature:g}",
+            row.arm,
+            f"{row.tokens_per_s:.1f}",
+            "" if row.arm == baseline else _escaped(row.ratio),
+            " / ".join(f"{ms:.0f}" for ms in row.first_token_ms),
+            " / ".join(f"{ms:.1f}" for ms in row.inter_token_ms),
+            f"{row.share_cut:.0%}",
+            *([f"{row.cpu_ms_per_token:.1f}"] if cpu else []),
+        )
+    table.caption = "times are p50 / p90 / p99; cut: tokens in loops, which do not count at 1 stream"
+    return table
+
+
+def acceptance_table(found: Mapping[tuple[str, str], Speculated]) -> Table:
+    """By (workload, arm): what was accepted, at which position, and what was in vain."""
+    table = Table(title="Acceptance and waste (over all loads)", title_justify="left")
+    for name in ("workload", "arm"):
+        table.add_column(name)
+    columns = ("accepted", "tokens/round", "by position", "draft exposed", "wasted draft", "wasted verify")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for (workload, arm), of in found.items():
+        table.add_row(
+            workload,
+            arm,
+            _share(of.accepted, of.verified),
+            f"{of.tokens_per_round:.2f}",
+            " ".join(f"{share:.2f}" for share in of.by_position),
+            f"{of.exposed_share:.1%}",
+            _share(of.wasted_draft, of.proposed),
+            _share(of.wasted_verify, of.verified),
+        )
+    table.caption = (
+        "accepted: of the verified; draft exposed: of the rounds' time, what the target was held up "
+        "by the draft; wasted: tokens that the draft proposed, or that the target verified, not accepted"
+    )
+    return table
+
+
+def prediction_table(rows: Sequence[Row], predicted: Mapping[Row, tuple[float, int | None]]) -> Table:
+    """The cost model beside what was measured, with the k that it would choose."""
+    table = Table(title="Speed-up: the cost model and the measurement", title_justify="left")
+    for name in ("workload", "streams", "arm", "predicted", "measured", "model's best k"):
+        table.add_column(name, justify="left" if name in {"workload", "arm"} else "right")
+    for row in rows:
+        if row not in predicted or row.ratio is None:
+            continue
+        gain, best = predicted[row]
+        measured = f"{row.ratio.median:.2f}{_TIMES}"
+        table.add_row(
+            row.workload,
+            str(row.streams),
+            row.arm,
+            f"{gain:.2f}{_TIMES}",
+            measured,
+            "" if best is None else str(best),
+        )
+    return table
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else ""
+
+
+def _escaped(ratio: Interval | None) -> str:
+    """Its brackets are no markup."""
+    return "" if ratio is None else str(ratio).replace("[", r"\[")

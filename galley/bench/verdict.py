@@ -1,0 +1,96 @@
+"""One sentence: does speculation pay for this pair, and up to which load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from galley.bench.summary import mean_ratio
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from galley.bench.closed_loop import LoopBlock
+    from galley.bench.stats import Interval
+
+
+# The bootstrap interval of one or two pairs says nothing.
+LEAST_PAIRS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class AtLoad:
+    """The arm that was fastest at so many streams, in the mean over the workloads, and by how much."""
+
+    streams: int
+    arm: str
+    ratio: Interval
+
+    @property
+    def tells(self) -> bool:
+        """There are pairs enough to judge by."""
+        return self.ratio.count >= LEAST_PAIRS
+
+    @property
+    def pays(self) -> bool:
+        """Faster than plain decoding, the whole interval through; never by too few pairs."""
+        return self.tells and self.ratio.low > 1.0
+
+    def __str__(self) -> str:
+        streams = "1 stream" if self.streams == 1 else f"{self.streams} streams"
+        return f"{self.arm} {self.ratio.median:.2f}× at {streams}"
+
+
+def best_at_loads(blocks: Sequence[LoopBlock], baseline: str) -> list[AtLoad]:
+    """The fastest arm beside `baseline` at each number of streams, rising; those without any are left out."""
+    arms = list(dict.fromkeys(block.load.arm for block in blocks if block.load.arm != baseline))
+    found = []
+    for streams in sorted({block.load.streams for block in blocks}):
+        ratios = {arm: mean_ratio(blocks, arm, baseline, streams) for arm in arms}
+        known = [AtLoad(streams, arm, ratio) for arm, ratio in ratios.items() if ratio is not None]
+        if known:
+            found.append(max(known, key=lambda at: (at.tells, at.ratio.median)))
+    return found
+
+
+def sentence(loads: Sequence[AtLoad], pair: str) -> str:
+    """Whether speculation pays for `pair` ("the model and its draft"), and at what load it stops.
+
+    `loads` are `best_at_loads`. It pays at a load where its interval lies above plain decoding's speed.
+    """
+    if not loads:
+        return f"Nothing was measured that could tell whether speculation pays for {pair}."
+    judged, unclear = [at for at in loads if at.tells], [at for at in loads if not at.tells]
+    if not judged:
+        found = f"Whether speculation pays for {pair} is unknown"
+        return f"{found}: too few pairs to tell ({_range(unclear)})."
+    doubt = f" Too few pairs to tell: {', '.join(map(str, unclear))}." if unclear else ""
+    return _verdict(judged, pair) + doubt
+
+
+def _verdict(loads: Sequence[AtLoad], pair: str) -> str:
+    paying, other = [at for at in loads if at.pays], [at for at in loads if not at.pays]
+    if not paying:
+        best = max(other, key=lambda at: at.ratio.median)
+        return f"Speculation does not pay for {pair} at any load measured (at best {best})."
+    if not other:
+        return (
+            f"Speculation pays for {pair} at every load measured, up to {_streams(paying[-1])} "
+            f"({_range(paying)})."
+        )
+    if paying[-1].streams < other[0].streams:
+        return (
+            f"Speculation pays for {pair} up to {_streams(paying[-1])} ({_range(paying)}); "
+            f"at {other[0].streams} it no longer does ({other[0]})."
+        )
+    where = ", ".join(str(at.streams) for at in paying)
+    return f"Speculation pays for {pair} at {where} streams only ({_range(paying)}; {other[0]})."
+
+
+def _streams(at: AtLoad) -> str:
+    return "1 stream" if at.streams == 1 else f"{at.streams} streams"
+
+
+def _range(paying: Sequence[AtLoad]) -> str:
+    ends = [paying[0]] if len(paying) == 1 else [paying[0], paying[-1]]
+    return ", ".join(map(str, ends))

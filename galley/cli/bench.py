@@ -1,0 +1,245 @@
+"""`galley bench`: does speculation pay for this pair, with which settings, and up to which load."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path  # noqa: TC003  # Typer reads the annotation
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from galley.cli.errors import INTERRUPTED, errors, fail, say
+from galley.cli.flags import with_tls_flags
+from galley.cli.up import DraftModel, DType, LogDir, Model, Threads, run_stack, shown_stack
+from galley.client.options import ClientTls  # noqa: TC001  # Typer reads the annotation
+from galley.stack.options import StackOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from galley.bench.report import Report
+    from galley.bench.tuning import Measured, Tuning
+    from galley.bench.workloads import Workload
+
+T = TypeVar("T")
+_FILE_WIDTH = 150
+_NONCE_BYTES = 4
+_WHAT, _SPECULATION = "What is asked", "Speculation"
+
+
+@with_tls_flags
+def bench(  # noqa: PLR0913  # one parameter a flag
+    *,
+    tls: ClientTls | None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--endpoint",
+            "--address",
+            help="A running gateway. Default: a stack of its own, started for this and stopped after it.",
+            metavar="HOST:PORT",
+        ),
+    ] = None,
+    workloads: Annotated[
+        str,
+        typer.Option(help="Of chat, code, support, rewrite: fixed prompts of ours.", rich_help_panel=_WHAT),
+    ] = "",
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help='Your own in place of ours: .jsonl of {"prompt": ...}, or text, a prompt a line. '
+            "May be given again; each file is a workload.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    concurrency: Annotated[
+        str, typer.Option(help="Streams at once, comma separated.", rich_help_panel=_WHAT)
+    ] = "1,8,16",
+    prompts_per_workload: Annotated[
+        int, typer.Option(min=1, help="A block; at least one a stream is asked.", rich_help_panel=_WHAT)
+    ] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.", rich_help_panel=_WHAT)] = 64,
+    temperature: Annotated[
+        str, typer.Option(help="Comma separated; 0 is greedy.", rich_help_panel=_WHAT)
+    ] = "0",
+    repeats: Annotated[
+        int,
+        typer.Option(min=1, help="Pairs of blocks; their ratios' median counts.", rich_help_panel=_WHAT),
+    ] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of the noise.", rich_help_panel=_WHAT)] = 1,
+    strategies: Annotated[
+        str,
+        typer.Option(
+            help="Of off, auto, and the gateway's own (ngram, model, hybrid). Default: all that it offers.",
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = "",
+    k: Annotated[
+        str,
+        typer.Option(help="Of the fixed strategies, comma separated.", rich_help_panel=_SPECULATION),
+    ] = "4",
+    model: Model = "",
+    draft_model: DraftModel = None,
+    dtype: DType = None,
+    threads: Threads = None,
+    log_dir: LogDir = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw all this into a PNG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Measure speculation against plain decoding, and say whether it pays and up to which load.
+
+    Every strategy answers the same prompts in alternating blocks, at each number of streams.
+    """
+    from galley.bench.blocks import Sizes  # noqa: PLC0415  # with grpc and numpy, slow to load
+    from galley.bench.tuning import Tuning  # noqa: PLC0415
+
+    tuning = Tuning(
+        workloads=_workloads(workloads, prompts or []),
+        streams=_numbers(concurrency, int, "--concurrency", least=1),
+        strategies=_names(strategies),
+        k=_numbers(k, int, "--k", least=1),
+        temperatures=_numbers(temperature, float, "--temperature", least=0),
+        repeats=repeats,
+        # A gateway that is measured again must not find its earlier prompts and answers.
+        sizes=Sizes(prompts_per_workload, max_tokens, seed, secrets.token_hex(_NONCE_BYTES)),
+    )
+    if plot is not None:
+        _check_plot(plot)
+    if endpoint is None:
+        options = StackOptions(
+            model=model, draft_model=draft_model, dtype=dtype, threads=threads, log_dir=log_dir
+        )
+        measured = run_stack(_measure_own(tuning, options))
+    else:
+        measured = run_stack(_measure(tuning, endpoint, tls))
+    if measured is None:
+        raise typer.Exit(INTERRUPTED)
+    _show(measured, tuning, plot, as_json=as_json)
+
+
+# ------------------------------------------------------------------------------------------ flags --
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _numbers(text: str, kind: Callable[[str], T], flag: str, *, least: float) -> tuple[T, ...]:
+    try:
+        found = tuple(dict.fromkeys(kind(name) for name in _names(text)))
+    except ValueError:
+        found = ()
+    # Written so that not-a-number fails too.
+    if not found or not all(float(number) >= least for number in found):  # type: ignore[arg-type]  # int, float
+        raise typer.BadParameter(f"must be numbers >= {least:g}, as 1,8; is {text!r}", param_hint=flag)
+    return found
+
+
+def _workloads(named: str, files: list[Path]) -> tuple[Workload, ...]:
+    from galley.bench.workloads import PROMPT_SETS, fixed_workload, own_workload  # noqa: PLC0415
+
+    try:
+        fixed = _names(named) or (() if files else PROMPT_SETS)
+        found = [*map(fixed_workload, fixed), *map(own_workload, files)]
+    except OSError as error:
+        raise typer.BadParameter(
+            f"cannot read {error.filename}: {error.strerror}", param_hint="--prompts"
+        ) from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--prompts" if files else "--workloads") from error
+    if len({workload.name for workload in found}) < len(found):
+        raise typer.BadParameter("two workloads have the same name", param_hint="--prompts")
+    return tuple(found)
+
+
+def _check_plot(path: Path) -> None:
+    """Before minutes are spent on what cannot be drawn."""
+    try:
+        import matplotlib as mpl  # noqa: F401, PLC0415  # comes with the extra `all`
+    except ImportError as error:
+        raise typer.BadParameter(
+            "needs matplotlib: pip install 'galley[all]'", param_hint="--plot"
+        ) from error
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"cannot write {path}: no such directory", param_hint="--plot")
+
+
+# -------------------------------------------------------------------------------------------- run --
+
+
+async def _measure_own(tuning: Tuning, options: StackOptions) -> Measured:
+    async with shown_stack(options, errors()) as stack:
+        return await stack.run(_measure(tuning, stack.gateways[0]))
+
+
+async def _measure(tuning: Tuning, address: str, tls: ClientTls | None = None) -> Measured:
+    from galley.bench.tuning import measure  # noqa: PLC0415  # with grpc and numpy, slow to load
+    from galley.client.client import GalleyClient  # noqa: PLC0415
+    from galley.client.errors import BadKey, GalleyRpcError  # noqa: PLC0415
+
+    try:
+        async with GalleyClient(address, tls=tls) as client:
+            return await measure(tuning, client, say)
+    except (BadKey, GalleyRpcError) as error:
+        raise fail(error) from None
+
+
+# ------------------------------------------------------------------------------------------- show --
+
+
+def _show(measured: Measured, tuning: Tuning, plot: Path | None, *, as_json: bool) -> None:
+    from galley.bench.gateway import OFF  # noqa: PLC0415  # with grpc and numpy, slow to load
+    from galley.bench.report import as_dict, report_of  # noqa: PLC0415
+
+    report = report_of(measured.blocks, OFF, f"{measured.model} and its draft")
+    if plot is not None:
+        _draw(report, plot)
+    if as_json:
+        asked = {
+            "model": measured.model,
+            "arms": measured.arms,
+            "streams": tuning.streams,
+            "temperatures": tuning.temperatures,
+            "repeats": tuning.repeats,
+            "prompts_per_workload": tuning.sizes.prompts,
+            "max_tokens": tuning.sizes.max_tokens,
+            "seed": tuning.sizes.seed,
+            "nonce": tuning.sizes.nonce,
+            "prompt_sha256": {workload.name: workload.sha256 for workload in tuning.workloads},
+        }
+        typer.echo(json.dumps({"asked": asked, **as_dict(report)}))
+        return
+    _print(report)
+    if plot is not None:
+        typer.echo(f"Plot: {plot}")
+    typer.echo(report.conclusion)
+
+
+def _draw(report: Report, path: Path) -> None:
+    from galley.bench.plots import draw  # noqa: PLC0415  # matplotlib takes half a second
+
+    try:
+        draw(path, report.rows, report.acceptance, report.predicted, report.baseline)
+    except OSError as error:
+        raise fail(f"cannot write {path}: {error.strerror}") from error
+
+
+def _print(report: Report) -> None:
+    from galley.bench.tables import (  # noqa: PLC0415  # after the flags are known to be right
+        acceptance_table,
+        prediction_table,
+        speed_table,
+    )
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # Into a file or a pipe: wide enough for the tables, whatever the terminal is.
+        console.width = _FILE_WIDTH
+    console.print(speed_table(report.rows, report.baseline))
+    console.print(acceptance_table(report.acceptance))
+    console.print(prediction_table(report.rows, report.predicted))
+    for rows, ms in report.pass_ms:
+        console.print(Text(f"a pass over {rows} rows took the target {ms:.1f} ms"), style="dim")

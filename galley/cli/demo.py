@@ -1,0 +1,177 @@
+"""`galley demo`: four real processes, one answer, and what speculation did for it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from galley.cli.errors import FAILED, INTERRUPTED, fail, say
+from galley.cli.up import (
+    DraftModel,
+    DType,
+    LogDir,
+    Model,
+    Strategy,
+    run_stack,
+    shown_stack,
+)
+from galley.client.options import GenerateOptions, Message, Speculation
+from galley.stack.options import StackOptions
+
+if TYPE_CHECKING:
+    from galley.cli.render import View
+    from galley.client.client import GalleyClient
+    from galley.pb.galley.v1 import galley_pb2 as pb
+
+# Much of the answer can be looked up in the prompt: that is where n-gram drafts show what they can do.
+DEFAULT_PROMPT = """Write this passage again, word for word:
+
+The old lighthouse stands on a cliff above the sea. Every evening the keeper climbs the stairs and lights \
+the lamp. Ships far out on the water see the light and turn away from the rocks. In the morning the keeper \
+puts out the lamp, writes the weather in his book and goes down to sleep. Nobody in the village has ever \
+seen him, but all of them know that the lamp has never been dark."""
+_SEED = 1
+_WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One answer as the client saw it; times from the request on, in seconds."""
+
+    token_ids: tuple[int, ...]
+    session_id: str
+    first_token_s: float
+    total_s: float
+    finished: pb.Finished
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over the whole answer, prefill included."""
+        return len(self.token_ids) / self.total_s
+
+
+def demo(
+    *,
+    prompt: Annotated[
+        str, typer.Option(envvar="GALLEY_DEMO_PROMPT", help="What to ask. Default: to rewrite a passage.")
+    ] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer, at most.")] = 96,
+    model: Model = "",
+    draft_model: DraftModel = None,
+    strategy: Strategy = "",
+    dtype: DType = None,
+    log_dir: LogDir = None,
+) -> None:
+    """Start the stack, stream one answer, compare it with plain decoding, stop everything."""
+    options = StackOptions(
+        model=model,
+        draft_model=draft_model,
+        strategies=(strategy,) if strategy else (),
+        dtype=dtype,
+        log_dir=log_dir,
+    )
+    same = run_stack(_demo(options, Console(highlight=False), prompt.strip() or DEFAULT_PROMPT, max_tokens))
+    if same is None:
+        raise typer.Exit(INTERRUPTED)
+    if not same:
+        say("error: speculation changed the tokens; this is a bug", style="red")
+        raise typer.Exit(FAILED)
+
+
+async def _demo(options: StackOptions, console: Console, prompt: str, max_tokens: int) -> bool:
+    from galley.client.client import GalleyClient  # noqa: PLC0415  # grpc is slow to load
+    from galley.client.errors import GalleyRpcError  # noqa: PLC0415
+
+    async with shown_stack(options, console) as stack, GalleyClient(stack.gateways[0], api_key="") as client:
+        try:
+            return await stack.run(compare(client, console, prompt, max_tokens))
+        except GalleyRpcError as error:
+            raise fail(error) from None
+
+
+async def compare(client: GalleyClient, console: Console, prompt: str, max_tokens: int) -> bool:
+    """Show the answer and what was measured; True if the tokens with and without speculation are the same."""
+    from galley.cli.render import OriginView, legend  # noqa: PLC0415  # protobuf is slow to load
+
+    drafted: GenerateOptions = {
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "seed": _SEED,
+        "workload": "demo",
+    }
+    plain: GenerateOptions = {**drafted, "speculation": Speculation(off=True)}
+    with _busy(console, "warming up"):
+        for options in (drafted, plain):
+            await _timed(client, prompt, {**options, "max_tokens": min(_WARM_UP_TOKENS, max_tokens)})
+    console.print()
+    console.print(Text.assemble(("Prompt  ", "bold"), prompt), soft_wrap=True)
+    console.print()
+    console.print(Text.assemble(("Answer  ", "bold"), legend(console)), soft_wrap=True)
+    with_draft = await _timed(client, prompt, drafted, OriginView(console))
+    with _busy(console, "the same again, without speculation"):
+        without = await _timed(client, prompt, plain)
+    console.print()
+    console.print(_summary(with_draft, without))
+    console.print(Text(f"session {with_draft.session_id}, plain {without.session_id}"), soft_wrap=True)
+    return with_draft.token_ids == without.token_ids
+
+
+async def _timed(
+    client: GalleyClient, prompt: str, options: GenerateOptions, view: View | None = None
+) -> Timed:
+    started_at = time.perf_counter()
+    first_token_s = 0.0
+    stream = client.generate([Message("user", prompt)], **options)
+    try:
+        async for event in stream:
+            if not first_token_s and event.HasField("chunk"):
+                first_token_s = time.perf_counter() - started_at
+            if view is not None:
+                view.show(event)
+    finally:
+        if view is not None:
+            view.close()
+    total_s = time.perf_counter() - started_at
+    if stream.finished is None:
+        raise fail("the stream ended without saying why")
+    return Timed(tuple(stream.token_ids), stream.session_id, first_token_s, total_s, stream.finished)
+
+
+def _summary(with_draft: Timed, without: Timed) -> Table:
+    from galley.cli.render import mean_acceptance_length  # noqa: PLC0415  # protobuf is slow to load
+
+    on, off = with_draft.finished.speculation, without.finished.speculation
+    table = Table("", title="Summary", title_justify="left")
+    table.add_column("speculation", justify="right")
+    table.add_column("plain", justify="right")
+    for name, one, other in (
+        ("prompt tokens", with_draft.finished.usage.prompt_tokens, without.finished.usage.prompt_tokens),
+        ("output tokens", len(with_draft.token_ids), len(without.token_ids)),
+        ("rounds", on.rounds, off.rounds),
+        ("drafted", on.drafted, off.drafted),
+        ("verified", on.verified, off.verified),
+        ("accepted", on.accepted, off.accepted),
+    ):
+        table.add_row(name, str(one), str(other))
+    mean = (mean_acceptance_length(on), mean_acceptance_length(off))
+    table.add_row("mean acceptance length", *(f"{one:.2f}" for one in mean))
+    times = (with_draft.first_token_s, without.first_token_s)
+    table.add_row("time to first token", *(f"{seconds * 1000:.0f} ms" for seconds in times))
+    table.add_row("tokens/s", f"{with_draft.tokens_per_s:.1f}", f"{without.tokens_per_s:.1f}")
+    table.add_row("speed-up", f"{with_draft.tokens_per_s / without.tokens_per_s:.2f}×", "")
+    table.add_row("same tokens", "yes" if with_draft.token_ids == without.token_ids else "NO", "")
+    return table
+
+
+def _busy(console: Console, what: str) -> AbstractContextManager[object]:
+    if console.is_terminal:
+        return console.status(what)
+    console.print(Text(f"{what} ..."))
+    return nullcontext()

@@ -1,0 +1,220 @@
+"""`galley distill`: train a small draft for a target, on the target's own answers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from galley.cli.errors import INTERRUPTED, fail, say
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.core.errors import GalleyError, InvalidField
+from galley.distill.options import Options
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from galley.distill.run import Distilled
+    from galley.distill.training.evaluation import Acceptance
+
+_LINE_EVERY_S = 10.0
+_Files = Annotated[
+    list[Path] | None,
+    typer.Option(help='JSONL of prompts, or a traffic log: {"prompt": "...", "workload": "..."} a line.'),
+]
+
+
+def distill(  # noqa: PLR0913  # one parameter a flag
+    out: Annotated[Path, typer.Argument(help="The draft directory to write.", file_okay=False)],
+    *,
+    target: Annotated[str, typer.Option(help="Hub id, directory or GGUF.")] = DEFAULT_MODEL,
+    prompts: _Files = None,
+    self_prompts: Annotated[int, typer.Option(help="Let the target make up so many prompts as well.")] = 0,
+    corpus: Annotated[
+        list[Path] | None, typer.Option(help="npz of prompts with answers, in place of prompts.")
+    ] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="npz to measure on; else a part of the others.")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(help="The present draft, to compare with.")] = None,
+    start: Annotated[
+        Path | None, typer.Option(help="A draft to go on from; layers that it lacks are added.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="The target's first layers that it begins with.")] = 2,
+    head: Annotated[int, typer.Option(help="Tokens that it can propose: the most frequent ones.")] = 8192,
+    tokens: Annotated[int, typer.Option(help="Answer tokens to see in training.")] = 4_000_000,
+    batch: Annotated[int, typer.Option(help="Tokens a training step, prompts included.")] = 2048,
+    rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
+    hardness: Annotated[
+        float, typer.Option(help="How much of a label's weight goes to the target's likeliest token.")
+    ] = 0.5,
+    scored: Annotated[
+        float, typer.Option(help="Share of the drawn answers that the target labels with its own chances.")
+    ] = 0.25,
+    answer: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 200,
+    temperature: Annotated[float, typer.Option(help="Of the answers that are drawn: half of them.")] = 0.8,
+    held_out_share: Annotated[float, typer.Option(help="Of the prompts, to measure on.")] = 0.03,
+    evaluate_every: Annotated[int, typer.Option(help="Answer tokens between measurements.")] = 1_000_000,
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Keep answers and checkpoints here. Default: DIR.work.", file_okay=False),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw acceptance over tokens seen into this PNG.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the order, the answers and the noise.")] = 1,
+) -> None:
+    """Train a small draft for a target, from the target's own answers to your prompts.
+
+    Started again after a kill, it goes on where it was. `galley draft --model DIR` loads the result.
+    """
+    console = Console(highlight=False)
+    try:
+        options = Options(
+            target=_resolved(target),
+            named=Path(target).name if Path(target).exists() else target,
+            out=out,
+            work=work or out.with_name(out.name + ".work"),
+            prompts=tuple(prompts or ()),
+            corpus=tuple(corpus or ()),
+            held_out=held_out,
+            self_prompts=self_prompts,
+            against=against,
+            start=start,
+            layers=layers,
+            head=head,
+            tokens=tokens,
+            batch=batch,
+            rate=rate,
+            hardness=hardness,
+            scored=scored,
+            answer=answer,
+            temperature=temperature,
+            held_out_share=held_out_share,
+            evaluate_every=evaluate_every,
+            dtype=dtype,
+            threads=threads,
+            seed=seed,
+        )
+        options.check()
+        _refuse_plot(plot)
+        found = _run(options, console)
+    except InvalidField as fault:
+        hint = "--" + fault.field.replace("_", "-")
+        raise typer.BadParameter(fault.problem, param_hint=hint) from fault
+    except (GalleyError, OSError) as error:
+        raise fail(error) from error
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from the last checkpoint")
+        raise typer.Exit(INTERRUPTED) from None
+    _show(found, options, console)
+    if plot is not None:
+        _draw(plot, found)
+
+
+def _resolved(target: str) -> Path:
+    from galley.engine.load.resolve import resolve_model  # noqa: PLC0415  # slow to load
+
+    return resolve_model(target)
+
+
+def _run(options: Options, console: Console) -> Distilled:
+    from galley.distill.run import distil  # noqa: PLC0415  # imports torch
+
+    with Shown(console) as shown:
+        return distil(options, shown)
+
+
+class Shown:
+    """Shows the stages: bars on a terminal, plain lines elsewhere. A `Reports`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars = Progress(
+            TextColumn("{task.description:>9}"),
+            BarColumn(),
+            TextColumn("{task.completed:,.0f} of {task.total:,.0f}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}", style="dim"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._name, self._total, self._said_at = "", 0, 0.0
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Shown:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def stage(self, name: str, total: int) -> None:
+        """See `Reports`."""
+        self._name, self._total, self._said_at = name, total, time.monotonic()
+        self._task = self._bars.add_task(name, total=total, note="")
+
+    def done(self, units: int, note: str = "") -> None:
+        """See `Reports`."""
+        if self._task is not None:
+            self._bars.update(self._task, completed=units, note=note)
+        now = time.monotonic()
+        if self._console.is_terminal or (now - self._said_at < _LINE_EVERY_S and units < self._total):
+            return
+        self._said_at = now
+        self._say(f"{self._name}: {units:,} of {self._total:,} {note}".rstrip())
+
+    def measured(self, seen: int, found: dict[str, Acceptance]) -> None:
+        """See `Reports`."""
+        shares = ", ".join(f"{name} {one.greedy:.3f}" for name, one in found.items())
+        self._say(f"accepted of greedy guesses after {seen:,} tokens: {shares}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True)
+
+
+def _show(found: Distilled, options: Options, console: Console) -> None:
+    from galley.distill.training.evaluation import ROUND_K, TEMPERATURE  # noqa: PLC0415  # imports torch
+
+    table = Table(title="Accepted by the target, held-out prompts", title_justify="left")
+    table.add_column("workload")
+    for name in ("greedy", f"a round of {ROUND_K}", f"drawn at {TEMPERATURE:g}", "present draft, greedy"):
+        table.add_column(name, justify="right")
+    for name, one in found.found.items():
+        present = found.against[name].greedy if found.against else None
+        table.add_row(
+            name,
+            f"{one.greedy:.3f}",
+            f"{one.accepted_per_round:.2f}",
+            f"{one.sampled:.3f}",
+            "" if present is None else f"{present:.3f}",
+        )
+    console.print(table)
+    console.print(Text(f"draft: {options.out}"), soft_wrap=True)
+
+
+def _refuse_plot(plot: Path | None) -> None:
+    """Before hours of work, not after."""
+    if plot is None:
+        return
+    try:
+        from matplotlib.figure import Figure  # noqa: F401, PLC0415  # an extra
+    except ImportError as error:
+        raise InvalidField("plot", "needs matplotlib: pip install 'galley[all]'") from error
+
+
+def _draw(plot: Path, found: Distilled) -> None:
+    from galley.distill.plot import draw  # noqa: PLC0415  # needs matplotlib
+
+    try:
+        draw(plot, found.curve, found.against)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {plot}: {error.strerror}", param_hint="--plot") from error
+    typer.echo(f"Plot: {plot}")

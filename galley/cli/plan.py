@@ -1,0 +1,300 @@
+"""`galley plan`: what speculation would cost and gain, before anything is run."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path  # noqa: TC003  # Typer reads the annotation
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from galley.core.cost.model import (
+    Plan,
+    RowCostCurve,
+    best_k,
+    break_even_alpha,
+    expected_confirmed,
+    gain,
+    round_cost,
+)
+from galley.core.cost.model import plan as plan_of
+from galley.core.errors import InvalidField
+from galley.plan.capacity_file import plan_capacity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_TIMES = "\N{MULTIPLICATION SIGN}"
+_ALPHA = "\N{GREEK SMALL LETTER ALPHA}"
+_BAR = "\N{FULL BLOCK}"
+_BAR_CELLS = 24
+_TEXTBOOK_CONFIRMED = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    tokens: int
+    k: int
+    confirmed_per_round: float
+    draft_cost_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """What the table over k and the plots are computed for."""
+
+    alpha: float
+    draft_cost_ratio: float
+    curve: RowCostCurve
+    max_k: int
+    sessions: int
+
+    def gain(self, k: int, alpha: float | None = None) -> float:
+        return gain(
+            self.alpha if alpha is None else alpha, k, self.draft_cost_ratio, self.curve, self.sessions
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    k: int
+    expected_confirmed: float
+    cost: float
+    gain: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Peak:
+    """The table over k, where it peaks, and from which acceptance rate on anything pays (None: never)."""
+
+    setting: _Setting
+    rows: tuple[_Row, ...]
+    best_k: int
+    break_even_alpha: float | None
+
+
+def plan(  # noqa: PLR0913  # a command's options
+    *,
+    tokens: Annotated[int, typer.Option(help="Output tokens.")] = 12,
+    k: Annotated[int, typer.Option(help="Draft tokens a round.")] = 4,
+    confirmed_per_round: Annotated[
+        float | None,
+        typer.Option(
+            help="Tokens that a round confirms: accepted draft tokens and the target's own. "
+            "Left out: 3, or with --alpha what it makes one expect at k."
+        ),
+    ] = None,
+    draft_cost_ratio: Annotated[
+        float,
+        typer.Option(help='How many draft steps cost what one target step costs; "inf": drafts are free.'),
+    ] = 6.0,
+    alpha: Annotated[
+        float | None,
+        typer.Option(
+            help="Chance that a draft token is accepted if all before it were. "
+            "Adds the gain by k, its peak, and from which alpha on speculation pays."
+        ),
+    ] = None,
+    row_costs: Annotated[
+        str,
+        typer.Option(help="Cost of a target pass by the tokens in it, relative to one token: rows:cost,..."),
+    ] = "1:1",
+    max_k: Annotated[int, typer.Option(help="Largest k to consider.")] = 16,
+    sessions: Annotated[int, typer.Option(help="Sessions that share each pass.")] = 1,
+    capacity: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead: how many targets, drafts and gateways the load in this TOML file needs "
+            "(docs/operations.md)."
+        ),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the gain into this PNG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Say what speculation costs and gains, before anything is run.
+
+    passes = tokens / confirmed per round; draft steps = passes x k; cost in target steps = passes + draft
+    steps / ratio. With --alpha also: at which k the gain peaks, and from which alpha on it pays at all.
+    """
+    if capacity is not None:
+        plan_capacity(capacity, as_json=as_json)
+        return
+    try:
+        if confirmed_per_round is None:
+            confirmed_per_round = _TEXTBOOK_CONFIRMED if alpha is None else expected_confirmed(alpha, k)
+        asked = _Asked(tokens, k, confirmed_per_round, draft_cost_ratio)
+        textbook = plan_of(*astuple(asked))
+        peak = None
+        if alpha is not None:
+            curve = RowCostCurve.parse(row_costs)
+            peak = _peak(_Setting(alpha, draft_cost_ratio, curve, max_k, sessions))
+    except InvalidField as fault:
+        option = "--" + fault.field.replace("_", "-")
+        raise typer.BadParameter(fault.problem, param_hint=option) from fault
+    if plot is not None:
+        _draw(peak, plot)
+    if as_json:
+        typer.echo(json.dumps(_as_dict(asked, textbook, peak)))
+        return
+    _print_textbook(asked, textbook)
+    if peak is not None:
+        _print_peak(peak)
+    if plot is not None:
+        typer.echo(f"Plot: {plot}")
+
+
+def _peak(setting: _Setting) -> _Peak:
+    rows = tuple(
+        _Row(
+            k,
+            expected_confirmed(setting.alpha, k),
+            round_cost(k, setting.draft_cost_ratio, setting.curve, setting.sessions),
+            setting.gain(k),
+        )
+        for k in range(setting.max_k + 1)
+    )
+    return _Peak(
+        setting,
+        rows,
+        best_k(setting.alpha, setting.draft_cost_ratio, setting.curve, setting.sessions, setting.max_k),
+        break_even_alpha(setting.draft_cost_ratio, setting.curve, setting.max_k, setting.sessions),
+    )
+
+
+# ---------------------------------------------------------------------------------------- printing --
+
+
+def _as_dict(asked: _Asked, textbook: Plan, peak: _Peak | None) -> dict[str, Any]:
+    found = asdict(asked) | asdict(textbook)
+    if math.isinf(asked.draft_cost_ratio):
+        # JSON has no infinity: a free draft is null there.
+        found["draft_cost_ratio"] = None
+    if peak is not None:
+        found |= {
+            "alpha": peak.setting.alpha,
+            "row_costs": peak.setting.curve.points,
+            "sessions": peak.setting.sessions,
+            "best_k": peak.best_k,
+            "best_gain": peak.rows[peak.best_k].gain,
+            "break_even_alpha": peak.break_even_alpha,
+            "by_k": [asdict(row) for row in peak.rows],
+        }
+    return found
+
+
+def _print_textbook(asked: _Asked, textbook: Plan) -> None:
+    typer.echo(
+        f"{asked.tokens} tokens, k={asked.k}, {asked.confirmed_per_round:.4g} confirmed per round, "
+        f"{_ratio_in_words(asked.draft_cost_ratio)}:"
+    )
+    for line in (
+        f"{textbook.passes} target passes",
+        f"{textbook.draft_steps} draft steps",
+        f"{textbook.cost:.1f} target-step equivalents",
+        _compared(textbook, asked.tokens),
+    ):
+        typer.echo(f"  {line}")
+
+
+def _ratio_in_words(ratio: float) -> str:
+    if math.isinf(ratio):
+        return "drafts for free"
+    return f"{ratio:g} draft steps to a target step"
+
+
+def _compared(textbook: Plan, tokens: int) -> str:
+    """As "1.8x fewer than 12": never "0.7x fewer", which reads as a gain."""
+    if textbook.gain < 1:
+        return f"{1 / textbook.gain:.1f}{_TIMES} more than {tokens}"
+    return f"{textbook.gain:.1f}{_TIMES} fewer than {tokens}"
+
+
+def _print_peak(peak: _Peak) -> None:
+    setting = peak.setting
+    sharing = "" if setting.sessions == 1 else f", {setting.sessions} sessions a pass"
+    table = Table(title=f"Gain by k at {_ALPHA}={setting.alpha:g}{sharing}", title_justify="left")
+    for name in ("k", "confirmed", "cost", "gain"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    highest = max(row.gain for row in peak.rows)
+    for row in peak.rows:
+        cells = max(1, round(row.gain / highest * _BAR_CELLS))
+        marked = row.k == peak.best_k
+        table.add_row(
+            str(row.k),
+            f"{row.expected_confirmed:.2f}",
+            f"{row.cost:.2f}",
+            f"{row.gain:.2f}{_TIMES}",
+            _BAR * cells + (" peak" if marked else ""),
+            style="bold" if marked else None,
+        )
+    Console().print(table)
+    for line in _conclusions(peak):
+        typer.echo(line)
+
+
+def _conclusions(peak: _Peak) -> tuple[str, str]:
+    best = peak.rows[peak.best_k]
+    first = (
+        "Nothing pays: plain decoding (k=0) is best."
+        if best.k == 0
+        else f"The gain peaks at k={best.k}: {best.gain:.2f}{_TIMES} plain decoding."
+    )
+    if peak.break_even_alpha is None:
+        return first, f"Speculation never pays here, not even at {_ALPHA}=1."
+    return first, f"Speculation pays at all from {_ALPHA}={peak.break_even_alpha:.3f} on."
+
+
+# ---------------------------------------------------------------------------------------- plotting --
+
+
+def _draw(peak: _Peak | None, path: Path) -> None:
+    """Two panels: the gain by k at this alpha, and the best gain by alpha with the break-even marked."""
+    if peak is None:
+        raise typer.BadParameter("needs --alpha", param_hint="--plot")
+    try:
+        # Only here: matplotlib comes with the extra `all`, and takes half a second to load.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise typer.BadParameter(
+            "needs matplotlib: pip install 'galley[all]'", param_hint="--plot"
+        ) from error
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    by_k, by_alpha = figure.subplots(1, 2)
+    _draw_by_k(by_k, peak)
+    _draw_by_alpha(by_alpha, peak)
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {path}: {error.strerror}", param_hint="--plot") from error
+
+
+def _draw_by_k(axes: Axes, peak: _Peak) -> None:
+    colours = ["tab:orange" if row.k == peak.best_k else "tab:blue" for row in peak.rows]
+    axes.bar([row.k for row in peak.rows], [row.gain for row in peak.rows], color=colours)
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set(
+        title=f"alpha={peak.setting.alpha:g}: peak at k={peak.best_k}",
+        xlabel="k (draft tokens a round)",
+        ylabel="gain over plain decoding",
+    )
+
+
+def _draw_by_alpha(axes: Axes, peak: _Peak) -> None:
+    setting = peak.setting
+    alphas = [step / 100 for step in range(101)]
+    best = [max(setting.gain(k, alpha) for k in range(setting.max_k + 1)) for alpha in alphas]
+    axes.plot(alphas, best)
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.axvline(setting.alpha, color="tab:orange", linewidth=0.8)
+    title = "never pays"
+    if peak.break_even_alpha is not None:
+        axes.axvline(peak.break_even_alpha, color="tab:green", linestyle="--", linewidth=0.8)
+        title = f"pays from alpha={peak.break_even_alpha:.3f} on"
+    axes.set(title=title, xlabel="alpha (acceptance rate)", ylabel="gain at the best k")

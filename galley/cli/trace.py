@@ -1,0 +1,111 @@
+"""`galley trace`: why a request was slow, from a local file of traces."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path  # noqa: TC003  # Typer reads the annotation
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from galley.cli.errors import fail
+from galley.trace.read.build import stories_of
+from galley.trace.read.library import NotFound, find, index_of
+from galley.trace.read.otlp_file import BadTraceFile, Lines
+from galley.trace.read.places import newest_file, trace_dir
+from galley.trace.show.html import page
+from galley.trace.show.listing import list_lines, plain_lines
+from galley.trace.show.summary import count
+from galley.trace.show.waterfall import show
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from galley.trace.read.library import Found
+    from galley.trace.read.model import Story
+
+_LATEST = 20
+_MAX_STORIES = 20
+
+
+def trace(
+    wanted: Annotated[
+        str, typer.Argument(metavar="[SESSION_ID|TRACE_ID]", help="Or how one begins, if no other begins so.")
+    ] = "",
+    *,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help="OTLP traces, as JSON lines. Default: the file that was written to last.", dir_okay=False
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page of its own instead.", dir_okay=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Do not shorten long answers.")] = False,
+    latest: Annotated[bool, typer.Option("--list", help="The latest requests instead.")] = False,
+) -> None:
+    """Show where the time of an answer went, round by round, and why its slowest round was slow."""
+    if bool(wanted) == latest:
+        raise typer.BadParameter("give the id of a session or a trace, or --list")
+    console = Console(highlight=False)
+    try:
+        lines = Lines(file or _newest())
+        if latest:
+            _list(lines, console)
+        else:
+            _tell(find(lines, wanted), console, html, everything=everything)
+    except (BadTraceFile, NotFound, OSError) as error:
+        raise fail(error) from None
+
+
+def _newest() -> Path:
+    path = newest_file(trace_dir())
+    if path is None:
+        raise BadTraceFile(
+            f"no traces in {trace_dir()}: start a stack with `galley up --trace`, or name a file with --file"
+        )
+    return path
+
+
+def _list(lines: Lines, console: Console) -> None:
+    index = index_of(lines)
+    for line in list_lines(index.latest(_LATEST)):
+        console.print(line, soft_wrap=True)
+    console.print(
+        Text(f"{count(len(index.entries), 'request')} in {lines.path}", style="dim"), soft_wrap=True
+    )
+
+
+def _tell(found: Found, console: Console, html: Path | None, *, everything: bool) -> None:
+    stories = stories_of(found.spans, found.session_id, found.index.sessions_of, cut=found.cut)
+    if html is not None:
+        _write_private(html, page(_only(stories), everything=everything))
+        console.print(Text(f"wrote {html}"), soft_wrap=True)
+        return
+    for number, story in enumerate(stories[:_MAX_STORIES]):
+        if number:
+            console.print()
+        show(story, console, everything=everything)
+    if len(stories) > _MAX_STORIES:
+        console.print(f"... {count(len(stories) - _MAX_STORIES, 'more session')} in this trace")
+    if not stories:
+        console.print(f"none of Galley's requests is in this trace; its {count(len(found.spans), 'span')}:")
+        for line in plain_lines(found.spans):
+            console.print(line, soft_wrap=True)
+
+
+def _write_private(path: Path, text: str) -> None:
+    """For its owner alone, as the traces are: prompts may be in it."""
+    with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(text)
+
+
+def _only(stories: Sequence[Story]) -> Story:
+    if len(stories) == 1:
+        return stories[0]
+    if not stories:
+        raise NotFound("none of Galley's requests is in this trace, so there is no page to write")
+    raise NotFound(f"the trace holds {len(stories)} sessions: name one of them")

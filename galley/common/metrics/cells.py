@@ -1,0 +1,132 @@
+"""What is counted: plain numbers, found once by their labels and then held on to.
+
+A number is written by one thread. Others may read it meanwhile, and find it as it was a moment ago.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+
+from galley.common.metrics.metric import OTHER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from opentelemetry.trace import SpanContext
+
+    from galley.common.metrics.metric import Label, LabelValues, Metric
+
+SpanRef: TypeAlias = tuple[int, int]
+"""Trace id and span id."""
+
+
+def span_ref(span: SpanContext) -> SpanRef | None:
+    """What an exemplar names; None of a span that is not kept."""
+    return (span.trace_id, span.span_id) if span.is_valid and span.trace_flags.sampled else None
+
+
+class Count:
+    """Add to `value`."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Exemplar:
+    """One observation; `at_s` is of the Unix epoch."""
+
+    value: float
+    span: SpanRef
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Distributed:
+    """A histogram as it was read: `counts[i]` up to `bounds[i]`, the last beyond all of them."""
+
+    bounds: Sequence[float]
+    counts: Sequence[int]
+    total: float
+    exemplars: Mapping[int, Exemplar]
+
+
+class Distribution:
+    """A histogram; of each bucket, the last observation that has a span is its exemplar."""
+
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+        self._exemplars: dict[int, Exemplar] = {}
+
+    def observe(self, value: float, span: SpanRef | None = None, at_s: float = 0.0) -> None:
+        """One more; `at_s` is when it was, in Unix time, unless it is now."""
+        index = bisect_left(self._bounds, value)
+        self._counts[index] += 1
+        self._total += value
+        if span is not None:
+            self._exemplars[index] = Exemplar(value, span, at_s or time.time())
+
+    def read(self) -> Distributed:
+        """As it is now."""
+        return Distributed(self._bounds, tuple(self._counts), self._total, dict(self._exemplars))
+
+
+class Bound:
+    """Keeps one label to its values: first come, first named."""
+
+    def __init__(self, label: Label) -> None:
+        self._label = label
+        self._seen: set[str] = set()
+
+    def fit(self, value: str) -> str:
+        """The value to use. Raises ValueError for one that cannot be, where OTHER cannot either."""
+        if not self._label.values:
+            return self._of_open(value)
+        if value in self._label.values:
+            return value
+        if OTHER in self._label.values:
+            return OTHER
+        raise ValueError(f"{self._label.name}: {value!r} is none of {', '.join(self._label.values)}")
+
+    def _of_open(self, value: str) -> str:
+        if value in self._seen:
+            return value
+        if len(self._seen) >= self._label.most:
+            return OTHER
+        self._seen.add(value)
+        return value
+
+
+CellT = TypeVar("CellT", Count, Distribution)
+
+
+class Series(Generic[CellT]):
+    """The cells of one metric, by label values."""
+
+    def __init__(self, metric: Metric, bounds: Sequence[Bound], new_cell: Callable[[], CellT]) -> None:
+        self._bounds = bounds
+        self._new_cell: Callable[[], CellT] = new_cell
+        self._cells: dict[LabelValues, CellT] = {}
+        for values in metric.at_start:
+            self.at(*values)
+
+    def at(self, *values: str) -> CellT:
+        """The cell of these label values, cut to their bounds."""
+        fitting = tuple(bound.fit(value) for bound, value in zip(self._bounds, values, strict=True))
+        cell = self._cells.get(fitting)
+        if cell is None:
+            cell = self._cells[fitting] = self._new_cell()
+        return cell
+
+    def cells(self) -> tuple[tuple[LabelValues, CellT], ...]:
+        """All that there are."""
+        return tuple(self._cells.items())

@@ -1,0 +1,33 @@
+"""When the certificates of a process end, as its files have them now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY, SERVED_CERTIFICATE_EXPIRY
+
+if TYPE_CHECKING:
+    from galley.common.metrics.metric import LabelValues, Metric
+    from galley.common.metrics.registry import Registry
+    from galley.common.tls.files import WatchedFiles
+    from galley.common.tls.material import Material
+
+    Files = WatchedFiles[Material] | None
+
+
+def observe_served(registry: Registry, files: Files) -> None:
+    """Of the one that the server shows; nothing is said where there is none."""
+    _observe(registry, SERVED_CERTIFICATE_EXPIRY, files)
+
+
+def observe_peers(registry: Registry, files: Files) -> None:
+    """Of the one that a gateway shows targets and drafts."""
+    _observe(registry, PEER_CERTIFICATE_EXPIRY, files)
+
+
+def _observe(registry: Registry, metric: Metric, files: Files) -> None:
+    def read() -> list[tuple[LabelValues, float]]:
+        expires = None if files is None else files.current().expires
+        return [] if expires is None else [((), expires.timestamp())]
+
+    registry.observe(metric, read)

@@ -1,0 +1,173 @@
+"""Metrics sent by OTLP, each minute or as often as OTEL_METRIC_EXPORT_INTERVAL (ms) says.
+
+The numbers are read in the event loop and sent by the SDK's exporter in a thread of its own: a collector that
+is away, or slow, holds up nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+from opentelemetry.sdk.metrics import Exemplar as SdkExemplar
+from opentelemetry.sdk.metrics import export as sdk
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from galley.common.metrics.cells import Distributed
+from galley.common.metrics.metric import Kind
+from galley.common.tracing.otlp import FLUSH_S, resource_of
+from galley.common.tracing.otlp_tls import ReloadingExporter
+from galley.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from opentelemetry.sdk.resources import Resource
+
+    from galley.common.metrics.cells import Exemplar
+    from galley.common.metrics.metric import LabelValues, Metric
+    from galley.common.metrics.registry import Reading, Registry
+
+_INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
+_INTERVAL_MS = 60_000.0
+_LOG = logging.getLogger(__name__)
+_CUMULATIVE = sdk.AggregationTemporality.CUMULATIVE
+# Optional on the wire, though the SDK's own histograms always have them.
+_NOT_KEPT: Any = None
+
+
+class _Exporter(ReloadingExporter, OTLPMetricExporter):
+    signal = "metrics"
+
+
+class Pusher:
+    """Sends a registry's metrics from `start` to `close`, where they are sent once more."""
+
+    def __init__(self, registry: Registry, service_name: str) -> None:
+        """The environment names the collector. Raises ValueError on a bad interval, or a bad file."""
+        self._registry = registry
+        self._resource = resource_of(service_name)
+        self._exporter = _Exporter()
+        self._interval_s = _interval_ms() / 1000
+        self._began_ns = time.time_ns()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """In the event loop whose numbers are read."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """What is known by now is sent, for at most FLUSH_S."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.wait({task})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_S):
+                await self._try_to_push()
+        await _in_daemon(self._exporter.shutdown)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self._try_to_push()
+
+    async def _try_to_push(self) -> None:
+        """A number that cannot be read must neither end the pushing nor how its service ends."""
+        try:
+            await self._push()
+        except Exception:  # noqa: BLE001  # whatever it is, the service goes on
+            _LOG.exception("metrics could not be pushed")
+
+    async def _push(self) -> None:
+        data = as_otlp(self._registry.read(), self._resource, self._began_ns, time.time_ns())
+        await _in_daemon(lambda: self._exporter.export(data))
+
+
+async def _in_daemon(work: Callable[[], object]) -> None:
+    """Wait for `work` in a thread that no exit waits for; what it raises the exporter has logged."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            with suppress(RuntimeError):  # the loop has ended: nobody waits
+                loop.call_soon_threadsafe(done.set)
+
+    threading.Thread(target=run, name="metrics-push", daemon=True).start()
+    await done.wait()
+
+
+def as_otlp(readings: list[Reading], resource: Resource, began_ns: int, now_ns: int) -> sdk.MetricsData:
+    """In the SDK's own terms; times are of the Unix epoch."""
+    metrics = [_metric(reading, began_ns, now_ns) for reading in readings]
+    scope = InstrumentationScope("galley", __version__)
+    return sdk.MetricsData([sdk.ResourceMetrics(resource, [sdk.ScopeMetrics(scope, metrics, "")], "")])
+
+
+def _metric(reading: Reading, began_ns: int, now_ns: int) -> sdk.Metric:
+    metric = reading.metric
+    data: sdk.Sum | sdk.Gauge | sdk.Histogram
+    match metric.kind:
+        case Kind.COUNTER:
+            data = sdk.Sum(list(_numbers(reading, began_ns, now_ns)), _CUMULATIVE, is_monotonic=True)
+        case Kind.GAUGE | Kind.INFO:
+            data = sdk.Gauge(list(_numbers(reading, began_ns, now_ns)))
+        case Kind.HISTOGRAM:
+            data = sdk.Histogram(list(_histograms(reading, began_ns, now_ns)), _CUMULATIVE)
+    return sdk.Metric(metric.name, metric.description, metric.unit, data)
+
+
+def _numbers(reading: Reading, began_ns: int, now_ns: int) -> Iterator[sdk.NumberDataPoint]:
+    for values, value in reading.points:
+        if not isinstance(value, Distributed):
+            yield sdk.NumberDataPoint(_attributes(reading.metric, values), began_ns, now_ns, value)
+
+
+def _histograms(reading: Reading, began_ns: int, now_ns: int) -> Iterator[sdk.HistogramDataPoint]:
+    for values, value in reading.points:
+        if isinstance(value, Distributed):
+            yield _histogram(_attributes(reading.metric, values), value, began_ns, now_ns)
+
+
+def _histogram(
+    attributes: dict[str, str], read: Distributed, began_ns: int, now_ns: int
+) -> sdk.HistogramDataPoint:
+    return sdk.HistogramDataPoint(
+        attributes=attributes,
+        start_time_unix_nano=began_ns,
+        time_unix_nano=now_ns,
+        count=sum(read.counts),
+        sum=read.total,
+        bucket_counts=read.counts,
+        explicit_bounds=read.bounds,
+        min=_NOT_KEPT,
+        max=_NOT_KEPT,
+        exemplars=[_exemplar(exemplar) for exemplar in read.exemplars.values()],
+    )
+
+
+def _attributes(metric: Metric, values: LabelValues) -> dict[str, str]:
+    """A label that is empty says nothing, as in Prometheus."""
+    return {label.name: value for label, value in zip(metric.labels, values, strict=True) if value}
+
+
+def _exemplar(exemplar: Exemplar) -> SdkExemplar:
+    trace_id, span_id = exemplar.span
+    return SdkExemplar({}, exemplar.value, int(exemplar.at_s * 1e9), span_id=span_id, trace_id=trace_id)
+
+
+def _interval_ms() -> float:
+    told = os.environ.get(_INTERVAL, "")
+    interval_ms = float(told) if told else _INTERVAL_MS
+    if not interval_ms > 0:
+        raise ValueError(f"{_INTERVAL} must be > 0, is {told}")
+    return interval_ms

@@ -1,0 +1,124 @@
+"""Where Prometheus fetches metrics: GET or HEAD /metrics, one request a connection, nothing else.
+
+Bounded throughout: so many connections, so long a request, so long for all of it. Numbers are read, and text
+is made of them, in the event loop: that takes less than to hand them to a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from galley.common.metrics.exposition import Exposition
+
+if TYPE_CHECKING:
+    from galley.common.metrics.registry import Registry
+
+PATH = "/metrics"
+MAX_REQUEST_BYTES = 8192
+MAX_CONNECTIONS = 8
+TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    method: str
+    path: str
+    accept: str
+
+
+class _Refused(Exception):
+    def __init__(self, status: HTTPStatus) -> None:
+        super().__init__(status.phrase)
+        self.status = status
+
+
+class ScrapeServer:
+    """Use `start` once and `close` at the end, in the event loop whose numbers are read."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._exposition = Exposition()
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; returns where (host:port). Raises OSError if that cannot be."""
+        try:
+            self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port} for metrics; is it in use?") from error
+        shown = f"[{host}]" if ":" in host else host
+        return f"{shown}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        """End what is under way, too."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is None or len(self._open) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        self._open.add(task)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._exchange(reader, writer)
+        except (TimeoutError, OSError):
+            pass  # whoever asked is slow, or gone
+        finally:
+            self._open.discard(task)
+            writer.transport.abort()  # if it is open still: what is unsent by now is not waited for
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.set_write_buffer_limits(high=0)  # so that `drain` waits until all is sent
+        try:
+            writer.write(self._answer(await _request(reader)))
+        except _Refused as refused:
+            writer.write(_response(refused.status, b"", "text/plain", {"Allow": "GET, HEAD"}))
+        await writer.drain()
+        writer.close()
+
+    def _answer(self, request: _Request) -> bytes:
+        if request.path != PATH:
+            raise _Refused(HTTPStatus.NOT_FOUND)
+        if request.method not in {"GET", "HEAD"}:
+            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED)
+        body, kind = self._exposition.render(self._registry.read(), request.accept)
+        response = _response(HTTPStatus.OK, body, kind)
+        return response if request.method == "GET" else response[: len(response) - len(body)]
+
+
+async def _request(reader: asyncio.StreamReader) -> _Request:
+    """What is asked; raises _Refused if it cannot be read."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        raise _Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE) from None
+    except asyncio.IncompleteReadError as error:
+        raise ConnectionResetError("the request broke off") from error
+    first, *rest = head.decode("latin-1").split("\r\n")
+    words = first.split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/1."):
+        raise _Refused(HTTPStatus.BAD_REQUEST)
+    fields = {name.strip().lower(): value for name, _, value in (line.partition(":") for line in rest)}
+    return _Request(words[0], words[1].partition("?")[0], fields.get("accept", ""))
+
+
+def _response(
+    status: HTTPStatus, body: bytes, content_type: str, more: dict[str, str] | None = None
+) -> bytes:
+    fields = {
+        "Content-Type": content_type,
+        "Content-Length": str(len(body)),
+        "Connection": "close",
+        **(more or {}),
+    }
+    lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {it}" for name, it in fields.items())]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body

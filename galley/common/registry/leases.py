@@ -1,0 +1,278 @@
+"""The registry of replicas in Redis: who serves where, in which state. Leases end by the server's clock.
+
+Keys (those of one pool share a hash tag, so that a cluster keeps them together):
+
+    galley:replicas:{pool}                  set of the addresses that are or were registered
+    galley:replicas:{pool}:<address>        hash, one field a fact; expires with the lease
+    galley:replicas:{pool}:<address>:born   when the latest life there was born; expires a day after its last
+                                            publication
+
+A life is born when it asks for the server's time, before it publishes: so lives have an order whatever comes
+late of one that has died, and one that another has come after stays replaced.
+
+Nothing in it is secret.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, RedisCalls, script_of
+from galley.common.server.logs import get_logger
+from galley.core.content import HASH_BYTES
+from galley.core.errors import OurFault
+from galley.core.routing.choice import DraftLease, ReplicaLease, TargetLease
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from galley.pb.galley.v1 import galley_pb2 as pb
+
+LeaseT = TypeVar("LeaseT", bound=ReplicaLease)
+
+
+@dataclass(frozen=True, slots=True)
+class LeasePool(Generic[LeaseT]):
+    """A pool by its name in the registry, and what its replicas say of themselves."""
+
+    name: str
+    lease: type[LeaseT]
+
+
+TARGET_POOL = LeasePool("target", TargetLease)
+DRAFT_POOL = LeasePool("draft", DraftLease)
+DEFAULT_LEASE_S = 3.0
+MAX_CACHED_PREFIXES = 512
+
+_log = get_logger(__name__)
+
+_BORN_MS = 24 * 3600 * 1000
+
+# KEYS: born. Answers when a life that asks now is born, in microseconds: after all that have registered.
+_BEAR = script_of("""
+local now = redis.call('TIME')
+local last = tonumber(redis.call('GET', KEYS[1]) or 0)
+return math.max(now[1] * 1000000 + now[2], last + 1)
+""")
+
+# KEYS: set, hash, born. ARGV: lease_ms, incarnation, its birth, born_ms, then name, value of each fact.
+# Answers 1 if this life of the replica was registered already, 0 if not, -1 if another has come after it.
+_PUBLISH = script_of("""
+if tonumber(ARGV[3]) < tonumber(redis.call('GET', KEYS[3]) or 0) then return -1 end
+local known = redis.call('HGET', KEYS[2], 'incarnation') == ARGV[2]
+if not known then redis.call('DEL', KEYS[2]) end
+redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4])
+redis.call('SADD', KEYS[1], string.sub(KEYS[2], #KEYS[1] + 2))
+redis.call('HSET', KEYS[2], 'incarnation', ARGV[2], unpack(ARGV, 5))
+redis.call('PEXPIRE', KEYS[2], ARGV[1])
+return known and 1 or 0
+""")
+
+# KEYS: set, hash. ARGV: incarnation. Another life at the same address is left alone.
+_WITHDRAW = script_of("""
+if redis.call('HGET', KEYS[2], 'incarnation') ~= ARGV[1] then return 0 end
+redis.call('DEL', KEYS[2])
+redis.call('SREM', KEYS[1], string.sub(KEYS[2], #KEYS[1] + 2))
+return 1
+""")
+
+# KEYS: set, then the hash of each of its members. Answers the hashes; sweeps members whose lease has ended.
+_READ = script_of("""
+local facts = {}
+for at = 2, #KEYS do
+  local held = redis.call('HGETALL', KEYS[at])
+  if #held == 0 then
+    redis.call('SREM', KEYS[1], string.sub(KEYS[at], #KEYS[1] + 2))
+  else
+    facts[#facts + 1] = held
+  end
+end
+return facts
+""")
+
+
+class Replaced(OurFault):
+    """A later life of the replica has registered at the same address; this one may not speak for it."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"another process has registered at {address} since")
+
+
+class ReplicaRegistry:
+    """The registry at `url` (`galley.common.redis.url`).
+
+    Every call is one attempt; it raises StoreUnavailable if Redis is away.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
+    ) -> None:
+        self._calls = RedisCalls(url, call_timeout_s=call_timeout_s, max_connections=2)
+        self._lease_ms = max(1, math.ceil(lease_s * 1000))
+        self._published: dict[tuple[str, str], dict[str, bytes]] = {}
+        self._born: dict[tuple[str, str, str], int] = {}
+
+    async def publish(self, pool: LeasePool[LeaseT], lease: LeaseT) -> None:
+        """Register the replica, or renew its lease with what it says now.
+
+        Raises Replaced if it is no longer the one that serves at its address, and never will be.
+        """
+        key = (pool.name, lease.address)
+        facts, hashes = _encode(lease)
+        # Forgotten until all went well: what is there after a call that failed is not known.
+        changed = self._published.pop(key, None) != hashes
+        known = await self._publish(pool, lease, {**facts, **(hashes if changed else {})})
+        if not known and not changed:  # the lease had ended, and its hashes with it
+            await self._publish(pool, lease, {**facts, **hashes})
+        self._published[key] = hashes
+
+    async def _publish(
+        self, pool: LeasePool[LeaseT], lease: LeaseT, facts: Mapping[str, bytes | str]
+    ) -> bool:
+        flat = [part for pair in facts.items() for part in pair]
+        keys = (*_keys(pool, lease.address), _born_key(pool, lease.address))
+        how = (self._lease_ms, lease.incarnation, await self._born_at(pool, lease), _BORN_MS)
+        known = await self._calls.run(_PUBLISH, keys, *how, *flat)
+        if known == -1:
+            raise Replaced(lease.address)
+        return bool(known)
+
+    async def _born_at(self, pool: LeasePool[LeaseT], lease: LeaseT) -> int:
+        life = (pool.name, lease.address, lease.incarnation)
+        if life not in self._born:
+            answer = await self._calls.run(_BEAR, (_born_key(pool, lease.address),))
+            self._born[life] = cast("int", answer)
+        return self._born[life]
+
+    async def withdraw(self, pool: LeasePool[Any], address: str, incarnation: str) -> None:
+        """End the lease now, if it is of this life of the replica."""
+        self._published.pop((pool.name, address), None)
+        await self._calls.run(_WITHDRAW, _keys(pool, address), incarnation)
+
+    async def read(self, pool: LeasePool[LeaseT]) -> list[LeaseT]:
+        """The replicas whose lease has not ended, by address."""
+        members = cast("set[bytes]", await self._calls.command("SMEMBERS", _set(pool), key=_set(pool)))
+        if not members:
+            return []
+        keys = [_hash(pool, member.decode()) for member in sorted(members)]
+        found = cast("list[list[bytes]]", await self._calls.run(_READ, (_set(pool), *keys)))
+        return [lease for flat in found if (lease := _lease(pool, flat)) is not None]
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        await self._calls.close()
+
+
+def target_lease(
+    address: str, info: pb.GetTargetInfoResponse, cached_prefixes: Iterable[bytes] = ()
+) -> TargetLease:
+    """The lease of a target that says this of itself; of the prefixes, the first MAX_CACHED_PREFIXES."""
+    return TargetLease(
+        address=address,
+        incarnation=info.incarnation,
+        model=info.model,
+        fingerprint=info.fingerprint,
+        tokenizer_hash=info.tokenizer_hash,
+        vocab_size=info.vocab_size,
+        context_window=info.context_window,
+        eos_token_ids=tuple(info.eos_token_ids),
+        max_draft_tokens=info.max_draft_tokens,
+        deterministic=info.deterministic,
+        dtype=info.dtype,
+        device=info.device,
+        ranks=info.ranks,
+        kv_block_tokens=info.kv_block_tokens,
+        kv_blocks_free=info.kv_blocks_free,
+        kv_blocks_total=info.kv_blocks_total,
+        queue_depth=info.queue_depth,
+        cached_prefixes=frozenset(list(cached_prefixes)[:MAX_CACHED_PREFIXES]),
+    )
+
+
+def draft_lease(
+    address: str, info: pb.GetDraftInfoResponse, *, sessions: int = 0, queue_depth: int = 0
+) -> DraftLease:
+    """The lease of a draft that says this of itself."""
+    return DraftLease(
+        address=address,
+        incarnation=info.incarnation,
+        model=info.model,
+        tokenizer_hash=info.tokenizer_hash,
+        vocab_size=info.vocab_size,
+        max_draft_tokens=info.max_draft_tokens,
+        strategies=tuple(info.strategies),
+        default_strategy=info.default_strategy,
+        sessions=sessions,
+        queue_depth=queue_depth,
+    )
+
+
+def _set(pool: LeasePool[Any]) -> str:
+    return f"galley:replicas:{{{pool.name}}}"
+
+
+def _hash(pool: LeasePool[Any], address: str) -> str:
+    return f"{_set(pool)}:{address}"
+
+
+def _born_key(pool: LeasePool[Any], address: str) -> str:
+    return f"{_hash(pool, address)}:born"
+
+
+def _keys(pool: LeasePool[Any], address: str) -> tuple[str, str]:
+    return _set(pool), _hash(pool, address)
+
+
+def _encode(lease: ReplicaLease) -> tuple[dict[str, str], dict[str, bytes]]:
+    """One field a fact, but for the incarnation; apart, those that are sent only when they change.
+
+    Numbers in decimal, lists with commas, hashes one after the other.
+    """
+    facts: dict[str, str] = {}
+    hashes: dict[str, bytes] = {}
+    for item in fields(lease):
+        value = getattr(lease, item.name)
+        if isinstance(value, frozenset):
+            hashes[item.name] = b"".join(sorted(value))
+        elif item.name != "incarnation":
+            facts[item.name] = _written(value)
+    return facts, hashes
+
+
+def _written(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _lease(pool: LeasePool[LeaseT], flat: list[bytes]) -> LeaseT | None:
+    """None, and a word in the log, for what another release wrote and this one cannot read."""
+    facts = dict(zip((name.decode() for name in flat[::2]), flat[1::2], strict=True))
+    try:
+        return pool.lease(**{item.name: _read(item.type, facts[item.name]) for item in fields(pool.lease)})
+    except (KeyError, ValueError) as error:
+        _log.warning("a lease that cannot be read", address=facts.get("address"), problem=str(error))
+        return None
+
+
+def _read(kind: Any, value: bytes) -> Any:
+    """`kind` is the annotation as it stands in the lease."""
+    match kind:
+        case "str":
+            return value.decode()
+        case "int":
+            return int(value)
+        case "bool":
+            return value == b"1"
+        case "tuple[int, ...]":
+            return tuple(int(number) for number in value.split(b",") if number)
+        case "tuple[str, ...]":
+            return tuple(name.decode() for name in value.split(b",") if name)
+        case _:
+            return frozenset(value[at : at + HASH_BYTES] for at in range(0, len(value), HASH_BYTES))

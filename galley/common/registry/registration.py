@@ -1,0 +1,163 @@
+"""A replica's registration: it tells Redis each second that it lives, and how it is doing.
+
+It is the first to know that the replica leaves: the replica says that it drains before it does, and withdraws
+before it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic
+
+from galley.common.registry.leases import DEFAULT_LEASE_S, LeaseT, Replaced, ReplicaRegistry
+from galley.common.server.logs import get_logger
+from galley.core.errors import GalleyError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from galley.common.config.replica import ReplicaSettings
+    from galley.common.registry.leases import LeasePool
+    from galley.common.server.server import Service
+
+_SHARE_OF_LEASE = 1 / 3
+_CALL_TIMEOUT_S = 1.0
+
+_log = get_logger(__name__)
+
+
+class Registration(Generic[LeaseT]):
+    """Keeps one replica registered from `start` to `close`; with Redis away, until it is back.
+
+    Once another has come after it, it publishes no more: a registry that has forgotten all would believe it.
+    """
+
+    def __init__(
+        self,
+        registry: ReplicaRegistry,
+        pool: LeasePool[LeaseT],
+        lease: Callable[[], LeaseT],
+        every_s: float,
+    ) -> None:
+        self._registry = registry
+        self._pool = pool
+        self._lease = lease
+        self._every_s = every_s
+        self._draining = False
+        self._away = False
+        self._replaced = False
+        self._one_at_a_time = asyncio.Lock()
+        self._stopping = asyncio.Event()
+        self._task = asyncio.create_task(self._keep())
+
+    async def drain(self) -> None:
+        """Say, at once, that no new sessions are taken; returns when it was said or Redis is away."""
+        self._draining = True
+        await self._publish()
+
+    async def close(self) -> None:
+        """Withdraw, and stop."""
+        self._stopping.set()
+        await self._task  # not cancelled: its last publication must not come after the withdrawal
+        lease = self._lease()
+        try:
+            await self._registry.withdraw(self._pool, lease.address, lease.incarnation)
+        except GalleyError as error:
+            _log.warning("could not withdraw; the lease will end", problem=str(error))
+        await self._registry.close()
+
+    async def _keep(self) -> None:
+        while not self._stopping.is_set():
+            await self._publish()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._every_s):
+                    await self._stopping.wait()
+
+    async def _publish(self) -> None:
+        async with self._one_at_a_time:
+            if self._replaced:
+                return
+            try:
+                await self._registry.publish(self._pool, replace(self._lease(), draining=self._draining))
+            except Replaced as error:
+                self._replaced = True
+                _log.error("no longer registered; end this process", problem=str(error))
+            except GalleyError as error:
+                self._log_once(error)
+            else:
+                self._away = False
+
+    def _log_once(self, error: GalleyError) -> None:
+        if not self._away:
+            self._away = True
+            _log.warning("not registered", problem=str(error))
+
+
+class Registered:
+    """A `Service` that says that it drains before it does, and withdraws before it is gone."""
+
+    def __init__(
+        self,
+        service: Service,
+        registration: Registration[Any],
+        last_sessions: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`last_sessions`, where given, waits for live sessions before the service refuses their items."""
+        self.service = service
+        self._registration = registration
+        self._last_sessions = last_sessions
+
+    @property
+    def grpc_services(self) -> Sequence[str]:
+        """Those of the service."""
+        return self.service.grpc_services
+
+    async def drain(self) -> None:
+        """Take no new sessions, let the live ones end, and hand over those that are left."""
+        await self._registration.drain()
+        if self._last_sessions is not None:
+            await self._last_sessions()
+        await self.service.drain()
+
+    async def withdraw(self) -> None:
+        """Be no longer registered, now; what is under way is left to its fate."""
+        await self._registration.close()
+
+    async def close(self) -> None:
+        """Withdraw, and give everything back."""
+        try:
+            await self._registration.close()
+        finally:
+            await self.service.close()
+
+
+def registered(
+    service: Service,
+    settings: ReplicaSettings,
+    pool: LeasePool[LeaseT],
+    lease: Callable[[], LeaseT],
+    last_sessions: Callable[[], Awaitable[None]] | None = None,
+) -> Service:
+    """The service, registered from now on if there is a registry to tell; see `start_registration`."""
+    url = settings.redis_url.get_secret_value()
+    if not url:
+        return service
+    return Registered(service, start_registration(url, pool, lease), last_sessions)
+
+
+def start_registration(
+    redis_url: str,
+    pool: LeasePool[LeaseT],
+    lease: Callable[[], LeaseT],
+    *,
+    lease_s: float = DEFAULT_LEASE_S,
+) -> Registration[LeaseT]:
+    """Register the replica that serves at the address of its lease, as gateways reach it.
+
+    Call in its event loop, where `lease` is called about once a second, and must be quick. Call `drain` when
+    it begins to drain and `close` when it has stopped.
+    """
+    registry = ReplicaRegistry(redis_url, lease_s=lease_s, call_timeout_s=_CALL_TIMEOUT_S)
+    return Registration(registry, pool, lease, lease_s * _SHARE_OF_LEASE)

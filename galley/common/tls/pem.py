@@ -1,0 +1,110 @@
+"""What certificates and keys must be to be of use, said before they are used.
+
+gRPC says of a bad file only that a port cannot be bound, or that handshakes fail. Imports `cryptography`: to
+be imported where TLS is on.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
+
+    from galley.common.tls.files import NamedFile
+
+_CURVES = (ec.SECP256R1, ec.SECP384R1)
+_TIME = "%Y-%m-%d %H:%M:%S UTC"
+
+
+class Pair(NamedTuple):
+    """The contents of a certificate with its chain, and of its key; `expires` is the end of the former."""
+
+    chain: bytes
+    key: bytes
+    expires: datetime
+
+
+def read_authorities(file: NamedFile) -> bytes:
+    """The content of a bundle of authorities. Raises BadFile."""
+    content = file.read()
+    _certificates(file, content)
+    return content
+
+
+def read_pair(cert: NamedFile, key: NamedFile, *, serves: bool) -> Pair:
+    """What a server that `serves`, or else a client, can show by now. Raises BadFile."""
+    chain, private = cert.read(), key.read()
+    own = _certificates(cert, chain)[0]
+    _check_time(cert, own, datetime.now(UTC))
+    _check_purpose(cert, own, serves=serves)
+    public = _public_key_of(cert, own)
+    if _encoded(public) != _encoded(_public_key(key, private)):
+        raise key.bad("is not the key of the first certificate in the other file")
+    return Pair(chain, private, own.not_valid_after_utc)
+
+
+def _certificates(file: NamedFile, content: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(content)
+    except ValueError:
+        raise file.bad("holds no certificate in PEM, or a broken one") from None
+
+
+def _check_time(file: NamedFile, own: x509.Certificate, now: datetime) -> None:
+    if own.not_valid_after_utc <= now:
+        raise file.bad(f"the certificate has expired, at {own.not_valid_after_utc:{_TIME}}")
+    if own.not_valid_before_utc > now:
+        raise file.bad(
+            f"the certificate is not valid before {own.not_valid_before_utc:{_TIME}}", may_pass=True
+        )
+
+
+def _check_purpose(file: NamedFile, own: x509.Certificate, *, serves: bool) -> None:
+    """Who is shown one that is for other ends turns it away; one that names none is for all."""
+    needed, name = (
+        (ExtendedKeyUsageOID.SERVER_AUTH, "serverAuth")
+        if serves
+        else (ExtendedKeyUsageOID.CLIENT_AUTH, "clientAuth")
+    )
+    try:
+        usages = own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
+        return  # names none, or has extensions that cannot be read here: gRPC judges by itself
+    if needed not in usages and ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE not in usages:
+        raise file.bad(f"the certificate is for other ends: its extended key usage must have {name}")
+
+
+def _public_key_of(file: NamedFile, own: x509.Certificate) -> PublicKeyTypes:
+    """Of a certificate. Kinds that are not known here, gRPC's TLS refuses in every handshake."""
+    try:
+        key = own.public_key()
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
+    fits = isinstance(key, rsa.RSAPublicKey) or (
+        isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, _CURVES)
+    )
+    if key is None or not fits:
+        raise file.bad("must be of an RSA key, or of an ECDSA key on P-256 or P-384")
+    return key
+
+
+def _public_key(file: NamedFile, content: bytes) -> PublicKeyTypes:
+    """Of a private key. What is wrong is said in our own words: others' might show some of it."""
+    try:
+        return load_pem_private_key(content, password=None).public_key()
+    except TypeError:
+        raise file.bad("the key is encrypted; it must stand there without a password") from None
+    except (ValueError, UnsupportedAlgorithm):
+        raise file.bad("holds no private key in PEM, or a broken one") from None
+
+
+def _encoded(key: PublicKeyTypes) -> bytes:
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)

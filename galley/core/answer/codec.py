@@ -1,0 +1,58 @@
+"""How the store keeps a session's request: one JSON object, without id and prompt (key and log have them).
+
+What has its default is left out: a session is small. So the defaults of SessionSpec and SamplingParams are
+part of what is stored: they stand for "nothing was asked for", and must go on doing so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from galley.core.answer.answer import SessionSpec
+from galley.core.sampling_params import SamplingParams
+
+
+def encode_spec(spec: SessionSpec) -> bytes:
+    """Everything of `spec` but its id and its prompt."""
+    fields = _changed(spec)
+    del fields["session_id"], fields["prompt"]
+    fields["sampling"] = _changed(spec.sampling)
+    if "logit_bias" in fields["sampling"]:
+        fields["sampling"]["logit_bias"] = dict(spec.sampling.logit_bias)
+    if "stop_token_ids" in fields:
+        fields["stop_token_ids"] = sorted(spec.stop_token_ids)
+    if "tenant_salt" in fields:
+        fields["tenant_salt"] = spec.tenant_salt.hex()
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def decode_spec(data: bytes, session_id: str, prompt: tuple[int, ...]) -> SessionSpec:
+    """The inverse of `encode_spec`; raises ValueError, KeyError or TypeError if `data` is not one."""
+    fields: dict[str, Any] = json.loads(data)
+    sampling = fields.pop("sampling")
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
+    if "stop_token_ids" in fields:
+        fields["stop_token_ids"] = frozenset(fields["stop_token_ids"])
+    if "stop_strings" in fields:
+        fields["stop_strings"] = tuple(fields["stop_strings"])
+    if "tenant_salt" in fields:
+        fields["tenant_salt"] = bytes.fromhex(fields["tenant_salt"])
+    return SessionSpec(session_id=session_id, prompt=prompt, sampling=SamplingParams(**sampling), **fields)
+
+
+def _changed(values: SessionSpec | SamplingParams) -> dict[str, Any]:
+    found = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
+    return {name: value for name, value in found.items() if value != _DEFAULTS[type(values)].get(name, _NONE)}
+
+
+_NONE = object()
+_DEFAULTS: dict[type, dict[str, Any]] = {
+    kind: {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(kind)
+    }
+    for kind in (SessionSpec, SamplingParams)
+}

@@ -1,0 +1,276 @@
+"""What speculation costs and gains: the arithmetic behind `galley plan` and the choice of k.
+
+Unit of cost: one plain decoding pass of the target over one session (a *target step*). The *draft cost
+ratio* says how many draft steps cost as much as one target step; infinity means that drafts are free (as
+prompt lookup nearly is). The expected yield of a round is eq. 1 of Leviathan, Kalman, Matias 2023
+(arXiv 2211.17192, section 3.1); its cost follows section 3.3 there, with the row-cost curve in place of
+their assumption that a pass costs the same however many tokens it verifies.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from galley.core.errors import InvalidField
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_K = 256
+_BISECTIONS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an answer takes: target passes, draft steps, their cost in target steps, and tokens / cost."""
+
+    passes: int
+    draft_steps: int
+    cost: float
+    gain: float
+
+
+def plan(tokens: int, k: int, confirmed_per_round: float, draft_cost_ratio: float) -> Plan:
+    """The cost of `tokens` output tokens when each round of k draft tokens confirms `confirmed_per_round`.
+
+    A pass counts as one target step however many tokens it verifies. Raises InvalidField.
+    """
+    _check("tokens", tokens, low=1)
+    _check("k", k, low=0, high=MAX_K)
+    _check("confirmed_per_round", confirmed_per_round, low=1, high=k + 1)
+    _check_ratio(draft_cost_ratio)
+    # 69 / 2.3 is 30.000000000000004 in floats, and yet 30 passes.
+    passes = math.ceil(tokens / confirmed_per_round - 1e-9)
+    draft_steps = passes * k
+    cost = passes + draft_steps / draft_cost_ratio
+    return Plan(passes, draft_steps, cost, tokens / cost)
+
+
+def expected_confirmed(alpha: float, k: int) -> float:
+    """Tokens that a round of k draft tokens confirms on average: (1 - alpha^(k+1)) / (1 - alpha).
+
+    At alpha = 1 that is k + 1. `alpha` is the chance that a draft token is accepted if all before it were.
+    Raises InvalidField.
+    """
+    _check("alpha", alpha, low=0, high=1)
+    _check("k", k, low=0, high=MAX_K)
+    # The geometric sum itself: exact at alpha = 1, where the closed form loses all its digits.
+    total = 1.0
+    for _ in range(k):
+        total = 1.0 + alpha * total
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class RowCostCurve:
+    """What a target pass over so many rows (tokens of all its sessions) costs; over one row it costs 1.
+
+    Linear between the points, and beyond the last one with the slope of the last segment, never falling.
+    The default is flat: every pass costs the same. Raises InvalidField unless rows rise from 1, the cost
+    of one row is 1, and every cost is positive.
+    """
+
+    points: tuple[tuple[int, float], ...] = ((1, 1.0),)
+
+    def __post_init__(self) -> None:
+        if not self.points or self.points[0] != (1, 1.0):
+            raise InvalidField("row_costs", "must begin with 1:1, the cost of one row")
+        if any(left[0] >= right[0] for left, right in pairwise(self.points)):
+            raise InvalidField("row_costs", "rows must rise from point to point")
+        for rows, cost in self.points:
+            if not (math.isfinite(cost) and cost > 0):
+                raise InvalidField("row_costs", f"the cost of {rows} rows must be finite and > 0, is {cost}")
+
+    @classmethod
+    def parse(cls, text: str) -> RowCostCurve:
+        """From "1:1,5:1.05,8:1.1": rows and relative cost, as one would write it on a command line."""
+        try:
+            pairs = [point.split(":") for point in text.split(",")]
+            return cls(tuple((int(rows), float(cost)) for rows, cost in pairs))
+        except ValueError as error:
+            raise InvalidField(
+                "row_costs", f'must look like "1:1,5:1.05,8:1.1" (rows:cost), is {text!r}'
+            ) from error
+
+    def __str__(self) -> str:
+        """As `parse` reads it, to three digits after the point."""
+        return ",".join(f"{rows}:{round(cost, 3):g}" for rows, cost in self.points)
+
+    def __call__(self, rows: int) -> float:
+        """The cost of a pass over `rows` >= 1 rows, in target steps. Raises InvalidField."""
+        _check("rows", rows, low=1)
+        if len(self.points) == 1:
+            return self.points[0][1]
+        right = min(bisect_right(self.points, rows, key=_rows_of), len(self.points) - 1)
+        (x0, y0), (x1, y1) = self.points[right - 1], self.points[right]
+        slope = (y1 - y0) / (x1 - x0)
+        if rows > x1:
+            return y1 + max(slope, 0.0) * (rows - x1)
+        return y0 + slope * (rows - x0)
+
+
+def _rows_of(point: tuple[int, float]) -> int:
+    return point[0]
+
+
+FLAT = RowCostCurve()
+
+
+def round_cost(k: int, draft_cost_ratio: float, curve: RowCostCurve = FLAT, sessions: int = 1) -> float:
+    """The cost in target steps of one round of `sessions` sessions that each verify k draft tokens.
+
+    The k draft steps are batched over the sessions and follow the same row-cost curve. Raises InvalidField.
+    """
+    _check("k", k, low=0, high=MAX_K)
+    _check("sessions", sessions, low=1)
+    _check_ratio(draft_cost_ratio)
+    return curve(sessions * (k + 1)) + k * curve(sessions) / draft_cost_ratio
+
+
+def gain(
+    alpha: float, k: int, draft_cost_ratio: float, curve: RowCostCurve = FLAT, sessions: int = 1
+) -> float:
+    """How many times faster than plain decoding at the same number of sessions; exactly 1 at k = 0.
+
+    Raises InvalidField.
+    """
+    return expected_confirmed(alpha, k) * (curve(sessions) / round_cost(k, draft_cost_ratio, curve, sessions))
+
+
+def best_k(
+    alpha: float,
+    draft_cost_ratio: float,
+    curve: RowCostCurve = FLAT,
+    sessions: int = 1,
+    max_k: int = 16,
+) -> int:
+    """The k in [0, max_k] at which the gain peaks, the smallest such; 0 where nothing pays.
+
+    One pass over k, no allocation: cheap enough to be asked every round. Raises InvalidField.
+    """
+    _check("max_k", max_k, low=0, high=MAX_K)
+    _check("alpha", alpha, low=0, high=1)
+    plain = curve(sessions)
+    best, best_gain = 0, 1.0
+    confirmed = 1.0
+    for k in range(1, max_k + 1):
+        confirmed = 1.0 + alpha * confirmed
+        this = confirmed * (plain / round_cost(k, draft_cost_ratio, curve, sessions))
+        if this > best_gain:
+            best, best_gain = k, this
+    return best
+
+
+def break_even_alpha(
+    draft_cost_ratio: float, curve: RowCostCurve = FLAT, max_k: int = 16, sessions: int = 1
+) -> float | None:
+    """The alpha above which some k in [1, max_k] beats plain decoding; None where not even alpha = 1 does.
+
+    For each k the gain rises with alpha, so the best gain does too and bisection finds where it leaves 1.
+    Raises InvalidField.
+    """
+    _check("max_k", max_k, low=1, high=MAX_K)
+
+    def pays(alpha: float) -> bool:
+        return best_k(alpha, draft_cost_ratio, curve, sessions, max_k) > 0
+
+    if not pays(1.0):
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return 0.0 if low == 0.0 else high
+
+
+def _check(name: str, value: float, *, low: float, high: float = math.inf) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        bound = f">= {low:g}" if math.isinf(high) else f"in [{low:g}, {high:g}]"
+        raise InvalidField(name, f"must be {bound}, is {value:g}")
+
+
+def _check_ratio(draft_cost_ratio: float) -> None:
+    # Also catches NaN; infinity is a draft that costs nothing.
+    if not draft_cost_ratio > 0:
+        raise InvalidField("draft_cost_ratio", f"must be > 0, is {draft_cost_ratio:g}")
+
+
+class PassNs(Protocol):
+    """What a pass takes, in nanoseconds."""
+
+    def __call__(self, rows: int, drafts: int) -> float:
+        """Over `rows` >= 1 rows, of which `drafts` are draft tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """What a pass over so many rows takes on a replica, in nanoseconds; looked up, so cheap in a loop."""
+
+    one_row_ns: int
+    curve: RowCostCurve
+    _table: list[int] = field(default_factory=list, repr=False, compare=False)
+
+    _TABLED: ClassVar[int] = 1024
+
+    @classmethod
+    def measured(cls, points: Sequence[tuple[int, int]]) -> PassTimes:
+        """From measured (rows, ns), the first of them for one row. More rows never cost less: noise is cut.
+
+        Raises InvalidField unless rows rise from 1 and the times are positive.
+        """
+        if not points or points[0][1] <= 0:
+            raise InvalidField("row_costs", "must begin with the time of one row, > 0 ns")
+        one_row_ns = points[0][1]
+        rising = accumulate((ns for _, ns in points), max)
+        return cls(
+            one_row_ns,
+            RowCostCurve(
+                tuple((rows, ns / one_row_ns) for (rows, _), ns in zip(points, rising, strict=True))
+            ),
+        )
+
+    def __call__(self, rows: int) -> int:
+        """Nanoseconds of a pass over `rows` >= 1 rows."""
+        if not self._table:
+            self._table.extend(round(self.one_row_ns * self.curve(r)) for r in range(1, self._TABLED + 1))
+        if rows <= self._TABLED:
+            return self._table[rows - 1]
+        return round(self.one_row_ns * self.curve(rows))
+
+    @property
+    def points(self) -> tuple[tuple[int, int], ...]:
+        """(rows, ns) of the curve's points."""
+        return tuple((rows, round(cost * self.one_row_ns)) for rows, cost in self.curve.points)
+
+
+def rows_that_pay(
+    worth: Sequence[float],
+    *,
+    tokens: float,
+    rows: int,
+    pass_ns: PassNs,
+    room: int,
+    prompts_ns: float = 0.0,
+) -> int:
+    """How many draft rows to add to a pass so that it confirms most expected tokens per time.
+
+    `worth` is what each adds, most first; without them the pass confirms `tokens` over `rows` >= 1 rows.
+    Every count up to `room` is looked at: the curve has steps, after which a row may pay where the one before
+    it did not. The smallest of equals. No row makes a pass shorter, whatever `pass_ns` says.
+
+    `prompts_ns` of each pass are taken by rows that have to be fed sooner or later anyhow, and do not count:
+    with them a row's time would look small, and next to a long prompt each draft token would pay.
+    """
+    took_ns = pass_ns(rows, 0) - prompts_ns
+    best, best_rate = 0, tokens / took_ns
+    for count, gained in enumerate(worth[: max(0, room)], 1):
+        tokens += gained
+        took_ns = max(took_ns, pass_ns(rows + count, count) - prompts_ns)
+        rate = tokens / took_ns
+        if rate > best_rate:
+            best, best_rate = count, rate
+    return best

@@ -1,0 +1,133 @@
+"""Hints: draft tokens anchored by position and content, which keep their worth when they come late.
+
+A hint for positions [p, p + n) after a prefix of hash h is of use to a session that stands at s >= p iff its
+own tokens [0, p) have that hash and its own [p, s) are the hint's first: then the rest is for position s on.
+
+A draft that copies is often wrong in one token alone, and then the rest, by position, is still right. So a
+hint outlives a refused token (it is *shaken*), until the next one says whether it has recovered. A guess is a
+guess, and changes nothing but speed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from galley.core.content import PrefixHasher
+
+
+# Of one hint: what is bounded is memory, for a pass verifies what pays.
+MAX_HINT_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Draft tokens from `position` on, after a prefix of this hash.
+
+    `survival[i]`, where given, is the estimated chance that tokens 0 to i are all accepted.
+    """
+
+    position: int
+    prefix_hash: bytes
+    draft_tokens: tuple[int, ...]
+    survival: tuple[float, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.position + len(self.draft_tokens)
+
+    def chance(self, index: int) -> float | None:
+        """Of this token, given that all before it are accepted; None if that is not said."""
+        if not self.survival:
+            return None
+        before = self.survival[index - 1] if index else 1.0
+        return min(1.0, self.survival[index] / before) if before > 0.0 else 0.0
+
+    def after(self, passed: int, *, shaken: bool = False) -> Rest:
+        """What it offers once its first `passed` tokens have been and gone."""
+        survival = self.survival
+        if passed and survival:
+            # The chance of all that is left, given that the first have survived.
+            sure = survival[passed - 1]
+            survival = tuple(min(1.0, chance / sure) if sure > 0.0 else 0.0 for chance in survival[passed:])
+        return Rest(self.draft_tokens[passed:], survival, shaken)
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What a hint offers at the session's present position; `survival` is given that it agreed so far.
+
+    `shaken`: the token just before was not the hint's.
+    """
+
+    draft_tokens: tuple[int, ...] = ()
+    survival: tuple[float, ...] = ()
+    shaken: bool = False
+
+
+NOTHING = Rest()
+
+
+class Listener(Protocol):
+    """Learns how good hints are from what was confirmed, whether it was verified or not."""
+
+    def saw(self, *, right: bool, told: float | None) -> None:
+        """The next token of a hint that was right so far was right, or was not: with the chance `told`?"""
+
+    def saw_shaken(self, *, right: bool) -> None:
+        """The token after a wrong one was right, or was not."""
+
+
+class PendingHint:
+    """A session's hint, followed while the session grows."""
+
+    __slots__ = ("_followed", "_listener", "_rooted", "_shaken", "hint", "useless")
+
+    def __init__(self, hint: Hint, listener: Listener, *, rooted: bool = False) -> None:
+        """`rooted`: the prefix is known to agree, so that nothing need be hashed."""
+        self.hint = hint
+        self.useless = not hint.draft_tokens
+        self._listener = listener
+        self._rooted = rooted
+        self._followed = 0
+        self._shaken = False
+
+    def follow(self, tokens: Sequence[int], hasher: PrefixHasher) -> Rest:
+        """What is left of it for a session of these confirmed tokens, which only grow from call to call.
+
+        Nothing while the session has not come to its anchor; once it disagrees for good or is used up it is
+        `useless`.
+        """
+        passed = len(tokens) - self.hint.position
+        if self.useless or passed < 0:
+            return NOTHING
+        self.useless = not (
+            self._has_root(tokens, hasher)
+            and self._holds(tokens, passed)
+            and passed < len(self.hint.draft_tokens)
+        )
+        return NOTHING if self.useless else self.hint.after(passed, shaken=self._shaken)
+
+    def _has_root(self, tokens: Sequence[int], hasher: PrefixHasher) -> bool:
+        if not self._rooted:
+            self._rooted = hasher.of(tokens, self.hint.position) == self.hint.prefix_hash
+        return self._rooted
+
+    def _holds(self, tokens: Sequence[int], passed: int) -> bool:
+        """Has it agreed with the tokens since the anchor, but for single ones?"""
+        guesses, anchor = self.hint.draft_tokens, self.hint.position
+        while self._followed < min(passed, len(guesses)):
+            agrees = tokens[anchor + self._followed] == guesses[self._followed]
+            self._followed += 1
+            if self._shaken:
+                self._listener.saw_shaken(right=agrees)
+            else:
+                self._listener.saw(right=agrees, told=self.hint.chance(self._followed - 1))
+            if self._shaken and not agrees:
+                return False
+            self._shaken = not agrees
+        return True

@@ -1,0 +1,222 @@
+"""One session's tokens and blocks over a shared `BlockPool`; `kv_table` has the rules between sessions.
+
+A session *stands* at a number of tokens: that many confirmed tokens have their KV in its blocks. Blocks
+beyond are room, or hold the KV of draft tokens that nobody confirmed: never registered, never shared. The
+block in which the next position lies may be shared or registered (attached, or cut into) until `make_room`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from galley.core.content import PrefixHasher, agreement, block_hashes, chain_start, next_block_hash
+from galley.core.errors import Broken
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from galley.core.content import SessionKey
+    from galley.core.kv.blocks import BlockPool
+
+
+class KvSession:
+    """Blocks [0, len(hashes)) are full of standing tokens; the others are partly filled, or room."""
+
+    __slots__ = (
+        "_block_tokens",
+        "_copied",
+        "_pool",
+        "_view",
+        "arrival",
+        "blocks",
+        "hashes",
+        "key",
+        "live",
+        "prefix",
+        "priority",
+        "tokens",
+    )
+
+    def __init__(self, key: SessionKey, pool: BlockPool, block_tokens: int) -> None:
+        self.key = key
+        self.arrival = 0
+        self.priority = 0
+        self.live = False
+        self.tokens: list[int] = []
+        self.blocks: list[int] = []
+        self.hashes: list[bytes] = []
+        self.prefix = PrefixHasher()
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._copied: int | None = None  # index of a block whose copy is ordered, but not known to be done
+        self._view: tuple[int, ...] | None = None
+
+    @property
+    def age(self) -> tuple[int, int, SessionKey]:
+        """Smaller is older; no two sessions have the same."""
+        return -self.priority, self.arrival, self.key
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        """`blocks`, as a value that does not change; made once for as long as they do not."""
+        if self._view is None:
+            self._view = tuple(self.blocks)
+        return self._view
+
+    def missing(self, length: int) -> int:
+        """How many blocks more it takes to cover [0, length)."""
+        return max(0, self._blocks_for(length) - len(self.blocks))
+
+    def shared_if_written(self, length: int) -> int | None:
+        """The block that must be copied before [standing, length) is written, as others hold it too."""
+        index = len(self.tokens) // self._block_tokens
+        if length > len(self.tokens) and index < len(self.blocks) and self._is_shared(self.blocks[index]):
+            return self.blocks[index]
+        return None
+
+    def set_live(self, live: bool) -> None:
+        """Live sessions pin their blocks."""
+        if live == self.live:
+            return
+        self.live = live
+        for block in self.blocks:
+            if live:
+                self._pool.pin(block)
+            else:
+                self._pool.unpin(block)
+
+    def settle(self) -> None:
+        """Keeps what is sure: nothing beyond the standing tokens, nothing in a block whose copy is open."""
+        sure = len(self.tokens)
+        if self._copied is not None:
+            sure = min(sure, self._copied * self._block_tokens)
+            self._copied = None
+        self.cut(sure)
+
+    def cut(self, length: int) -> None:
+        """Stands at `length` tokens at most, and returns the blocks that are wholly beyond."""
+        self._release(self._blocks_for(length))
+        if length < len(self.tokens):
+            self.prefix.cut(length)
+            del self.tokens[length:]
+            del self.hashes[length // self._block_tokens :]
+
+    def keep_or_attach(self, tokens: Sequence[int]) -> None:
+        """Stands at as many of `tokens`, but the last, as its own blocks hold or cached ones would."""
+        most = max(0, len(tokens) - 1)
+        self.cut(min(agreement(self.tokens, tokens), most))
+        own = len(self.hashes)
+        found = self._find_after_own(tokens)
+        reach = min((own + len(found)) * self._block_tokens, most)
+        if reach <= len(self.tokens):
+            return
+        self.cut(own * self._block_tokens)
+        for _, block in found[: self._blocks_for(reach) - own]:
+            self._pool.share(block)
+            self._append(block)
+        self.tokens.extend(tokens[own * self._block_tokens : reach])
+        self.hashes.extend(block_hash for block_hash, _ in found[: reach // self._block_tokens - own])
+
+    def make_room(self, length: int) -> tuple[tuple[int, int], ...]:
+        """Covers [0, length), with blocks of its own from its standing on; returns copies (from, to)."""
+        copies = self._make_own() if length > len(self.tokens) else ()
+        while len(self.blocks) < self._blocks_for(length):
+            self._append(self._pool.take())
+        return copies
+
+    def computed(self, tokens: Sequence[int]) -> None:
+        """Stands at `tokens` more; registers the blocks that got full. Raises Broken without `make_room`."""
+        if tokens:
+            self._check_room(len(self.tokens) + len(tokens))
+        self._copied = None
+        self.tokens.extend(tokens)
+        for index in range(len(self.hashes), len(self.tokens) // self._block_tokens):
+            block_hash = next_block_hash(self._last_hash(), self._block(self.tokens, index))
+            self.hashes.append(block_hash)
+            # Where another session has computed the same, this block stays private.
+            self._pool.register(block_hash, self.blocks[index])
+
+    def check(self) -> None:
+        """Raises Broken if its parts do not agree. For tests: hashes everything."""
+        if len(self.blocks) < self._blocks_for(len(self.tokens)):
+            raise Broken(f"session {self.key} stands beyond its blocks")
+        if self.hashes != block_hashes(self.key[0], self.tokens, self._block_tokens):
+            raise Broken(f"the block hashes of session {self.key} are not those of its tokens")
+        for index, block in enumerate(self.blocks):
+            if index > len(self.hashes) and (self._is_shared(block) or self._pool.is_registered(block)):
+                raise Broken(f"block {block} is room of session {self.key}, but not its own")
+            if self._is_shared(block) and not self._pool.is_registered(block):
+                raise Broken(f"block {block} is shared, but nobody could have found it")
+
+    def _blocks_for(self, length: int) -> int:
+        return -(-length // self._block_tokens)
+
+    def _block(self, tokens: Sequence[int], index: int) -> Sequence[int]:
+        return tokens[index * self._block_tokens : (index + 1) * self._block_tokens]
+
+    def _last_hash(self) -> bytes:
+        return self.hashes[-1] if self.hashes else chain_start(self.key[0])
+
+    def _is_shared(self, block: int) -> bool:
+        return self._pool.references(block) > 1
+
+    def _append(self, block: int) -> None:
+        """Holds one more block, of which the pool knows already."""
+        self.blocks.append(block)
+        self._view = None
+        if self.live:
+            self._pool.pin(block)
+
+    def _release(self, keep: int) -> None:
+        """Returns its blocks from the last down to `keep`, so that chains are lost from their ends."""
+        while len(self.blocks) > keep:
+            block = self.blocks.pop()
+            self._view = None
+            index = len(self.blocks)
+            if index < len(self.hashes):
+                # The content counts as used now; where no other block is known to have it, this one does.
+                self._pool.register(self.hashes[index], block)
+            self._give(block)
+
+    def _give(self, block: int) -> None:
+        if self.live:
+            self._pool.unpin(block)
+        self._pool.release(block)
+
+    def _make_own(self) -> tuple[tuple[int, int], ...]:
+        """Lets the block of the next position be written; returns the copy that this takes, if any."""
+        index = len(self.tokens) // self._block_tokens
+        if index >= len(self.blocks):
+            return ()
+        block = self.blocks[index]
+        if not self._is_shared(block):
+            self._pool.forget(block)
+            return ()
+        fresh = self._pool.take()
+        self.blocks[index] = fresh
+        self._view = None
+        self._copied = index
+        if self.live:
+            self._pool.pin(fresh)
+        self._give(block)
+        return ((block, fresh),)
+
+    def _check_room(self, length: int) -> None:
+        """Raises Broken unless positions from its standing to `length` lie in blocks that are its own."""
+        if self.missing(length):
+            raise Broken(f"session {self.key[1]!r} was computed beyond its blocks")
+        block = self.blocks[len(self.tokens) // self._block_tokens]
+        if self._is_shared(block) or self._pool.is_registered(block):
+            raise Broken(f"session {self.key[1]!r} was computed in a block that is not its own")
+
+    def _find_after_own(self, tokens: Sequence[int]) -> list[tuple[bytes, int]]:
+        """The registered (hash, block) of `tokens` after its own full blocks, up to the first gap."""
+        found: list[tuple[bytes, int]] = []
+        previous = self._last_hash()
+        for index in range(len(self.hashes), len(tokens) // self._block_tokens):
+            previous = next_block_hash(previous, self._block(tokens, index))
+            block = self._pool.find(previous)
+            if block is None:
+                break
+            found.append((previous, block))
+        return found

@@ -1,0 +1,112 @@
+"""A pass: what goes into it, and what it tells of itself when it is over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from galley.core.scheduler.messages import PassFacts
+from galley.core.step import Chunk, Draw
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from galley.core.content import SessionKey
+    from galley.core.cost.live import LivePassTimes
+    from galley.core.scheduler.rows import Grant
+    from galley.core.step import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the results of a pass have in common; see `Confirmed`. `drafts_ns` is what draft rows added."""
+
+    sessions: int
+    rows: int
+    row_ns: int
+    prefill_ns: int
+    drafts_ns: int
+    span: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The pass under way; `grants[i]` is what chunk i of the plan is for.
+
+    After `drawn_rows` a token is drawn: after `draft_rows` draft tokens, and one a session. See `PassFacts`.
+    """
+
+    plan: StepPlan
+    grants: dict[SessionKey, Grant]
+    begun_ns: int
+    draft_rows: int
+    drawn_rows: int
+    preempted: tuple[str, ...]
+    evicted: tuple[SessionKey, ...]
+
+    @classmethod
+    def begun(
+        cls,
+        plan: StepPlan,
+        grants: dict[SessionKey, Grant],
+        now: int,
+        preempted: tuple[str, ...],
+        evicted: tuple[SessionKey, ...],
+    ) -> Self:
+        """At this time; those named have lost their blocks since the pass before."""
+        drafts = sum(len(grant.draft_tokens) for grant in grants.values())
+        drawn = drafts + sum(grant.final for grant in grants.values())
+        return cls(plan, grants, now, drafts, drawn, preempted, evicted)
+
+    def facts(self, free_blocks: int, queue_depth: int) -> PassFacts:
+        """What there is to tell of it."""
+        return PassFacts(
+            items=tuple(grant.item.id for grant in self.grants.values()),
+            rows=self.plan.rows,
+            draft_rows=self.draft_rows,
+            prefill_rows=self.plan.rows - self.drawn_rows,
+            free_blocks=free_blocks,
+            queue_depth=queue_depth,
+            preempted=self.preempted,
+            evicted=tuple(session_id for _, session_id in self.evicted),
+        )
+
+    def learn(self, times: LivePassTimes, took_ns: int, batch_span: bytes) -> Shared:
+        """It is over: tell `times`, and what its results say of it.
+
+        Rows of prompts cost less, for nothing is drawn from them: what a row costs is learnt without them.
+        """
+        drafts, drawn, sessions = self.draft_rows, self.drawn_rows, len(self.grants)
+        prefill_ns = 0
+        if drawn == self.plan.rows:
+            times.saw(drawn, drafts, took_ns)
+        else:
+            prefill_ns = max(0, took_ns - times(drawn, drafts)) if drawn else took_ns
+        drafts_ns = max(0, times(drawn, drafts) - times(drawn - drafts, 0)) if drafts else 0
+        return Shared(
+            sessions=sessions,
+            rows=self.plan.rows,
+            row_ns=times.of_a_row(sessions),
+            prefill_ns=prefill_ns,
+            drafts_ns=min(drafts_ns, took_ns),
+            span=batch_span,
+        )
+
+
+def chunk_of(grant: Grant, blocks: Sequence[int]) -> Chunk:
+    """What is fed of the item, and what is drawn after it."""
+    item, request = grant.item, grant.item.request
+    start = item.kv_len or 0
+    confirmed = item.tokens[start : start + grant.rows]
+    if not grant.final:
+        return Chunk(start, confirmed, blocks, want_logits=0)
+    draw = Draw(
+        params=request.sampling,
+        history=item.tokens,
+        prompt_len=request.prompt_len,
+        stop_token_ids=request.stop_token_ids,
+        min_tokens=request.min_tokens,
+        guesses=grant.draft_tokens,
+        logprobs=request.logprobs,
+    )
+    return Chunk(start, [*confirmed, *grant.draft_tokens], blocks, 1 + len(grant.draft_tokens), draw)

@@ -1,0 +1,307 @@
+"""Waiting for a hint: what is known of a session's drafts, and when a pass had better be put off for one.
+
+Compared are two ways to the same point. *Linger*: wait until the hints that are due should be here, then one
+pass with them. *Go on*: as many plain passes as fit into that time, and the hints, late, with what is then
+left of them. The way that confirms more expected tokens per time is taken; all sessions of the pass pay for
+the wait, so with many of them it seldom pays. Hints that are here are used either way.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from galley.core.cost.model import PassNs
+    from galley.core.scheduler.request import Item
+
+# Of a session whose drafts have not been seen yet: optimistic, so that they are tried.
+PRIOR_ALPHA = 0.7
+# Of one token, once many were seen; the first make a plain mean, in which the prior counts as so many tokens.
+_ALPHA_WEIGHT = 0.05
+_PRIOR_TOKENS = 5
+# What a draft is believed beyond its word, were all of these right: the rule of succession.
+_SUREST = 1.0 - _ALPHA_WEIGHT / 2
+_PRIOR_RECOVERY = 0.25
+_RECOVERY_WEIGHT = 0.15
+_GOOD_RECOVERY = 0.5
+_DELAY_WEIGHT = 0.25
+# Deviations beyond the mean delay that a hint is given, as TCP gives acknowledgements (RFC 6298, section 2).
+_DELAY_MARGIN = 2.0
+# And at least this share of the mean (as section 2.4 there): or one that is always as late misses by a hair.
+_LEAST_MARGIN = 0.15
+# Of what one delay is beyond the mean, at most so many margins count.
+_MOST_ERROR = 2.0
+_RECOVERY = 0.5
+_MIN_TRUST = 0.01
+# Of one hint, that are looked at when the worth of waiting for it is weighed.
+_MOST_ROWS = 16
+# Of all of them, so many counts are looked at.
+_TRIED_ROWS = 32
+
+
+class Acceptance:
+    """A session's chance that a draft token is right if all before it were, as measured: `alpha`.
+
+    `recovery` is the chance that the token after a wrong one is right. Learnt from all that is hinted, be it
+    verified or just decoded meanwhile: so drafts that have become good again are noticed. `bias` is how much
+    more often tokens are right than was told: a draft that is too sure of itself costs no rows for long.
+    """
+
+    __slots__ = ("_overall", "_seen", "alpha", "bias", "recovery")
+
+    def __init__(self, overall: Acceptance | None = None) -> None:
+        """A session begins with what `overall`, those of all sessions, are like."""
+        self._overall = overall
+        self.alpha: float = overall.alpha if overall else PRIOR_ALPHA
+        self.bias = 0.0
+        self.recovery: float = overall.recovery if overall else _PRIOR_RECOVERY
+        self._seen = _PRIOR_TOKENS
+
+    def saw(self, *, right: bool, told: float | None = None) -> None:
+        """See `hints.Listener`."""
+        if self._overall is not None:
+            self._overall.saw(right=right)
+        self._seen += 1
+        self.alpha += max(_ALPHA_WEIGHT, 1.0 / self._seen) * (right - self.alpha)
+        if told is not None:
+            self.bias += _ALPHA_WEIGHT * (right - told - self.bias)
+
+    def corrected(self, survival: Sequence[float]) -> list[float]:
+        """What drafts say of their chances, by what became of such: falling, in [0, 1].
+
+        None becomes certain by that: a pass would go far with one session and leave no row for others.
+        """
+        chances: list[float] = []
+        before = now = 1.0
+        for told in survival:
+            chance = told / before if before > 0.0 else 0.0
+            now *= min(max(chance, _SUREST), max(0.0, chance + self.bias))
+            chances.append(now)
+            before = told
+        return chances
+
+    def saw_shaken(self, *, right: bool) -> None:
+        """See `hints.Listener`."""
+        if self._overall is not None:
+            self._overall.saw_shaken(right=right)
+        self.recovery += _RECOVERY_WEIGHT * (right - self.recovery)
+
+    @property
+    def recovers(self) -> bool:
+        """Is what is left after a wrong token as good as a fresh draft?"""
+        return self.recovery >= max(self.alpha, _GOOD_RECOVERY)
+
+    def survival(self, count: int) -> list[float]:
+        """The chance that draft tokens 0 to i are all accepted, for each i < count."""
+        return [self.alpha ** (i + 1) for i in range(count)]
+
+
+class HintHabits:
+    """How long after a result a session's hints come, how long they are, and whether they come at all.
+
+    `delay_ns` is the mean, `deviation_ns` the mean distance from it. A session begins with what `overall`,
+    those of all sessions, are like. Its first hint tells no delay: the draft has read the prompt first.
+    """
+
+    __slots__ = ("_first", "_overall", "delay_ns", "deviation_ns", "length", "trust")
+
+    def __init__(self, overall: HintHabits | None = None) -> None:
+        self._overall = overall
+        self._first = overall is not None
+        self.delay_ns: float | None = overall.delay_ns if overall else None
+        self.deviation_ns: float = overall.deviation_ns if overall else 0.0
+        self.length: float = overall.length if overall else 0.0
+        self.trust = 1.0
+
+    def came(self, delay_ns: int, length: int) -> None:
+        """A hint of `length` tokens came this long after the result that it is anchored at."""
+        self.trust += _RECOVERY * (1.0 - self.trust)
+        self.length += _DELAY_WEIGHT * (length - self.length) if self.length else length
+        if self._first:
+            self._first = False
+            return
+        self._learn(delay_ns)
+        if self._overall is not None:
+            self._overall.came(delay_ns, length)
+
+    def _learn(self, delay_ns: int) -> None:
+        if self.delay_ns is None:
+            self.delay_ns, self.deviation_ns = float(delay_ns), delay_ns / 2
+            return
+        # One that is very late, for the draft was interrupted, says little of the next.
+        error = min(delay_ns - self.delay_ns, _MOST_ERROR * self._margin_ns(self.delay_ns))
+        self.deviation_ns += _DELAY_WEIGHT * (abs(error) - self.deviation_ns)
+        self.delay_ns += _DELAY_WEIGHT * error
+
+    def _margin_ns(self, delay_ns: float) -> float:
+        return max(_DELAY_MARGIN * self.deviation_ns, _LEAST_MARGIN * delay_ns)
+
+    def stayed_away(self) -> None:
+        """It was waited for in vain."""
+        self.trust = max(_MIN_TRUST, self.trust / 2)
+
+    def expected_at(self, result_ns: int) -> tuple[float, float]:
+        """When the hint after a result at `result_ns` comes in the mean, and when it should be here.
+
+        Infinity while nothing is known.
+        """
+        if self.delay_ns is None:
+            return math.inf, math.inf
+        mean_ns = result_ns + self.delay_ns
+        return mean_ns, mean_ns + self._margin_ns(self.delay_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A session whose hint should be here at `at_ns`: `length` tokens, if it comes, with chance `trust`.
+
+    In the mean it comes at `mean_ns`. It takes the place of draft tokens of these chances (`instead`).
+    """
+
+    at_ns: float
+    mean_ns: float
+    length: int
+    alpha: float
+    trust: float
+    instead: tuple[float, ...] = ()
+
+    def survival(self, passes_late: int) -> list[float]:
+        """Of each of its tokens that is left, when it comes so many plain passes too late."""
+        return [self.trust * self.alpha ** (i + 1) for i in range(passes_late, min(self.length, _MOST_ROWS))]
+
+
+def linger_until(
+    due: Sequence[Due],
+    *,
+    sessions: int,
+    now: int,
+    latest: int,
+    pass_ns: PassNs,
+    here: Sequence[float] = (),
+) -> int | None:
+    """Until when a pass of `sessions` rows had better wait for some of the `due`; None: not at all.
+
+    Never beyond `latest`. `here` are the chances of the other sessions' draft tokens, which are here already.
+    """
+    best: int | None = None
+    best_gain = 1.0
+    coming = sorted((one for one in due if now < one.at_ns <= latest), key=lambda one: one.at_ns)
+    for count in _counts(len(coming)):
+        awaited = coming[:count]
+        wait_ns = max(0.0, max(one.mean_ns for one in awaited) - now)
+        others = [chance for one in coming[count:] for chance in one.instead]
+        gain = _gain(awaited, wait_ns, sessions, pass_ns, [*here, *others])
+        if gain > best_gain:
+            best, best_gain = math.ceil(awaited[-1].at_ns), gain
+    return best
+
+
+def _counts(most: int) -> list[int]:
+    """Of the first how many the waiting is looked at: each power of two, and all."""
+    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most] if most else []
+
+
+def _gain(
+    due: Sequence[Due],
+    wait_ns: float,
+    sessions: int,
+    pass_ns: PassNs,
+    here: Sequence[float],
+) -> float:
+    """How many times as many tokens per time lingering confirms as going on does."""
+    tokens, took_ns = _pass([*here, *_left(due, 0)], sessions, pass_ns)
+    lingering = tokens / (wait_ns + took_ns)
+    # Going on, whoever has a hint has another by the next pass.
+    tokens, took_ns = _pass([*here, *(chance for one in due for chance in one.instead)], sessions, pass_ns)
+    late = math.ceil(wait_ns / took_ns)
+    last, last_ns = _pass([*here, *_left(due, late)], sessions, pass_ns)
+    return lingering / ((late * tokens + last) / (late * took_ns + last_ns))
+
+
+def _left(due: Sequence[Due], late: int) -> list[float]:
+    """The chances of the tokens that are left of these hints when they are so many passes late."""
+    return [chance for one in due for chance in one.survival(late)]
+
+
+def _pass(chances: Sequence[float], sessions: int, pass_ns: PassNs) -> tuple[float, float]:
+    """The tokens of a pass with such of these draft rows as pay, and its time; not every count is tried."""
+    tokens = list(accumulate(sorted(chances, reverse=True), initial=float(sessions)))
+    most = len(chances)
+    tried = [*range(0, most, 1 + most // _TRIED_ROWS), most]
+    rows = max(tried, key=lambda rows: tokens[rows] / pass_ns(sessions + rows, rows))
+    return tokens[rows], pass_ns(sessions + rows, rows)
+
+
+class Lingering:
+    """Whether to wait, from plan to plan: no pass is put off twice, nor longer than `max_ns` in all.
+
+    `waited_ns` is how long the last pass asked about has been put off so far.
+    """
+
+    def __init__(self, max_ns: int, pass_ns: PassNs) -> None:
+        self._max_ns = max_ns
+        self._pass_ns = pass_ns
+        self.waited_ns = 0
+        self._since_ns: int | None = None
+        self._until_ns = 0
+        self._awaited: set[int] = set()
+
+    def until(self, items: Sequence[Item], now: int) -> int | None:
+        """Until when the pass of these items had better wait; None: begin it. Their hints were looked at.
+
+        That is made out once a pass: then it begins as soon as all that are awaited are here.
+        """
+        self.waited_ns = 0 if self._since_ns is None else now - self._since_ns
+        if self._max_ns == 0 or any(item.missing > 1 for item in items):
+            self._forget()
+            return None
+        if self._since_ns is None:
+            until = self._worth_until(items, now)
+            if until is not None:
+                self._since_ns, self._until_ns = now, until
+            return until
+        missed = [item for item in items if item.id in self._awaited and _awaits(item)]
+        if missed and now < self._until_ns:
+            return self._until_ns
+        for item in missed:
+            item.memory.habits.stayed_away()
+            item.hint_due = False  # until it is said again
+        self._forget()
+        return None
+
+    def _worth_until(self, items: Sequence[Item], now: int) -> int | None:
+        due = {item.id: _due(item) for item in items if _awaits(item)}
+        if not due:
+            return None
+        until = linger_until(
+            list(due.values()),
+            sessions=len(items),
+            now=now,
+            latest=now + self._max_ns,
+            pass_ns=self._pass_ns,
+            here=[chance for item in items if item.id not in due for chance in item.survival()[:_MOST_ROWS]],
+        )
+        self._awaited = {key for key, one in due.items() if until is not None and now < one.at_ns <= until}
+        return until
+
+    def _forget(self) -> None:
+        self._since_ns = None
+        self._awaited = set()
+
+
+def _awaits(item: Item) -> bool:
+    """Has it no hint, but one is due?"""
+    return item.hint_due and item.room > 0 and not item.hinted
+
+
+def _due(item: Item) -> Due:
+    habits, acceptance = item.memory.habits, item.memory.acceptance
+    length = min(round(habits.length), item.room)
+    mean_ns, at_ns = habits.expected_at(item.result_ns)
+    instead = tuple(item.survival()[:_MOST_ROWS])
+    return Due(at_ns, mean_ns, length, acceptance.alpha, habits.trust, instead)

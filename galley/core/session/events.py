@@ -1,0 +1,287 @@
+"""What the session machine is told (events) and what it asks for (effects).
+
+Requests to a pool carry a `request_id`; their replies echo it, and a reply to a request that has been given
+up is dropped. A Verify stands until its answer without `more`: it may be told more by ExtendVerify, and
+given up by CancelVerify. All times are nanoseconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from galley.core.answer.answer import Chunk, Ending, NumericsChanged
+    from galley.core.errors import GalleyError
+    from galley.core.hints import Hint
+    from galley.core.records import PositionLogprobs, TokenRecord
+    from galley.core.session.round import RoundEnded
+
+
+class Pool(enum.Enum):
+    """Where a request goes."""
+
+    DRAFT = "draft"
+    TARGET = "target"
+
+
+# --------------------------------------------------------------------------------------- events --
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """As the replica measured it; `linger_ns`, of `queue_ns`, is how long a target waited for a hint."""
+
+    queue_ns: int = 0
+    compute_ns: int = 0
+    linger_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """The draft's guesses for positions [position, position + len(tokens)).
+
+    `survival`, of each: the chance that it and all before it are accepted; empty if the draft does not say.
+    `sessions` shared the draft's steps. `most` is what it was asked for, where it takes no more. `strategy`
+    is how they were guessed; empty if that is not known.
+    """
+
+    request_id: int
+    position: int
+    prefix_hash: bytes
+    tokens: tuple[int, ...]
+    cache_len: int
+    timing: Timing = field(default_factory=Timing)
+    survival: tuple[float, ...] = ()
+    sessions: int = 1
+    most: int | None = None
+    strategy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The target's verdict: `accepted` draft tokens, then at most one token of its own.
+
+    With `more`, further verdicts of the same request follow. `sessions` shared the pass, of which the rows of
+    prompts took `prefill_ns`; a draft token more adds `row_ns` to one. The others are as in
+    `galley.core.scheduler.messages.Confirmed`.
+    """
+
+    request_id: int
+    position: int
+    tokens: tuple[int, ...]
+    accepted: int
+    verified: int
+    cache_len: int
+    fingerprint: str
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    timing: Timing = field(default_factory=Timing)
+    more: bool = False
+    sessions: int = 1
+    row_ns: int = 0
+    prefill_ns: int = 0
+    plain_ns: int = 0
+    batch_rows: int = 0
+    kv_reused: int = 0
+    batch_span: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMissed:
+    """The replica holds `have` tokens of this hash, and not the prefix that the request named."""
+
+    request_id: int
+    have: int
+    prefix_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request came to nothing: no reply in time, no connection, or a status of its own.
+
+    `elsewhere`: another replica, which has not failed the session, can be asked at once.
+    """
+
+    request_id: int
+    message: str
+    retryable: bool = True
+    elsewhere: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The log now holds the first `length` tokens of the session."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed:
+    """The store refused (Fenced, UnknownSession, LogLost) or was away for too long (StoreUnavailable)."""
+
+    error: GalleyError
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStored:
+    """The store knows that the session has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The client's transport took all output tokens below `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """The time asked for by WakeAt has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """This gateway is going down: end at the next round boundary; the session stays resumable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The client went away, or its deadline passed."""
+
+    error: GalleyError
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The session was ended for good, and the store knows."""
+
+
+Event = (
+    Proposed
+    | Verified
+    | CacheMissed
+    | Failed
+    | Committed
+    | StoreFailed
+    | FinishStored
+    | Taken
+    | Woken
+    | Draining
+    | Interrupted
+    | Aborted
+)
+
+# -------------------------------------------------------------------------------------- effects --
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Tokens [start, start + len(tokens)) after a prefix of hash `prefix_hash`."""
+
+    start: int
+    tokens: tuple[int, ...]
+    prefix_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Ask the draft for up to `k` tokens; the last `ahead` of the slice are guesses that it goes on from."""
+
+    request_id: int
+    slice: Slice
+    k: int
+    strategy: str
+    ahead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Ask the target to check `draft_tokens`, then to go on unasked for `credit` tokens.
+
+    With `hint_due`, a hint for this request is being drafted. At most `max_verified` draft tokens are
+    verified in a pass; 0 is as many as pay.
+    """
+
+    request_id: int
+    slice: Slice
+    draft_tokens: tuple[int, ...]
+    survival: tuple[float, ...] = ()
+    credit: int = 0
+    hint_due: bool = False
+    max_verified: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendVerify:
+    """Tell the target more of a Verify that stands.
+
+    It may confirm tokens at positions below `limit`; `hint` replaces the one before; `hint_due` says whether
+    one is being drafted for what follows the last verdict, or will be as soon as `hint` has its verdict.
+    """
+
+    request_id: int
+    limit: int
+    hint: Hint | None
+    hint_due: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPropose:
+    """Give up a Propose that is under way: what it goes on from has turned out wrong, or is not needed."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelVerify:
+    """Give up a Verify that stands; what it still confirms is dropped."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Append `tokens` to a log of `expected_len`; what the pools cache goes to the KV directory."""
+
+    expected_len: int
+    tokens: tuple[int, ...]
+    records: tuple[TokenRecord, ...]
+    draft_cache_len: int = 0
+    target_cache_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Send to the client; the log holds it."""
+
+    items: tuple[Chunk | NumericsChanged, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFinish:
+    """Mark the session as ended, at `log_len` tokens."""
+
+    ending: Ending
+    log_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Tell the machine when this time has come."""
+
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The stream is over: with an ending, or with an error after which the session may be resumable."""
+
+    ending: Ending | None = None
+    error: GalleyError | None = None
+
+
+Effect: TypeAlias = (
+    "Propose | CancelPropose | Verify | ExtendVerify | CancelVerify | Commit | Emit | StoreFinish | WakeAt"
+    " | RoundEnded | End"
+)

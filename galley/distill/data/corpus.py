@@ -1,0 +1,157 @@
+"""The corpus: prompts with the target's own answers, and what else the target would have said."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from galley.core.errors import InvalidField
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+_ARRAYS = ("ids", "offsets", "prompt_len", "workload", "workload_names", "temperature")
+# The kinds of numpy's types; of all others whole numbers.
+_KINDS = {"workload_names": "U", "temperature": "fiu"}
+# What numpy, zipfile and zlib raise for a damaged file or one of another kind.
+_UNREADABLE = (OSError, ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error)
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """N conversations end to end; conversation i is ids[offsets[i]:offsets[i + 1]], prompt then answer.
+
+    `temperature` is what its answer was drawn at; `workload` an index into `workload_names`.
+    """
+
+    ids: NDArray[np.int64]  # [tokens]
+    offsets: NDArray[np.int64]  # [N + 1]
+    prompt_len: NDArray[np.int64]  # [N]
+    workload: NDArray[np.int64]  # [N]
+    workload_names: tuple[str, ...]
+    temperature: NDArray[np.float32]  # [N]
+
+    def __len__(self) -> int:
+        return len(self.prompt_len)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each conversation."""
+        return np.diff(self.offsets)
+
+    @property
+    def answer_len(self) -> NDArray[np.int64]:
+        """Tokens of each answer."""
+        return self.lengths - self.prompt_len
+
+    @property
+    def answer_offsets(self) -> NDArray[np.int64]:
+        """Where each answer starts among all answers' tokens put end to end, and their sum: [N + 1]."""
+        return np.concatenate([[0], np.cumsum(self.answer_len)])
+
+    def tokens(self, index: int) -> NDArray[np.int64]:
+        """Prompt and answer of one conversation."""
+        return self.ids[self.offsets[index] : self.offsets[index + 1]]
+
+    def refuse_beyond(self, vocab: int) -> None:
+        """Raise InvalidField if a token is not in [0, vocab)."""
+        if not 0 <= int(self.ids.min()) <= int(self.ids.max()) < vocab:
+            raise InvalidField("corpus", f"a token is not in the target's vocabulary of {vocab}")
+
+    def answers(self) -> NDArray[np.int64]:
+        """All answers' tokens end to end."""
+        places = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], self.lengths)
+        return self.ids[places >= np.repeat(self.prompt_len, self.lengths)]
+
+
+def read_corpus(path: Path) -> Corpus:
+    """The corpus in an npz file. Raises InvalidField naming the file and what is wrong with it."""
+    found = _arrays(path)
+    for name, array in found.items():
+        if array.ndim != 1 or array.dtype.kind not in _KINDS.get(name, "iu"):
+            raise InvalidField("corpus", f"{path}: {name} is {array.dtype} {list(array.shape)}")
+    names = tuple(str(name) for name in found["workload_names"])
+    ids, offsets, prompt_len, workload = (found[name].astype(np.int64) for name in _ARRAYS[:4])
+    corpus = Corpus(ids, offsets, prompt_len, workload, names, found["temperature"].astype(np.float32))
+    _refuse_broken(corpus, path)
+    return corpus
+
+
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        # Opened here: np.load() leaves a file open that is no whole zip.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            missing = [name for name in _ARRAYS if name not in stored]
+            if missing:
+                raise InvalidField("corpus", f"{path} has no array {missing[0]!r}")
+            return {name: stored[name] for name in _ARRAYS}
+    except _UNREADABLE as error:
+        raise InvalidField("corpus", f"{path} cannot be read: {error}") from error
+
+
+def _refuse_broken(corpus: Corpus, path: Path) -> None:
+    count = len(corpus)
+    if not count == len(corpus.workload) == len(corpus.temperature) == len(corpus.offsets) - 1:
+        raise InvalidField("corpus", f"{path}: arrays are of different lengths")
+    if count == 0 or corpus.offsets[0] != 0 or corpus.offsets[-1] != len(corpus.ids):
+        raise InvalidField("corpus", f"{path}: offsets do not cover the ids")
+    if corpus.prompt_len.min() < 1 or corpus.answer_len.min() < 1:
+        raise InvalidField("corpus", f"{path}: a prompt or an answer is empty")
+    if not 0 <= corpus.workload.min() <= corpus.workload.max() < len(corpus.workload_names):
+        raise InvalidField("corpus", f"{path}: a workload is not in workload_names")
+
+
+def taken(corpus: Corpus, chosen: NDArray[np.int64]) -> Corpus:
+    """Some of the conversations, in the order of `chosen`."""
+    return Corpus(
+        ids=np.concatenate([corpus.tokens(int(place)) for place in chosen]),
+        offsets=np.concatenate([[0], np.cumsum(corpus.lengths[chosen])]),
+        prompt_len=corpus.prompt_len[chosen],
+        workload=corpus.workload[chosen],
+        workload_names=corpus.workload_names,
+        temperature=corpus.temperature[chosen],
+    )
+
+
+def joined(parts: Sequence[Corpus]) -> Corpus:
+    """Corpora one after the other; workloads of one name become one."""
+    names = tuple(dict.fromkeys(name for part in parts for name in part.workload_names))
+    lengths = np.concatenate([part.lengths for part in parts])
+    return Corpus(
+        ids=np.concatenate([part.ids for part in parts]),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        prompt_len=np.concatenate([part.prompt_len for part in parts]),
+        workload=np.concatenate([_renamed(part, names) for part in parts]),
+        workload_names=names,
+        temperature=np.concatenate([part.temperature for part in parts]),
+    )
+
+
+def _renamed(part: Corpus, names: tuple[str, ...]) -> NDArray[np.int64]:
+    return np.array([names.index(name) for name in part.workload_names])[part.workload]
+
+
+def write_corpus(corpus: Corpus, path: Path) -> None:
+    """Store a corpus as npz, whole or not at all."""
+    unfinished = path.with_suffix(".part.npz")
+    np.savez_compressed(
+        unfinished,
+        ids=_narrow(corpus.ids),
+        offsets=corpus.offsets,
+        prompt_len=corpus.prompt_len.astype(np.uint32),
+        workload=_narrow(corpus.workload),
+        workload_names=np.array(corpus.workload_names),
+        temperature=corpus.temperature,
+    )
+    unfinished.replace(path)
+
+
+def _narrow(numbers: NDArray[np.int64]) -> NDArray[Any]:
+    return numbers.astype(np.uint16 if numbers.max() < 1 << 16 else np.uint32)

@@ -1,0 +1,29 @@
+"""JSONL that grows line by line: a kill may cut its last line off."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from galley.core.errors import InvalidField
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def kept_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file, none if it is not there; a last one that was cut off is taken away.
+
+    Raises InvalidField where a line cannot be read.
+    """
+    if not path.exists():
+        return []
+    text = path.read_bytes()
+    end = text.rfind(b"\n") + 1
+    if end < len(text):
+        os.truncate(path, end)
+    try:
+        return [json.loads(line) for line in text[:end].split(b"\n")[:-1]]
+    except ValueError as error:
+        raise InvalidField("work", f"{path} holds a line that cannot be read: {error}") from error

@@ -1,0 +1,142 @@
+"""Draft directories (galley/engine/load/draft_directory.py), written and read by the trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.core.errors import InvalidField
+from galley.distill.training.student import Llama
+from galley.engine.load.draft_directory import FORMAT, HEAD_TOKENS, KEY, SCALE, TARGET, WEIGHTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from galley.distill.training.teacher import Target
+
+SHARPENING = 1.25
+NORM = "model.norm.weight"
+_LARGEST = 127
+_READABLE = 0o644
+_COPIED = (
+    "attention_dropout", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
+    "initializer_range", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+    "num_key_value_heads", "pad_token_id", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
+)  # fmt: skip
+
+
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 rows and their float32 scales [rows]; symmetric, each row's largest number becomes 127."""
+    scale = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / _LARGEST
+    return (weight / scale[:, None]).round().to(torch.int8), scale.float()
+
+
+def sharpened(student: Llama) -> Llama:
+    """A copy whose logits are SHARPENING times as far apart: greedy guesses stay as they are.
+
+    Where draft and target draw with the same noise, a draft that is surer than it should be guesses the
+    target's token more often than one that has its chances right.
+    """
+    copy = Llama(student.shape, student.embedding, len(student.lm_head.weight))
+    state = student.state_dict()
+    copy.load_state_dict(state | {NORM: state[NORM] * SHARPENING})
+    return copy
+
+
+def as_stored(student: Llama) -> Llama:
+    """A copy whose matrices are what they will be once stored and read again."""
+    copy = Llama(student.shape, student.embedding, len(student.lm_head.weight))
+    copy.load_state_dict({name: _as_stored(weight) for name, weight in student.state_dict().items()})
+    return copy
+
+
+def _as_stored(weight: Tensor) -> Tensor:
+    if weight.dim() == 1:
+        return weight
+    rows, scale = quantized(weight)
+    return rows.float() * scale[:, None]
+
+
+def write_draft(
+    folder: Path, student: Llama, target: Target, heads: NDArray[np.int64], target_dir: Path
+) -> None:
+    """Write config.json and model.safetensors of a student whose head's rows are the tokens `heads`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {HEAD_TOKENS: torch.from_numpy(heads).to(torch.int32)}
+    for name, weight in student.state_dict().items():
+        if weight.dim() == 1:
+            tensors[name] = weight.float()
+        else:
+            tensors[name], tensors[name + SCALE] = quantized(weight)
+    save_atomically(tensors, {"format": "pt"}, folder / WEIGHTS)
+    write_json(folder / "config.json", _config(student, target, len(heads), tokenizer_hash(target_dir)))
+
+
+def _config(student: Llama, target: Target, head_vocab: int, tokenizer: str) -> dict[str, Any]:
+    copied = {name: target.config[name] for name in _COPIED if name in target.config}
+    return copied | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": student.shape.layers,
+        "vocab_size": target.vocab,
+        "tie_word_embeddings": False,
+        KEY: {
+            "format": FORMAT,
+            "tokenizer_hash": tokenizer,
+            "head_vocab": head_vocab,
+            "embeddings": TARGET,
+            "embeddings_sha256": target.embedding_sha256(),
+        },
+    }
+
+
+def read_draft(folder: Path, target: Target) -> tuple[Llama, NDArray[np.int64]]:
+    """The draft of this target in a directory, and the tokens of its head's rows. Raises InvalidField."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        told, stored = config[KEY], load_file(folder / WEIGHTS)
+        if told["embeddings"] == TARGET and told["embeddings_sha256"] != target.embedding_sha256():
+            raise InvalidField("against", f"{folder} was trained for another target")
+        shape = replace(target.shape, layers=config["num_hidden_layers"], inner=config["intermediate_size"])
+        heads = stored[HEAD_TOKENS].long()
+        draft = Llama(shape, stored.get("model.embed_tokens.weight", target.embedding), len(heads))
+        draft.load_state_dict({name: _widened(name, stored) for name in draft.state_dict()})
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise InvalidField("against", f"{folder} is no draft of this target: {error!r}") from error
+    return draft, heads.numpy()
+
+
+def _widened(name: str, stored: dict[str, Tensor]) -> Tensor:
+    scale = stored.get(name + SCALE)
+    weight = stored[name].float()
+    return weight if scale is None else weight * scale[:, None]
+
+
+def save_atomically(tensors: dict[str, Tensor], header: dict[str, str], path: Path) -> None:
+    """A safetensors file that is there as a whole or not at all, also after a power cut."""
+    unfinished = path.with_suffix(".part")
+    save_file(
+        {name: value.detach().contiguous() for name, value in tensors.items()}, unfinished, metadata=header
+    )
+    unfinished.chmod(_READABLE)
+    with unfinished.open("rb") as file:
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Indented, with a newline at the end; there as a whole or not at all."""
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    unfinished.replace(path)

@@ -1,0 +1,186 @@
+"""A distillation from beginning to end, each stage taken up where an earlier run left it.
+
+Answers, labels, checkpoints and measurements lie in the folder `work`; the draft directory is written last.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from galley.core.errors import InvalidField
+from galley.distill.data.labels import Labels, hard_labels, head_rows, head_tokens, score, with_scored
+from galley.distill.data.lines import kept_lines
+from galley.distill.data.material import gather
+from galley.distill.export import as_stored, read_draft, sharpened, write_draft
+from galley.distill.origin import claim, origin_of
+from galley.distill.record import write_record
+from galley.distill.training.checkpoint import load_checkpoint, save_checkpoint
+from galley.distill.training.evaluation import Acceptance, as_table, evaluate, reference_of
+from galley.distill.training.growing import begin_from
+from galley.distill.training.teacher import read_target
+from galley.distill.training.training import Progress, Schedule, Training
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from galley.distill.data.corpus import Corpus
+    from galley.distill.options import Options
+    from galley.distill.reports import Reports
+    from galley.distill.training.student import Llama
+    from galley.distill.training.teacher import Target
+
+_CURVE = "curve.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """Acceptance by workload, of the draft and of the one it is compared with, and its course."""
+
+    found: dict[str, Acceptance]
+    against: dict[str, Acceptance] | None
+    curve: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What all stages share."""
+
+    options: Options
+    reports: Reports
+    target: Target
+    train: Corpus
+    held_out: Corpus
+    heads: NDArray[np.int64]
+    origin: dict[str, Any]
+    start: Llama | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.options.dtype == "bfloat16" else torch.float32
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint must agree on."""
+        return self.origin | {"train_tokens": len(self.train.ids)}
+
+
+def distil(options: Options, reports: Reports) -> Distilled:
+    """Run all stages and write the draft directory. Raises InvalidField naming what cannot be used."""
+    options.check()
+    torch.set_num_threads(options.threads)
+    target = read_target(options.target)
+    target.refuse_layers(options.layers)
+    present = None if options.against is None else read_draft(options.against, target)
+    start = None if options.start is None else _read_start(options.start, target)
+    origin = origin_of(options, target)
+    options.work.mkdir(parents=True, exist_ok=True)
+    claim(options.work, origin)
+    train, held_out = gather(options, reports)
+    for corpus in (train, held_out):
+        corpus.refuse_beyond(target.vocab)
+    heads = head_tokens(train, target.vocab, min(options.head, target.vocab), target.end_tokens)
+    if start is not None:
+        heads = start[1]
+    job = _Job(options, reports, target, train, held_out, heads, origin, start and start[0])
+    labels = _labelled(job)
+    measure = _measurer(job)
+    training = _trained(job, labels, measure)
+    draft = sharpened(training.student)
+    found = measure(as_stored(draft), heads)
+    against = None if present is None else measure(*present)
+    write_draft(options.out, draft, target, heads, options.target)
+    curve = _points(options)
+    write_record(options, training.progress, (train, held_out), found, against)
+    return Distilled(found, against, curve)
+
+
+def _read_start(folder: Path, target: Target) -> tuple[Llama, NDArray[np.int64]]:
+    try:
+        return read_draft(folder, target)
+    except InvalidField as fault:
+        raise InvalidField("start", fault.problem) from fault
+
+
+def _labelled(job: _Job) -> Labels:
+    """The answers' own tokens, and the target's distribution for a share of the answers that were drawn.
+
+    Of a greedy answer each token is the likeliest as it is.
+    """
+    options, train = job.options, job.train
+    labels = hard_labels(train, head_rows(job.heads, job.target.vocab))
+    drawn = np.flatnonzero(train.temperature > 0)
+    chosen = np.random.default_rng(options.seed).permutation(drawn)[: round(options.scored * len(drawn))]
+    if not len(chosen):
+        return labels
+    job.reports.stage("labels", len(chosen))
+    shards = options.work / "labels"
+    score(train, chosen, job.target.whole(job.dtype), job.heads, shards, job.reports.done)
+    return with_scored(labels, shards)[0]
+
+
+def _measurer(job: _Job) -> Callable[[Llama, NDArray[np.int64]], dict[str, Acceptance]]:
+    """Measures drafts on the held-out answers, for which the target is run once."""
+    job.reports.stage("held-out", len(job.held_out))
+    reference = reference_of(job.held_out, job.target.whole(job.dtype), job.reports.done)
+    return lambda draft, heads: evaluate(job.held_out, reference, draft, heads, job.options.seed)
+
+
+def _trained(
+    job: _Job, labels: Labels, measure: Callable[[Llama, NDArray[np.int64]], dict[str, Acceptance]]
+) -> Training:
+    options = job.options
+    student = job.target.student(options.layers, torch.from_numpy(job.heads))
+    if job.start is not None:
+        begin_from(student, job.start)
+    schedule = Schedule(
+        options.tokens, options.batch, options.rate, hardness=options.hardness, seed=options.seed
+    )
+    training = Training(student, schedule, job.dtype)
+    path = options.work / "checkpoint.safetensors"
+    kept_lines(options.work / _CURVE)  # so that the next point has a line of its own
+    if path.exists():
+        load_checkpoint(training, job.about, path)
+    job.reports.stage("training", options.tokens)
+    stored_at = time.monotonic()
+
+    def report(now: Progress) -> None:
+        nonlocal stored_at
+        job.reports.done(now.seen, f"loss {now.loss:.3f}")
+        last = now.seen >= options.tokens
+        if last or _crossed(now, options.evaluate_every):
+            found = measure(training.student, job.heads)
+            job.reports.measured(now.seen, found)
+            _note(options, now, found)
+        elif time.monotonic() - stored_at < options.checkpoint_s:
+            return
+        save_checkpoint(training, job.about, path)
+        stored_at = time.monotonic()
+
+    training.run(job.train, labels, report)
+    return training
+
+
+def _crossed(now: Progress, every: int) -> bool:
+    """Did the last step go past a multiple of `every` answer tokens?"""
+    return now.seen // every > (now.seen - now.batch_rows) // every
+
+
+def _note(options: Options, now: Progress, found: dict[str, Acceptance]) -> None:
+    """A line more of the curve. A point that a killed run had measured already is written over when read."""
+    with (options.work / _CURVE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"seen": now.seen, "acceptance": as_table(found)}) + "\n")
+
+
+def _points(options: Options) -> list[dict[str, Any]]:
+    """The points measured, by rising `seen`; of those measured twice the last."""
+    points = {point["seen"]: point for point in kept_lines(options.work / _CURVE)}
+    return [point for _, point in sorted(points.items())]

@@ -1,0 +1,147 @@
+"""How many of a draft's guesses its target would accept, on answers that neither was trained on.
+
+The draft is fed what the target said (teacher forcing). For greedy answers that is exactly what a running
+system sees: a guess counts where all before it in its round were accepted, so its context is the target's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from galley.distill.training.batches import batch_of, grouped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from galley.distill.data.corpus import Corpus
+    from galley.distill.training.student import Llama
+
+    Bools = NDArray[np.bool_]
+
+TEMPERATURE = 0.7
+ROUND_K = 4
+_BUDGET, _ROWS = 4096, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the target says at each place of the held-out answers; its states stand for its distribution."""
+
+    states: Tensor  # [answer tokens, hidden]
+    head: Tensor  # [vocab, hidden]
+
+    def logits(self, places: slice) -> Tensor:
+        """The target's logits [rows, vocab] at some places."""
+        return (self.states[places] @ self.head.T).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Of one workload's held-out answers: shares of guesses accepted.
+
+    `greedy`: agreement with the target's likeliest token over greedy answers. `accepted_per_round`: guesses
+    accepted in a round of ROUND_K over the same. `any_greedy`: agreement over all answers. `sampled`: over
+    all answers, both drawing at TEMPERATURE with the same Gumbel noise (arXiv 2408.07978).
+    """
+
+    tokens: int
+    greedy: float
+    accepted_per_round: float
+    any_greedy: float
+    sampled: float
+
+
+@torch.inference_mode()
+def reference_of(corpus: Corpus, target: Llama, report: Callable[[int], None]) -> Reference:
+    """Run the target over the held-out answers; `report` gets the conversations done so far."""
+    head = target.lm_head.weight
+    states = torch.empty(int(corpus.answer_len.sum()), head.shape[1], dtype=head.dtype)
+    _fill(states, corpus, target, report)
+    return Reference(states, head)
+
+
+def _fill(states: Tensor, corpus: Corpus, model: Llama, report: Callable[[int], None]) -> None:
+    done = 0
+    for group in grouped(corpus.lengths, np.arange(len(corpus)), _BUDGET):
+        batch = batch_of(corpus, group)
+        with torch.autocast("cpu", torch.bfloat16, enabled=states.dtype == torch.bfloat16):
+            found = model.states(batch.tokens, batch.rows)
+        states[torch.from_numpy(batch.places)] = found.to(states.dtype)
+        done += len(group)
+        report(done)
+
+
+@torch.inference_mode()
+def evaluate(
+    corpus: Corpus, reference: Reference, student: Llama, heads: NDArray[np.int64], seed: int = 0
+) -> dict[str, Acceptance]:
+    """The acceptance of a draft by workload, and of "all"; noise is a function of `seed`."""
+    states = torch.empty_like(reference.states)
+    _fill(states, corpus, student, lambda _: None)
+    head, tokens = student.lm_head.weight.to(states.dtype), torch.from_numpy(heads)
+    source = torch.Generator().manual_seed(seed)
+    same: list[Bools] = []
+    drawn: list[Bools] = []
+    for first in range(0, len(states), _ROWS):
+        places = slice(first, first + _ROWS)
+        theirs, ours = reference.logits(places), (states[places] @ head.T).float()
+        same.append((tokens[ours.argmax(1)] == theirs.argmax(1)).numpy())
+        noise = -torch.empty_like(theirs).exponential_(generator=source).log_()
+        ours.div_(TEMPERATURE).add_(noise[:, tokens])
+        drawn.append((tokens[ours.argmax(1)] == theirs.div_(TEMPERATURE).add_(noise).argmax(1)).numpy())
+    return _by_workload(corpus, np.concatenate(same), np.concatenate(drawn))
+
+
+def _by_workload(corpus: Corpus, same: Bools, drawn: Bools) -> dict[str, Acceptance]:
+    everyone = np.ones(len(corpus), np.bool_)
+    chosen = {name: corpus.workload == index for index, name in enumerate(corpus.workload_names)}
+    named = {name: of_it for name, of_it in chosen.items() if of_it.any()} | {"all": everyone}
+    return {name: _acceptance(corpus, of_it, same, drawn) for name, of_it in named.items()}
+
+
+def _acceptance(corpus: Corpus, chosen: Bools, same: Bools, drawn: Bools) -> Acceptance:
+    ends = corpus.answer_offsets
+    greedy = [
+        same[ends[i] : ends[i + 1]] for i in np.flatnonzero(chosen & (corpus.temperature == 0)).tolist()
+    ]
+    mine = np.repeat(chosen, corpus.answer_len)
+    return Acceptance(
+        tokens=int(mine.sum()),
+        greedy=_mean(np.concatenate(greedy)) if greedy else float("nan"),
+        accepted_per_round=_per_round(greedy),
+        any_greedy=_mean(same[mine]),
+        sampled=_mean(drawn[mine]),
+    )
+
+
+def _mean(hits: Bools) -> float:
+    return round(float(hits.mean()), 4)
+
+
+def _per_round(answers: list[Bools], k: int = ROUND_K) -> float:
+    """Guesses accepted a round of at most k; after a round stands one token of the target's own."""
+    rounds = accepted = 0
+    for hits in answers:
+        at = 0
+        while at < len(hits):
+            taken = _run(hits[at : at + k])
+            rounds, accepted, at = rounds + 1, accepted + taken, at + taken + 1
+    return round(accepted / rounds, 4) if rounds else float("nan")
+
+
+def _run(hits: Bools) -> int:
+    """How many are true before the first that is not."""
+    misses = np.flatnonzero(~hits)
+    return int(misses[0]) if len(misses) else len(hits)
+
+
+def as_table(found: dict[str, Acceptance]) -> dict[str, dict[str, Any]]:
+    """Plain values, for JSON."""
+    return {name: asdict(one) for name, one in found.items()}

@@ -1,0 +1,121 @@
+"""The training loop: batches, loss, AdamW, checkpoints from which it goes on as if never stopped."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from galley.distill.training.batches import batches
+from galley.distill.training.loss import distilled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from galley.distill.data.corpus import Corpus
+    from galley.distill.data.labels import Labels
+    from galley.distill.training.batches import Batch
+    from galley.distill.training.student import Llama
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How long and how fast: `answer_tokens` to see in all, of which the rate falls over the last part."""
+
+    answer_tokens: int
+    batch_tokens: int = 2048
+    rate: float = 1e-3
+    warm_up_steps: int = 40
+    decay_share: float = 0.5
+    hardness: float = 0.5
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 1
+
+    def rate_at(self, step: int, seen: int) -> float:
+        """Linear warm-up, then even, then linear to nothing."""
+        left = max(0.0, 1 - seen / self.answer_tokens) / self.decay_share
+        return self.rate * min(1.0, (step + 1) / self.warm_up_steps, left)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a training is: steps, answer tokens seen, the place of the next batch in its epoch.
+
+    `batch_rows` and `loss` are of the last batch.
+    """
+
+    step: int = 0
+    seen: int = 0
+    epoch: int = 0
+    batch: int = 0
+    batch_rows: int = 0
+    loss: float = 0.0
+    train_s: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """Every field by its name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Training:
+    """One student with its optimizer."""
+
+    def __init__(self, student: Llama, schedule: Schedule, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.student = student
+        self.schedule = schedule
+        self.progress = Progress()
+        self._dtype = dtype
+        self.optimizer = torch.optim.AdamW(
+            student.parameters(),
+            lr=schedule.rate,
+            betas=(0.9, 0.95),
+            weight_decay=schedule.weight_decay,
+            fused=True,
+        )
+
+    def run(self, corpus: Corpus, labels: Labels, report: Callable[[Progress], None]) -> None:
+        """Train from where the progress is to the end, calling `report` after each step."""
+        at, schedule = self.progress, self.schedule
+        if at.seen >= schedule.answer_tokens:
+            return
+        stream = batches(
+            corpus, budget=schedule.batch_tokens, seed=schedule.seed, epoch=at.epoch, skip=at.batch
+        )
+        for epoch, place, batch in stream:
+            started = time.perf_counter()
+            loss = self._step(batch, labels)
+            at = self.progress
+            self.progress = Progress(
+                at.step + 1,
+                at.seen + len(batch.rows),
+                epoch,
+                place,
+                len(batch.rows),
+                loss,
+                at.train_s + time.perf_counter() - started,
+            )
+            report(self.progress)
+            if self.progress.seen >= schedule.answer_tokens:
+                return
+
+    def _step(self, batch: Batch, labels: Labels) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule.rate_at(self.progress.step, self.progress.seen)
+        ids, probs = labels.at(batch.places, self.schedule.hardness)
+        loss = self._loss(batch, ids, probs)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has none
+        clip_grad_norm_(self.student.parameters(), self.schedule.clip)
+        self.optimizer.step()
+        return loss.item()
+
+    def _loss(self, batch: Batch, ids: Tensor, probs: Tensor) -> Tensor:
+        with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+            states = self.student.states(batch.tokens, batch.rows)
+        return distilled(states.to(self._dtype), self.student.lm_head.weight, ids, probs)

@@ -1,0 +1,104 @@
+"""Paged attention for transformers' own modelling code: all rows of a pass at once, KV in a shared pool.
+
+The rows of all sequences lie one after another in one row of the batch, so every linear layer runs once for
+all. Here, and only here, they part: each row's query meets its own sequence's keys.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import AttentionInterface
+
+from galley.core.errors import Broken
+from galley.engine.errors import UnsupportedModel
+from galley.engine.paged import Shape
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from galley.engine.paged import Attention
+    from galley.engine.pages import Pages
+
+# No mask function is registered under this name, so that transformers makes no masks.
+NAME = "galley"
+_UNSERVED = ("position_bias", "s_aux", "block_sequence_ids")
+
+
+def register() -> None:
+    """Make `attn_implementation="galley"` known to transformers; again is harmless."""
+    AttentionInterface.register(NAME, paged_attention)
+
+
+class Pass:
+    """One forward pass; it travels to the attention function as a keyword argument."""
+
+    def __init__(self, attention: Attention, pages: Pages) -> None:
+        self.attention = attention
+        self.pages = pages
+        self._layers_seen: set[int] = set()
+
+    def enter(self, layer: int) -> None:
+        """A layer's attention is asked for."""
+        self._layers_seen.add(layer)
+
+    def expect_layers(self, layers: int) -> None:
+        """Raise Broken unless that many layers have come."""
+        if len(self._layers_seen) != layers:
+            raise Broken(f"{len(self._layers_seen)} layers came to our attention")
+
+
+def paged_attention(  # noqa: PLR0913, PLR0917  # the signature is transformers'
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001  # the pages know better
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    galley_pass: Pass | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of `query` [1, heads, rows, head_dim] to each row's sequence; [1, rows, heads, head_dim].
+
+    `key` and `value` [1, kv_heads, rows, head_dim] are put into the pool first. Raises UnsupportedModel
+    where the model wants something that is not served here.
+    """
+    current = _checked(module, sliding_window, galley_pass, others)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]  # transformers sets an int
+    _refuse_shape(module, layer, current, key, value)
+    current.enter(layer)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rows = [part[0].transpose(0, 1) for part in (query, key, value)]
+    mixed = current.attention.store_attend(
+        current.pages, layer, rows[0], rows[1], rows[2], Shape(scale, sliding_window, softcap)
+    )
+    return mixed[None], None
+
+
+def _checked(
+    module: torch.nn.Module, window: int | None, current: Pass | None, others: dict[str, Any]
+) -> Pass:
+    name = type(module).__name__
+    if current is None:
+        raise UnsupportedModel(f"{name}: does not hand its arguments on to the attention function")
+    wanted = [other for other in _UNSERVED if others.get(other) is not None]
+    if wanted:
+        raise UnsupportedModel(f"{name}: needs {wanted[0]} in attention")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModel(f"{name}: attends to the future")
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
+    if window is None and layer_types and layer_types[module.layer_idx] == "sliding_attention":
+        raise UnsupportedModel(f"{name}: does not tell the attention function its sliding window")
+    return current
+
+
+def _refuse_shape(module: torch.nn.Module, layer: int, current: Pass, key: Tensor, value: Tensor) -> None:
+    kept = current.attention.pool.shape
+    come = (key.shape[1], key.shape[3], value.shape[3])
+    if come != (kept.kv_heads, kept.key_dim, kept.value_dim) or not 0 <= layer < kept.layers:
+        raise UnsupportedModel(
+            f"{type(module).__name__}: layer {layer} has other keys and values than its configuration says"
+        )

@@ -1,0 +1,41 @@
+"""The values that cross the engine's seam."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from galley.engine.cache import SessionCache
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a model is. `context_window` counts tokens; `dtype` and `device` are torch's names.
+
+    `deterministic`: a position's logits have the same bits in any batch, chunk and prefill split.
+    `ranks` share the weights.
+    """
+
+    name: str
+    directory: Path
+    context_window: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    tokenizer_hash: str
+    deterministic: bool
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Feed `tokens` after those that `cache` holds; of the last `want_logits` rows the logits are wanted."""
+
+    cache: SessionCache
+    tokens: Sequence[int]
+    want_logits: int

@@ -1,0 +1,88 @@
+"""Linear layers whose weights are int8, multiplied as they are where the processor can.
+
+A step of a small draft is bound by the memory that its weights are read from: of int8 that is half as much as
+of bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from llvmlite import binding
+from torch import nn
+
+from galley.engine.cpu.kernels import int8 as int8_kernels
+from galley.engine.cpu.kernels import int8_ops, openmp
+from galley.engine.cpu.kernels import ops as kernel_ops
+from galley.engine.cpu.kernels.int8_ops import DEPTH, GROUP, OUTPUTS
+from galley.engine.cpu.kernels.machine_code import compile_kept, sources_digest
+from galley.engine.paged import as_array
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+_MODULES = (int8_kernels, int8_ops, kernel_ops, openmp)
+_OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
+# What one weight costs one row, roughly.
+_WEIGHT_NS = 0.007
+
+
+class Int8Linear(nn.Linear):
+    """A layer without bias that also knows its weight as int8 [outputs, inputs] times float32 [outputs]."""
+
+    def __init__(self, weight: Tensor, bytes_: Tensor, scales: Tensor) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        # No buffers: they stay where they are, and only our own forward takes them.
+        self.stored = (bytes_, scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Product:
+    """[rows, inputs] to [rows, outputs] of `dtype`; a row's bits do not depend on its company."""
+
+    weights: Any
+    scales: Any
+    inputs: int
+    dtype: torch.dtype
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The product of float32 or bfloat16 rows, which lie one after another."""
+        out = torch.empty(len(rows), len(self.scales), dtype=self.dtype)
+        threads = openmp.worth(openmp.threads(), len(rows) * self.inputs * len(self.scales) * _WEIGHT_NS)
+        compiled()(threads, as_array(rows), self.weights, self.scales, as_array(out))
+        return out
+
+
+def int8_product(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Int8Product | None:
+    """Layers of one input as one product, outputs side by side; None if it is not to be had here."""
+    stored = [layer.stored for layer in layers if isinstance(layer, Int8Linear)]
+    if len(stored) < len(layers) or not supported():
+        return None
+    bytes_ = torch.cat([weight for weight, _ in stored])
+    outputs, inputs = bytes_.shape
+    if outputs % OUTPUTS or inputs % GROUP:
+        return None
+    scales = torch.cat([scale for _, scale in stored])
+    unsigned = (bytes_.to(torch.int16) + 128).to(torch.uint8)
+    blocks = unsigned.view(outputs // OUTPUTS, OUTPUTS, inputs // DEPTH, DEPTH).transpose(1, 2)
+    return Int8Product(blocks.contiguous().flatten().numpy(), scales.numpy(), inputs, dtype)
+
+
+def supported() -> bool:
+    """Does this CPU have the instruction?"""
+    return bool(binding.get_host_cpu_features().get("avx512vnni"))
+
+
+@cache
+def compiled() -> Callable[..., None]:
+    """`linear` of int8_kernels; from the cache directory, where it can be written, after a first start."""
+    openmp.link()
+    folder = f"int8-{sources_digest(_MODULES, _OPTIONS)}"
+    function: Callable[..., None] = compile_kept(int8_kernels.linear, folder, _OPTIONS)
+    return function

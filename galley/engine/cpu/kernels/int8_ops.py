@@ -1,0 +1,152 @@
+"""Products of int8 weights: the processor's own dot products of four bytes at a time (AVX-512 VNNI).
+
+Weights w are held as w + 128 in unsigned bytes, since the instruction multiplies unsigned by signed ones; the
+surplus, 128 times the sum of the signed ones, is taken off beforehand. Whole numbers have one sum in any
+order, so a row's bits do not depend on its company.
+"""
+
+# ruff: noqa: ARG001, PLR0913, PLR0917  # numba calls these with its own contexts and types
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llvmlite import ir
+from numba.core import types
+
+from galley.engine.cpu.kernels.ops import cgutils, intrinsic
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Inputs that share a scale; a step multiplies four of each of 2 * 16 outputs.
+GROUP = 64
+OUTPUTS = 32
+DEPTH = 4
+# 2 * 8 sums and as many totals: the compiler holds the sums in registers.
+TILE_ROWS = 8
+
+_WIDTH = 16
+_PARTS = OUTPUTS // _WIDTH
+_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_INTS, _FLOATS = ir.VectorType(_I32, _WIDTH), ir.VectorType(_F32, _WIDTH)
+_DOT = "llvm.x86.avx512.vpdpbusd.512"
+
+
+@intrinsic
+def dot_tile(
+    typingctx: Any,
+    rows: Any,
+    bytes_: Any,
+    byte_at: Any,
+    stride: Any,
+    factors: Any,
+    surplus: Any,
+    factor_at: Any,
+    groups: Any,
+    weights: Any,
+    weight_at: Any,
+    sums: Any,
+) -> tuple[Any, Any]:
+    """sums[m, 0:32] = sum over g < groups of factors[m, g] * (surplus[m, g] + bytes_[m, group g] . weights).
+
+    For m < rows <= TILE_ROWS. int8 `bytes_` lie `stride` apart from `byte_at` on, float32 `factors` and int32
+    `surplus` `groups` apart from `factor_at` on; uint8 `weights` are [groups * GROUP / 4, 32, 4] from
+    `weight_at` on; `sums` is float32 [TILE_ROWS * 32].
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def pointer(kind: Any, array: Any, at: Any) -> Any:
+            return cgutils.gep_inbounds(builder, context.make_array(kind)(context, builder, array).data, at)
+
+        count, b, b_at, stride_, f, s, f_at, groups_, w, w_at, out = args
+        given = (
+            pointer(bytes_, b, b_at), stride_, pointer(factors, f, f_at), pointer(surplus, s, f_at), groups_,
+            pointer(weights, w, w_at), pointer(sums, out, ir.Constant(_I64, 0)),
+        )  # fmt: skip
+        done = builder.append_basic_block("done")
+        choice = builder.switch(count, done)
+        for m in range(1, TILE_ROWS + 1):
+            block = builder.append_basic_block(f"rows{m}")
+            choice.add_case(ir.Constant(_I64, m), block)
+            with builder.goto_block(block):
+                _emit_tile(builder, m, *given)
+                builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    index = types.int64
+    taken = (index, bytes_, index, index, factors, surplus, index, index, weights, index, sums)
+    return types.void(*taken), generate
+
+
+def _emit_tile(
+    builder: Any,
+    rows: int,
+    bytes_: Any,
+    stride: Any,
+    factors: Any,
+    surplus: Any,
+    groups: Any,
+    weights: Any,
+    sums: Any,
+) -> None:
+    totals = [[cgutils.alloca_once(builder, _FLOATS) for _ in range(_PARTS)] for _ in range(rows)]
+    nothing = ir.Constant(_FLOATS, [0.0] * _WIDTH)
+    for row in totals:
+        for total in row:
+            builder.store(nothing, total)
+    with cgutils.for_range(builder, groups) as loop:
+        at = builder.mul(loop.index, ir.Constant(_I64, GROUP))
+        starts = [_ahead(builder, bytes_, at, stride, m) for m in range(rows)]
+        own = [_ahead(builder, surplus, loop.index, groups, m) for m in range(rows)]
+        scales = [_ahead(builder, factors, loop.index, groups, m) for m in range(rows)]
+        ground = cgutils.gep_inbounds(builder, weights, builder.mul(at, ir.Constant(_I64, OUTPUTS)))
+        for place, row, dots in zip(scales, totals, _emit_group(builder, starts, own, ground), strict=True):
+            scale = _splat(builder, builder.load(place), _FLOATS)
+            for total, dot in zip(row, dots, strict=True):
+                wide = builder.sitofp(dot, _FLOATS)
+                builder.store(_fma(builder, wide, scale, builder.load(total)), total)
+    for m, row in enumerate(totals):
+        for part, total in enumerate(row):
+            to = cgutils.gep_inbounds(builder, sums, ir.Constant(_I64, m * OUTPUTS + part * _WIDTH))
+            builder.store(builder.load(total), builder.bitcast(to, _FLOATS.as_pointer()), align=4)
+
+
+def _emit_group(builder: Any, starts: Sequence[Any], surplus: Sequence[Any], weights: Any) -> list[list[Any]]:
+    """For each row the sums of one group, [parts] vectors of 16 whole numbers."""
+    dot = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INTS, [_INTS] * 3), _DOT)
+    dots = [[_splat(builder, builder.load(one), _INTS)] * _PARTS for one in surplus]
+    for step in range(GROUP // DEPTH):
+        lanes = [
+            _load(builder, weights, (step * _PARTS + part) * _WIDTH * DEPTH, _INTS) for part in range(_PARTS)
+        ]
+        for row, start in enumerate(starts):
+            four = _splat(builder, _load(builder, start, step * DEPTH, _I32), _INTS)
+            dots[row] = [
+                builder.call(dot, [known, lane, four]) for known, lane in zip(dots[row], lanes, strict=True)
+            ]
+    return dots
+
+
+def _ahead(builder: Any, pointer: Any, at: Any, stride: Any, row: int) -> Any:
+    offset = builder.add(at, builder.mul(stride, ir.Constant(_I64, row)))
+    return cgutils.gep_inbounds(builder, pointer, offset)
+
+
+def _load(builder: Any, pointer: Any, at: int, kind: Any) -> Any:
+    place = cgutils.gep_inbounds(builder, pointer, ir.Constant(_I64, at))
+    return builder.load(builder.bitcast(place, kind.as_pointer()), align=1)
+
+
+def _splat(builder: Any, number: Any, kind: Any) -> Any:
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.Constant(_I32, 0))
+    zeros = ir.Constant(_INTS, [0] * _WIDTH)
+    return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_WIDTH}f32"), [a, b, c]
+    )

@@ -1,0 +1,132 @@
+"""Compiled loops shared out over the threads that torch's own products use.
+
+One pool for both: between two products of a layer its threads still spin, so that a loop starts on all of
+them within 3 µs, where another pool's thread must be woken first (25 to 60 µs) and then has the first pool's
+beside it on the same core. (GNU libgomp's entry points, as compilers emit them for `#pragma omp parallel`.)
+"""
+
+# ruff: noqa: ARG001  # numba calls these with its own contexts and types
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from llvmlite import binding, ir
+from numba.core import cgutils as _cgutils
+from numba.core import types
+
+from galley.engine.cpu.kernels.ops import helper, intrinsic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# numba's own helpers are not typed.
+cgutils: Any = _cgutils
+
+_PARALLEL, _THREAD, _THREADS = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
+_I32, _I64, _POINTER = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
+# Of a loop, from which it is worth sharing out while the threads spin.
+_WORTH_NS = 12_000
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """Where torch's own products find libgomp, or None; another copy of it would have a pool of its own."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if not path.exists():
+        return None
+    library = ctypes.CDLL(str(path))
+    return library if hasattr(library, _PARALLEL) else None
+
+
+def threads() -> int:
+    """How many threads a loop may be shared out over: as many as torch's products, or 1 without libgomp."""
+    return 1 if _library() is None else torch.get_num_threads()
+
+
+def worth(count: int, work_ns: float) -> int:
+    """On how many of `count` threads a loop of about `work_ns` nanoseconds should run: 1 or all.
+
+    libgomp ends the threads that a smaller team leaves over.
+    """
+    return count if work_ns >= _WORTH_NS else 1
+
+
+def link() -> None:
+    """Let compiled code find what `shared` calls, before it is loaded."""
+    library = _library()
+    for name in (_PARALLEL, _THREAD, _THREADS):
+        # Without the library no loop is shared out, so any address will do to load what could.
+        function = ctypes.pythonapi.Py_IncRef if library is None else getattr(library, name)
+        binding.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
+
+
+def shared(loop: Callable[..., None]) -> Callable[..., None]:
+    """A loop(thread, first, last, *arguments) over items [first, last), as run(threads, items, *arguments).
+
+    Both are for compiled code only. The items are shared out over up to `threads` threads; all have ended
+    when `run` returns. The loop raises nothing.
+    """
+    compiled: Any = helper(loop)
+    parallel = _parallel(compiled)
+
+    @helper
+    def run(threads: int, items: int, *arguments: Any) -> None:
+        if threads == 1:
+            compiled(0, 0, items, *arguments)
+        else:
+            parallel(threads, items, arguments)
+
+    return run
+
+
+def _parallel(loop: Any) -> Callable[..., Any]:
+    """The intrinsic parallel(threads, items, arguments): what `shared` says, always by libgomp."""
+
+    @intrinsic
+    def parallel(typingctx: Any, threads: Any, items: Any, arguments: Any) -> tuple[Any, Any]:
+        index = types.int64
+        given = typingctx.resolve_function_type(loop, (index, index, index, *arguments.types), {})
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            threads_, items_, arguments_ = args
+            fields = cgutils.pack_struct(builder, [items_, arguments_])
+            work = cgutils.alloca_once_value(builder, fields)
+            body = _emit_body(context, builder.module, loop, given, fields.type)
+            kind = ir.FunctionType(ir.VoidType(), [body.type, _POINTER, _I32, _I32])
+            start = cgutils.get_or_insert_function(builder.module, kind, _PARALLEL)
+            count, flags = builder.trunc(threads_, _I32), ir.Constant(_I32, 0)
+            builder.call(start, [body, builder.bitcast(work, _POINTER), count, flags])
+            return context.get_dummy_value()
+
+        return types.void(index, index, arguments), generate
+
+    return parallel
+
+
+def _emit_body(context: Any, module: Any, loop: Any, given: Any, work: Any) -> Any:
+    """What each thread runs, given the address of (items, arguments): its share of the items."""
+    compiled = loop.get_compile_result(given)
+    context.active_code_library.add_linking_library(compiled.library)
+    name = module.get_unique_name(f"share_of_{loop.py_func.__name__}")
+    body = ir.Function(module, ir.FunctionType(ir.VoidType(), [_POINTER]), name)
+    body.linkage = "internal"
+    builder = ir.IRBuilder(body.append_basic_block("entry"))
+    fields = builder.load(builder.bitcast(body.args[0], work.as_pointer()))
+    items = builder.extract_value(fields, 0)
+    asked = ir.FunctionType(_I32, [])
+    # There may be fewer threads than were asked for.
+    thread, count = (
+        builder.sext(builder.call(cgutils.get_or_insert_function(module, asked, number), []), _I64)
+        for number in (_THREAD, _THREADS)
+    )
+    first = builder.sdiv(builder.mul(items, thread), count)
+    last = builder.sdiv(builder.mul(items, builder.add(thread, ir.Constant(_I64, 1))), count)
+    values = cgutils.unpack_tuple(builder, builder.extract_value(fields, 1))
+    context.call_internal_no_propagate(builder, compiled.fndesc, given, [thread, first, last, *values])
+    builder.ret_void()
+    return body

@@ -1,0 +1,250 @@
+"""Our own forward pass of the Llama family on the CPU: few products of packed weights, loops between.
+
+transformers loads the weights and computes the rotary frequencies; the module is taken apart layer by layer,
+so that no weight is there twice. (Llama: arXiv 2302.13971; Qwen3's norms of queries and keys: 2505.09388.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from galley.engine.cpu.int8 import Int8Product, int8_product
+from galley.engine.cpu.kernels import openmp
+from galley.engine.cpu.kernels.compile import compiled
+from galley.engine.cpu.packing import MIN_ROWS, Linears, rows_of_product
+from galley.engine.kv_pool import declared
+from galley.engine.paged import CompiledAttention, Shape, as_array
+from galley.engine.parallel.sharding import AddedLinear, JoinedLinear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+
+    from galley.engine.kv_pool import KvPool
+    from galley.engine.pages import Pages
+    from galley.engine.parallel.ranks import Ranks
+
+    Floats = NDArray[np.float32]
+    Linear = Callable[[Tensor], Tensor]
+
+# What one number of a row costs in each loop, roughly.
+_NORMALIZE_NS, _ROTATE_NS, _GATE_NS = 0.7, 3.0, 0.6
+
+_FAMILY = {"llama", "mistral", "qwen2", "qwen3"}
+
+
+def serves(module: Any, pool: KvPool) -> bool:
+    """Is this a model of the family, with nothing in it that is not written here, on the CPU?"""
+    config = module.config
+    if config.model_type not in _FAMILY or pool.keys.device.type != "cpu":
+        return False
+    if pool.shape.dtype not in {torch.float32, torch.bfloat16} or config.hidden_act != "silu":
+        return False
+    rotary = module.model.rotary_emb
+    return 2 * len(rotary.inv_freq) == pool.shape.key_dim == pool.shape.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's weights; norms are float32."""
+
+    input_norm: Floats
+    qkv: Linear
+    query_norm: Floats
+    key_norm: Floats
+    output: Linear
+    inner_norm: Floats
+    gate_up: Linear
+    down: Linear
+    shape: Shape
+
+
+class LlamaForward:
+    """The layers and the head, and the memory that a pass of at most `max_rows` rows works in."""
+
+    kind = "own"
+
+    def __init__(self, module: Any, attention: CompiledAttention, ranks: Ranks, max_rows: int) -> None:
+        self.attention = attention
+        self._ranks = ranks
+        self._kernels = compiled()
+        config, model = module.config, module.model
+        self._dtype: torch.dtype = module.dtype
+        self._eps = np.float32(config.rms_norm_eps)
+        self._frequencies = _floats(model.rotary_emb.inv_freq)
+        self._rotary_scale = np.float32(model.rotary_emb.attention_scaling)
+        self._embedding: Tensor = model.embed_tokens.weight.detach()
+        linears = Linears(self._dtype, "cpu")
+        self._layers = [
+            self._take_apart(model.layers, i, linears, config) for i in range(config.num_hidden_layers)
+        ]
+        self._final_norm = _floats(model.norm.weight)
+        self._head = self._head_of(module, linears)
+        # The fewest that the products are given.
+        self._least_rows = 1 if all(isinstance(one, Int8Product) for one in self._products()) else MIN_ROWS
+        inner = config.intermediate_size // ranks.size
+        heads = attention.group * attention.pool.shape.kv_heads
+        self._residual = torch.zeros(max_rows, config.hidden_size)
+        self._hidden = torch.zeros(max_rows, config.hidden_size, dtype=self._dtype)
+        self._mixed = torch.zeros(max_rows, heads * attention.pool.shape.value_dim, dtype=self._dtype)
+        self._inner = torch.zeros(max_rows, inner, dtype=self._dtype)
+
+    def _products(self) -> list[Linear]:
+        own = [(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self._layers]
+        return [self._head, *chain.from_iterable(own)]
+
+    def _take_apart(self, layers: Any, index: int, linears: Linears, config: Any) -> _Layer:
+        """One layer's weights as we use them; the module's own layer is gone after."""
+        layer = layers[index]
+        own, mlp = layer.self_attn, layer.mlp
+        nothing = np.empty(0, np.float32)
+        taken = _Layer(
+            input_norm=_floats(layer.input_layernorm.weight),
+            qkv=_fused(linears, own.q_proj, own.k_proj, own.v_proj),
+            query_norm=_floats(own.q_norm.weight) if hasattr(own, "q_norm") else nothing,
+            key_norm=_floats(own.k_norm.weight) if hasattr(own, "k_norm") else nothing,
+            output=self._added(linears, own.o_proj),
+            inner_norm=_floats(layer.post_attention_layernorm.weight),
+            gate_up=_fused(linears, mlp.gate_proj, mlp.up_proj),
+            down=self._added(linears, mlp.down_proj),
+            shape=Shape(own.scaling, _window(config, index)),
+        )
+        layers[index] = torch.nn.Identity()
+        return taken
+
+    def _added(self, linears: Linears, layer: Any) -> Linear:
+        """A product whose inputs are cut over the ranks: the parts are added, then the bias."""
+        plain = layer.part if isinstance(layer, AddedLinear) else layer
+        bias = layer.bias
+        if self._ranks.size == 1:
+            return _fused(linears, plain)
+        run, add = linears.make(plain.weight.detach(), None), self._ranks.add
+
+        def added(rows: Tensor) -> Tensor:
+            total = add(run(rows))
+            return total if bias is None else total + bias
+
+        return added
+
+    def _head_of(self, module: Any, linears: Linears) -> Linear:
+        head = module.get_output_embeddings()
+        plain = head.part if isinstance(head, JoinedLinear) else head
+        if plain is head:
+            return int8_product([head], torch.float32) or _fused(linears, head)
+        run = linears.make(plain.weight.detach(), _detached(plain.bias))
+        return lambda rows: self._ranks.join_columns(run(rows))
+
+    def __call__(self, pages: Pages, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
+        """See `Forward`."""
+        rows = pages.rows
+        padded = self._padded(rows)
+        hidden, residual = self._hidden[:padded], self._residual[:rows]
+        residual.copy_(self._embedding[torch.tensor(tokens)])
+        states, sums = as_array(hidden)[:rows], residual.numpy()
+        work = _Work(pages, states, sums, hidden, self._mixed[:padded], self._inner[:padded])
+        cosines, sines = self._rotations(pages)
+        queries = self.attention.queries(rows)
+        part: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            self._normalize(work, part, layer.input_norm)
+            self._attend(work, index, layer, queries, cosines, sines)
+            part = self._feed(work, layer)
+        if not wanted:
+            return torch.empty(0, self._embedding.shape[0])
+        self._normalize(work, part, self._final_norm)
+        return self._logits(hidden, wanted)
+
+    def _normalize(self, work: _Work, part: Tensor | None, weight: Floats) -> None:
+        """Add `part`, where there is one, to the residual; the states are the residual normalized."""
+        if part is None:
+            self._kernels.normalize(work.sums, weight, self._eps, work.states)
+            return
+        threads = self._threads(work.sums.size * _NORMALIZE_NS)
+        self._kernels.add_normalize(threads, work.sums, as_array(part), weight, self._eps, work.states)
+
+    def _rotations(self, pages: Pages) -> tuple[Floats, Floats]:
+        cosines = np.empty((pages.rows, len(self._frequencies)), np.float32)
+        sines = np.empty_like(cosines)
+        self._kernels.rotations(pages.positions, self._frequencies, self._rotary_scale, cosines, sines)
+        return cosines, sines
+
+    def _attend(
+        self, work: _Work, index: int, layer: _Layer, queries: Floats, cosines: Floats, sines: Floats
+    ) -> None:
+        """From the normalized states to the residual with attention added, normalized again."""
+        keys, values = self.attention.layers[index]
+        qkv = as_array(layer.qkv(work.hidden))
+        self._kernels.rotate_store(
+            self._threads(qkv.size * _ROTATE_NS),
+            qkv, layer.query_norm, layer.key_norm, self._eps, cosines, sines,
+            np.float32(layer.shape.scale), work.pages.places, queries, keys, values,
+            self.attention.pool.shape.value_dim,
+        )  # fmt: skip
+        self.attention.attend(work.pages, index, queries, as_array(work.mixed), layer.shape)
+        self._normalize(work, layer.output(work.mixed), layer.inner_norm)
+
+    def _feed(self, work: _Work, layer: _Layer) -> Tensor:
+        """The feed-forward part of a layer, to be added to the residual."""
+        gate_up, inner = as_array(layer.gate_up(work.hidden)), as_array(work.inner)
+        self._kernels.gate(self._threads(inner.size * _GATE_NS), gate_up, inner)
+        return layer.down(work.inner)
+
+    def _threads(self, work_ns: float) -> int:
+        return openmp.worth(self.attention.threads, work_ns)
+
+    def _padded(self, rows: int) -> int:
+        """How many rows the products get; ours of int8 take any number alike."""
+        if self._least_rows == 1:
+            return rows
+        return max(self._least_rows, rows_of_product(rows, len(self._hidden)))
+
+    def _logits(self, hidden: Tensor, wanted: Sequence[int]) -> Tensor:
+        filler = [0] * (self._padded(len(wanted)) - len(wanted))
+        logits = self._head(hidden[torch.tensor([*wanted, *filler])])
+        return logits[: len(wanted)].float()
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The memory of one pass; `states` and `sums` are arrays of the rows, tensors also of their filling."""
+
+    pages: Pages
+    states: Any  # stored [rows, hidden]: over the memory of `hidden`
+    sums: Floats  # the residual, [rows, hidden]
+    hidden: Tensor
+    mixed: Tensor
+    inner: Tensor
+
+
+def _fused(linears: Linears, *layers: nn.Linear) -> Linear:
+    """Linear layers of one input as one product, whose outputs lie side by side."""
+    int8 = int8_product(layers, linears.dtype)
+    if int8 is not None:
+        return int8
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    biases = [_detached(layer.bias) for layer in layers]
+    bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])
+    return linears.make(weight, bias)
+
+
+def _detached(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach()
+
+
+def _floats(weight: Tensor) -> Floats:
+    array: Floats = weight.detach().float().contiguous().numpy()
+    return array
+
+
+def _window(config: Any, layer: int) -> int | None:
+    """How many keys this layer's queries see; None: all."""
+    window: int | None = declared(config, "sliding_window")
+    kinds = declared(config, "layer_types")
+    return None if kinds and kinds[layer] != "sliding_attention" else window

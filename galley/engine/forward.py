@@ -1,0 +1,109 @@
+"""The two ways through a model's layers: transformers' modelling code, or our own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from galley.engine.attention import Pass
+from galley.engine.cpu import llama, packing
+from galley.engine.cuda.flex import FlexAttention
+from galley.engine.cuda.forward import ROWS, DeviceForward, Shapes
+from galley.engine.cuda.graphs import CudaRecorder, Graphs
+from galley.engine.cuda.options import FIXED_ROWS, DeviceOptions
+from galley.engine.paged import CompiledAttention, attention_for
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from galley.engine.kv_pool import KvPool
+    from galley.engine.paged import Attention
+    from galley.engine.pages import Pages
+    from galley.engine.parallel.ranks import Ranks
+
+_AS_USUAL = DeviceOptions()
+
+
+class Forward(Protocol):
+    """A model's layers and head; `kind` and `attention` name what is computed how."""
+
+    @property
+    def kind(self) -> str:
+        """Of the way."""
+
+    @property
+    def attention(self) -> Attention:
+        """Where keys and values go."""
+
+    def __call__(self, pages: Pages, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
+        """Feed the rows of `pages`; the logits of the rows `wanted`, float32 [wanted, vocab_size]."""
+
+
+def forward_of(
+    module: Any,
+    pool: KvPool,
+    ranks: Ranks,
+    *,
+    max_rows: int,
+    own: bool,
+    options: DeviceOptions = _AS_USUAL,
+) -> Forward:
+    """The way through `module`: transformers' code or, of what `llama.serves`, our `own`.
+
+    Either way the module is not what it was.
+    """
+    heads, device = module.config.num_attention_heads // ranks.size, pool.keys.device
+    context = module.config.max_position_embeddings
+    attention = attention_for(pool, heads, device, context, fixed=options.invariant)
+    if own and isinstance(attention, CompiledAttention):
+        return llama.LlamaForward(module, attention, ranks, max_rows)
+    if isinstance(attention, FlexAttention):
+        return _on_device(module, attention, ranks, options)
+    if packing.serves(module.dtype, str(device)):
+        packing.pack_linears(module, packing.Linears(module.dtype, str(device)))
+    return TransformersForward(module, attention)
+
+
+def _on_device(module: Any, attention: FlexAttention, ranks: Ranks, options: DeviceOptions) -> Forward:
+    device = attention.pool.keys.device
+    # What ranks say to one another is not recorded.
+    recorded = options.graphs and ranks.size == 1 and device.type == "cuda"
+    graphs = Graphs(CudaRecorder(device), device) if recorded else None
+    shapes = Shapes(fixed=FIXED_ROWS) if options.invariant else Shapes(ROWS)
+    return DeviceForward(module, attention, shapes, graphs)
+
+
+class TransformersForward:
+    """transformers' own modelling code, which calls our attention."""
+
+    kind = "transformers"
+
+    def __init__(self, module: Any, attention: Attention) -> None:
+        self.attention = attention
+        self._module = module
+        self._device = attention.pool.keys.device
+
+    def __call__(self, pages: Pages, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
+        """See `Forward`."""
+        filler = [0] * (packing.MIN_ROWS - pages.rows)
+        current = Pass(self.attention, pages)
+        arguments = {
+            "input_ids": self._tensor([*tokens, *filler])[None],
+            "position_ids": self._tensor([*pages.positions.tolist(), *filler])[None],
+            "use_cache": False,
+            "galley_pass": current,
+        }
+        if not wanted:
+            self._module.base_model(**arguments)
+            logits = torch.empty(0, self._module.config.vocab_size, device=self._device)
+        else:
+            kept = self._tensor([*wanted, *[0] * (packing.MIN_ROWS - len(wanted))])
+            logits = self._module(**arguments, logits_to_keep=kept).logits[0, : len(wanted)].float()
+        current.expect_layers(self._module.config.num_hidden_layers)
+        return logits
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self._device)

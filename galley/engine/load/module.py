@@ -1,0 +1,124 @@
+"""Loading a model's weights with transformers, our attention in place, everything unservable refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.engine import attention
+from galley.engine.cpu import packing
+from galley.engine.errors import UnsupportedModel
+from galley.engine.load.draft_directory import ReducedHead, draft_format, load_draft
+from galley.engine.load.support import refuse_config, refuse_files
+from galley.engine.load.weights import read_weights
+from galley.engine.parallel import sharding
+from galley.engine.parallel.ranks import ALONE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from galley.engine.parallel.ranks import Ranks
+
+# transformers' annotations promise more than its functions keep.
+CAUSAL_LM: Any = AutoModelForCausalLM
+_LOGGING: Any = transformers_logging
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def default_dtype(device: str) -> torch.dtype:
+    """bfloat16 where the device multiplies it natively (there it verifies 5 to 8 rows at the cost of one)."""
+    native = torch.device(device).type != "cpu" or packing.native_bfloat16()
+    return torch.bfloat16 if native else torch.float32
+
+
+def parse_dtype(name: str, device: str) -> torch.dtype:
+    """The dtype of a name in DTYPES, or of "auto". Raises UnsupportedModel for another."""
+    if name == "auto":
+        return default_dtype(device)
+    if name not in DTYPES:
+        raise UnsupportedModel(f"dtype must be auto or one of {', '.join(DTYPES)}, is {name!r}")
+    return DTYPES[name]
+
+
+def load_config(directory: Path) -> Any:
+    """The transformers configuration of a servable model; raises UnsupportedModel."""
+    refuse_files(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)  # nosec B615  # a directory
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModel(f"{directory}: transformers does not know this model: {error}") from error
+    refuse_config(config, causal_class(config))
+    return config
+
+
+def causal_class(config: Any) -> Any:
+    """The causal language model class of a configuration, or None."""
+    mapping = CAUSAL_LM._model_mapping  # noqa: SLF001  # there is no public way to ask
+    return mapping.get(type(config), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A module in evaluation mode; `head` where it gives the logits of some tokens only."""
+
+    module: Any
+    tokenizer_hash: str
+    head: ReducedHead | None = None
+
+
+def load_module(
+    directory: Path,
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    ranks: Ranks = ALONE,
+    target: Path | None = None,
+) -> Loaded:
+    """The model, or this rank's shard of it, on `device`, from safetensors only.
+
+    `target`: the directory whose embeddings a trained draft takes. Raises UnsupportedModel where a weight is
+    missing or of another shape.
+    """
+    silence()
+    attention.register()
+    form = draft_format(config)
+    if form is not None:
+        if ranks.size > 1:
+            raise UnsupportedModel(f"{directory}: a trained draft is served by one rank")
+        module, tokens = load_draft(directory, config, form, target=target, dtype=dtype, device=device)
+        return Loaded(module, form.tokenizer_hash, ReducedHead(tokens, config.vocab_size))
+    if ranks.size > 1:
+        module = sharding.load_shard(
+            directory, config, dtype=dtype, device=device, attention=attention.NAME, ranks=ranks
+        )
+        sharding.join_ranks(module, ranks)
+    else:
+        kind = attention.NAME
+        module = read_weights(CAUSAL_LM, directory, config=config, dtype=dtype, attn_implementation=kind)
+        module = module.to(device).eval()
+    return Loaded(module, tokenizer_hash(directory))
+
+
+def silence() -> None:
+    """Keep transformers' warnings and progress bars to itself."""
+    _LOGGING.set_verbosity_error()
+    _LOGGING.disable_progress_bar()
+
+
+def eos_token_ids(directory: Path, config: Any) -> tuple[int, ...]:
+    """The model's own end tokens: of generation_config.json where there is one, else of config.json."""
+    ids = None
+    if (directory / "generation_config.json").is_file():
+        ids = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id  # nosec B615  # a directory
+    if ids is None:
+        ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)

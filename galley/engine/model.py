@@ -1,0 +1,270 @@
+"""A causal language model that takes the new tokens of many sequences in one pass.
+
+The seam between the engine and its users (docs/decisions/003-engine-seam.md). A model is used either through
+`run`, by a scheduler that accounts for the blocks itself, or through caches and `forward`; never both. Not
+safe for two threads at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from galley.core.errors import Broken
+from galley.core.step import Chunk
+from galley.engine import probe
+from galley.engine.batch import ModelInfo, Rows
+from galley.engine.cache import FreeBlocks, SessionCache
+from galley.engine.cpu import llama
+from galley.engine.cuda.options import DeviceOptions
+from galley.engine.forward import Forward, forward_of
+from galley.engine.kv_pool import KvPool, kv_shape
+from galley.engine.load import module as loading
+from galley.engine.paged import pool_for
+from galley.engine.pages import Span
+from galley.engine.parallel.ranks import ALONE
+from galley.engine.step_timing import watched
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from galley.core.step import Watch
+    from galley.engine.load.draft_directory import ReducedHead
+    from galley.engine.parallel.ranks import Ranks
+
+__all__ = ["CausalModel", "KvPool", "ModelInfo", "Rows", "SessionCache"]
+
+# Longer chunks are cut, so that memory is bounded.
+MAX_ROWS = 512
+# Memory is committed as blocks are used.
+DEFAULT_KV_BLOCKS = 2048
+_AS_USUAL = DeviceOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens [first, last) of a chunk."""
+
+    chunk: Chunk
+    first: int
+    last: int
+
+    @property
+    def wanted(self) -> int:
+        """Of the last how many of its rows the logits are wanted."""
+        return max(0, self.last - max(self.first, len(self.chunk.tokens) - self.chunk.want_logits))
+
+
+class CausalModel:
+    """Weights, the forward pass and the pool of keys and values."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        info: ModelInfo,
+        head: ReducedHead | None = None,
+        *,
+        max_rows: int = MAX_ROWS,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.info = info
+        self.max_rows = max_rows
+        self._ranks = ranks
+        self.kv = forward.attention.pool
+        self._forward = forward
+        self.head = head
+        self._free = FreeBlocks(self.kv.blocks)
+
+    @classmethod
+    def load(  # noqa: PLR0913  # each a choice of its own
+        cls,
+        directory: Path,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        threads: int | None = None,
+        name: str | None = None,
+        kv_blocks: int = DEFAULT_KV_BLOCKS,
+        ranks: Ranks = ALONE,
+        target: Path | None = None,
+        options: DeviceOptions = _AS_USUAL,
+    ) -> CausalModel:
+        """The model in `directory`, checked against its own eager attention. Raises UnsupportedModel.
+
+        `threads` sets torch's threads for the whole process; `name` is the directory's where not given.
+        `kv_blocks`: the pool's size. Each rank calls this with its own `ranks`. `target`: whose embeddings a
+        trained draft takes. `options` are those of a CUDA device.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        config = loading.load_config(directory)
+        shape = kv_shape(config, dtype, ranks)
+        loaded = loading.load_module(
+            directory, config, dtype=dtype, device=device, ranks=ranks, target=target
+        )
+        module = loaded.module
+        info = ModelInfo(
+            name=name or directory.name,
+            directory=directory,
+            context_window=config.max_position_embeddings,
+            vocab_size=config.vocab_size,
+            eos_token_ids=loading.eos_token_ids(directory, config),
+            dtype=str(dtype).removeprefix("torch."),
+            device=device,
+            tokenizer_hash=loaded.tokenizer_hash,
+            deterministic=False,
+            ranks=ranks.size,
+        )
+        pool = pool_for(shape, max(kv_blocks, probe.BLOCKS), torch.device(device), options)
+        own = llama.serves(module, pool)
+        # Our own forward takes the module apart; what is refused in attention is better said by our own pass.
+        theirs = probe.eager_logits(module, probe.prompt_of(info)) if own else None
+        max_rows = options.rows_of_pass(device, MAX_ROWS)
+        forward = forward_of(module, pool, ranks, max_rows=max_rows, own=own, options=options)
+        model = cls(forward, info, loaded.head, max_rows=max_rows, ranks=ranks)
+        ours = probe.probe_logits(model)
+        if loaded.head is not None:
+            ours = ours[:, loaded.head.tokens]
+        if theirs is None:
+            theirs = probe.eager_logits(module, probe.prompt_of(info))
+        # Products of int8 weights round their inputs, too, whatever the dtype.
+        rounded = dtype if loaded.head is None else torch.bfloat16
+        probe.refuse_other_attention(config.model_type, ours, theirs, rounded)
+        model.info = replace(info, deterministic=probe.keeps_bits(model))
+        return model
+
+    @property
+    def forward_kind(self) -> str:
+        """Whose code runs the layers: "own" or "transformers"."""
+        return self._forward.kind
+
+    @property
+    def attention_kind(self) -> str:
+        """Which attention is used."""
+        return type(self._forward.attention).__name__
+
+    @torch.inference_mode()
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        copies: Sequence[tuple[int, int]] = (),
+        watch: Watch | None = None,
+    ) -> Tensor:
+        """Copy blocks, feed the chunks, and put their keys and values into their blocks.
+
+        Returns the wanted logits, float32 [sum of want_logits, vocab_size], in the order of the chunks, on
+        the model's device. A row that is not finite is its own chunk's affair. Raises Broken, before any
+        work, if a chunk is out of bounds. A `watch` is told what it took.
+        """
+        if watch is None:
+            logits = self._run(chunks, copies)
+        else:
+            logits = watched(lambda: self._run(chunks, copies), self._ranks, watch)
+        return logits if self.head is None else self.head.spread(logits)
+
+    @torch.inference_mode()
+    def _run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
+        """See `run`; the logits are of the tokens that the head knows."""
+        self._check(chunks)
+        self._check_blocks(chunks, copies)
+        self.kv.copy(copies)
+        logits = [rows for pieces in _passes(chunks, self.max_rows) if len(rows := self._pass(pieces))]
+        if not logits:
+            columns = self.info.vocab_size if self.head is None else len(self.head.tokens)
+            return torch.empty(0, columns, device=self.kv.keys.device)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _pass(self, pieces: Sequence[_Piece]) -> Tensor:
+        """One run through the layers; the wanted logits of the pieces."""
+        tokens: list[int] = []
+        wanted: list[int] = []
+        spans = []
+        for piece in pieces:
+            tokens += piece.chunk.tokens[piece.first : piece.last]
+            wanted += range(len(tokens) - piece.wanted, len(tokens))
+            spans.append(Span(piece.chunk.start + piece.first, piece.last - piece.first, piece.chunk.blocks))
+        return self._forward(self._forward.attention.lay_out(spans), tokens, wanted)
+
+    def _check(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            rows = len(chunk.tokens)
+            if not 0 <= chunk.want_logits <= rows:
+                raise Broken(f"cannot give logits of {chunk.want_logits} of {rows} rows")
+            if not 0 <= chunk.start <= self.info.context_window - rows:
+                raise Broken(f"the context window of {self.info.context_window} tokens would overflow")
+            if rows and not 0 <= min(chunk.tokens) <= max(chunk.tokens) < self.info.vocab_size:
+                raise Broken(f"a token id is not in [0, {self.info.vocab_size})")
+
+    def _check_blocks(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> None:
+        """The kernels check no bounds: a wrong block would be another sequence's, or nobody's memory."""
+        for chunk in chunks:
+            if len(chunk.blocks) * self.kv.block_tokens < chunk.start + len(chunk.tokens):
+                raise Broken(
+                    f"{len(chunk.blocks)} blocks do not cover {chunk.start + len(chunk.tokens)} tokens"
+                )
+        used = [block for chunk in chunks for block in chunk.blocks]
+        used += [block for pair in copies for block in pair]
+        if used and not 0 <= min(used) <= max(used) < self.kv.blocks:
+            raise Broken(f"a block is not in [0, {self.kv.blocks})")
+
+    def new_cache(self) -> SessionCache:
+        """The empty cache of a new sequence."""
+        return SessionCache(self._free)
+
+    def forward(self, batch: Sequence[Rows]) -> list[Tensor]:
+        """Feed each item's tokens at [len(cache.tokens), ...) and extend its cache.
+
+        Returns, for each item, its wanted logits: float32 [want_logits, vocab_size], on the model's device.
+        Raises as `forward_head`.
+        """
+        logits = self.forward_head(batch)
+        if self.head is not None:
+            logits = self.head.spread(logits)
+        return list(torch.split(logits, [item.want_logits for item in batch]))
+
+    def forward_head(self, batch: Sequence[Rows]) -> Tensor:
+        """As `forward`, all items' wanted logits together, of the tokens alone that the head knows.
+
+        Raises, before any work, Broken if an item is out of bounds or a cache comes twice, and Overloaded
+        where there are too few blocks.
+        """
+        if len({id(item.cache) for item in batch}) < len(batch):
+            raise Broken("a session's cache is twice in one batch")
+        chunks = [
+            Chunk(len(item.cache.tokens), item.tokens, item.cache.blocks, item.want_logits) for item in batch
+        ]
+        self._check(chunks)
+        try:
+            for item in batch:
+                item.cache.reserve(len(item.cache.tokens) + len(item.tokens))
+            logits = self._run(chunks)
+        except BaseException:
+            for item in batch:
+                item.cache.trim()
+            raise
+        for item in batch:
+            item.cache.tokens.extend(item.tokens)
+        return logits
+
+
+def _passes(chunks: Sequence[Chunk], most: int) -> Iterator[list[_Piece]]:
+    """The rows of the chunks in order, cut into passes of at most `most` rows."""
+    pieces: list[_Piece] = []
+    room = most
+    for chunk in chunks:
+        first = 0
+        while first < len(chunk.tokens):
+            last = min(len(chunk.tokens), first + room)
+            pieces.append(_Piece(chunk, first, last))
+            room -= last - first
+            first = last
+            if room == 0:
+                yield pieces
+                pieces, room = [], most
+    if pieces:
+        yield pieces

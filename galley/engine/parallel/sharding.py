@@ -1,0 +1,270 @@
+"""Loading one rank's shard of a model, cut by transformers' own tensor-parallel plan.
+
+transformers decides what is cut how and reads only this rank's part of each file (its DTensor loading); its
+styles are replaced, by its registry, with ones that leave the modules' forward alone. What remains are plain
+modules with local weights, for a forward pass of our own, which adds and joins by `Ranks`; `join_ranks` gives
+the modules that same behaviour where transformers' own forward runs. Its hooks cannot be kept: they
+all-reduce, which from three ranks on gives a row other bits in other company.
+
+Every rank holds the whole embedding table: a look-up then needs no sum. The head is cut by vocabulary where
+that divides.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, TensorParallelLayer
+
+from galley.engine.errors import UnsupportedModel
+from galley.engine.load.weights import read_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from galley.engine.parallel.ranks import Ranks
+
+# transformers' annotations promise more than its functions keep.
+CAUSAL_LM: Any = AutoModelForCausalLM
+
+COLUMNS, ROWS, WHOLE = "galley_columns", "galley_rows", "galley_whole"
+"""Our names of transformers' styles: outputs cut, inputs cut (partial sums), not cut."""
+
+_STYLES = {
+    "colwise": COLUMNS,
+    "rowwise": ROWS,
+    "replicate": WHOLE,
+    "replicated_with_grad_allreduce": WHOLE,  # at inference there are no gradients
+}
+_HEAD_STYLES = {"colwise_gather_output", "colwise_rep"}
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+_COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+class _Columns(ColwiseParallel):
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:  # noqa: ARG002
+        return module
+
+
+class _Rows(RowwiseParallel):
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:  # noqa: ARG002
+        return module
+
+
+class _Whole(TensorParallelLayer):
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:  # noqa: ARG002
+        return module
+
+
+def register() -> None:
+    """Make our styles known to transformers; as often as you like."""
+    styles: Any = ALL_PARALLEL_STYLES  # annotated for the functions that other registries hold
+    styles.register(COLUMNS, _Columns())
+    styles.register(ROWS, _Rows())
+    styles.register(WHOLE, _Whole())
+
+
+def refuse_ranks(config: Any, size: int) -> None:
+    """Raise UnsupportedModel, with the numbers, unless `size` ranks can share such a model."""
+    if size > 1:
+        plan_of(config, size)
+
+
+def plan_of(config: Any, size: int) -> dict[str, str]:
+    """The style, one of ours, of each module that transformers' plan names (layers as `*`).
+
+    Raises UnsupportedModel where `size` does not divide what is cut, or a style is not served here.
+    """
+    name = config.model_type
+    model = _meta_model(config)
+    plan = dict(model.tp_plan or {})
+    if not any(
+        key.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise" for key, style in plan.items()
+    ):
+        raise UnsupportedModel(f"{name}: transformers has no tensor-parallel plan for its attention heads")
+    _refuse_counts(config, size)
+    head, embedding = _names_of(model)
+    ours = {
+        key: WHOLE
+        if key == embedding
+        else _head_style(model, size)
+        if key == head
+        else _style(name, key, style)
+        for key, style in plan.items()
+    }
+    _refuse_features(name, model, ours, size)
+    return ours
+
+
+def _meta_model(config: Any) -> Any:
+    """The model without weights."""
+    with torch.device("meta"):
+        return CAUSAL_LM.from_config(config)
+
+
+def _on_host(model_class: Any) -> Any:
+    """`model_class`, whose shards are read into host memory: a device map would ask for accelerate."""
+
+    class OnHost(model_class):  # type: ignore[misc]  # the class is known at run time alone
+        @classmethod
+        def prepare_distribute_model(cls, distributed_config: Any, device_map: Any = None) -> Any:
+            prepared, _, mesh = super().prepare_distribute_model(distributed_config, device_map)
+            return prepared, None, mesh
+
+    # By both, transformers finds how this class's weights are named in files.
+    OnHost.__name__, OnHost.__module__ = model_class.__name__, model_class.__module__
+    return OnHost
+
+
+def _names_of(model: Any) -> tuple[str | None, str | None]:
+    """The names of the output head and of the embedding table."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return names.get(id(model.get_output_embeddings())), names.get(id(model.get_input_embeddings()))
+
+
+def _refuse_counts(config: Any, size: int) -> None:
+    for count in _COUNTS:
+        have = getattr(config, count, None)
+        if have is not None and have % size:
+            raise UnsupportedModel(
+                f"{config.model_type}: {size} ranks cannot share {count} = {have} evenly; "
+                f"use a tensor-parallel degree that divides it"
+            )
+
+
+def _style(name: str, key: str, style: str) -> str:
+    if style not in _STYLES:
+        raise UnsupportedModel(
+            f"{name}: transformers cuts {key} as {style!r}, which cannot be added in rank order here; "
+            "run it with one rank"
+        )
+    return _STYLES[style]
+
+
+def _head_style(model: Any, size: int) -> str:
+    # A tied head is cut after loading: the table that it shares is whole.
+    tied = model.config.tie_word_embeddings
+    return WHOLE if tied or model.get_output_embeddings().out_features % size else COLUMNS
+
+
+def _refuse_features(name: str, model: nn.Module, plan: Mapping[str, str], size: int) -> None:
+    for path, module in _planned(model, plan):
+        if not isinstance(module, nn.Linear):
+            if plan[_starred(path)] != WHOLE:
+                raise UnsupportedModel(f"{name}: {path} is cut over ranks and is no linear layer")
+            continue
+        style = plan[_starred(path)]
+        features = {COLUMNS: module.out_features, ROWS: module.in_features}.get(style, 0)
+        if features % size:
+            raise UnsupportedModel(f"{name}: {size} ranks cannot share the {features} features of {path}")
+
+
+def _planned(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Module]]:
+    return [(path, module) for path, module in model.named_modules() if _starred(path) in plan]
+
+
+def _starred(path: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def load_shard(
+    directory: Path, config: Any, *, dtype: torch.dtype, device: str, attention: str, ranks: Ranks
+) -> Any:
+    """This rank's shard of the model in `directory`: plain modules with local weights, unpacked, on `device`.
+
+    All ranks call it, after `process_group.join`. `attention` is the name by which transformers knows ours.
+    The modules' own forward is not usable until `join_ranks`. Raises UnsupportedModel.
+    """
+    plan = plan_of(config, ranks.size)
+    register()
+    module = read_weights(
+        _on_host(type(_meta_model(config))),
+        directory,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention,
+        distributed_config=DistributedConfig(tp_size=ranks.size, tp_plan=plan),
+    )
+    _make_local(module)
+    _cut_tied_head(module, ranks)
+    return module.to(device).eval()
+
+
+def _make_local(module: nn.Module) -> None:
+    """Replace every DTensor by this rank's part of it."""
+    for child in module.modules():
+        for name, parameter in list(child.named_parameters(recurse=False)):
+            to_local = getattr(parameter, "to_local", None)
+            if to_local is not None:
+                local = nn.Parameter(to_local().contiguous(), requires_grad=False)
+                child.register_parameter(name, local)
+        if isinstance(child, nn.Linear):
+            child.out_features, child.in_features = child.weight.shape
+
+
+def _cut_tied_head(module: Any, ranks: Ranks) -> None:
+    head, table = module.get_output_embeddings(), module.get_input_embeddings()
+    vocabulary = table.weight.shape[0]
+    if not module.config.tie_word_embeddings or vocabulary % ranks.size:
+        return
+    each = vocabulary // ranks.size
+    mine = slice(ranks.rank * each, (ranks.rank + 1) * each)
+    cut = nn.Linear(
+        head.in_features, each, bias=head.bias is not None, device="meta", dtype=head.weight.dtype
+    )
+    cut.weight = nn.Parameter(head.weight.detach()[mine], requires_grad=False)
+    if head.bias is not None:
+        cut.bias = nn.Parameter(head.bias.detach()[mine], requires_grad=False)
+    module.set_output_embeddings(cut)
+
+
+class AddedLinear(nn.Module):
+    """A linear layer whose inputs are cut over the ranks: the partial products are added, then the bias."""
+
+    def __init__(self, linear: nn.Linear, ranks: Ranks) -> None:
+        super().__init__()
+        self.bias: nn.Parameter | None = linear.bias
+        self.part = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.part.weight = linear.weight
+        self._ranks = ranks
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[..., in_features / size] to [..., out_features]."""
+        total = self._ranks.add(self.part(rows))
+        return total if self.bias is None else total + self.bias
+
+
+class JoinedLinear(nn.Module):
+    """A linear layer whose outputs are cut over the ranks and wanted whole."""
+
+    def __init__(self, linear: nn.Linear, ranks: Ranks) -> None:
+        super().__init__()
+        self.part = linear
+        self._ranks = ranks
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features * size]."""
+        return self._ranks.join_columns(self.part(rows))
+
+
+def join_ranks(module: Any, ranks: Ranks) -> None:
+    """Make the forward of transformers' modules, loaded by `load_shard`, add and join over the ranks.
+
+    Before packing: each wrapper holds a plain nn.Linear.
+    """
+    if ranks.size == 1:
+        return
+    head = module.get_output_embeddings()
+    if head.out_features < module.get_input_embeddings().weight.shape[0]:
+        module.set_output_embeddings(JoinedLinear(head, ranks))
+    plan = plan_of(module.config, ranks.size)
+    for path, child in _planned(module, plan):
+        if plan[_starred(path)] == ROWS:
+            parent, _, name = path.rpartition(".")
+            setattr(module.get_submodule(parent), name, AddedLinear(child, ranks))  # type: ignore[arg-type]

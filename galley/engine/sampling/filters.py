@@ -1,0 +1,87 @@
+"""top_k and top_p: the likeliest of a row, a part of the kernels of sampling."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from galley.engine.sampling.layout import part
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from galley.engine.sampling.layout import Floats, Ids
+
+_COARSE: Final = 2048
+_STEP: Final = np.float32(32)  # coarse buckets of 1/32, so that the last begins at -64
+_DIGIT: Final = 11  # bits; a float32 without its sign has three such digits
+_DIGITS: Final = (22, 11, 0)
+_MAGNITUDE: Final = np.int32(0x7FFFFFFF)
+
+
+@part
+def keep_likeliest(scaled: Floats, weights: Floats, goal: float) -> None:
+    """Put to -inf what is beyond the shortest prefix, by (logit descending, id ascending), to weigh `goal`.
+
+    None of `scaled` is above 0, so that their bits without the sign rise as they fall. One coarse pass finds
+    the bucket where the prefix ends, then a radix search of that bucket the last value that is kept; of its
+    equals the first stay, at least one.
+    """
+    masses = np.zeros(_COARSE)
+    for j in range(len(scaled)):
+        if scaled[j] > -np.inf:
+            masses[_bucket(scaled[j])] += weights[j]
+    bucket, mass = _walk(masses, goal, 0.0)
+    members = np.empty(len(scaled), np.int64)
+    count = 0
+    for j in range(len(scaled)):
+        members[count] = j
+        count += _bucket(scaled[j]) == bucket
+    last, mass = _last_kept(scaled, weights, members[:count], goal, mass)
+    bits, kept = scaled.view(np.int32), 0
+    for j in members[:count]:
+        if (bits[j] & _MAGNITUDE) == last:
+            if kept > 0 and mass >= goal:
+                scaled[j] = -np.inf
+            mass += weights[j]
+            kept += 1
+    for j in range(len(scaled)):
+        scaled[j] = -np.inf if np.int32(bits[j] & _MAGNITUDE) > last else scaled[j]
+
+
+@part
+def _bucket(logit: np.float32) -> int:
+    distance = -logit * _STEP
+    return int(distance) if distance < np.float32(_COARSE - 1) else _COARSE - 1
+
+
+@part
+def _walk(masses: NDArray[np.float64], goal: float, mass: float) -> tuple[int, float]:
+    """Where `mass` and the masses up to there reach `goal`, and what lies before; else the last with any."""
+    found, before = 0, mass
+    for i in range(len(masses)):
+        if masses[i] > 0:
+            found, before = i, mass
+            mass += masses[i]
+            if mass >= goal:
+                break
+    return found, before
+
+
+@part
+def _last_kept(
+    scaled: Floats, weights: Floats, members: Ids, goal: float, mass: float
+) -> tuple[np.int32, float]:
+    """The bits of the value where the prefix ends, digit by digit, and what the greater ones weigh."""
+    bits, last = scaled.view(np.int32), 0
+    masses = np.empty(1 << _DIGIT)
+    for shift in _DIGITS:
+        masses[:] = 0
+        for j in members:
+            digits = (bits[j] & _MAGNITUDE) >> shift
+            if digits >> _DIGIT == last:
+                masses[digits & ((1 << _DIGIT) - 1)] += weights[j]
+        digit, mass = _walk(masses, goal, mass)
+        last = last << _DIGIT | digit
+    return np.int32(last), mass

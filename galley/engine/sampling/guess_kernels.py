@@ -1,0 +1,124 @@
+"""The compiled part of guessing: a token of each row of a head that knows only some tokens.
+
+The same noise and the same order of processing as in `sampling_kernels`, over the columns that are there.
+"""
+
+# ruff: noqa: PLR0913, PLR0917  # kernels take arrays, not objects; loops which thread they run on
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from galley.core.noise import GUMBEL_MAX, LANES
+from galley.engine.cpu.kernels.openmp import shared
+from galley.engine.sampling.filters import keep_likeliest
+from galley.engine.sampling.gumbel import OFFSET, SLACK, UNIT, gumbel, philox
+from galley.engine.sampling.largest import any_above, exponentials, likeliest
+from galley.engine.sampling.layout import NOTHING, part
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from galley.engine.sampling.layout import Floats, Ids
+
+_COLUMNS: Final = 64  # whose noise is computed at once
+
+
+@shared
+def _guess_some(
+    thread: int,
+    first: int,
+    last: int,
+    logits: Floats,
+    tokens: Ids,
+    draws: Any,
+    guessed: Ids,
+    sureness: Floats,
+    scratch: Floats,
+) -> None:
+    """See `guess_rows`: the rows [first, last)."""
+    scaled, weights = scratch[thread, 0], scratch[thread, 1]
+    for r in range(first, last):
+        row, draw = logits[r], draws[r]
+        best = likeliest(row)
+        guessed[r], sureness[r] = NOTHING, np.float32(0)
+        if best != NOTHING:
+            sureness[r] = np.float32(1.0 / exponentials(row, row[best], weights))
+            guessed[r] = tokens[best]
+        if best != NOTHING and draw.temperature > 0:
+            for j in range(len(row)):
+                scaled[j] = (row[j] - row[best]) / draw.temperature
+            _filter(scaled, weights, draw)
+            guessed[r] = _noisiest(scaled, best, tokens, draw.seed, draw.position)
+
+
+def guess_rows(
+    threads: int, logits: Floats, tokens: Ids, draws: Any, guessed: Ids, sureness: Floats, scratch: Floats
+) -> None:
+    """For each row of `logits` [rows, columns] the token that its draw (GUESS) gives, or NOTHING.
+
+    `tokens` [columns], rising, says what the columns stand for. `sureness` [rows] becomes the likeliest
+    token's probability at temperature 1. scratch: float32 [threads, 2, columns].
+    """
+    _guess_some(threads, len(draws), logits, tokens, draws, guessed, sureness, scratch)
+
+
+@part
+def _filter(scaled: Floats, weights: Floats, draw: Any) -> None:
+    if 0 < draw.top_k < len(scaled):
+        weights[:] = 1
+        keep_likeliest(scaled, weights, float(draw.top_k))
+    if draw.top_p < 1:
+        total = exponentials(scaled, np.float32(0), weights)
+        keep_likeliest(scaled, weights, draw.top_p * total)
+    if draw.min_logit > -np.inf:
+        for j in range(len(scaled)):
+            scaled[j] = -np.inf if scaled[j] < draw.min_logit else scaled[j]
+
+
+@part
+def _noisiest(scaled: Floats, best: int, tokens: Ids, seed: np.uint64, position: np.uint64) -> Any:
+    """As `noisiest` of sampling_noise, column by column; the token that wins."""
+    blocks, words = np.empty(_COLUMNS, np.uint64), np.empty(_COLUMNS * LANES, np.uint32)
+    reaches = np.empty(_COLUMNS, np.float32)
+    _draw_words(tokens[best : best + 1], seed, position, blocks, words)
+    winner, score = best, float(scaled[best]) + gumbel(words[0])
+    for start in range(0, len(scaled), _COLUMNS):
+        chunk = scaled[start : start + _COLUMNS]
+        if not any_above(chunk, np.float32(score - GUMBEL_MAX - SLACK)):
+            continue
+        _draw_words(tokens[start : start + len(chunk)], seed, position, blocks, words)
+        _reach(chunk, words, reaches)
+        if not any_above(reaches[: len(chunk)], np.float32(score - SLACK)):
+            continue
+        for i in range(len(chunk)):
+            if reaches[i] > score - SLACK:
+                its = float(chunk[i]) + gumbel(words[i])
+                if its > score or (its == score and start + i < winner):
+                    winner, score = start + i, its
+    return tokens[winner]
+
+
+@part
+def _draw_words(
+    tokens: Ids, seed: np.uint64, position: np.uint64, blocks: NDArray[np.uint64], words: NDArray[np.uint32]
+) -> None:
+    """The word of each of at most _COLUMNS tokens, to `words`, whose rest becomes anything."""
+    for i in range(len(tokens)):
+        blocks[i] = tokens[i] // LANES
+    philox(blocks[: len(tokens)], seed, position, words)
+    for i in range(len(tokens)):
+        words[i] = words[i * LANES + tokens[i] % LANES]
+
+
+@part
+def _reach(scaled: Floats, words: NDArray[np.uint32], reaches: Floats) -> None:
+    """A bound above the score of each, as `_reach` of sampling_noise."""
+    levels = np.empty(_COLUMNS, np.float32)
+    bits = levels.view(np.int32)
+    for i in range(len(scaled)):
+        levels[i] = np.int32(words[i] >> np.uint32(1))
+    for i in range(len(scaled)):
+        reaches[i] = scaled[i] + (OFFSET - np.float32(bits[i]) * UNIT)

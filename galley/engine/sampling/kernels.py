@@ -1,0 +1,174 @@
+"""The compiled part of sampling: all rows of a step in one call, without the interpreter lock.
+
+Plain loops over one row at a time, each small enough to stay in the cache and, but for the few that pick
+single tokens, simple enough for the compiler to vectorise.
+"""
+
+# ruff: noqa: PLR0913, PLR0917  # kernels take arrays, not objects
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from galley.engine.cpu.kernels.openmp import shared
+from galley.engine.sampling.filters import keep_likeliest
+from galley.engine.sampling.gumbel import noisiest
+from galley.engine.sampling.largest import exponentials, likeliest, list_first
+from galley.engine.sampling.layout import NOTHING, of_thread, part
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from galley.engine.sampling.layout import Floats, Ids, Scratch
+
+
+@shared
+def _draw_some(
+    thread: int,
+    first: int,
+    last: int,
+    logits: Floats,
+    draws: Any,
+    ids: Ids,
+    biases: Floats,
+    tokens: Ids,
+    drawn: Ids,
+    scratch: Scratch,
+) -> None:
+    """See `draw_rows`: the draws [first, last)."""
+    own = of_thread(scratch, thread)
+    for d in range(first, last):
+        draw = draws[d]
+        start = draws[d - 1].end if d > 0 else 0
+        end = draw.row + draw.prompt - start + 1
+        drawn[d] = _draw(
+            logits[draw.row : end], draw, ids[start : draw.end], biases, tokens[draw.row : end], start, own
+        )
+
+
+def draw_rows(
+    threads: int,
+    logits: Floats,
+    draws: Any,
+    ids: Ids,
+    biases: Floats,
+    tokens: Ids,
+    drawn: Ids,
+    scratch: Scratch,
+) -> None:
+    """Sample every draw's rows of `logits` [rows, vocab], each up to the first token that is not its guess.
+
+    A row whose logits have no finite maximum ends its draw, too, without a token. What a draw samples goes to
+    `tokens` [rows] from its first row on, and how many they are to `drawn` [draws].
+    """
+    _draw_some(threads, len(draws), logits, draws, ids, biases, tokens, drawn, scratch)
+
+
+@part
+def _draw(logits: Floats, draw: Any, ids: Ids, biases: Floats, tokens: Ids, at: int, scratch: Scratch) -> int:
+    """`ids` are the draw's own, which lie from `at` on."""
+    if draw.penalized:
+        _remember(ids[draw.prompt - at : draw.output - at], 0, scratch)
+        _remember(ids[draw.output - at : draw.bias - at], 1, scratch)
+    result = len(logits)
+    for i in range(len(logits)):
+        row = logits[i]
+        if draw.penalized or draw.mask > draw.bias or i < draw.masked_rows:
+            row = scratch.row
+            for j in range(len(row)):
+                row[j] = logits[i, j]
+            _edit(row, draw, ids[draw.bias - at :], biases, i < draw.masked_rows, scratch)
+        tokens[i] = _choose(row, draw, draw.position + np.uint64(i), scratch)
+        if tokens[i] == NOTHING:
+            result = i
+            break
+        if i + 1 < len(logits) and tokens[i] != ids[i]:
+            result = i + 1
+            break
+        if draw.penalized:
+            _remember(tokens[i : i + 1], 1, scratch)
+    _forget(scratch)
+    return result
+
+
+@part
+def _remember(tokens: Ids, times: int, scratch: Scratch) -> None:
+    """Add `tokens` to the history; they count in the output `times` each."""
+    for token in tokens:
+        if not 0 <= token < len(scratch.seen):
+            continue
+        if not scratch.seen[token]:
+            scratch.seen[token] = True
+            scratch.touched[0] += 1
+            scratch.touched[scratch.touched[0]] = token
+        scratch.counts[token] += times
+
+
+@part
+def _forget(scratch: Scratch) -> None:
+    for i in range(1, 1 + scratch.touched[0]):
+        token = scratch.touched[i]
+        scratch.seen[token] = False
+        scratch.counts[token] = 0
+    scratch.touched[0] = 0
+
+
+@part
+def _edit(row: Floats, draw: Any, ids: Ids, biases: Floats, masked: bool, scratch: Scratch) -> None:
+    """Bias, mask and penalties, in place; `ids` are the draw's from its biases on."""
+    count = draw.mask - draw.bias
+    for i in range(count):
+        if 0 <= ids[i] < len(row):
+            row[ids[i]] += biases[draw.bias_values + i]
+    if masked:
+        for token in ids[count : draw.end - draw.bias]:
+            if 0 <= token < len(row):
+                row[token] = -np.inf
+    for i in range(1, 1 + scratch.touched[0]):
+        token = scratch.touched[i]
+        factor = draw.repetition_penalty
+        row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
+        if scratch.counts[token] > 0:
+            row[token] -= draw.frequency_penalty * np.float32(scratch.counts[token])
+            row[token] -= draw.presence_penalty
+
+
+@part
+def _choose(row: Floats, draw: Any, position: np.uint64, scratch: Scratch) -> int:
+    best = likeliest(row)
+    if best == NOTHING or draw.temperature == 0:
+        return best
+    scaled, largest = scratch.scaled, row[best]
+    for j in range(len(row)):
+        scaled[j] = (row[j] - largest) / draw.temperature
+    if 0 < draw.top_k < len(row):
+        scratch.weights[:] = 1
+        keep_likeliest(scaled, scratch.weights, float(draw.top_k))
+    if draw.top_p < 1:
+        total = exponentials(scaled, np.float32(0), scratch.weights)
+        keep_likeliest(scaled, scratch.weights, draw.top_p * total)
+    if draw.min_logit > -np.inf:
+        for j in range(len(row)):
+            scaled[j] = -np.inf if scaled[j] < draw.min_logit else scaled[j]
+    return noisiest(scaled, best, draw.seed, position, scratch.blocks)
+
+
+def list_likeliest(
+    logits: Floats, rows: Ids, tops: Ids, norms: NDArray[np.float64], ids: Ids, scratch: Scratch
+) -> None:
+    """The log of the sum of exponentials of each of `rows` to `norms`, its likeliest to `ids` [rows, top].
+
+    tops[i] are listed of row i, by (logit descending, id ascending). The norm is NaN where the logits have no
+    finite maximum.
+    """
+    weights = scratch.weights[0]
+    for i in range(len(rows)):
+        row = logits[rows[i]]
+        best = likeliest(row)
+        norms[i] = np.nan
+        if best != NOTHING:
+            norms[i] = float(row[best]) + math.log(exponentials(row, row[best], weights))
+            list_first(row, ids[i, : tops[i]])

@@ -1,0 +1,133 @@
+"""The largest logits of a row, and their exponentials: parts of the kernels of sampling."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from galley.engine.sampling.layout import NOTHING, part
+
+if TYPE_CHECKING:
+    from galley.engine.sampling.layout import Floats, Ids
+
+_CHUNK: Final = 256
+_SEGMENT: Final = 2048
+_INFINITY: Final = np.int32(0x7F800000)  # the bits of float32
+_MAGNITUDE: Final = np.int32(0x7FFFFFFF)
+_SIGN: Final = np.int32(31)
+
+
+@part
+def likeliest(row: Floats) -> int:
+    """The first of the largest of `row`, or NOTHING if that is not finite or there is a NaN."""
+    highest, start = _highest(row[:_SEGMENT]), 0
+    for i in range(_SEGMENT, len(row), _SEGMENT):
+        high = _highest(row[i : i + _SEGMENT])
+        if high > highest:
+            highest, start = high, i
+    if highest >= _INFINITY or highest <= ~_INFINITY or _has_nan(row):
+        return NOTHING
+    end = min(start + _SEGMENT, len(row))
+    if highest == 0:
+        start = 0  # an equal, -0.0, may have stood before
+    return start + int(np.argmax(row[start:end]))
+
+
+@part
+def _highest(row: Floats) -> np.int32:
+    """The largest of `row` by its bits, all but the sign of the negative ones turned over: in floats' order.
+
+    Unlike a maximum of floats, one of whole numbers is vectorised. Above _INFINITY if it is a NaN.
+    """
+    bits, highest = row.view(np.int32), ~_MAGNITUDE
+    for i in range(len(bits)):
+        key = np.int32(bits[i] ^ np.int32(np.int32(bits[i] >> _SIGN) & _MAGNITUDE))
+        highest = max(highest, key)
+    return highest
+
+
+@part
+def _has_nan(row: Floats) -> bool:
+    count = 0
+    for i in range(len(row)):
+        count += row[i] != row[i]
+    return count > 0
+
+
+@part
+def list_first(row: Floats, listed: Ids) -> None:
+    """The first len(listed) tokens by (logit descending, id ascending); len(listed) <= len(row)."""
+    if len(listed) == 0:
+        return
+    for count in range(len(listed)):
+        _insert(row, count, listed[: count + 1])
+    for start in range(len(listed), len(row), _CHUNK):
+        end = min(start + _CHUNK, len(row))
+        if any_above(row[start:end], row[listed[-1]]):
+            for token in range(start, end):
+                if row[token] > row[listed[-1]]:
+                    _insert(row, token, listed)
+
+
+@part
+def any_above(logits: Floats, limit: np.float32) -> bool:
+    """Is any of `logits` above `limit`? Without a branch, so that it is vectorised."""
+    count = 0
+    for i in range(len(logits)):
+        count += logits[i] > limit
+    return count > 0
+
+
+@part
+def _insert(row: Floats, token: int, listed: Ids) -> None:
+    """Put `token` where it belongs, after its equals; the last falls out."""
+    at = len(listed) - 1
+    while at > 0 and row[token] > row[listed[at - 1]]:
+        listed[at] = listed[at - 1]
+        at -= 1
+    listed[at] = token
+
+
+_LOG2_E: Final = np.float32(1.44269504)
+_LN2_HIGH: Final = np.float32(0.693359375)  # few enough bits that a multiple is exact
+_LN2_LOW: Final = np.float32(-2.12194440e-4)
+_ROUND: Final = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves no room for a fraction
+_LOWEST: Final = np.float32(-87.0)  # e**-87 is next to nothing beside the 1 of the largest
+_EXP: Final = tuple(
+    np.float32(c)
+    for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+)
+
+
+@part
+def exponentials(logits: Floats, largest: np.float32, weights: Floats) -> float:
+    """exp(logits - largest), none above 1, to `weights`, to 2e-7 of each; their sum.
+
+    Range reduction by multiples of log(2) and a polynomial of degree 7 (Cody and Waite, "Software Manual for
+    the Elementary Functions", 1980, chapter 6; the coefficients of Moshier's Cephes, expf).
+    """
+    sums = np.zeros(16)
+    powers = np.empty(_CHUNK, np.int32)
+    for start in range(0, len(logits), _CHUNK):
+        chunk = logits[start : start + _CHUNK]
+        out = weights[start : start + len(chunk)]
+        for j in range(len(chunk)):
+            x = chunk[j] - largest
+            x = max(_LOWEST, x)
+            n = (x * _LOG2_E + _ROUND) - _ROUND
+            powers[j] = (np.int32(n) + np.int32(127)) << np.int32(23)
+            x = x - n * _LN2_HIGH - n * _LN2_LOW
+            y = _EXP[0]
+            for c in _EXP[1:]:
+                y = y * x + c
+            out[j] = y * x * x + x + np.float32(1)
+        scales = powers.view(np.float32)
+        for j in range(len(chunk)):
+            out[j] *= scales[j]
+        for j in range(0, len(chunk) - 15, 16):
+            for lane in range(16):
+                sums[lane] += out[j + lane]
+        for j in range(len(chunk) // 16 * 16, len(chunk)):
+            sums[0] += out[j]
+    return float(sums.sum())

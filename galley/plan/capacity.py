@@ -1,0 +1,237 @@
+"""How much a load needs: sessions, targets, drafts, gateways and memory, by the cost model of `cost.py`.
+
+A target replica serves n sessions at once. Each pass verifies k draft tokens of each of them, and takes the
+prompts of those that come meanwhile: n x E / output_tokens answers end in a pass, as many begin, and each
+brings the part of its prompt that is not cached. A pass lasts as long as its rows cost, and where these are
+more than the target's row budget they take several; the draft's steps are added as if nothing of them were
+hidden behind the target's work. Sessions that are there at once and answers a second are joined by Little's
+law (1961): sessions = answers a second x how long one lasts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from galley.core.cost.model import FLAT, MAX_K, RowCostCurve, expected_confirmed
+from galley.core.errors import InvalidField
+from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.core.scheduler.scheduler import MAX_ROWS
+from galley.core.store import FINISHED_TTL_S
+
+STORE_BYTES_A_SESSION = 808
+"""Redis memory of a session beside its tokens, as `make bench-sessions` measured it."""
+STORE_BYTES_A_TOKEN = 4
+
+_MOST_SESSIONS = 4096
+_MOST_SPARES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is asked, on average and at the busiest hour. `cached_share` of a prompt is found in the KV."""
+
+    answers_per_s: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_share: float = 0.0
+    time_per_output_token_ms: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSize:
+    """One target replica: what a pass over one row takes, how rows cost more, and the room for KV.
+
+    `kv_tokens`: blocks x tokens of a block, as its lease and `galley_kv_blocks` say. `max_rows`: about how
+    many rows a pass takes.
+    """
+
+    step_ms: float
+    kv_tokens: int
+    row_costs: RowCostCurve = FLAT
+    max_sessions: int = 64
+    max_rows: int = MAX_ROWS
+
+    def rows_ms(self, rows: float) -> float:
+        """What `rows` rows take in the mean, in as many passes as they need."""
+        # The curve is asked for whole rows; a pass has a part of one only on average.
+        of_a_pass = min(math.ceil(rows), self.max_rows)
+        return self.step_ms * self.row_costs(of_a_pass) * max(1.0, rows / self.max_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvMemory:
+    """What is left for KV on the devices of one replica; `kv_bytes_per_token` over all of them together.
+
+    That is 2 x layers x KV heads x size of a head x bytes of a number. `share` of the devices' memory is
+    used; what a pass works with is in the rest.
+    """
+
+    gpus: int
+    gpu_memory_gib: float
+    weights_gib: float
+    kv_bytes_per_token: int
+    share: float = 0.9
+
+    def tokens(self) -> int:
+        """Tokens of whole blocks. Raises InvalidField where not one block is left."""
+        for name, value in (("gpus", self.gpus), ("gpu_memory_gib", self.gpu_memory_gib)):
+            _check(name, value, above=0)
+        _check("kv_bytes_per_token", self.kv_bytes_per_token, least=1)
+        _check("weights_gib", self.weights_gib, least=0)
+        _check("share", self.share, above=0, most=1)
+        usable = self.gpus * self.gpu_memory_gib * self.share
+        blocks = int((usable - self.weights_gib) * 2**30 // (self.kv_bytes_per_token * BLOCK_TOKENS))
+        if blocks < 1:
+            raise InvalidField(
+                "weights_gib", f"must leave room for KV in {usable:g}, is {self.weights_gib:g}"
+            )
+        return blocks * BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSize:
+    """The draft: the chance that its token is accepted, and how many of its steps cost a target's."""
+
+    alpha: float
+    cost_ratio: float
+    max_k: int = 16
+
+
+NO_DRAFT = DraftSize(alpha=0.0, cost_ratio=math.inf, max_k=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spares:
+    """How busy a replica may be on average, and how many of each pool may be away without anybody's loss."""
+
+    busy: float = 0.7
+    replicas: int = 1
+    gateway_sessions: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One replica at `sessions` at once: k, what a pass takes (all, if several), what comes of it."""
+
+    sessions: int
+    k: int
+    pass_ms: float
+    draft_ms: float
+    time_per_output_token_ms: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the load needs; replicas include the spare ones.
+
+    `bound_by`: what keeps a replica from more sessions: `time`, `kv` or `max_sessions`.
+    """
+
+    at: Point
+    bound_by: str
+    answers_per_s_a_target: float
+    sessions: float
+    targets: int
+    drafts: int
+    gateways: int
+    store_bytes: int
+
+
+def capacity(load: Load, target: TargetSize, draft: DraftSize, spares: Spares) -> Capacity:
+    """What `load` needs. Raises InvalidField where a number is out of bounds or one session is too many."""
+    _check_all(load, target, draft, spares)
+    at, bound_by = _fullest(load, target, draft)
+    each = at.tokens_per_s / load.output_tokens
+    busy = load.answers_per_s / each
+    targets = math.ceil(busy / spares.busy - 1e-9)
+    drafting = busy * at.draft_ms / at.pass_ms
+    sessions = load.answers_per_s * load.output_tokens * at.time_per_output_token_ms / 1000
+    drafts = math.ceil(drafting / spares.busy - 1e-9)
+    gateways = math.ceil(sessions / (spares.gateway_sessions * spares.busy) - 1e-9)
+    return Capacity(
+        at=at,
+        bound_by=bound_by,
+        answers_per_s_a_target=each,
+        sessions=sessions,
+        targets=targets + spares.replicas,
+        drafts=drafts + spares.replicas if drafts else 0,
+        gateways=gateways + spares.replicas,
+        store_bytes=_store_bytes(load, sessions),
+    )
+
+
+def point(load: Load, target: TargetSize, draft: DraftSize, sessions: int) -> Point:
+    """A replica at `sessions`, with the k that makes its tokens come soonest."""
+    return min(
+        (_with_k(load, target, draft, sessions, k) for k in range(draft.max_k + 1)),
+        key=lambda at: at.time_per_output_token_ms,
+    )
+
+
+def _with_k(load: Load, target: TargetSize, draft: DraftSize, sessions: int, k: int) -> Point:
+    confirmed = expected_confirmed(draft.alpha, k)
+    beginning = sessions * confirmed / load.output_tokens
+    prompts = beginning * load.prompt_tokens * (1 - load.cached_share)
+    draft_ms = target.step_ms * k * target.row_costs(sessions) / draft.cost_ratio
+    pass_ms = target.rows_ms(sessions * (k + 1) + prompts) + draft_ms
+    return Point(sessions, k, pass_ms, draft_ms, pass_ms / confirmed, 1000 * sessions * confirmed / pass_ms)
+
+
+def _fullest(load: Load, target: TargetSize, draft: DraftSize) -> tuple[Point, str]:
+    """The most sessions that a replica may have, and what forbids one more."""
+    blocks = math.ceil((load.prompt_tokens + load.output_tokens) / BLOCK_TOKENS)
+    by_kv = target.kv_tokens // BLOCK_TOKENS // blocks
+    if by_kv < 1:
+        needed = blocks * BLOCK_TOKENS
+        raise InvalidField("kv_tokens", f"must be >= {needed}, what one session takes, is {target.kv_tokens}")
+    found = point(load, target, draft, 1)
+    if found.time_per_output_token_ms > load.time_per_output_token_ms:
+        raise InvalidField(
+            "time_per_output_token_ms",
+            f"must be >= {found.time_per_output_token_ms:.4g}, what one session alone takes, "
+            f"is {load.time_per_output_token_ms:g}",
+        )
+    for sessions in range(2, min(by_kv, target.max_sessions) + 1):
+        at = point(load, target, draft, sessions)
+        if at.time_per_output_token_ms > load.time_per_output_token_ms:
+            return found, "time"
+        found = at
+    return found, "kv" if by_kv <= target.max_sessions else "max_sessions"
+
+
+def _store_bytes(load: Load, sessions: float) -> int:
+    kept = sessions + load.answers_per_s * FINISHED_TTL_S
+    tokens = load.prompt_tokens + load.output_tokens
+    return math.ceil(kept * (STORE_BYTES_A_SESSION + STORE_BYTES_A_TOKEN * tokens))
+
+
+def _check_all(load: Load, target: TargetSize, draft: DraftSize, spares: Spares) -> None:
+    _check("answers_per_s", load.answers_per_s, above=0)
+    _check("prompt_tokens", load.prompt_tokens, least=1)
+    _check("output_tokens", load.output_tokens, least=1)
+    _check("cached_share", load.cached_share, least=0, most=1)
+    if not load.time_per_output_token_ms > 0:  # infinity: as long as it takes
+        raise InvalidField("time_per_output_token_ms", f"must be > 0, is {load.time_per_output_token_ms:g}")
+    _check("step_ms", target.step_ms, above=0)
+    _check("kv_tokens", target.kv_tokens, least=1)
+    _check("max_sessions", target.max_sessions, least=1, most=_MOST_SESSIONS)
+    _check("max_rows", target.max_rows, least=1)
+    if not draft.cost_ratio > 0:  # infinity: drafts are free
+        raise InvalidField("cost_ratio", f"must be > 0, is {draft.cost_ratio:g}")
+    _check("alpha", draft.alpha, least=0, most=1)
+    _check("max_k", draft.max_k, least=0, most=MAX_K)
+    _check("busy", spares.busy, above=0, most=1)
+    _check("replicas", spares.replicas, least=0, most=_MOST_SPARES)
+    _check("gateway_sessions", spares.gateway_sessions, least=1, most=_MOST_SESSIONS)
+
+
+def _check(
+    name: str, value: float, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf
+) -> None:
+    if math.isfinite(value) and least <= value <= most and value > above:
+        return
+    low = f"> {above:g}" if math.isfinite(above) else f">= {least:g}"
+    bound = low if math.isinf(most) else f"{low} and <= {most:g}"
+    raise InvalidField(name, f"must be {bound}, is {value:g}")

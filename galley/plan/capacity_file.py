@@ -1,0 +1,146 @@
+"""`galley plan --capacity FILE`: how many targets, drafts and gateways a load needs, by a file of numbers."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import typer
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
+from rich.console import Console
+from rich.table import Table
+
+from galley.core.cost.model import RowCostCurve
+from galley.core.errors import InvalidField
+from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.plan.capacity import (
+    NO_DRAFT,
+    Capacity,
+    DraftSize,
+    KvMemory,
+    Load,
+    Spares,
+    TargetSize,
+    capacity,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+T = TypeVar("T")
+
+_OPTION = "--capacity"
+_MOST_BYTES = 64 * 1024
+_GIB = 2**30
+_TABLES = ("load", "target", "draft", "spares")
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    load: Load
+    target: TargetSize
+    draft: DraftSize
+    spares: Spares
+    gpus: int | None  # of a target
+
+
+def plan_capacity(path: Path, *, as_json: bool) -> None:
+    """Print what the load in the file needs. Raises typer.BadParameter, naming the key and its bound."""
+    try:
+        asked = _asked(_read(path))
+        found = capacity(asked.load, asked.target, asked.draft, asked.spares)
+    except InvalidField as fault:
+        raise typer.BadParameter(f"{path}: {fault}", param_hint=_OPTION) from fault
+    if as_json:
+        typer.echo(json.dumps(_as_dict(found, asked)))
+    else:
+        _print(found, asked)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint=_OPTION) from error
+    if len(text) > _MOST_BYTES:
+        raise typer.BadParameter(f"{path}: more than {_MOST_BYTES} bytes", param_hint=_OPTION)
+    try:
+        return tomllib.loads(text.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path}: no TOML: {error}", param_hint=_OPTION) from error
+
+
+def _asked(tables: dict[str, Any]) -> _Asked:
+    """What the file says; its keys are the fields of `galley.plan.capacity`. Raises InvalidField."""
+    for name, table in tables.items():
+        if name not in _TABLES:
+            raise InvalidField(name, f"unknown; there are {', '.join(_TABLES)}")
+        if not isinstance(table, dict):
+            raise InvalidField(name, "must be a table")
+    target = dict(tables.get("target", {}))
+    memory = None
+    if ("kv_tokens" in target) == ("memory" in target):
+        raise InvalidField("target", "needs either kv_tokens or [target.memory]")
+    if "memory" in target:
+        memory = _read_as(KvMemory, target.pop("memory"), "target.memory")
+        target["kv_tokens"] = memory.tokens()
+    if "row_costs" in target:
+        target["row_costs"] = RowCostCurve.parse(str(target["row_costs"]))
+    return _Asked(
+        _read_as(Load, tables.get("load", {}), "load"),
+        _read_as(TargetSize, target, "target"),
+        _read_as(DraftSize, tables["draft"], "draft") if "draft" in tables else NO_DRAFT,
+        _read_as(Spares, tables.get("spares", {}), "spares"),
+        memory.gpus if memory is not None else None,
+    )
+
+
+def _read_as(what: type[T], table: object, name: str) -> T:
+    """An instance of the dataclass `what`. Raises InvalidField."""
+    try:
+        strict = checked(what, config=_STRICT, frozen=True)
+        return cast("T", TypeAdapter(strict).validate_python(table))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join((name, *(str(part) for part in problem["loc"])))
+        raise InvalidField(where, problem["msg"]) from error
+
+
+def _as_dict(found: Capacity, asked: _Asked) -> dict[str, Any]:
+    whole = asdict(found) | {"kv_blocks_a_target": asked.target.kv_tokens // BLOCK_TOKENS}
+    return whole if asked.gpus is None else whole | {"target_gpus": asked.gpus * found.targets}
+
+
+def _print(found: Capacity, asked: _Asked) -> None:
+    spares, gpus = asked.spares, asked.gpus
+    blocks = asked.target.kv_tokens // BLOCK_TOKENS
+    at, spare = found.at, f"{spares.replicas} of them spare" if spares.replicas else ""
+    table = Table(title="What the load needs", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    devices = "" if gpus is None else f"{gpus * found.targets} GPUs; "
+    for row in (
+        ("targets", str(found.targets), devices + spare),
+        ("drafts", str(found.drafts), spare if found.drafts else "no draft token pays"),
+        ("gateways", str(found.gateways), spare),
+        ("sessions at once", f"{found.sessions:.0f}", ""),
+        ("memory of the store", f"{found.store_bytes / _GIB:.2f} GiB", "beside Redis' own"),
+    ):
+        table.add_row(*row)
+    Console().print(table)
+    bound = {"time": "time per output token", "kv": "KV blocks", "max_sessions": "max_sessions"}
+    for line in (
+        f"A full target: {at.sessions} sessions at k={at.k} (bound by {bound[found.bound_by]}),",
+        (
+            f"  {at.tokens_per_s:.0f} tokens/s, {at.time_per_output_token_ms:.1f} ms a token, "
+            f"{found.answers_per_s_a_target:.2f} answers/s, {blocks} KV blocks."
+        ),
+        f"Replicas are counted at {spares.busy:.0%} of that.",
+    ):
+        typer.echo(line)

@@ -1,0 +1,292 @@
+"""One part of the local stack: an operating system process, from starting to ready to gone.
+
+Every part runs under `guard.py`, in a session of its own: Ctrl-C reaches only the supervisor, and however the
+supervisor ends, the part ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from galley.stack import guard
+from galley.stack.probes import LOOPBACK, lines, listening, pong
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# What a part says when it is ready: {"address": "127.0.0.1:4711", ...}; by part name.
+Told = Mapping[str, Any]
+Facts = Mapping[str, Told]
+
+_TAIL_LINES = 20
+_PING_PERIOD_S = 0.01
+_LAST_WORDS_S = 5.0
+
+
+class State(enum.StrEnum):
+    """Of one part."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    READY = "ready"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class ReadyBy(enum.Enum):
+    """How a part shows that it is ready."""
+
+    # It gets `--ready-fd N` and writes JSON lines there: {"stage": ...}, at last {"stage": "ready", ...}.
+    PIPE = enum.auto()
+    # It answers a PING on the unix socket that its spec names.
+    PING = enum.auto()
+    # It takes connections on all the ports that its spec names; the first one's is its address.
+    PORTS = enum.auto()
+    # It ends with 0; each line of its output is a stage, the last one is its answer: {"line": ...}.
+    EXIT = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """What to run, and when: `command` is given what the parts named in `after` said, as is `environment`.
+
+    A `niceness` above 0 lets the other parts go before it where cores are few. A stack outlives the end of a
+    part that is not `vital`.
+    """
+
+    name: str
+    command: Callable[[Facts], Sequence[str]]
+    after: tuple[str, ...] = ()
+    ready_by: ReadyBy = ReadyBy.PIPE
+    socket: Path | None = None
+    ports: tuple[int, ...] = ()
+    niceness: int = 0
+    environment: Callable[[Facts], Mapping[str, str]] = lambda _: {}
+    vital: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PartStatus:
+    """A change that the display shows; `elapsed_s` counts from the start of the part's process."""
+
+    name: str
+    state: State
+    stage: str
+    elapsed_s: float
+    address: str = ""
+
+
+OnStatus = Callable[[PartStatus], None]
+
+
+class PartFailed(Exception):
+    """A part did not become ready, or died; `tail` is the end of its log."""
+
+    def __init__(self, name: str, problem: str, log: Path) -> None:
+        super().__init__(f"{name} {problem}")
+        self.name = name
+        self.problem = problem
+        self.log = log
+        self.tail = log_tail(log)
+
+
+def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
+    """The last lines of a log file, empty if there is none."""
+    if not log.exists():
+        return ""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+class Part:
+    """The process of one spec. `start` once, from the main thread; `stop` as often as you like."""
+
+    def __init__(self, spec: PartSpec, log: Path, env: Mapping[str, str], on_status: OnStatus) -> None:
+        self.spec = spec
+        self.log = log
+        self._env = env
+        self._given: dict[str, str] = {}
+        self._on_status = on_status
+        self._process: asyncio.subprocess.Process | None = None
+        self._started_at = 0.0
+
+    @property
+    def pid(self) -> int:
+        """Of the part's process; raises RuntimeError before it was started."""
+        if self._process is None:
+            raise RuntimeError(f"{self.spec.name} was not started")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """True from the start of the process until its end was noticed."""
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self, facts: Facts, timeout_s: float) -> Told:
+        """Run the command and wait until it is ready; raises PartFailed. What runs must still be stopped."""
+        self._started_at = time.monotonic()
+        self._report(State.STARTING, "starting")
+        try:
+            async with asyncio.timeout(timeout_s):
+                told = await self._spawn_and_wait(facts)
+        except TimeoutError:
+            raise self._failure(f"was not ready after {timeout_s:g} s") from None
+        self._report(State.READY, "ready", str(told.get("address", "")))
+        return told
+
+    async def _spawn_and_wait(self, facts: Facts) -> Told:
+        command = list(self.spec.command(facts))
+        self._given = {**self._env, **self.spec.environment(facts)}
+        match self.spec.ready_by:
+            case ReadyBy.PIPE:
+                return await self._until_told(command)
+            case ReadyBy.PING:
+                return await self._untilpong(command)
+            case ReadyBy.PORTS:
+                return await self._untillistening(command)
+            case ReadyBy.EXIT:
+                return await self._until_done(command)
+
+    async def _spawn(self, command: Sequence[str], **kwargs: Any) -> asyncio.subprocess.Process:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "parts are tied to the thread that starts them: start them from the main thread"
+            )
+        guard_args = [str(os.getpid()), str(self.spec.niceness)]
+        guarded = [sys.executable, "-I", "-S", guard.__file__, *guard_args, *command]
+        with self.log.open("ab") as log:
+            kwargs = {"stdout": log, **kwargs}
+            self._process = await asyncio.create_subprocess_exec(
+                *guarded,
+                stdin=asyncio.subprocess.DEVNULL,
+                stderr=log,
+                env=self._given,
+                start_new_session=True,
+                **kwargs,
+            )
+        return self._process
+
+    async def _until_told(self, command: Sequence[str]) -> Told:
+        read_fd, write_fd = os.pipe()
+        with os.fdopen(read_fd, "rb", buffering=0) as pipe:
+            try:
+                await self._spawn([*command, "--ready-fd", str(write_fd)], pass_fds=(write_fd,))
+            finally:
+                os.close(write_fd)
+            async with lines(pipe) as told:
+                async for line in told:
+                    message = self._message(line)
+                    if message.get("stage") == "ready":
+                        return message
+                    self._report(State.STARTING, str(message.get("stage", "")))
+        raise await self._ended_early()
+
+    def _message(self, line: bytes) -> Told:
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise self._failure(f"wrote {line!r} where a JSON object was due")
+        return message
+
+    async def _untilpong(self, command: Sequence[str]) -> Told:
+        socket = self.spec.socket
+        if socket is None:
+            raise ValueError(f"{self.spec.name}: PING needs a socket")
+        await self._until(command, lambda: pong(socket))
+        return {"address": str(socket)}
+
+    async def _untillistening(self, command: Sequence[str]) -> Told:
+        if not self.spec.ports:
+            raise ValueError(f"{self.spec.name}: PORTS needs ports")
+        await self._until(command, lambda: listening(self.spec.ports))
+        return {"address": f"{LOOPBACK}:{self.spec.ports[0]}"}
+
+    async def _until(self, command: Sequence[str], holds: Callable[[], Awaitable[bool]]) -> None:
+        process = await self._spawn(command)
+        while not await holds():
+            if process.returncode is not None:
+                raise await self._ended_early()
+            await asyncio.sleep(_PING_PERIOD_S)
+
+    async def _until_done(self, command: Sequence[str]) -> Told:
+        process = await self._spawn(command, stdout=asyncio.subprocess.PIPE)
+        line = b""
+        if process.stdout is not None:
+            async for line in process.stdout:
+                self._report(State.STARTING, line.decode(errors="replace").strip())
+        if await process.wait() != 0:
+            raise await self._ended_early()
+        return {"line": line.decode(errors="replace").strip()}
+
+    async def _ended_early(self) -> PartFailed:
+        """The failure of a part that ended, or gave up its pipe, before it was ready."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._wait()
+        if self.running:
+            return self._failure("closed its ready pipe before it was ready")
+        return self._failure(f"{self._how_it_ended()} before it was ready")
+
+    async def died(self) -> PartFailed:
+        """Wait for the end of the process, which nobody asked for."""
+        await self._wait()
+        return self._failure(self._how_it_ended())
+
+    async def ended(self) -> None:
+        """Wait for the end of the process, which somebody asked for."""
+        await self._wait()
+
+    async def _wait(self) -> None:
+        if self._process is not None:
+            await self._process.wait()
+
+    def _how_it_ended(self) -> str:
+        code = self._process.returncode if self._process is not None else None
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def _failure(self, problem: str) -> PartFailed:
+        self._report(State.FAILED, problem)
+        return PartFailed(self.spec.name, problem, self.log)
+
+    def send(self, sig: signal.Signals) -> None:
+        """Send a signal to the process, if it still runs."""
+        if self.running:
+            os.kill(self.pid, sig)
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL to the whole process group after `grace_s` seconds."""
+        if not self.running:
+            return
+        self._report(State.STOPPED, "stopping")
+        self.send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._wait()
+        except TimeoutError:
+            await self.kill()
+        self._report(State.STOPPED, "stopped")
+
+    async def kill(self) -> None:
+        """SIGKILL to the whole process group."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+        await self._wait()
+
+    def _report(self, state: State, stage: str, address: str = "") -> None:
+        elapsed_s = time.monotonic() - self._started_at
+        self._on_status(PartStatus(self.spec.name, state, stage, elapsed_s, address))

@@ -1,0 +1,99 @@
+"""Shows the parts of a stack from starting to ready: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from galley.stack.part import PartStatus, State
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from rich.console import Console, RenderableType
+
+_MARKS = {State.READY: ("✔", "green"), State.FAILED: ("✘", "red"), State.STOPPED: ("■", "dim")}
+
+
+@dataclass(slots=True)
+class _Row:
+    status: PartStatus
+    seen_at: float
+    spinner: Spinner
+
+
+class StackProgress:
+    """Give `show` to a Stack as its `on_status`; use as a context while the stack starts."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rows: dict[str, _Row] = {}
+        self._live = Live(console=console, get_renderable=self._table, refresh_per_second=10)
+        self._on = False
+
+    def expect(self, parts: Sequence[str]) -> None:
+        """Name the parts, in the order in which they are shown."""
+        for name in parts:
+            self._note(PartStatus(name, State.WAITING, "waiting", 0.0))
+
+    def __enter__(self) -> Self:
+        self._on = True
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._on = False
+        self._live.stop()
+
+    def show(self, status: PartStatus) -> None:
+        """Note a change; once the stack is up, nothing more is shown."""
+        if not self._on:
+            return
+        self._note(status)
+        if not self._console.is_terminal:
+            self._console.print(Text(_line(status)), soft_wrap=True)
+
+    def _note(self, status: PartStatus) -> None:
+        self._rows[status.name] = _Row(status, time.monotonic(), Spinner("dots"))
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, 1), show_header=False)
+        for row in self._rows.values():
+            table.add_row(*_cells(row))
+        return table
+
+
+def _cells(row: _Row) -> list[RenderableType]:
+    status = row.status
+    elapsed_s = status.elapsed_s
+    mark: RenderableType = Text("·", style="dim")
+    if status.state is State.STARTING:
+        mark, elapsed_s = row.spinner, elapsed_s + time.monotonic() - row.seen_at
+    elif status.state in _MARKS:
+        mark = Text.assemble(_MARKS[status.state])
+    elapsed = Text("" if status.state is State.WAITING else f"{elapsed_s:5.1f} s", style="dim")
+    return [
+        mark,
+        Text(status.name, style="bold"),
+        Text(status.stage),
+        elapsed,
+        Text(status.address, style="dim"),
+    ]
+
+
+def _line(status: PartStatus) -> str:
+    elapsed = f" ({status.elapsed_s:.1f} s)" if status.state in (State.READY, State.FAILED) else ""
+    return f"{status.name}: {status.stage}{elapsed} {status.address}".rstrip()

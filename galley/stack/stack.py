@@ -1,0 +1,240 @@
+"""The local stack: Valkey, targets, drafts and gateways, each its own process, started as early as can be.
+
+    async with Stack(StackOptions(gateways=2)) as stack:
+        first, second = stack.gateways
+
+A part starts as soon as the parts that it needs are ready. If one cannot, the others are stopped and
+PartFailed is raised. Once they are up, a part that dies is not started again: `failure()` tells who died, and
+what to do about it is the caller's to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from galley.stack.options import PartTable, StackDirs, StackOptions, environment_of
+from galley.stack.part import Facts, OnStatus, Part, PartFailed, PartSpec, PartStatus, ReadyBy, State, Told
+from galley.stack.parts import stack_parts
+from galley.top.service import Service
+
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Coroutine, Mapping
+    from types import TracebackType
+
+__all__ = [
+    "Facts",
+    "OnStatus",
+    "PartFailed",
+    "PartSpec",
+    "PartStatus",
+    "PartTable",
+    "ReadyBy",
+    "Stack",
+    "StackDirs",
+    "StackOptions",
+    "State",
+    "Told",
+]
+
+# A unix socket's path may not be longer on Linux than 107 bytes.
+_MAX_RUN_DIR = 80
+_BLAME_S = 1.0
+
+T = TypeVar("T")
+
+
+def ignore_status(_: PartStatus) -> None:
+    """Show nothing."""
+
+
+class Stack:
+    """The parts of one local stack. Use from the main thread: parts are tied to the life of the thread."""
+
+    def __init__(
+        self,
+        options: StackOptions,
+        on_status: OnStatus = ignore_status,
+        parts: PartTable = stack_parts,
+    ) -> None:
+        self.options = options
+        if options.gateways < 1:
+            raise ValueError("a stack has at least one gateway")
+        if options.replicas < 1:
+            raise ValueError("a stack has at least one target")
+        if options.tensor_parallel < 1:
+            raise ValueError("a replica has at least one rank")
+        if options.drafts < 1:
+            raise ValueError("a stack has at least one draft")
+        self.dirs = _make_dirs(options)
+        env = environment_of(options)
+        self._parts = {
+            spec.name: Part(spec, self.dirs.logs / f"{spec.name}.log", env, on_status)
+            for spec in parts(options, self.dirs)
+        }
+        self._told: dict[str, Told] = {}
+        self._failed = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parts."""
+        return tuple(self._parts)
+
+    @property
+    def gateways(self) -> tuple[str, ...]:
+        """The addresses of the gateways, "host:port"."""
+        return tuple(self.address(name) for name in self._parts if name.startswith("gateway"))
+
+    def address(self, part: str) -> str:
+        """Where a ready part listens."""
+        return str(self._told[part]["address"])
+
+    @property
+    def services(self) -> tuple[Service, ...]:
+        """The ready parts that tell metrics."""
+        ready = {name: self._told[name] for name in self._parts if name in self._told}
+        return tuple(
+            Service(name, str(told["metrics"]), str(told.get("address", "")))
+            for name, told in ready.items()
+            if told.get("metrics")
+        )
+
+    @property
+    def store_url(self) -> str:
+        """Of the embedded store; empty where it is the user's own, whose URL may hold a password."""
+        return "" if self.options.redis_url else f"unix://{self.address('valkey')}"
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """The parts whose process runs."""
+        return tuple(name for name, part in self._parts.items() if part.running)
+
+    def told(self, part: str) -> Told:
+        """What a part said when it was ready."""
+        return self._told[part]
+
+    def pid(self, part: str) -> int:
+        """Of a part's process."""
+        return self._parts[part].pid
+
+    def log(self, part: str) -> Path:
+        """The file that a part's output goes to."""
+        return self._parts[part].log
+
+    def send(self, part: str, sig: signal.Signals) -> None:
+        """Send a signal to a part."""
+        self._parts[part].send(sig)
+
+    async def kill(self, part: str) -> None:
+        """SIGKILL a part and wait for its end."""
+        await self._parts[part].kill()
+
+    async def ended(self, part: str) -> None:
+        """Wait for the end of a part that was asked to stop."""
+        await self._parts[part].ended()
+
+    async def restart(self, part: str) -> None:
+        """Start a part again that has ended; the others keep the address that they know of it."""
+        await self._start_part(self._parts[part])
+
+    async def __aenter__(self) -> Self:
+        if not self._told:
+            await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start everything; raises PartFailed, with nothing left running, if a part cannot."""
+        ready = {name: asyncio.Event() for name in self._parts}
+        try:
+            async with asyncio.TaskGroup() as group:
+                for part in self._parts.values():
+                    group.create_task(self._start_after(part, ready), name=f"start {part.spec.name}")
+        except BaseExceptionGroup as failures:
+            self._failed = True
+            await self.stop()
+            raise _first(failures) from None
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+
+    async def _start_after(self, part: Part, ready: Mapping[str, asyncio.Event]) -> None:
+        for name in part.spec.after:
+            await ready[name].wait()
+        await self._start_part(part)
+        ready[part.spec.name].set()
+
+    async def _start_part(self, part: Part) -> None:
+        self._told[part.spec.name] = await part.start(self._told, self.options.start_timeout_s)
+
+    async def failure(self) -> PartFailed:
+        """Wait until a vital part dies that nobody stopped."""
+        vital = [part for part in self._parts.values() if part.running and part.spec.vital]
+        async with asyncio.TaskGroup() as group:
+            watches = [group.create_task(part.died()) for part in vital]
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            for watch in watches:
+                watch.cancel()
+        self._failed = True
+        return done.pop().result()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do `work` for as long as all parts live; raises PartFailed if one dies meanwhile."""
+        working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self.failure())
+        try:
+            await asyncio.wait([working, dying], return_when=asyncio.FIRST_COMPLETED)
+            if working.done() and not working.cancelled() and working.exception() is not None:
+                # The death of a part may be the reason, noticed a moment later.
+                await asyncio.wait([dying], timeout=_BLAME_S)
+            if dying.done():
+                raise dying.result()
+            return working.result()
+        finally:
+            working.cancel()
+            dying.cancel()
+            await asyncio.wait([working, dying])
+
+    async def stop(self) -> None:
+        """Stop everything, those first that others do not depend on. Logs are kept if a part had failed."""
+        while running := [part for part in self._parts.values() if part.running]:
+            needed = {name for part in running for name in part.spec.after}
+            idle = [part for part in running if part.spec.name not in needed]
+            async with asyncio.TaskGroup() as group:
+                for part in idle:
+                    group.create_task(part.stop(self.options.stop_grace_s))
+        if not self._failed:
+            self.forget()
+
+    def forget(self) -> None:
+        """Remove what the stack wrote into its temporary directory, logs of a failure included."""
+        shutil.rmtree(self.dirs.run, ignore_errors=True)
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that came first; TaskGroup keeps their order."""
+    error: BaseException = failures
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _make_dirs(options: StackOptions) -> StackDirs:
+    run = Path(tempfile.mkdtemp(prefix="galley-"))
+    if len(str(run)) > _MAX_RUN_DIR:
+        run.rmdir()
+        run = Path(tempfile.mkdtemp(prefix="galley-", dir="/tmp"))
+    dirs = StackDirs(run, options.data_dir or run / "data", options.log_dir or run / "logs")
+    dirs.data.mkdir(parents=True, exist_ok=True)
+    dirs.logs.mkdir(parents=True, exist_ok=True)
+    return dirs

@@ -1,0 +1,97 @@
+"""What `galley up --trace` shows traces with: Arize Phoenix where it is installed, else `galley trace`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import socket
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from galley.stack.part import PartSpec, ReadyBy
+from galley.stack.probes import LOOPBACK
+from galley.trace.read.places import new_file, trace_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+_PHOENIX = "arize-phoenix"
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """The part that takes the traces, and what to tell the user of it."""
+
+    part: PartSpec
+    told: str
+
+
+def find_viewer() -> Viewer:
+    """The best that there is here. Raises OSError."""
+    directory = trace_dir()
+    return _phoenix(directory / "phoenix") if _has_phoenix() else _collector(new_file(directory))
+
+
+def export_to(address: str) -> Mapping[str, str]:
+    """The environment of a process that is to send its traces to `address`, and nothing else there."""
+    return {
+        "OTEL_SDK_DISABLED": "false",
+        "OTEL_TRACES_EXPORTER": "otlp",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://{address}",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc",
+        "OTEL_EXPORTER_OTLP_TRACES_INSECURE": "true",
+    }
+
+
+def _collector(file: Path) -> Viewer:
+    command = [sys.executable, "-P", "-m", "galley.trace", "--file", str(file)]
+    part = PartSpec("traces", lambda _: command, vital=False)
+    return Viewer(part, f"traces go to {file}; galley trace --list shows them")
+
+
+def _has_phoenix() -> bool:
+    """By its distribution's name: importing it takes seconds, and other packages are called phoenix, too."""
+    try:
+        importlib.metadata.version(_PHOENIX)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _phoenix(directory: Path) -> Viewer:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    grpc_port, http_port = _free_ports(2)
+    environment = {
+        "PHOENIX_HOST": LOOPBACK,
+        "PHOENIX_PORT": str(http_port),
+        "PHOENIX_GRPC_PORT": str(grpc_port),
+        "PHOENIX_WORKING_DIR": str(directory),
+        # It would tell its makers of each start, and load fonts from elsewhere.
+        "PHOENIX_TELEMETRY_ENABLED": "false",
+        "PHOENIX_ALLOW_EXTERNAL_RESOURCES": "false",
+        # An assistant with a shell of its own, which nobody needs to look at traces.
+        "PHOENIX_DISABLE_AGENT_ASSISTANT": "true",
+        "PHOENIX_AGENTS_DISABLE_BASH": "true",
+    }
+    part = PartSpec(
+        "phoenix",
+        lambda _: [sys.executable, "-P", "-m", "phoenix.server.main", "serve"],
+        ready_by=ReadyBy.PORTS,
+        ports=(grpc_port, http_port),
+        environment=lambda _: environment,
+        vital=False,
+    )
+    return Viewer(part, f"traces at http://{LOOPBACK}:{http_port} (Arize Phoenix)")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Different ones, which nobody listens on at this moment."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind((LOOPBACK, 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()

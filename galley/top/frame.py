@@ -1,0 +1,170 @@
+"""What the dashboard shows, as plain values: the whole, its workloads. None is for what is not known. Pure.
+
+Acceptance is of the tokens that were verified; tokens a round are 1 + accepted / rounds; the speed-up is the
+estimated time of plain decoding over the real time of the same tokens, both as the gateways count them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from galley.top import names
+from galley.top.fleet import GATEWAY
+from galley.top.series import added, by, mean, quantile, ratio, total
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from galley.top.fleet import Reading
+    from galley.top.series import Samples
+
+_MEDIAN, _HIGH = 0.5, 0.99
+_BREAKERS = {0: "closed", 1: "half open", 2: "open"}
+CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of a histogram of seconds: its median and its 99th percentile."""
+
+    median_s: float | None = None
+    high_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How often since the services began, and how often within the last minute."""
+
+    total: float = 0.0
+    lately: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Breaker:
+    """What the gateways hold against a replica: the worst that one of them does."""
+
+    pool: str
+    replica: str
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What drafts were worth."""
+
+    acceptance: float | None = None
+    tokens_per_round: float | None = None
+    speed_up: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One workload, over all gateways; `k` is the mean of those chosen."""
+
+    name: str
+    tokens_per_s: float | None
+    k: float | None
+    speculation: Speculation
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """All gateways together; `failed` are the calls that ended by a fault of ours."""
+
+    sessions: float | None
+    tokens_per_s: float | None
+    rounds_per_s: float | None
+    speculation: Speculation
+    first_token: Times
+    per_token: Times
+    commit: Times
+    refused: Count
+    failovers: Count
+    failed: Count
+    breakers: tuple[Breaker, ...]
+
+
+def overview_of(readings: Iterable[Reading]) -> Overview:
+    """Of what all gateways say."""
+    gateways = of_pool(readings, GATEWAY)
+    now, window = added(one.now for one in gateways), added(one.window.samples for one in gateways)
+    return Overview(
+        sessions=total(now, names.SESSIONS),
+        tokens_per_s=rate(gateways, names.CONFIRMED),
+        rounds_per_s=rate(gateways, names.ROUNDS),
+        speculation=_speculation(window),
+        first_token=times(window, names.FIRST_TOKEN),
+        per_token=times(window, names.PER_TOKEN),
+        commit=times(window, names.COMMIT),
+        refused=_count(now, window, names.REFUSED),
+        failovers=_count(now, window, names.FAILOVERS),
+        failed=_count(now, window, names.STREAMS, fault=names.OURS),
+        breakers=breakers_of(gateways),
+    )
+
+
+def workloads_of(readings: Iterable[Reading]) -> list[Workload]:
+    """The busiest first."""
+    gateways = of_pool(readings, GATEWAY)
+    window = added(one.window.samples for one in gateways)
+    known = {name for one in gateways for name in by(one.now, names.CONFIRMED, names.WORKLOAD)}
+    found = [_workload(name, gateways, window) for name in known]
+    return sorted(found, key=lambda workload: (-(workload.tokens_per_s or 0.0), workload.name))
+
+
+def of_pool(readings: Iterable[Reading], pool: str) -> list[Reading]:
+    """Those of one pool."""
+    return [one for one in readings if one.pool == pool]
+
+
+def times(grown: Samples, histogram: str) -> Times:
+    """Of what a histogram observed."""
+    return Times(quantile(grown, histogram, _MEDIAN), quantile(grown, histogram, _HIGH))
+
+
+def rate(readings: Iterable[Reading], name: str, **wanted: str) -> float | None:
+    """A second, all of them together; None if none of them tells."""
+    each = [ratio(total(one.recent.samples, name, **wanted), one.recent.seconds) for one in readings]
+    known = [of for of in each if of is not None]
+    return sum(known) if known else None
+
+
+def breakers_of(gateways: Sequence[Reading]) -> tuple[Breaker, ...]:
+    """Of every replica that a gateway watches, in order."""
+    worst: dict[tuple[str, str], float] = {}
+    for one in gateways:
+        for labels, value in one.now.get(names.BREAKER, {}).items():
+            told = dict(labels)
+            key = (told.get(names.POOL, ""), told.get(names.REPLICA, ""))
+            worst[key] = max(value, worst.get(key, 0.0))
+    return tuple(
+        Breaker(pool, replica, _BREAKERS.get(round(value), "?"))
+        for (pool, replica), value in sorted(worst.items())
+    )
+
+
+def _speculation(window: Samples, **wanted: str) -> Speculation:
+    def grown(name: str) -> float | None:
+        return total(window, name, **wanted)
+
+    rounds, accepted = grown(names.ROUNDS), grown(names.ACCEPTED)
+    a_round = ratio(accepted or 0.0, rounds)
+    return Speculation(
+        acceptance=ratio(accepted, grown(names.VERIFIED)),
+        tokens_per_round=None if a_round is None else 1 + a_round,
+        speed_up=ratio(grown(names.PLAIN_TIME), grown(names.DECODE_TIME)),
+    )
+
+
+def _workload(name: str, gateways: Sequence[Reading], window: Samples) -> Workload:
+    return Workload(
+        name,
+        rate(gateways, names.CONFIRMED, workload=name),
+        mean(window, names.K, workload=name),
+        _speculation(window, workload=name),
+    )
+
+
+def _count(now: Samples, window: Samples, name: str, **wanted: str) -> Count:
+    return Count(total(now, name, **wanted) or 0.0, total(window, name, **wanted) or 0.0)

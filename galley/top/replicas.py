@@ -1,0 +1,160 @@
+"""The rows of the table of processes: what each says of itself, and what the registry says of it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from galley.core.routing.choice import TargetLease
+from galley.top import names
+from galley.top.fleet import DRAFT, GATEWAY, POOLS, TARGET
+from galley.top.frame import breakers_of, of_pool, rate
+from galley.top.series import mean, quantile, total
+from galley.top.service import host_and_port
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from galley.core.routing.choice import DraftLease
+    from galley.top.fleet import Reading, Registered
+
+    Lease: TypeAlias = TargetLease | DraftLease
+
+_HIGH = 0.99
+UP, AWAY, DRAINING, LEASED = "up", "away", "draining", "leased"
+
+
+@dataclass(frozen=True, slots=True)
+class Kv:
+    """Blocks of a target's pool; `cached` hold what no session uses now. None where it is not told apart."""
+
+    used: float
+    cached: float | None
+    free: float
+
+    @property
+    def all(self) -> float:
+        """Those of the pool."""
+        return self.used + (self.cached or 0.0) + self.free
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A process. `sessions` and `rows` are means of its batches, for a gateway `sessions` are those open.
+
+    `state`: up, away (`problem` says why, for `away_s`), draining, or leased: known by its registration only.
+    """
+
+    pool: str
+    name: str
+    address: str
+    state: str
+    problem: str = ""
+    away_s: float = 0.0
+    sessions: float | None = None
+    queue: float | None = None
+    oldest_s: float | None = None
+    rows: float | None = None
+    batches_per_s: float | None = None
+    preempted: float | None = None
+    kv: Kv | None = None
+    breaker: str = ""
+
+
+def replicas_of(readings: Sequence[Reading], registered: Registered) -> list[Replica]:
+    """By pool, each in the order in which it was named; then those that are only registered."""
+    leases: dict[str, dict[str, Lease]] = {
+        TARGET: {lease.address: lease for lease in registered.targets},
+        DRAFT: {lease.address: lease for lease in registered.drafts},
+    }
+    rows: list[Replica] = []
+    for one in readings:
+        lease = _lease_of(one, readings, leases.get(one.pool, {}))
+        rows.append(_scraped(one, lease))
+    scraped = {row.address for row in rows}
+    for pool, of_pool_ in leases.items():
+        rows += [_leased(pool, lease) for lease in of_pool_.values() if lease.address not in scraped]
+    held = {(one.pool, one.replica): one.state for one in breakers_of(of_pool(readings, GATEWAY))}
+    rows = [replace(row, breaker=held.get((row.pool, row.address), "")) for row in rows]
+    order = {pool: at for at, pool in enumerate(POOLS)}
+    return sorted(rows, key=lambda row: order.get(row.pool, len(order)))
+
+
+def _lease_of(one: Reading, readings: Sequence[Reading], leases: dict[str, Lease]) -> Lease | None:
+    """Its own, or where it does not say its address, the one on its host, if there each has only one."""
+    if one.service.address:
+        return leases.get(one.service.address)
+    host = _host(one.service.metrics)
+    here = [lease for lease in leases.values() if _host(lease.address) == host]
+    scraped = [other for other in of_pool(readings, one.pool) if _host(other.service.metrics) == host]
+    return here[0] if len(here) == len(scraped) == 1 else None
+
+
+def _host(address: str) -> str:
+    try:
+        return host_and_port(address)[0]
+    except ValueError:
+        return address
+
+
+def _scraped(one: Reading, lease: Lease | None) -> Replica:
+    row = Replica(
+        one.pool,
+        one.service.name,
+        one.service.address or (lease.address if lease else ""),
+        _state(one, lease),
+        one.away,
+        one.away_s if one.away else 0.0,
+    )
+    if one.pool == GATEWAY:
+        return replace(row, sessions=total(one.now, names.SESSIONS))
+    if one.pool == DRAFT:
+        return replace(
+            row,
+            sessions=mean(one.window.samples, names.DRAFT_SESSIONS),
+            queue=total(one.now, names.DRAFT_DEPTH),
+            oldest_s=quantile(one.window.samples, names.DRAFT_AGE, _HIGH),
+            batches_per_s=rate([one], names.DRAFT_STEP + names.COUNT),
+        )
+    if one.pool == TARGET:
+        return _target(row, one)
+    return row
+
+
+def _target(row: Replica, one: Reading) -> Replica:
+    return replace(
+        row,
+        sessions=mean(one.window.samples, names.BATCH_SESSIONS),
+        queue=total(one.now, names.DEPTH),
+        oldest_s=quantile(one.window.samples, names.AGE, _HIGH),
+        rows=mean(one.window.samples, names.BATCH_ROWS),
+        batches_per_s=rate([one], names.BATCH_TIME + names.COUNT),
+        preempted=total(one.now, names.PREEMPTIONS),
+        kv=_kv(one),
+    )
+
+
+def _state(one: Reading, lease: Lease | None) -> str:
+    if one.away:
+        return AWAY
+    return DRAINING if lease is not None and lease.draining else UP
+
+
+def _kv(one: Reading) -> Kv | None:
+    used, cached, free = (
+        total(one.now, names.KV_BLOCKS, state=state) for state in (names.USED, names.CACHED, names.FREE)
+    )
+    if used is None or free is None:
+        return None
+    return Kv(max(0.0, used), None if cached is None else max(0.0, cached), max(0.0, free))
+
+
+def _leased(pool: str, lease: Lease) -> Replica:
+    row = Replica(
+        pool, lease.address, lease.address, DRAINING if lease.draining else LEASED, queue=lease.queue_depth
+    )
+    if not isinstance(lease, TargetLease):
+        return replace(row, sessions=lease.sessions)
+    if lease.kv_blocks_total < 1:
+        return row
+    return replace(row, kv=Kv(lease.kv_blocks_total - lease.kv_blocks_free, None, lease.kv_blocks_free))

@@ -1,0 +1,109 @@
+"""What a service says of itself at one moment, and what grew between two: sums, means, quantiles. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, TypeAlias
+
+from galley.top import names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+Labels: TypeAlias = "tuple[tuple[str, str], ...]"
+# By name and (sorted) labels; finite numbers only.
+Samples: TypeAlias = "Mapping[str, Mapping[Labels, float]]"
+
+
+def growth(before: Samples, after: Samples) -> Samples:
+    """By how much what grows has grown: all of `after` where the process has begun anew meanwhile.
+
+    That any of it fell shows that it has. What was not there before began at 0.
+    """
+    counters = {name: rows for name, rows in after.items() if name.endswith(names.GROWING)}
+    if _began_anew(before, counters):
+        return counters
+    return {
+        name: {labels: value - before.get(name, {}).get(labels, 0.0) for labels, value in rows.items()}
+        for name, rows in counters.items()
+    }
+
+
+def _began_anew(before: Samples, counters: Samples) -> bool:
+    return any(
+        value < before.get(name, {}).get(labels, 0.0)
+        for name, rows in counters.items()
+        for labels, value in rows.items()
+    )
+
+
+def added(parts: Iterable[Samples]) -> Samples:
+    """The sums of what several say under the same name and labels."""
+    sums: dict[str, dict[Labels, float]] = {}
+    for part in parts:
+        for name, rows in part.items():
+            into = sums.setdefault(name, {})
+            for labels, value in rows.items():
+                into[labels] = into.get(labels, 0.0) + value
+    return sums
+
+
+def total(samples: Samples, name: str, **wanted: str) -> float | None:
+    """The sum over all rows with these labels; None if there is none."""
+    asked = set(wanted.items())
+    found = [value for labels, value in samples.get(name, {}).items() if asked <= set(labels)]
+    return sum(found) if found else None
+
+
+def by(samples: Samples, name: str, label: str) -> dict[str, float]:
+    """The sums by the value of a label; rows without it are left out."""
+    sums: dict[str, float] = defaultdict(float)
+    for labels, value in samples.get(name, {}).items():
+        for key, of in labels:
+            if key == label:
+                sums[of] += value
+    return dict(sums)
+
+
+def ratio(part: float | None, whole: float | None) -> float | None:
+    """None where it would say nothing."""
+    return part / whole if part is not None and whole and whole > 0 else None
+
+
+def mean(samples: Samples, histogram: str, **wanted: str) -> float | None:
+    """Of what a histogram has observed; None if nothing."""
+    return ratio(
+        total(samples, histogram + names.SUM, **wanted), total(samples, histogram + names.COUNT, **wanted)
+    )
+
+
+def quantile(samples: Samples, histogram: str, share: float) -> float | None:
+    """As Prometheus's histogram_quantile: linear within the bucket, the highest bound for what lies above.
+
+    None where nothing was observed. `share` lies in (0, 1].
+    """
+    counts = _by_bound(samples, histogram)
+    bounds = sorted(counts)
+    if len(bounds) < 2 or bounds[-1] != math.inf:
+        return None
+    rank = share * max(counts.values())
+    low_bound, low_count = min(0.0, bounds[0]), 0.0
+    for bound in bounds[:-1]:
+        count = max(counts[bound], low_count)
+        if count >= rank and count > low_count:
+            return low_bound + (bound - low_bound) * (rank - low_count) / (count - low_count)
+        low_bound, low_count = bound, count
+    return bounds[-2] if rank > 0 else None
+
+
+def _by_bound(samples: Samples, histogram: str) -> dict[float, float]:
+    counts: dict[float, float] = defaultdict(float)
+    for written, count in by(samples, histogram + names.BUCKET, names.BOUND).items():
+        try:
+            bound = float(written)
+        except ValueError:
+            continue
+        if bound > -math.inf:  # nor not-a-number
+            counts[bound] += count
+    return counts

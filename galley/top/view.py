@@ -1,0 +1,226 @@
+"""The dashboard as Rich shows it: a few lines on the whole, then the processes, then the workloads.
+
+It fits 80 columns of 24 lines; where there is more than room, it says how much is not shown.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from galley.top.figures import UNKNOWN, duration, number, percent, times_of
+from galley.top.fleet import RATE_S, WINDOW_S
+from galley.top.frame import CLOSED
+from galley.top.replicas import AWAY, DRAINING, LEASED, UP
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from galley.top.frame import Count, Overview, Times, Workload
+    from galley.top.replicas import Kv, Replica
+    from galley.top.screen import Screen
+
+WIDE = 110
+_STATES = {UP: "green", AWAY: "bold red", DRAINING: "yellow", LEASED: "dim"}
+_USED, _CACHED, _FREE = "█", "▒", "░"
+_BAR_CELLS = 12
+_SPARKS = "▁▂▃▄▅▆▇█"
+# Lines that are there whatever is shown: title, three of figures, a blank and the heads of each table.
+_FIXED_LINES = 8
+
+
+def render(screen: Screen, width: int, height: int | None = None) -> RenderableType:
+    """One frame of so many columns, and lines where they are bounded."""
+    wide = width >= WIDE
+    replicas, workloads = screen.replicas, screen.workloads
+    lines = [_title(screen, live=height is not None), *_figures(screen.overview)]
+    if wide:
+        lines.append(_history(screen.history))
+    if screen.problem:
+        lines.append(_line(("registry away: ", "red"), (screen.problem, "")))
+    room = None if height is None else height - _FIXED_LINES - (len(lines) - 4)
+    of_replicas, of_workloads = share(room, len(replicas), len(workloads))
+    return Group(
+        *lines,
+        Text(),
+        _replica_table(replicas, of_replicas, wide=wide),
+        *_rest(len(replicas), of_replicas),
+        Text(),
+        _workload_table(workloads, of_workloads),
+        *_rest(len(workloads), of_workloads),
+    )
+
+
+def share(room: int | None, first: int, second: int) -> tuple[int, int]:
+    """How many rows of two tables are shown; a line that says what is left out takes a row. None: all."""
+    if room is None or first + second <= room:
+        return first, second
+    least = max(2, room // 2)
+    of_first = min(first, max(least, room - second))
+    of_second = min(second, max(2, room - of_first))
+    return _cut(first, of_first), _cut(second, of_second)
+
+
+def _cut(there: int, room: int) -> int:
+    return there if there <= room else room - 1
+
+
+def _rest(there: int, shown: int) -> list[Text]:
+    return [] if shown == there else [Text(f"and {there - shown} more", style="dim")]
+
+
+# ----------------------------------------------------------------------------------------- figures --
+
+
+def _line(*parts: tuple[str, str]) -> Text:
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+def _title(screen: Screen, *, live: bool) -> Text:
+    there = sum(row.state != AWAY for row in screen.replicas)
+    sessions = number(screen.overview.sessions, 0)
+    said = f" · {there} of {len(screen.replicas)} up · {sessions} sessions"
+    spans = f" · speeds of {RATE_S:g} s, else of {WINDOW_S:g} s"
+    return _line(("galley top", "bold"), (said, ""), (spans + (" · q quits" if live else ""), "dim"))
+
+
+def _figures(whole: Overview) -> list[Text]:
+    worth = whole.speculation
+    breakers = [one for one in whole.breakers if one.state != CLOSED]
+    held = [f"{one.pool} {one.replica} {one.state}" for one in breakers]
+    return [
+        _named(
+            ("tokens/s", number(whole.tokens_per_s)),
+            ("rounds/s", number(whole.rounds_per_s)),
+            ("tokens/round", number(worth.tokens_per_round, 2)),
+            ("accepted", percent(worth.acceptance)),
+            ("speed-up", times_of(worth.speed_up)),
+        ),
+        _named(
+            ("p50/p99 first token", _both(whole.first_token)),
+            ("per token", _both(whole.per_token)),
+            ("commit", _both(whole.commit)),
+        ),
+        _named(
+            ("refused", _counted(whole.refused)),
+            ("failovers", _counted(whole.failovers)),
+            ("failed", _counted(whole.failed)),
+            ("breakers", ", ".join(held) or ("closed" if whole.breakers else UNKNOWN)),
+            alarm={"breakers"} if held else set(),
+        ),
+    ]
+
+
+def _named(*pairs: tuple[str, str], alarm: set[str] | None = None) -> Text:
+    parts: list[tuple[str, str]] = []
+    for name, value in pairs:
+        parts += [(f"{name} ", "dim"), (value, "bold red" if name in (alarm or ()) else "bold"), ("  ", "")]
+    return _line(*parts[:-1])
+
+
+def _both(of: Times) -> str:
+    return f"{duration(of.median_s)}/{duration(of.high_s)}"
+
+
+def _counted(count: Count) -> str:
+    return number(count.total, 0) + (f" (+{number(count.lately, 0)})" if count.lately > 0 else "")
+
+
+def _history(values: Sequence[float]) -> Text:
+    """The speeds of the frames before, each as high as it was beside the highest."""
+    highest = max(values, default=0.0)
+    if highest <= 0:
+        return _line(("tokens/s over time ", "dim"), (UNKNOWN, ""))
+    bars = "".join(_spark(value / highest) for value in values)
+    return _line(("tokens/s over time ", "dim"), (bars, "green"), (f" of {number(highest)}", "dim"))
+
+
+def _spark(height: float) -> str:
+    return _SPARKS[min(len(_SPARKS) - 1, int(height * len(_SPARKS)))] if height > 0 else " "
+
+
+# ------------------------------------------------------------------------------------------ tables --
+
+
+def _table(*columns: str, words: set[str], give_way: set[str]) -> Table:
+    """Columns of `words` stand left, all others are numbers; some are cut where there is no room for all."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name in columns:
+        # Rich takes width from those that may be wrapped; their cells are cut instead.
+        table.add_column(
+            name,
+            justify="left" if name in words else "right",
+            no_wrap=name not in give_way,
+            overflow="ellipsis",
+        )
+    return table
+
+
+def _cell(text: str, style: str = "") -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _replica_table(rows: Sequence[Replica], shown: int, *, wide: bool) -> Table:
+    more = ("batches/s", "preempted", "breaker") if wide else ()
+    table = _table(
+        *("pool", "replica", "state", "sess", "queue", "oldest", "rows", *more, "KV"),
+        words={"pool", "replica", "state", "KV"},
+        give_way={"replica", "KV"},
+    )
+    for row in rows[:shown]:
+        extra = (number(row.batches_per_s), number(row.preempted, 0), row.breaker or UNKNOWN) if wide else ()
+        table.add_row(
+            row.pool or "?",
+            _cell(row.name),
+            _cell(row.state, _STATES.get(row.state, "")),
+            number(row.sessions),
+            number(row.queue, 0),
+            duration(row.oldest_s),
+            number(row.rows),
+            *extra,
+            _away(row) if row.state == AWAY else _bar(row.kv),
+        )
+    return table
+
+
+def _away(row: Replica) -> Text:
+    since = f", for {duration(row.away_s)}" if row.away_s >= 1 else ""
+    return _cell(row.problem + since, "red")
+
+
+def _bar(kv: Kv | None) -> Text:
+    if kv is None or not 0 < kv.all < math.inf:
+        return _cell(UNKNOWN)
+    share = kv.used / kv.all
+    used = round(_BAR_CELLS * share)
+    cached = round(_BAR_CELLS * (share + (kv.cached or 0.0) / kv.all)) - used
+    return Text.assemble(
+        (_USED * used, "cyan"),
+        (_CACHED * cached, "blue"),
+        (_FREE * (_BAR_CELLS - used - cached), "dim"),
+        f" {percent(share)}",
+        no_wrap=True,
+        overflow="ellipsis",
+    )
+
+
+def _workload_table(rows: Sequence[Workload], shown: int) -> Table:
+    heads = ("workload", "tokens/s", "k", "accepted", "tokens/round", "speed-up")
+    table = _table(*heads, words={"workload"}, give_way={"workload"})
+    for row in rows[:shown]:
+        worth = row.speculation
+        table.add_row(
+            _cell(row.name or "(no label)"),
+            number(row.tokens_per_s),
+            number(row.k),
+            percent(worth.acceptance),
+            number(worth.tokens_per_round, 2),
+            times_of(worth.speed_up),
+        )
+    return table

@@ -1,0 +1,21 @@
+"""Runs the collector of `galley up --trace`: `python -m galley.trace --file traces.jsonl`."""
+
+from __future__ import annotations
+
+import os
+
+from galley.common.server.server import main_of
+from galley.trace.collector import CollectorSettings, build
+
+_DESCRIPTION = "A small OTLP collector: takes spans by gRPC and appends them to a file, as JSON lines."
+
+
+def main() -> None:
+    """Serve until told to stop."""
+    # It would trace the calls that bring traces.
+    os.environ["OTEL_SDK_DISABLED"] = "true"
+    main_of(CollectorSettings, "tracing", _DESCRIPTION, build)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A small OTLP collector: takes spans by gRPC and appends them to a file.
+
+A request is answered once it is written. What waits for that is bounded; beyond it a request is refused with
+RESOURCE_EXHAUSTED and a time to come back, as OTLP asks for, and the exporter sends it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path  # noqa: TC003  # a setting's type is read
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_rpc
+from pydantic import Field
+
+from galley.common.config.settings import ServiceSettings, settings_config
+from galley.core.errors import Overloaded
+from galley.trace.read.otlp_file import DEFAULT_MAX_BYTES, OtlpFile
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    import grpc
+
+    from galley.common.server.server import Parts, Service
+
+SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
+_MAX_WAITING_BYTES = 64 * 2**20
+_RETRY_AFTER_S = 1.0
+
+
+class CollectorSettings(ServiceSettings):
+    """Flags, or GALLEY_TRACING_* in the environment."""
+
+    model_config = settings_config("GALLEY_TRACING_")
+
+    file: Path = Field(description="The file to append to; an older half of its size lies beside it, as .1.")
+    max_file_mb: int = Field(
+        default=DEFAULT_MAX_BYTES // 2**20, ge=1, le=4096, description="Largest size of each of the two."
+    )
+    # What OTLP's specification recommends for a request is 20 MiB; the SDK's batches are well below 4.
+    max_message_bytes: int = Field(
+        default=16 * 2**20, ge=1024, le=64 * 2**20, description="Largest request message accepted, in bytes."
+    )
+
+
+class Collector(otlp_rpc.TraceServiceServicer):
+    """Serves OTLP's trace service; one thread of its own encodes and writes."""
+
+    grpc_services = (SERVICE,)
+
+    def __init__(self, file: OtlpFile, max_waiting_bytes: int = _MAX_WAITING_BYTES) -> None:
+        self._file = file
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="traces")
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting_bytes = 0
+
+    async def Export(  # noqa: N802  # the name of the RPC
+        self, request: otlp.ExportTraceServiceRequest, _context: grpc.aio.ServicerContext[Any, Any]
+    ) -> otlp.ExportTraceServiceResponse:
+        """Write it. Raises Overloaded."""
+        size = request.ByteSize()
+        if self._waiting_bytes and self._waiting_bytes + size > self._max_waiting_bytes:
+            raise Overloaded("too many spans wait to be written", _RETRY_AFTER_S)
+        self._waiting_bytes += size
+        try:
+            dropped = await asyncio.get_running_loop().run_in_executor(
+                self._writer, self._file.append, request
+            )
+        finally:
+            self._waiting_bytes -= size
+        return _response(dropped)
+
+    async def drain(self) -> None:
+        """What is under way is a moment's work, and the server waits for it."""
+
+    async def close(self) -> None:
+        """Write what waits, and close the file."""
+        await asyncio.to_thread(self._writer.shutdown)
+        self._file.close()
+
+
+def _response(dropped: int) -> otlp.ExportTraceServiceResponse:
+    if not dropped:
+        return otlp.ExportTraceServiceResponse()
+    partial = otlp.ExportTracePartialSuccess(
+        rejected_spans=dropped,
+        error_message="ids of a wrong length, or longer than a line may be",
+    )
+    return otlp.ExportTraceServiceResponse(partial_success=partial)
+
+
+def build(settings: CollectorSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Service]]:
+    """How to build the collector of these settings."""
+
+    async def build_collector(server: grpc.aio.Server, _parts: Parts) -> Service:
+        file = await asyncio.to_thread(OtlpFile, settings.file, settings.max_file_mb * 2**20)
+        collector = Collector(file)
+        otlp_rpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]  # untyped
+        return collector
+
+    return build_collector

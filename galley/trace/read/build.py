@@ -1,0 +1,251 @@
+"""Makes stories of spans: who is whose child, one clock, which pass served which round."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from galley.core import trace_names as names
+from galley.core.session.round import RoundParts
+from galley.trace.read.model import Batch, Call, Request, Round, Story
+from galley.trace.read.skew import align
+from galley.trace.read.spans import CLIENT, SERVER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from galley.trace.read.skew import Shift
+    from galley.trace.read.spans import Event, Span, SpanKey, Value
+
+
+def stories_of(
+    spans: Sequence[Span],
+    session_id: str = "",
+    sessions_of: Callable[[str], Collection[str]] = lambda _: (),
+    *,
+    cut: bool = False,
+) -> tuple[Story, ...]:
+    """The stories that the spans tell, or that of `session_id` alone; none if they are of other systems.
+
+    `sessions_of` names the sessions that have requests in a trace.
+    """
+    aligned, shifts = _aligned(spans)
+    tree = _Tree(aligned)
+    requests = sorted(_requests(tree), key=lambda request: request.start_ns)
+    by_session: dict[str, list[Request]] = defaultdict(list)
+    for request in requests:
+        by_session[_session_of(request, tree)].append(request)
+    if session_id:
+        by_session = defaultdict(list, {session_id: by_session.get(session_id, [])})
+    return tuple(
+        Story(
+            name,
+            _with_evictions(told, tree.evictions.get(name, ())),
+            _concerning(shifts, told),
+            cut,
+            _company(told, sessions_of),
+        )
+        for name, told in by_session.items()
+        if told
+    )
+
+
+def _aligned(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Shift, ...]]:
+    unique = {span.key: span for span in spans}  # what an exporter sent twice is there twice
+    gateways = dict.fromkeys(span.process for span in unique.values() if span.is_request)
+    rounds = dict.fromkeys(span.process for span in unique.values() if span.name == names.ROUND)
+    return align(list(unique.values()), unique, [*gateways, *rounds])
+
+
+class _Tree:
+    """Who is whose child."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = spans
+        self.by_key: dict[SpanKey, Span] = {span.key: span for span in spans}
+        self.continued_by: dict[SpanKey, Span] = {}
+        self.evictions: dict[Value, list[Event]] = defaultdict(list)
+        self._children: dict[SpanKey, list[Span]] = defaultdict(list)
+        for span in spans:
+            if span.parent_id:
+                self._children[span.trace_id, span.parent_id].append(span)
+            for link in span.links:
+                if link.attributes.get(names.LINK) == names.LINK_CONTINUES:
+                    self.continued_by[link.key] = span
+            for event in span.events:
+                if event.name == names.KV_EVICTED:
+                    self.evictions[event.attributes.get(names.SESSION_ID)].append(event)
+
+    def children(self, key: SpanKey) -> Sequence[Span]:
+        """In no order."""
+        return self._children.get(key, ())
+
+    def calls_of(self, key: SpanKey) -> tuple[Call, ...]:
+        """Those that the span of this key made, in order."""
+        made = [span for span in self.children(key) if span.kind == CLIENT]
+        made.sort(key=lambda span: span.start_ns)
+        return tuple(Call(span, self._served(span)) for span in made)
+
+    def _served(self, call: Span) -> Span | None:
+        return next((span for span in self.children(call.key) if span.kind == SERVER), None)
+
+    def batch_of(self, span: Span) -> Batch | None:
+        """The pass that a round is linked with, if it is there."""
+        linked = (link.key for link in span.links if link.attributes.get(names.LINK) == names.LINK_BATCH)
+        found = next((self.by_key[key] for key in linked if key in self.by_key), None)
+        if found is None:
+            return None
+        ranks = [child for child in self.children(found.key) if child.name == names.RANK_FORWARD]
+        return Batch(found, tuple(sorted(ranks, key=lambda rank: rank.integer(names.RANK))))
+
+
+def _requests(tree: _Tree) -> Iterable[Request]:
+    """Those whose span is there, and those of which there are only rounds."""
+    rounds: dict[SpanKey, list[Span]] = defaultdict(list)
+    for span in tree.spans:
+        if span.name == names.ROUND:
+            rounds[span.trace_id, span.parent_id].append(span)
+        elif span.is_request:
+            rounds.setdefault(span.key, [])
+    for key, spans in rounds.items():
+        yield _request(key, tree.by_key.get(key), spans, tree)
+
+
+def _request(key: SpanKey, span: Span | None, spans: list[Span], tree: _Tree) -> Request:
+    spans.sort(key=lambda one: (one.start_ns, one.end_ns, one.integer(names.ROUND_INDEX)))
+    began_ns = span.start_ns if span is not None else None
+    rounds = [
+        Round(one, _parts_of(one), idle_ns, tree.batch_of(one), one.events, tree.calls_of(one.key))
+        for one, idle_ns in zip(spans, _idle(spans, began_ns), strict=True)
+    ]
+    calls = tree.calls_of(key)
+    session_id = span.text(names.SESSION_ID) if span else ""
+    placed, loose = _placed(rounds, span.events if span else (), _seen_elsewhere(rounds, calls, session_id))
+    return Request(key[0], span, tuple(placed), tuple(loose), calls)
+
+
+def _idle(spans: Sequence[Span], began_ns: int | None) -> Iterable[int]:
+    """How long before each round none was open; 0 where the round before is not there."""
+    expected, last_end_ns = 0, began_ns
+    for span in spans:
+        index = span.integer(names.ROUND_INDEX)
+        known = index == expected and last_end_ns is not None
+        yield max(0, span.start_ns - (last_end_ns or 0)) if known else 0
+        expected, last_end_ns = index + 1, span.end_ns
+
+
+def _seen_elsewhere(rounds: Iterable[Round], calls: Iterable[Call], session_id: str) -> Iterable[Event]:
+    """What replicas saw while they served the request; of a pass, what does not concern other sessions."""
+    for call in [*calls, *(call for one in rounds for call in one.calls)]:
+        if call.served is not None:
+            yield from call.served.events
+    for one in rounds:
+        if one.batch is not None:
+            for event in one.batch.span.events:
+                if event.attributes.get(names.SESSION_ID) in (None, session_id):
+                    yield event
+
+
+def _placed(
+    rounds: Sequence[Round], own: Iterable[Event], elsewhere: Iterable[Event]
+) -> tuple[list[Round], list[Event]]:
+    """The rounds with the events of their time, and those that are of none's.
+
+    What the gateway tells of a round, a replica need not tell again.
+    """
+    ends = [one.span.end_ns for one in rounds]
+    placed = [list(one.events) for one in rounds]
+    loose: list[Event] = []
+
+    def place(event: Event) -> list[Event]:
+        at = bisect_left(ends, event.time_ns)
+        outside = at == len(rounds) or event.time_ns < rounds[at].span.start_ns - rounds[at].idle_ns
+        return loose if outside else placed[at]
+
+    for event in own:
+        place(event).append(event)
+    known = {id(events): {event.name for event in events} for events in placed}
+    for event in elsewhere:
+        events = place(event)
+        if event.name not in known.get(id(events), ()):
+            events.append(event)
+    complete = [
+        one if len(events) == len(one.events) else replace(one, events=_in_order(events))
+        for one, events in zip(rounds, placed, strict=True)
+    ]
+    return complete, list(_in_order(loose))
+
+
+def _with_evictions(requests: Sequence[Request], evictions: Iterable[Event]) -> tuple[Request, ...]:
+    """Each with those that came after it and before the next: passes of others evict who is idle."""
+    found = list(requests)
+    known = {id(event) for one in _holders(requests) for event in one.events}
+    for event in evictions:
+        if id(event) in known:
+            continue
+        at = max(0, sum(request.start_ns <= event.time_ns for request in found) - 1)
+        found[at] = replace(found[at], events=_in_order((*found[at].events, event)))
+    return tuple(found)
+
+
+def _holders(requests: Iterable[Request]) -> Iterable[Request | Round]:
+    for request in requests:
+        yield request
+        yield from request.rounds
+
+
+def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:
+    return tuple(sorted(events, key=lambda event: event.time_ns))
+
+
+def _session_of(request: Request, tree: _Tree) -> str:
+    """Its own, or that of the request which continues it."""
+    if request.session_id:
+        return request.session_id
+    missing = request.trace_id, request.rounds[0].span.parent_id if request.rounds else ""
+    heir = tree.continued_by.get(missing)
+    return heir.text(names.SESSION_ID) if heir is not None else ""
+
+
+def _concerning(shifts: Sequence[Shift], requests: Iterable[Request]) -> tuple[Shift, ...]:
+    """The shifts of processes that had to do with these requests."""
+    processes = set()
+    for request in requests:
+        if request.span is not None:
+            processes.add(request.span.process)
+        processes |= {call.served.process for call in request.all_calls if call.served is not None}
+        for one in request.rounds:
+            if one.batch is not None:
+                processes |= {span.process for span in (one.batch.span, *one.batch.ranks)}
+    return tuple(shift for shift in shifts if shift.process in processes)
+
+
+def _company(
+    requests: Iterable[Request], sessions_of: Callable[[str], Collection[str]]
+) -> Callable[[Batch], Collection[str]]:
+    ours = {request.trace_id for request in requests}
+
+    def company(batch: Batch) -> Collection[str]:
+        """Sessions, or the trace where it is not known which of its sessions it was."""
+        found: dict[str, None] = {}
+        for link in batch.span.links:
+            if link.trace_id in ours or link.attributes.get(names.LINK) != names.LINK_ITEM:
+                continue
+            told = sorted(sessions_of(link.trace_id))
+            found[told[0] if len(told) == 1 else f"one of trace {link.trace_id}"] = None
+        return tuple(found)
+
+    return company
+
+
+def _parts_of(span: Span) -> RoundParts:
+    """As the span tells them; they sum to its duration, whatever it tells."""
+    left_ns = span.duration_ns
+    compute_ns = min(span.integer(names.COMPUTE_PART), left_ns)
+    left_ns -= compute_ns
+    draft_ns = min(span.integer(names.DRAFT_PART), left_ns)
+    left_ns -= draft_ns
+    queue_ns = min(span.integer(names.QUEUE_PART), left_ns)
+    return RoundParts(draft_ns, queue_ns, compute_ns, wire_ns=left_ns - queue_ns)

@@ -1,0 +1,231 @@
+"""Finding a session or a trace in a file of traces.
+
+The file is read as often as it takes (the requests in it; the spans asked for; the ranks of their passes), so
+that no more is kept than what is asked for. Lines that cannot hold it are not even parsed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from galley.core import trace_names as names
+from galley.trace.read.otlp_json import Malformed, spans_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+    from galley.trace.read.otlp_file import Lines
+    from galley.trace.read.spans import Link, Span, SpanKey
+
+MAX_SPANS = 250_000
+_SHOWN_MATCHES = 5
+_TRACE_ID = re.compile(rb'"traceId":\s*"([0-9a-fA-F]{32})"')
+
+
+class NotFound(Exception):
+    """Nothing, or more than one thing, goes by the id that was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A request that the file holds; one that was refused has no session."""
+
+    session_id: str
+    trace_id: str
+    model: str
+    start_ns: int
+    duration_ns: int
+    output_tokens: int
+    rounds: int
+    slowest_round_ns: int
+    error: str
+    continues: tuple[SpanKey, ...]
+
+    @property
+    def traces(self) -> tuple[str, ...]:
+        """Its own, and those of the requests that it continues."""
+        return self.trace_id, *(trace_id for trace_id, _ in self.continues)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Spans of some traces, those of the passes that served them, and who else is in the file.
+
+    `cut`: there are more than MAX_SPANS, and the rest was left out.
+    """
+
+    spans: Sequence[Span]
+    cut: bool
+    index: Index
+    session_id: str = ""
+
+
+class Index:
+    """The requests that a file holds."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self.entries = tuple(entries)
+        self._sessions: dict[str, set[str]] = {}
+        for entry in self.entries:
+            if entry.session_id:
+                self._sessions.setdefault(entry.trace_id, set()).add(entry.session_id)
+
+    def sessions_of(self, trace_id: str) -> Collection[str]:
+        """The sessions whose requests are of this trace."""
+        return self._sessions.get(trace_id, ())
+
+    def latest(self, count: int) -> Sequence[Entry]:
+        """The newest requests, the newest first."""
+        return sorted(self.entries, key=lambda entry: entry.start_ns, reverse=True)[:count]
+
+    def sessions_from(self, trace_id: str) -> set[str]:
+        """The sessions that have a request in this trace, or continue one of it that never ended."""
+        return {entry.session_id for entry in self.entries if entry.session_id and trace_id in entry.traces}
+
+    def traces_of_session(self, session_id: str) -> set[str]:
+        """Of its requests, and of those that they continue."""
+        return {
+            trace_id for entry in self.entries if entry.session_id == session_id for trace_id in entry.traces
+        }
+
+
+def index_of(lines: Lines) -> Index:
+    """All requests. Raises BadTraceFile."""
+    mark = names.PROVIDER.encode()
+    found = _spans(lines, lambda raw: mark in raw, _may_be_request)
+    return Index(_entry(span) for span in found if span.is_request)
+
+
+def find(lines: Lines, wanted: str) -> Found:
+    """The session or the trace whose id is `wanted` or begins so; raises NotFound and BadTraceFile."""
+    index = index_of(lines)
+    sessions = {entry.session_id for entry in index.entries} - {""}
+    traces = {entry.trace_id for entry in index.entries}
+    kind, name = _the_one(wanted, sessions, traces) or ("trace", _trace_by_prefix(lines, wanted))
+    if kind == "trace":
+        of_trace = index.sessions_from(name)
+        if len(of_trace) != 1:
+            return Found(*_collect(lines, {name}), index)
+        name = of_trace.pop()
+    return Found(*_collect(lines, index.traces_of_session(name), name), index, name)
+
+
+def _the_one(wanted: str, sessions: set[str], traces: set[str]) -> tuple[str, str] | None:
+    """("session" or "trace", its id); None if no request goes by it."""
+    if wanted in sessions:
+        return "session", wanted
+    if wanted.lower() in traces:
+        return "trace", wanted.lower()
+    matches = [("session", one) for one in sessions if one.startswith(wanted)]
+    matches += [("trace", one) for one in traces if one.startswith(wanted.lower())]
+    if len(matches) > 1:
+        raise _ambiguous(wanted, [f"{kind} {name}" for kind, name in matches])
+    return matches[0] if matches else None
+
+
+def _trace_by_prefix(lines: Lines, wanted: str) -> str:
+    """A trace without a request of ours: of another system, or of a gateway that was killed."""
+    prefix = wanted.lower()
+    found: set[str] = set()
+    if re.fullmatch("[0-9a-f]{1,32}", prefix):
+        for line in lines:
+            ids = (match.decode().lower() for match in _TRACE_ID.findall(line.raw))
+            found |= {trace_id for trace_id in ids if trace_id.startswith(prefix)}
+    if not found:
+        raise NotFound(f"no session and no trace {wanted!r} in {lines.path}")
+    if len(found) > 1:
+        raise _ambiguous(wanted, [f"trace {trace_id}" for trace_id in found])
+    return found.pop()
+
+
+def _ambiguous(wanted: str, matches: Collection[str]) -> NotFound:
+    shown = ", ".join(sorted(matches)[:_SHOWN_MATCHES])
+    more = ", ..." if len(matches) > _SHOWN_MATCHES else ""
+    return NotFound(f"{wanted!r} begins several ids: {shown}{more}")
+
+
+# -------------------------------------------------------------------------------------- the spans --
+
+
+def _collect(lines: Lines, traces: set[str], session_id: str = "") -> tuple[list[Span], bool]:
+    """The spans of the traces, the passes that are linked with them or name the session, and those passes'
+    ranks.
+    """
+    of_ours = _any_of(traces | {session_id} - {""})
+    kept = list(_first(_spans(lines, of_ours, lambda span: _concerns(span, traces, session_id))))
+    passes = {span.trace_id for span in kept} - traces
+    mark = names.RANK_FORWARD.encode()
+    ranks = _spans(
+        lines,
+        lambda raw: bool(passes) and mark in raw,
+        lambda span: span.get("name") == names.RANK_FORWARD and _trace_id(span) in passes,
+    )
+    kept += _first(ranks)
+    return kept[:MAX_SPANS], len(kept) > MAX_SPANS
+
+
+def _first(spans: Iterator[Span]) -> Iterator[Span]:
+    """One more than there may be, so that it can be told."""
+    for _, span in zip(range(MAX_SPANS + 1), spans, strict=False):
+        yield span
+
+
+def _any_of(traces: Collection[str]) -> Callable[[bytes], bool]:
+    """Does a line hold one of these ids, in either case?"""
+    pattern = re.compile(b"|".join(re.escape(one.encode()) for one in sorted(traces)), re.IGNORECASE)
+    return lambda raw: pattern.search(raw) is not None
+
+
+def _concerns(span: Any, traces: Collection[str], session_id: str) -> bool:
+    """Is it of these traces, or linked with one of them, or did something in it befall the session?"""
+    if _trace_id(span) in traces or any(_trace_id(link) in traces for link in span.get("links") or ()):
+        return True
+    events = span.get("events") or () if session_id else ()
+    return any(_names(event, session_id) for event in events)
+
+
+def _names(event: Any, session_id: str) -> bool:
+    return any(
+        pair.get("key") == names.SESSION_ID and (pair.get("value") or {}).get("stringValue") == session_id
+        for pair in event.get("attributes") or ()
+    )
+
+
+def _trace_id(found: Any) -> str:
+    return str(found.get("traceId", "")).lower()
+
+
+def _may_be_request(span: Any) -> bool:
+    return any(pair.get("key") == names.PROVIDER for pair in span.get("attributes") or ())
+
+
+def _spans(lines: Lines, may_hold: Callable[[bytes], bool], keep: Callable[[Any], bool]) -> Iterator[Span]:
+    for line in lines:
+        if not may_hold(line.raw):
+            continue
+        try:
+            yield from spans_in(line.document(), keep)
+        except Malformed as problem:
+            raise line.fault(problem) from problem
+
+
+def _entry(span: Span) -> Entry:
+    return Entry(
+        session_id=span.text(names.SESSION_ID),
+        trace_id=span.trace_id,
+        model=span.text(names.REQUEST_MODEL),
+        start_ns=span.start_ns,
+        duration_ns=span.duration_ns,
+        output_tokens=span.integer(names.OUTPUT_TOKENS),
+        rounds=span.integer(names.ROUNDS),
+        slowest_round_ns=span.integer(names.SLOWEST_ROUND_NS),
+        error=span.text(names.ERROR_TYPE),
+        continues=tuple(link.key for link in span.links if is_continuation(link)),
+    )
+
+
+def is_continuation(link: Link) -> bool:
+    """Is the link to the request that began the session?"""
+    return link.attributes.get(names.LINK) == names.LINK_CONTINUES

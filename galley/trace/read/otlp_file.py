@@ -1,0 +1,196 @@
+"""The file of traces: OTLP's JSON encoding, one request a line (OpenTelemetry's "OTLP File Exporter").
+
+It is bounded: before it outgrows its size it becomes `<name>.1`, in the place of the one before. Its last
+line may be torn, if its writer was killed or is just writing it. What cannot be written leaves it as it was:
+the next request is tried anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from galley.trace.read.otlp_json import Malformed, document_of, drop_malformed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from io import FileIO
+    from pathlib import Path
+
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+MAX_LINE_BYTES = 16 * 2**20
+DEFAULT_MAX_BYTES = 64 * 2**20
+# A private file: with --trace-content, prompts and answers are in it.
+_MODE = 0o600
+
+
+class BadTraceFile(Exception):
+    """A file of traces cannot be read; the message names it, and the line."""
+
+
+class OtlpFile:
+    """Appends requests. Not for several writers at once."""
+
+    def __init__(self, path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        """Go on with the file if there is one; what a writer that was killed left of its last line is cut
+        off.
+
+        Raises OSError.
+        """
+        self.path = path
+        self._max_bytes = max_bytes
+        self._file = _opened(path)
+        self._file.truncate(_end_of_lines(self._file))
+        self._size = self._file.seek(0, 2)
+
+    def append(self, request: ExportTraceServiceRequest) -> int:
+        """Write the request; returns how many spans were left out: without ids, or longer than a line may be.
+
+        Raises OSError if it cannot be written; what was written of it by then may stay.
+        """
+        lines, dropped = _lines_of(request)
+        for line in lines:
+            if self._size and self._size + len(line) > self._max_bytes:
+                self._rotate()
+            self._write(line)
+        return dropped
+
+    def close(self) -> None:
+        """Nothing follows."""
+        self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        """All of it, or nothing: half a line would make those after it unreadable."""
+        left = memoryview(line)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
+            raise
+        self._size += len(line)
+
+    def _rotate(self) -> None:
+        """The one there is stays open until there is another: where this fails, it is tried again."""
+        with suppress(FileNotFoundError):  # it was moved by a try that failed after that, or taken away
+            self.path.replace(rotated(self.path))
+        full, self._file = self._file, _opened(self.path)
+        self._size = 0
+        full.close()
+
+
+def rotated(path: Path) -> Path:
+    """Where the older half of the traces is."""
+    return path.with_name(f"{path.name}.1")
+
+
+def _opened(path: Path) -> FileIO:
+    """Private to its user, made if there is none."""
+    path.touch(mode=_MODE)
+    return path.open("r+b", buffering=0)
+
+
+def _end_of_lines(file: FileIO) -> int:
+    """Where the last whole line ends."""
+    end = file.seek(0, 2)
+    while end:
+        start = max(0, end - 2**16)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def _lines_of(request: ExportTraceServiceRequest) -> tuple[list[bytes], int]:
+    """As one line; as several, of half of the spans each, where one would be too long."""
+    lines, dropped = [], drop_malformed(request)
+    waiting = deque([document_of(request)])
+    while waiting:
+        document = waiting.popleft()
+        line = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(line) < MAX_LINE_BYTES:
+            lines.append(line + b"\n")
+            continue
+        halves = _halves(document)
+        dropped += not halves
+        waiting.extend(halves)
+    return lines, dropped
+
+
+def _halves(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Two documents that hold all spans of this one; none if it holds at most one."""
+    flat = [
+        (resource, scope, span)
+        for resource in document.get("resourceSpans", ())
+        for scope in resource.get("scopeSpans", ())
+        for span in scope.get("spans", ())
+    ]
+    middle = len(flat) // 2
+    return [_document(half) for half in (flat[:middle], flat[middle:])] if middle else []
+
+
+def _document(flat: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    return {
+        "resourceSpans": [
+            {**resource, "scopeSpans": [{**scope, "spans": [span]}]} for resource, scope, span in flat
+        ]
+    }
+
+
+class Lines:
+    """The lines of a file and of the rotated one before it, the older first; may be read more than once."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BadTraceFile if there is no such file."""
+        if not path.is_file():
+            raise BadTraceFile(f"{path}: no such file")
+        self.path = path
+
+    def __iter__(self) -> Iterator[Line]:
+        """Raises BadTraceFile for a line that is too long or of another kind of file, and OSError."""
+        older = rotated(self.path)
+        if older.is_file():
+            yield from _lines(older)
+        yield from _lines(self.path)
+
+
+class Line:
+    """One line, parsed when its document is asked for."""
+
+    def __init__(self, path: Path, number: int, raw: bytes) -> None:
+        self._where = f"{path}:{number}"
+        self.raw = raw
+
+    def document(self) -> Any:
+        """The JSON object; empty for a torn last line. Raises BadTraceFile."""
+        try:
+            return json.loads(self.raw)
+        except (ValueError, RecursionError) as error:
+            if not self.raw.endswith(b"\n"):
+                return {}
+            raise BadTraceFile(f"{self._where}: is not JSON ({error})") from error
+
+    def fault(self, problem: Malformed) -> BadTraceFile:
+        """What to raise where its document does not hold spans."""
+        return BadTraceFile(f"{self._where}: {problem}")
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    with path.open("rb") as file:
+        number = 0
+        while raw := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(raw) > MAX_LINE_BYTES:
+                raise BadTraceFile(f"{path}:{number}: must be at most {MAX_LINE_BYTES} bytes long, is longer")
+            start = raw.lstrip()[:1]
+            if start not in (b"", b"{"):
+                raise BadTraceFile(f"{path}:{number}: must be a JSON object")
+            if start:
+                yield Line(path, number, raw)

@@ -1,0 +1,51 @@
+"""Where this machine's traces lie: a few files of this user's own; one mostly wants the newest."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from galley.trace.read.otlp_file import rotated
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PATTERN = "traces-*.jsonl"
+_KEPT = 4
+
+
+def trace_dir() -> Path:
+    """$GALLEY_TRACE_DIR, else galley/traces in $XDG_STATE_HOME or ~/.local/state. It may not exist yet."""
+    own = os.environ.get("GALLEY_TRACE_DIR")
+    if own:
+        return Path(own)
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "galley" / "traces"
+
+
+def new_file(directory: Path) -> Path:
+    """The path of a file that begins now; of those before it only the newest few are kept. Raises OSError."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for old in _newest_first(directory)[_KEPT - 1 :]:
+        old.unlink(missing_ok=True)
+        rotated(old).unlink(missing_ok=True)
+    began = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    return directory / f"traces-{began}-{os.getpid()}.jsonl"
+
+
+def newest_file(directory: Path) -> Path | None:
+    """The file that was written to last."""
+    return next(iter(_newest_first(directory)), None)
+
+
+def _newest_first(directory: Path) -> Sequence[Path]:
+    return sorted(directory.glob(_PATTERN), key=_written_ns, reverse=True)
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0  # another stack has just removed it

@@ -1,0 +1,125 @@
+"""Clocks of several processes, made one.
+
+A span of another process cannot begin before it was asked for, nor end after it was answered. Where a
+process's spans do, its clock is off by something between what the one bound asks for and what the other
+allows; all its spans are shifted by the middle of that. Where they fit, nothing is touched: what cannot be
+seen is not corrected.
+
+The second bound holds only for calls whose answer was waited for. One that was given up may be heard of, and
+end, at any time after: those that say so are not asked, and of the others none is believed that contradicts
+the first bound of another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from galley.core import trace_names as names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from galley.trace.read.spans import Process, Span, SpanKey
+
+# Less may come of how spans are timed: who answers ends its span a little after the answer has left.
+_NEGLIGIBLE_NS = 100_000
+_LATE_NS = 2_000_000
+# What a replica says of an item that nobody waited for any more.
+_GIVEN_UP = ("cancelled", "superseded")
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """`offset_ns` was added to the times of a process, judged by `calls` from the process `against`.
+
+    `unfit` of them end after they were answered all the same.
+    """
+
+    process: Process
+    against: Process
+    offset_ns: int
+    calls: int
+    unfit: int
+
+
+@dataclass(slots=True)
+class _Edge:
+    """What the calls from one process to another say of what to add to the other's clock."""
+
+    least_ns: float = -math.inf
+    calls: int = 0
+    # Of each call that was answered: no more than this.
+    most_ns: list[int] = field(default_factory=list)
+
+    def add(self, parent: Span, child: Span) -> None:
+        """Learn from one call."""
+        self.calls += 1
+        self.least_ns = max(self.least_ns, parent.start_ns - child.start_ns)
+        if child.text(names.OUTCOME) not in _GIVEN_UP and child.duration_ns <= parent.duration_ns:
+            self.most_ns.append(parent.end_ns - child.end_ns)
+
+    @property
+    def unfit(self) -> int:
+        """How many contradict the first bound."""
+        return sum(most < self.least_ns for most in self.most_ns)
+
+    def offset_ns(self, untouched_ns: int) -> int:
+        """`untouched_ns`, which leaves the other's times as they are, if that fits."""
+        most_ns = min((most for most in self.most_ns if most >= self.least_ns), default=math.inf)
+        if self.least_ns - _NEGLIGIBLE_NS <= untouched_ns <= most_ns + _LATE_NS:
+            return untouched_ns
+        return round((self.least_ns + most_ns) / 2 if math.isfinite(most_ns) else self.least_ns)
+
+
+def align(
+    spans: Sequence[Span], by_key: Mapping[SpanKey, Span], first: Sequence[Process]
+) -> tuple[Sequence[Span], tuple[Shift, ...]]:
+    """The spans by one clock: that of the processes `first`, or of whoever is met first."""
+    edges: dict[tuple[Process, Process], _Edge] = defaultdict(_Edge)
+    for span in spans:
+        parent = by_key.get((span.trace_id, span.parent_id))
+        if parent is not None and parent.process != span.process:
+            edges[parent.process, span.process].add(parent, span)
+    offsets, shifts = _offsets(edges, [*first, *(parent for parent, _ in edges)])
+    if not shifts:
+        return spans, ()
+    return [_shifted(span, offsets.get(span.process, 0)) for span in spans], tuple(shifts)
+
+
+def _offsets(
+    edges: Mapping[tuple[Process, Process], _Edge], roots: Sequence[Process]
+) -> tuple[Mapping[Process, int], list[Shift]]:
+    """Of each process, from the roots on along the calls, whichever way they went."""
+    beside: dict[Process, list[tuple[Process, _Edge, int]]] = defaultdict(list)
+    for (parent, child), edge in edges.items():
+        beside[parent].append((child, edge, 1))
+        beside[child].append((parent, edge, -1))
+    offsets: dict[Process, int] = {}
+    shifts: list[Shift] = []
+    for root in roots:
+        waiting = deque([root] if root not in offsets else [])
+        offsets.setdefault(root, 0)
+        while waiting:
+            known = waiting.popleft()
+            for other, edge, sign in beside[known]:
+                if other in offsets:
+                    continue
+                offsets[other] = offsets[known] + sign * edge.offset_ns(-sign * offsets[known])
+                waiting.append(other)
+                if offsets[other]:
+                    shifts.append(Shift(other, known, offsets[other], edge.calls, edge.unfit))
+    return offsets, shifts
+
+
+def _shifted(span: Span, offset_ns: int) -> Span:
+    if not offset_ns:
+        return span
+    return replace(
+        span,
+        start_ns=span.start_ns + offset_ns,
+        end_ns=span.end_ns + offset_ns,
+        events=tuple(replace(event, time_ns=event.time_ns + offset_ns) for event in span.events),
+    )

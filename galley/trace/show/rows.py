@@ -1,0 +1,139 @@
+"""What is shown of a request, line by line: its rounds, what happened between them, and what is left out.
+
+A long request is shortened in the middle; its slowest rounds, and those in which something happened, stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import nlargest
+from sys import maxsize
+from typing import TYPE_CHECKING
+
+from galley.core import trace_names as names
+from galley.trace.explain.case import Part, times_of
+from galley.trace.explain.explain import moved
+from galley.trace.read.model import Round
+from galley.trace.read.spans import Event
+from galley.trace.show.summary import count, duration, ms, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from galley.trace.read.model import Request
+    from galley.trace.read.spans import Value
+
+# Of one round.
+SHOWN_EVENTS = 20
+_SHOWN_ATTRIBUTES = 8
+_NS = "_ns"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much is shown of a request; `events` are those that are no round's."""
+
+    head: int = 16
+    tail: int = 12
+    slowest: int = 4
+    eventful: int = 12
+    events: int = 20
+
+
+EVERYTHING = Limits(head=maxsize, events=maxsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Rounds that are left out; or events, where there are no rounds."""
+
+    rounds: int = 0
+    confirmed: int = 0
+    took_ns: int = 0
+    longest_ns: int = 0
+    events: int = 0
+
+
+Row = Round | Event | Gap
+
+
+def rows_of(request: Request, limits: Limits) -> list[Row]:
+    """In the order of time."""
+    kept = _kept(request.rounds, limits)
+    loose = list(request.events[: limits.events])
+    rows: list[Row] = []
+    left_out: list[Round] = []
+    for at, one in enumerate(request.rounds):
+        while loose and loose[0].time_ns < one.span.end_ns:
+            rows.append(loose.pop(0))
+        if at in kept:
+            rows += [_gap(left_out), one] if left_out else [one]
+            left_out = []
+        else:
+            left_out.append(one)
+    rows += loose
+    if (more := len(request.events) - limits.events) > 0:
+        rows.append(Gap(events=more))
+    return rows
+
+
+def _kept(rounds: Sequence[Round], limits: Limits) -> set[int]:
+    every = range(len(rounds))
+    if len(rounds) <= limits.head + limits.tail:
+        return set(every)
+    kept = {*every[: limits.head], *every[len(rounds) - limits.tail :]}
+    kept |= set(nlargest(limits.slowest, every, key=lambda at: rounds[at].felt_ns))
+    eventful = [at for at in every if rounds[at].events]
+    return kept | set(eventful[: limits.eventful])
+
+
+def _gap(rounds: Sequence[Round]) -> Gap:
+    return Gap(
+        rounds=len(rounds),
+        confirmed=sum(one.confirmed for one in rounds),
+        took_ns=rounds[-1].span.end_ns - rounds[0].span.start_ns,
+        longest_ns=max(one.felt_ns for one in rounds),
+    )
+
+
+def cells_of(one: Round, ns_per_cell: float) -> Mapping[Part, int]:
+    """A bar: of each part as many cells as it took time, at least one in all.
+
+    Cells that rounding leaves go where most was cut off.
+    """
+    times = times_of(one)
+    exact = {part: time / ns_per_cell if ns_per_cell > 0 else 0.0 for part, time in times.items()}
+    cells = {part: int(value) for part, value in exact.items()}
+    missing = max(1, round(sum(exact.values()))) - sum(cells.values())
+    for part in sorted(exact, key=lambda part: cells[part] - exact[part])[:missing]:
+        cells[part] += 1
+    return cells
+
+
+def said_of_gap(gap: Gap) -> str:
+    """What is left out, in words."""
+    if not gap.rounds:
+        return count(gap.events, "more event")
+    return (
+        f"{count(gap.rounds, 'round')}, {count(gap.confirmed, 'token')}, {duration(gap.took_ns)}, "
+        f"none above {ms(gap.longest_ns)} ms"
+    )
+
+
+def said_of(event: Event) -> str:
+    """An event in words, on one line."""
+    if event.name == names.SESSION_MOVED:
+        return f"{event.name}: {moved(event)}"
+    told = list(event.attributes.items())[:_SHOWN_ATTRIBUTES]
+    facts = ", ".join(f"{_label(key)} {_value(key, value)}" for key, value in told)
+    return one_line(event.name) + (f": {facts}" if facts else "")
+
+
+def _label(key: str) -> str:
+    return one_line(key.removeprefix("galley.").removesuffix(_NS), 40)
+
+
+def _value(key: str, value: Value) -> str:
+    if key.endswith(_NS) and isinstance(value, int):
+        return f"{ms(value)} ms"
+    return one_line(str(value), 60)

@@ -1,0 +1,38 @@
+"""How things are said: one line, nothing that a terminal obeys, numbers that are read at a glance."""
+
+from __future__ import annotations
+
+import re
+
+from galley.common.printable import printable
+
+_MS = 1e6
+# What breaks a line, or turns the direction of what follows.
+_LAYOUT = re.compile("[\t\n\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def one_line(text: str, longest: int = 80) -> str:
+    """`text` on one line of at most `longest` characters, the last of them an ellipsis if it is cut."""
+    cut = text if len(text) <= longest else text[: longest - 1] + "…"
+    return _LAYOUT.sub("\N{REPLACEMENT CHARACTER}", printable(cut))
+
+
+def ms(duration_ns: float) -> str:
+    """Milliseconds: three figures, thousands set apart."""
+    value = duration_ns / _MS
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}"
+
+
+def duration(duration_ns: float) -> str:
+    """Milliseconds, or seconds from one on."""
+    return f"{ms(duration_ns)} ms" if duration_ns < 1e9 else f"{duration_ns / 1e9:,.2f} s"
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """A number with its noun."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def percent(part: float, whole: float) -> str:
+    """How much of the whole; a dash if there is no whole."""
+    return f"{100 * part / whole:.0f} %" if whole > 0 else "–"

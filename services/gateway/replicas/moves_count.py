@@ -1,0 +1,41 @@
+"""Sessions that went from one replica to another: counted, logged, and told to the trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from galley.common.server.logs import get_logger
+from galley.core import trace_names as names
+from galley.core.move_reasons import RESTARTED
+from services.gateway.telemetry.spans import request_trace
+
+if TYPE_CHECKING:
+    from galley.core.session.ports import Replica
+
+_log = get_logger(__name__)
+
+
+class Moves:
+    """Of one pool; `counts` is by reason (`galley.core.move_reasons`), for metrics."""
+
+    def __init__(self, pool: str) -> None:
+        """`pool` is "draft" or "target"."""
+        self.pool = pool
+        self.counts: Counter[str] = Counter()
+
+    def note(self, session_id: str, source: Replica, to: Replica, reason: str) -> None:
+        """The first answer from elsewhere has come."""
+        if source.address == to.address:
+            reason = RESTARTED
+        self.counts[reason] += 1
+        facts = {"pool": self.pool, "source": source.address, "to": to.address, "reason": reason}
+        _log.info("session moved", session_id=session_id, **facts)
+        request_trace().moved(
+            {
+                names.POOL: self.pool,
+                names.SOURCE: source.address,
+                names.TO: to.address,
+                names.REASON: reason,
+            }
+        )

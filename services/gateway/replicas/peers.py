@@ -1,0 +1,56 @@
+"""How a gateway reaches targets and drafts: plainly, or over TLS with files that may change under it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from galley.common.tls.files import NamedFile
+from galley.common.tls.keepalive import ChannelTls, open_channel
+from galley.common.tls.material import TlsFiles
+
+if TYPE_CHECKING:
+    import grpc
+
+    from galley.common.server.server import Parts
+    from galley.common.tls.files import WatchedFiles
+    from galley.common.tls.material import Material
+    from services.gateway.settings import GatewaySettings
+
+_UNBOUNDED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+
+
+class Peers:
+    """What the gateway's channels have in common."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        """Raises BadFile."""
+        self._targets = _tls_to(settings.target_tls_name, settings)
+        self._drafts = _tls_to(settings.draft_tls_name, settings)
+
+    @property
+    def files(self) -> WatchedFiles[Material] | None:
+        """What they show; None where they speak plain text."""
+        return None if self._targets is None else self._targets.files
+
+    def open_target(self, address: str, parts: Parts) -> grpc.aio.Channel:
+        """A channel to the target there."""
+        return _open(address, self._targets, parts)
+
+    def open_draft(self, address: str, parts: Parts) -> grpc.aio.Channel:
+        """A channel to the draft there."""
+        return _open(address, self._drafts, parts)
+
+
+def _tls_to(name: str, settings: GatewaySettings) -> ChannelTls | None:
+    if not settings.peer_ca_file:
+        return None
+    files = TlsFiles(
+        NamedFile("peer_ca_file", settings.peer_ca_file),
+        NamedFile("peer_cert_file", settings.peer_cert_file),
+        NamedFile("peer_key_file", settings.peer_key_file),
+    )
+    return ChannelTls(files, name)
+
+
+def _open(address: str, tls: ChannelTls | None, parts: Parts) -> grpc.aio.Channel:
+    return open_channel(address, tls, parts.telemetry.client_interceptors(), _UNBOUNDED)

@@ -1,0 +1,86 @@
+"""Core values as the messages of a stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from galley.common.wire.codec import logprobs_message
+from galley.core.answer.answer import Chunk, Ending, NumericsChanged, Reason
+from galley.pb.galley.v1 import galley_pb2 as pb
+
+if TYPE_CHECKING:
+    from galley.core.session.machine import Session
+    from galley.core.session.stats import SpeculationStats
+
+_REASONS = {
+    Reason.STOP: pb.Finished.REASON_STOP,
+    Reason.LENGTH: pb.Finished.REASON_LENGTH,
+    Reason.ABORTED: pb.Finished.REASON_ABORTED,
+}
+
+
+def started(session: Session, model: str) -> pb.StreamEvent:
+    """The first event of every stream."""
+    spec = session.spec
+    return pb.StreamEvent(
+        started=pb.Started(
+            session_id=spec.session_id,
+            seed=spec.sampling.seed,
+            prompt_tokens=len(spec.prompt),
+            model=model,
+        )
+    )
+
+
+def item(value: Chunk | NumericsChanged) -> pb.StreamEvent:
+    """What the machine emitted."""
+    if isinstance(value, NumericsChanged):
+        return pb.StreamEvent(
+            numerics_changed=pb.NumericsChanged(index=value.index, fingerprint=value.fingerprint)
+        )
+    return pb.StreamEvent(
+        chunk=pb.Chunk(
+            index=value.index,
+            token_ids=value.tokens,
+            text=value.text,
+            from_draft=[value.from_draft] * len(value.tokens),
+            logprobs=[logprobs_message(entry) for entry in value.logprobs],
+        )
+    )
+
+
+def finished(session: Session, ending: Ending) -> pb.StreamEvent:
+    """The last event of a stream that ended in order."""
+    message = pb.Finished(
+        reason=_REASONS[ending.reason],
+        usage=pb.Usage(
+            prompt_tokens=len(session.spec.prompt),
+            output_tokens=session.logged_output,
+        ),
+        speculation=_stats(session.stats),
+    )
+    if isinstance(ending.matched, str):
+        message.stop = ending.matched
+    elif ending.matched is not None:
+        message.stop_token_id = ending.matched
+    return pb.StreamEvent(finished=message)
+
+
+def _stats(stats: SpeculationStats) -> pb.SpeculationStats:
+    return pb.SpeculationStats(
+        rounds=stats.rounds,
+        drafted=stats.drafted,
+        verified=stats.verified,
+        accepted=stats.accepted,
+        round_ns=stats.round_ns,
+        draft_ns=stats.draft_ns,
+        verify_ns=stats.verify_ns,
+        draft_compute_ns=stats.draft_compute_ns,
+        verify_compute_ns=stats.verify_compute_ns,
+        orchestration_ns=stats.orchestration_ns,
+        accepted_at=stats.accepted_at,
+        verified_at=stats.verified_at,
+        proposed=stats.proposed,
+        cancelled=stats.cancelled,
+        exposed_draft_ns=stats.exposed_draft_ns,
+    )

@@ -1,0 +1,180 @@
+"""The model's tokenizer without transformers, so that the gateway needs no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
+
+from galley.common.models.files import code_asked_for, foreign_file
+from galley.common.models.hub import hub_model
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.core.errors import InvalidField
+from services.gateway.request.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+_SPECIAL_VARIABLES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """Text to token ids and back, as the model's own files say. Safe to use from several threads."""
+
+    def __init__(self, fast: FastTokenizer, template: ChatTemplate | None, digest: str) -> None:
+        """`fast` is changed: truncation and padding are switched off. `digest` is what `hash` gives."""
+        fast.no_truncation()
+        fast.no_padding()
+        self._fast = fast
+        self._template = template
+        self._special_ids = frozenset(
+            token for token, added in fast.get_added_tokens_decoder().items() if added.special
+        )
+        self.hash = digest
+
+    @classmethod
+    def load(cls, model: str) -> Tokenizer:
+        """Of a local directory, or of a model on the hub, whose tokenizer files are then downloaded.
+
+        Raises FileNotFoundError if there is no tokenizer.json, ValueError if one of the files is broken, lies
+        elsewhere, or asks for code.
+        """
+        directory = _directory(model)
+        if (reason := foreign_file(directory, FILES)) is not None:
+            raise ValueError(reason)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{directory} has no tokenizer.json")
+        config = _read_json(directory / "tokenizer_config.json")
+        if (reason := code_asked_for(config)) is not None:
+            raise ValueError(f"{directory}/tokenizer_config.json: the tokenizer {reason}")
+        try:
+            fast = FastTokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise ValueError(f"{path} is no tokenizer: {error}") from error
+        _add_missing_tokens(fast, config)
+        return cls(fast, _chat_template(directory, config), tokenizer_hash(directory))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the tokenizer knows, added ones included; a model may pad its vocabulary beyond."""
+        return int(self._fast.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that stand for control tokens, which `decode` leaves out."""
+        return self._special_ids
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text to be completed, with the special tokens that the model's own rules add."""
+        return list(self._fast.encode(text).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a chat up to where the answer begins; each message has `role` and `content`.
+
+        As in transformers, control tokens that are spelled out in a message's content are read as control
+        tokens. Raises InvalidField("messages") if the model has no chat template or its template refuses.
+        """
+        if self._template is None:
+            raise InvalidField("messages", "the model has no chat template; send text instead")
+        rendered = self._template.render(messages)
+        return list(self._fast.encode(rendered, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids` without control tokens; unfinished UTF-8 reads as U+FFFD."""
+        return str(self._fast.decode(list(ids), skip_special_tokens=True))
+
+
+def _directory(model: str) -> Path:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    name, revision = hub_model(model)
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"{model!r} is no directory, and no model that the hub gives: {error}"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object")  # noqa: TRY004  # the file is at fault, not a type
+    return value
+
+
+def _add_missing_tokens(fast: FastTokenizer, config: dict[str, Any]) -> None:
+    """Some models name control tokens in tokenizer_config.json only; never give one a new id."""
+    for key, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+        content = entry["content"]
+        known = fast.token_to_id(content)
+        if known is None and int(key) == fast.get_vocab_size(with_added_tokens=True):
+            token = AddedToken(
+                content,
+                single_word=entry.get("single_word", False),
+                lstrip=entry.get("lstrip", False),
+                rstrip=entry.get("rstrip", False),
+                normalized=entry.get("normalized", True),
+                special=entry.get("special", False),
+            )
+            if entry.get("special", False):
+                fast.add_special_tokens([token])
+            else:
+                fast.add_tokens([token])
+
+
+def _chat_template(directory: Path, config: dict[str, Any]) -> ChatTemplate | None:
+    source = _template_source(directory, config)
+    if source is None:
+        return None
+    return ChatTemplate(source, _special_variables(directory, config))
+
+
+def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _special_variables(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    held = _read_json(directory / "special_tokens_map.json") | config
+    variables = {}
+    for name in _SPECIAL_VARIABLES:
+        value = held.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            variables[name] = value
+    return variables

@@ -1,0 +1,366 @@
+"""What a request may say. Everything is checked here, once, before any work is done for it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from galley.core.content import HASH_BYTES
+from galley.core.errors import InvalidField, Unimplemented, UnknownSession
+from galley.core.sampling_params import SamplingParams
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.auth.session_key import SESSION_ID_HEX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+Mode = Literal["auto", "off", "fixed"]
+
+BODY_HASH_BYTES = 32
+_WORKLOAD = re.compile(r"[A-Za-z0-9_.:/-]*")
+_SESSION_ID = re.compile(rf"[0-9a-f]{{{SESSION_ID_HEX}}}")
+_MODES: Mapping[int, Mode] = MappingProxyType(
+    {
+        pb.Speculation.MODE_UNSPECIFIED: "auto",
+        pb.Speculation.MODE_AUTO: "auto",
+        pb.Speculation.MODE_OFF: "off",
+        pb.Speculation.MODE_FIXED: "fixed",
+    }
+)
+
+
+class PromptTokenizer(Protocol):
+    """What validation needs of a tokenizer; see `services.gateway.request.tokenize.Tokenizer`."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text to be completed."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a chat, up to where the answer begins."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The gateway's own bounds. `*_bytes` count UTF-8."""
+
+    default_max_tokens: int = 512
+    max_draft_tokens: int = 16
+    max_text_bytes: int = 1 << 20
+    max_messages: int = 1024
+    max_role_bytes: int = 64
+    max_logprobs: int = 20
+    max_stop_strings: int = 16
+    max_stop_bytes: int = 256
+    max_stop_token_ids: int = 256
+    max_idempotency_key_bytes: int = 256
+    max_workload_chars: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the gateway serves. Token ids lie in [0, vocab_size), positions in [0, context_window)."""
+
+    name: str
+    context_window: int
+    vocab_size: int
+    strategies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationSpec:
+    """How to speculate. `k` is None where the gateway chooses; an empty `strategy` is its default."""
+
+    mode: Mode = "auto"
+    k: int | None = None
+    strategy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateSpec:
+    """A request whose every value is within its bounds; no token may stand at or beyond `max_position`.
+
+    `logprobs` is None where none are asked for. `body_hash` names the request without its idempotency key.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    max_position: int
+    min_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    logprobs: int | None
+    speculation: SpeculationSpec
+    workload: str
+    priority: int
+    idempotency_key: str
+    body_hash: bytes
+    continue_without_client: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeSpec:
+    """Where to go on; `seen_hash` is empty if it is not to be checked."""
+
+    session_id: str
+    next_index: int
+    seen_hash: bytes
+
+
+def parse_generate(
+    request: pb.GenerateRequest,
+    limits: Limits,
+    tokenizer: PromptTokenizer,
+    model: Model,
+    draw_seed: Callable[[], int],
+) -> GenerateSpec:
+    """Check all of `request`, cheap things first; tokenizes its prompt last.
+
+    `draw_seed` gives the seed, in [0, 2**64), of a request that brings none. Raises InvalidField or
+    Unimplemented.
+    """
+    _check_fixed(request, model)
+    sampling = _sampling(request.sampling, model.vocab_size, draw_seed)
+    stop = _stop(request.stop, limits)
+    stop_token_ids = _stop_token_ids(request.stop_token_ids, limits, model.vocab_size)
+    logprobs = _logprobs(request, limits)
+    speculation = _speculation(request.speculation, limits, model)
+    _check_labels(request, limits)
+    _check_asked_length(request, model.context_window)
+    prompt = _prompt(request, limits, tokenizer, model)
+    max_tokens = _max_tokens(request, len(prompt), limits, model.context_window)
+    return GenerateSpec(
+        prompt=prompt,
+        sampling=sampling,
+        max_position=len(prompt) + max_tokens,
+        min_tokens=request.min_tokens,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=request.ignore_eos,
+        logprobs=logprobs,
+        speculation=speculation,
+        workload=request.workload,
+        priority=request.priority,
+        idempotency_key=request.idempotency_key,
+        body_hash=body_hash(request),
+        continue_without_client=request.continue_without_client,
+    )
+
+
+def body_hash(request: pb.GenerateRequest) -> bytes:
+    """The blake2b-256 of the request without its idempotency key, the same for equal requests."""
+    body = pb.GenerateRequest()
+    body.CopyFrom(request)
+    body.ClearField("idempotency_key")
+    return blake2b(body.SerializeToString(deterministic=True), digest_size=BODY_HASH_BYTES).digest()
+
+
+def parse_resume(request: pb.ResumeRequest) -> ResumeSpec:
+    """Raises InvalidField, or UnknownSession for what cannot be a session's id."""
+    session_id = parse_session_id(request.session_id)
+    if len(request.seen_hash) not in {0, HASH_BYTES}:
+        raise InvalidField(
+            "seen_hash", f"must be empty or {HASH_BYTES} bytes, is {len(request.seen_hash)} bytes"
+        )
+    return ResumeSpec(session_id, request.next_index, request.seen_hash)
+
+
+def parse_session_id(session_id: str) -> str:
+    """Raises InvalidField if it is empty, UnknownSession if it cannot be a session's id."""
+    if not session_id:
+        raise InvalidField("session_id", "must not be empty")
+    if not _SESSION_ID.fullmatch(session_id):
+        raise UnknownSession(session_id[: 2 * SESSION_ID_HEX])
+    return session_id
+
+
+def check_priority(priority: int, most: int | None) -> None:
+    """Raises InvalidField if it is above what the caller's requests may have; None: they may have any."""
+    if most is not None and priority > most:
+        raise InvalidField("priority", f"must be <= {most} for this caller, is {priority}")
+
+
+def check_model(name: str, model: Model) -> None:
+    """Raises InvalidField unless `name` is empty or that of `model`."""
+    if name not in {"", model.name}:
+        raise InvalidField("model", f"must be {model.name!r} or empty, is {_shown(name)}")
+
+
+def _check_fixed(request: pb.GenerateRequest, model: Model) -> None:
+    if request.HasField("structured_output"):
+        raise Unimplemented("structured_output")
+    if request.HasField("n") and request.n != 1:
+        raise InvalidField("n", f"must be 1, is {request.n}")
+    check_model(request.model, model)
+
+
+def _sampling(message: pb.SamplingParams, vocab_size: int, draw_seed: Callable[[], int]) -> SamplingParams:
+    # What is set is taken (a float arrives as float32); what is not keeps SamplingParams' default.
+    names = [name.name for name, _ in message.ListFields() if name.name != "logit_bias"]
+    values = {name: getattr(message, name) for name in names}
+    values.setdefault("seed", 0)
+    sampling = SamplingParams(**values, logit_bias=MappingProxyType(dict(message.logit_bias)))
+    sampling.validate(vocab_size)
+    if message.HasField("seed"):
+        return sampling
+    return SamplingParams(**values | {"seed": draw_seed()}, logit_bias=sampling.logit_bias)
+
+
+def _stop(stop: Sequence[str], limits: Limits) -> tuple[str, ...]:
+    if len(stop) > limits.max_stop_strings:
+        raise InvalidField("stop", f"must have at most {limits.max_stop_strings} entries, has {len(stop)}")
+    for index, text in enumerate(stop):
+        size = len(text.encode())
+        if not 1 <= size <= limits.max_stop_bytes:
+            raise InvalidField(
+                f"stop[{index}]", f"must be of 1 to {limits.max_stop_bytes} bytes, is of {size}"
+            )
+    return tuple(dict.fromkeys(stop))
+
+
+def _stop_token_ids(ids: Sequence[int], limits: Limits, vocab_size: int) -> tuple[int, ...]:
+    if len(ids) > limits.max_stop_token_ids:
+        bound = limits.max_stop_token_ids
+        raise InvalidField("stop_token_ids", f"must have at most {bound} entries, has {len(ids)}")
+    _check_ids("stop_token_ids", ids, vocab_size)
+    return tuple(dict.fromkeys(ids))
+
+
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    for index, token in enumerate(ids):
+        if token >= vocab_size:
+            raise InvalidField(f"{field}[{index}]", f"token id must be in [0, {vocab_size}), is {token}")
+
+
+def _logprobs(request: pb.GenerateRequest, limits: Limits) -> int | None:
+    if not request.HasField("logprobs"):
+        return None
+    if request.logprobs > limits.max_logprobs:
+        raise InvalidField("logprobs", f"must be in [0, {limits.max_logprobs}], is {request.logprobs}")
+    return request.logprobs
+
+
+def _speculation(message: pb.Speculation, limits: Limits, model: Model) -> SpeculationSpec:
+    mode = _MODES.get(message.mode)
+    if mode is None:
+        raise InvalidField("speculation.mode", f"must be a known mode, is {message.mode}")
+    k = message.k if message.HasField("k") else None
+    if k is not None and k > limits.max_draft_tokens:
+        raise InvalidField("speculation.k", f"must be in [0, {limits.max_draft_tokens}], is {k}")
+    if message.strategy and message.strategy not in model.strategies:
+        known = ", ".join(model.strategies) or "none here"
+        raise InvalidField("speculation.strategy", f"must be one of {known}, is {_shown(message.strategy)}")
+    return SpeculationSpec(mode, k, message.strategy)
+
+
+def _check_labels(request: pb.GenerateRequest, limits: Limits) -> None:
+    _check_bytes("idempotency_key", request.idempotency_key, limits.max_idempotency_key_bytes)
+    _check_bytes("workload", request.workload, limits.max_workload_chars)
+    if not _WORKLOAD.fullmatch(request.workload):
+        raise InvalidField(
+            "workload", f"must be of letters, digits and _.:/- only, is {_shown(request.workload)}"
+        )
+
+
+def _check_bytes(field: str, text: str, most: int) -> None:
+    size = len(text.encode())
+    if size > most:
+        raise InvalidField(field, f"must be at most {most} bytes, is {size} bytes")
+
+
+def _check_asked_length(request: pb.GenerateRequest, context_window: int) -> None:
+    """What can be said of the answer's length before the prompt is tokenized."""
+    if not request.HasField("max_tokens"):
+        return
+    if not 1 <= request.max_tokens < context_window:
+        raise InvalidField(
+            "max_tokens",
+            f"must be >= 1 and leave room for a prompt in the context window of {context_window} tokens, "
+            f"is {request.max_tokens}",
+        )
+    if request.min_tokens > request.max_tokens:
+        raise InvalidField(
+            "min_tokens", f"must be <= max_tokens ({request.max_tokens}), is {request.min_tokens}"
+        )
+
+
+def _prompt(
+    request: pb.GenerateRequest, limits: Limits, tokenizer: PromptTokenizer, model: Model
+) -> tuple[int, ...]:
+    field = request.WhichOneof("input")
+    match field:
+        case "text":
+            prompt = _text_prompt(request.text, limits, tokenizer)
+        case "messages":
+            prompt = _chat_prompt(request.messages.messages, limits, tokenizer)
+        case "token_ids":
+            prompt = _token_prompt(request.token_ids.ids, model)
+        case _:
+            raise InvalidField("input", "must have one of text, messages, token_ids")
+    if not prompt:
+        raise InvalidField(field, "must come to at least one token")
+    if len(prompt) >= model.context_window:
+        raise InvalidField(
+            field,
+            f"prompt of {len(prompt)} tokens leaves no room for an answer in the context window of "
+            f"{model.context_window} tokens",
+        )
+    return tuple(prompt)
+
+
+def _text_prompt(text: str, limits: Limits, tokenizer: PromptTokenizer) -> Sequence[int]:
+    if not text:
+        raise InvalidField("text", "must not be empty")
+    _check_bytes("text", text, limits.max_text_bytes)
+    return tokenizer.encode(text)
+
+
+def _chat_prompt(
+    messages: Sequence[pb.ChatMessage], limits: Limits, tokenizer: PromptTokenizer
+) -> Sequence[int]:
+    if not 1 <= len(messages) <= limits.max_messages:
+        raise InvalidField(
+            "messages.messages", f"must have 1 to {limits.max_messages} entries, has {len(messages)}"
+        )
+    for index, message in enumerate(messages):
+        field = f"messages.messages[{index}].role"
+        if not message.role:
+            raise InvalidField(field, "must not be empty")
+        _check_bytes(field, message.role, limits.max_role_bytes)
+    size = sum(len(message.content.encode()) for message in messages)
+    if size > limits.max_text_bytes:
+        raise InvalidField("messages", f"must be at most {limits.max_text_bytes} bytes, are {size} bytes")
+    return tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in messages])
+
+
+def _token_prompt(ids: Sequence[int], model: Model) -> Sequence[int]:
+    if not ids:
+        raise InvalidField("token_ids.ids", "must not be empty")
+    if len(ids) < model.context_window:  # a longer one is refused for that
+        _check_ids("token_ids.ids", ids, model.vocab_size)
+    return ids
+
+
+def _max_tokens(request: pb.GenerateRequest, prompt_len: int, limits: Limits, context_window: int) -> int:
+    room = context_window - prompt_len
+    max_tokens = (
+        request.max_tokens if request.HasField("max_tokens") else min(limits.default_max_tokens, room)
+    )
+    if max_tokens > room:
+        raise InvalidField(
+            "max_tokens",
+            f"prompt of {prompt_len} tokens leaves room for {room} in the context window of "
+            f"{context_window} tokens, is {max_tokens}",
+        )
+    if request.min_tokens > max_tokens:
+        raise InvalidField("min_tokens", f"must be <= max_tokens ({max_tokens}), is {request.min_tokens}")
+    return max_tokens
+
+
+def _shown(text: str, most: int = 64) -> str:
+    return repr(text if len(text) <= most else text[:most] + "...")

@@ -1,0 +1,296 @@
+"""The thin shell around the session machine: carries out its effects and tells it what came of them.
+
+One runner serves one stream. It decides nothing: what to do next is the machine's business, how to do it is
+the ports'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from galley.common.server.logs import get_logger
+from galley.core.answer.answer import Chunk, NumericsChanged
+from galley.core.errors import Broken, Cancelled, DeadlinePassed, GalleyError, Unread
+from galley.core.session import events as ev
+from galley.core.session.round import RoundEnded
+from galley.core.store import Directory, Held
+from services.gateway.session.timeouts import SECOND
+from services.gateway.store.session_log import StoreWrites
+from services.gateway.telemetry.meter import StreamMeter
+from services.gateway.telemetry.spans import request_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from galley.core.session.machine import Session
+    from galley.core.session.ports import Clock, DraftPort, Replica, TargetPort, Verification
+    from services.gateway.session.timeouts import Timeouts
+    from services.gateway.store.owned import OwnedSession
+
+_SEND_GRACE_S = 5.0
+"""How long a stream that ends with an error waits for a client to read what was confirmed before."""
+
+_DRAFT_SHARE = 0.8
+"""Of the time that a proposal is waited for, what the draft is told that it has."""
+
+_log = get_logger(__name__)
+
+Item: TypeAlias = Chunk | NumericsChanged
+Send: TypeAlias = Callable[[Item], Awaitable[None]]
+"""Returns when the client's transport took the item; raises Unread if it never will."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What a runner needs of the world."""
+
+    draft: DraftPort
+    target: TargetPort
+    clock: Clock
+
+
+class SessionRunner:
+    """Runs one session until its stream ends."""
+
+    def __init__(
+        self,
+        session: Session,
+        owned: OwnedSession,
+        ports: Ports,
+        timeouts: Timeouts,
+        deadline_ns: int | None,
+        meter: StreamMeter | None = None,
+    ) -> None:
+        """`deadline_ns` is a time of the clock port, None for none."""
+        self.session = session
+        self.owned = owned
+        self.meter = meter or StreamMeter()
+        self._ports = ports
+        self._timeouts = timeouts
+        self._deadline_ns = deadline_ns
+        self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._outbox: asyncio.Queue[tuple[Item, ...] | None] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timers: list[asyncio.TimerHandle] = []
+        self._trace = request_trace()
+        self._writes = StoreWrites(owned, ports.clock, timeouts, deadline_ns, self.meter, self.tell)
+        self._renewal: asyncio.Task[None] | None = None
+        self._verification: Verification | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._proposing: asyncio.Task[None] | None = None
+        self._holder: Replica | None = None
+        self._end: ev.End | None = None
+
+    def tell(self, event: ev.Event) -> None:
+        """Put an event before the machine; never blocks."""
+        self._inbox.put_nowait(event)
+
+    async def run(self, send: Send) -> ev.End:
+        """Drive the session; returns how the stream ends once the client has all that belongs before."""
+        sender = asyncio.create_task(self._send_all(send))
+        sender.add_done_callback(self._on_unsent)
+        try:
+            self._watch_deadline()
+            self._renewal = self._spawn(self._writes.keep_alive())
+            self._carry_out(self.session.start(self._now()))
+            while self._end is None:
+                event = await self._inbox.get()
+                self._carry_out(self.session.step(event, self._now()))
+            return await self._finish_sending(sender, self._end)
+        finally:
+            await self._stop(sender)
+
+    # ------------------------------------------------------------------------------- effects --
+
+    def _carry_out(self, effects: list[ev.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ev.Propose() | ev.CancelPropose() | ev.Verify() | ev.ExtendVerify() | ev.CancelVerify():
+                    self._ask_pools(effect)
+                case ev.Commit():
+                    self._spawn(self._commit(effect))
+                case ev.StoreFinish():
+                    self._stop_renewing()  # of a session that has ended it would be refused
+                    self._spawn(self._writes.finish(effect))
+                case ev.Emit():
+                    self._trace.emitted(effect.items)
+                    self._outbox.put_nowait(effect.items)
+                case ev.WakeAt():
+                    self._call_at(effect.at_ns, ev.Woken())
+                case RoundEnded():
+                    self._trace.round_ended(effect, self._ports.draft.replica, self._holder)
+                    self.meter.round(effect)
+                case ev.End():
+                    self._end = effect
+                    self._outbox.put_nowait(None)
+
+    def _ask_pools(
+        self, effect: ev.Propose | ev.CancelPropose | ev.Verify | ev.ExtendVerify | ev.CancelVerify
+    ) -> None:
+        """The machine has one item at each pool at most: extending and giving up mean that one."""
+        match effect:
+            case ev.Propose():
+                self._proposing = self._spawn(self._propose(effect))
+            case ev.CancelPropose() if self._proposing is not None:
+                self._proposing.cancel()
+            case ev.Verify():
+                self._verify(effect)
+            case ev.ExtendVerify() if self._verification is not None:
+                self._verification.extend(effect)
+            case ev.CancelVerify() if self._following is not None:
+                self._following.cancel()
+
+    async def _propose(self, effect: ev.Propose) -> None:
+        """Ask the draft; what does not come in time has failed."""
+        timeout_ns = self._timeouts.draft_ns
+        # The draft cuts its proposal in time for what is ready to travel back.
+        remaining_ns = self._within(int(_DRAFT_SHARE * timeout_ns))
+        reply: ev.Event
+        try:
+            async with asyncio.timeout(timeout_ns / SECOND):
+                reply = await self._ports.draft.propose(self.session.spec, effect, remaining_ns)
+        except TimeoutError:
+            reply = ev.Failed(effect.request_id, "no answer in time")
+        if isinstance(reply, ev.CacheMissed):
+            self.meter.missed("draft")
+            self._trace.missed(ev.Pool.DRAFT.value, reply.have, effect.slice.start)
+        self.tell(reply)
+
+    def _verify(self, effect: ev.Verify) -> None:
+        # One verdict is of no use after its timeout; what goes on, as long as the client wants it.
+        remaining_ns = self._remaining() if effect.credit else self._within(self._timeouts.verify_ns)
+        self._trace.asked_target()
+        self._verification = self._ports.target.verify(self.session.spec, effect, remaining_ns)
+        self._following = self._spawn(self._follow(self._verification, effect))
+
+    async def _follow(self, verification: Verification, asked: ev.Verify) -> None:
+        """Tell the machine each answer.
+
+        As long as the item stands, an answer is due (one that has used up its credit is over): if none comes
+        in time, it has failed.
+        """
+        timeout_s = self._timeouts.verify_ns / SECOND
+        try:
+            async with asyncio.timeout(timeout_s) as timer, aclosing(verification):
+                async for answer in verification:
+                    if isinstance(answer, ev.Failed):
+                        self._trace.target_failed(answer.message)
+                    else:
+                        self._holder = verification.replica
+                    if isinstance(answer, ev.CacheMissed):
+                        self.meter.missed("target")
+                        self._trace.missed(ev.Pool.TARGET.value, answer.have, asked.slice.start)
+                    self.tell(answer)
+                    timer.reschedule(asyncio.get_running_loop().time() + timeout_s)
+        except TimeoutError:
+            failed = ev.Failed(asked.request_id, "no answer in time")
+            self._trace.target_failed(failed.message)
+            self.tell(failed)
+
+    async def _commit(self, effect: ev.Commit) -> None:
+        await self._writes.commit(effect, self._directory(effect))
+
+    def _directory(self, effect: ev.Commit) -> Directory:
+        """The target's is whose answer told how far its cache reaches, not who is asked next."""
+        return Directory(
+            draft=_held(self._ports.draft.replica, effect.draft_cache_len),
+            target=_held(self._holder, effect.target_cache_len),
+        )
+
+    def _stop_renewing(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+
+    # ---------------------------------------------------------------------------------- time --
+
+    def _now(self) -> int:
+        return self._ports.clock.now_ns()
+
+    def _remaining(self) -> int | None:
+        """At least a nanosecond: 0 on the wire is no deadline."""
+        return None if self._deadline_ns is None else max(1, self._deadline_ns - self._now())
+
+    def _within(self, timeout_ns: int) -> int:
+        remaining = self._remaining()
+        return timeout_ns if remaining is None else min(timeout_ns, remaining)
+
+    def _watch_deadline(self) -> None:
+        if self._deadline_ns is not None:
+            self._call_at(
+                self._deadline_ns, ev.Interrupted(DeadlinePassed("the deadline of the call has passed"))
+            )
+
+    def _call_at(self, at_ns: int, event: ev.Event) -> None:
+        delay = max(0, at_ns - self._now()) / SECOND
+        self._timers.append(asyncio.get_running_loop().call_later(delay, self.tell, event))
+
+    # ----------------------------------------------------------------------------- the client --
+
+    async def _send_all(self, send: Send) -> None:
+        while (items := await self._outbox.get()) is not None:
+            for item in items:
+                began_ns = self._now()
+                try:
+                    await send(item)
+                finally:
+                    waited_ns = self._now() - began_ns
+                    self._trace.sent(waited_ns)
+                    self.meter.stalled(waited_ns)
+                if isinstance(item, Chunk):
+                    self.tell(ev.Taken(item.index + len(item.tokens)))
+
+    def _on_unsent(self, sender: asyncio.Task[None]) -> None:
+        """No more reaches the client: the session is worked on no further."""
+        if not sender.cancelled() and (error := sender.exception()) is not None:
+            self.tell(ev.Interrupted(_fault_of(error, "sending")))
+
+    async def _finish_sending(self, sender: asyncio.Task[None], end: ev.End) -> ev.End:
+        """How the stream ends for the client, who may not have read what belongs before a good end."""
+        if end.error is None:
+            await asyncio.wait({sender})
+            error = sender.exception()
+            return end if error is None else ev.End(error=_fault_of(error, "sending"))
+        if not isinstance(end.error, DeadlinePassed | Cancelled | Unread):
+            await asyncio.wait({sender}, timeout=_SEND_GRACE_S)
+        return end
+
+    # --------------------------------------------------------------------------------- tasks --
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        """A port that raises what it must not is our fault; the stream ends instead of hanging."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a port raised", exc_info=error)
+            self.tell(ev.Interrupted(_fault_of(error, "a port")))
+
+    async def _stop(self, sender: asyncio.Task[None]) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        tasks = {*self._tasks, sender}
+        for task in tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._verification is not None:
+                await self._verification.aclose()  # its task may have been cancelled before it began
+        finally:
+            self._trace.stopped(self.session, self._end)
+            self.meter.ended(self.session.stats)
+
+
+def _fault_of(error: BaseException, what: str) -> GalleyError:
+    return error if isinstance(error, Unread) else Broken(f"{what} raised {type(error).__name__}")
+
+
+def _held(replica: Replica | None, length: int) -> Held | None:
+    return None if replica is None else Held(replica.address, replica.incarnation, length)

@@ -1,0 +1,266 @@
+"""The open streams of one gateway: admission, claiming, running and draining sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from galley.core.admission.admission import DRAINING, Admission
+from galley.core.admission.principal import Principal
+from galley.core.answer.answer import Answer, Ending, Reason
+from galley.core.answer.codec import decode_spec, encode_spec
+from galley.core.answer.finish import decode_ending, encode_ending
+from galley.core.errors import Fenced, InvalidField, LogLost, Overloaded, Unavailable, UnknownSession
+from galley.core.records import decode_records
+from galley.core.session import events as ev
+from galley.core.session.draft_statistics import Book
+from galley.core.session.machine import Session, SessionLimits
+from galley.core.store import NewSession
+from services.gateway.session.runner import SessionRunner
+from services.gateway.session.timeouts import Timeouts, patiently
+from services.gateway.store.owned import OwnedSession
+from services.gateway.store.redis import NONCE_BYTES
+from services.gateway.telemetry.meter import GatewayMeter
+from services.gateway.telemetry.origin import operation_fields
+from services.gateway.telemetry.spans import request_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from galley.core.admission.admission import Place
+    from galley.core.answer.answer import SessionSpec
+    from galley.core.session.ports import Clock
+    from galley.core.store import SessionStore, StoredSession
+    from services.gateway.session.runner import Ports
+
+_T = TypeVar("_T")
+
+SPEC_FIELD = "spec"
+
+
+class Streams:
+    """What a gateway has open. `ports_of` gives a session its own; `decode` turns token ids into text."""
+
+    def __init__(  # noqa: PLR0913  # what it is made of
+        self,
+        store: SessionStore,
+        clock: Clock,
+        ports_of: Callable[[StoredSession, Session], Ports],
+        decode: Callable[[Sequence[int]], str],
+        limits: SessionLimits,
+        timeouts: Timeouts,
+        max_sessions: int,
+        *,
+        meter: GatewayMeter | None = None,
+    ) -> None:
+        self.meter = meter or GatewayMeter()
+        self._store = store
+        self._clock = clock
+        self._ports_of = ports_of
+        self._decode = decode
+        self._limits = limits
+        self._timeouts = timeouts
+        self._admission = Admission(max_sessions)
+        self._aborts = Admission(max_sessions, "calls to Abort")
+        self._draining = False
+        self._book = Book()
+        self._running: set[SessionRunner] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def admit(self, principal: Principal, tokens: int) -> Iterator[Place]:
+        """Hold a place for one stream of at most so many output tokens.
+
+        Raises Overloaded or Unavailable, before any work is done.
+        """
+        place = self._enter(principal, tokens)
+        self._idle.clear()
+        try:
+            yield place
+        finally:
+            if not place.kept:
+                self._release(place)
+
+    def _enter(self, principal: Principal, tokens: int) -> Place:
+        if self._draining:
+            self.meter.refused(DRAINING)
+            raise Unavailable("this gateway is shutting down; ask another")
+        try:
+            return self._admission.enter(principal, tokens, self._clock.now_ns())
+        except Overloaded as error:
+            self.meter.refused(error.reason)
+            raise
+
+    @property
+    def held(self) -> int:
+        """Places that are taken."""
+        return self._admission.held
+
+    def keep(self, work: asyncio.Task[None], place: Place, used: Callable[[], int]) -> None:
+        """A session goes on without its client, if only to stop: it keeps its place until `work` is done."""
+        place.kept = True
+
+        def done(_: asyncio.Task[None]) -> None:
+            place.used = used()
+            self._release(place)
+
+        work.add_done_callback(done)
+
+    def _release(self, place: Place) -> None:
+        self._admission.leave(place, self._clock.now_ns())
+        if not self._admission.held:
+            self._idle.set()
+
+    def charge_prompt(self, place: Place, runner: SessionRunner) -> None:
+        """Count its prompt, unless the session is one that was joined: then it has had an owner before."""
+        if runner.owned.owner.epoch == 1:
+            self._admission.charge(place, len(runner.session.spec.prompt), self._clock.now_ns())
+
+    async def create(
+        self,
+        spec: SessionSpec,
+        principal: str,
+        body_hash: bytes,
+        deadline_ns: int | None,
+        operation: str,
+    ) -> SessionRunner:
+        """Store a new session, begun as `operation`, or join the one of its id and body.
+
+        Raises KeyReused, StoreUnavailable.
+        """
+        kept = operation_fields(operation) | request_trace().stored_fields()
+        fields = {SPEC_FIELD: encode_spec(spec), **kept}
+        new = NewSession(spec.session_id, principal, body_hash, fields, spec.prompt)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        asked_ns = self._clock.now_ns()
+        stored = await self._store_call("create", lambda: self._store.create(new, nonce), deadline_ns)
+        session = self._session(stored)
+        request_trace().opened(session, stored, asked_ns, None)
+        return self._runner(session, stored, asked_ns, deadline_ns)
+
+    async def claim(
+        self, session_id: str, principal: str, next_index: int, seen_hash: bytes, deadline_ns: int | None
+    ) -> SessionRunner:
+        """Take over a session for a client that has output tokens [0, next_index).
+
+        Raises UnknownSession, StoreUnavailable, InvalidField, or LogLost if what is stored cannot be read.
+        """
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        asked_ns = self._clock.now_ns()
+        stored = await self._store_call(
+            "claim", lambda: self._store.claim(session_id, principal, nonce), deadline_ns
+        )
+        session = self._session(stored, next_index, seen_hash)
+        request_trace().opened(session, stored, asked_ns, next_index)
+        longest = session.spec.max_position - stored.prompt_len
+        if next_index > longest:
+            raise InvalidField("next_index", f"must be <= the {longest} tokens that the answer may have")
+        return self._runner(session, stored, asked_ns, deadline_ns)
+
+    async def abort(self, session_id: str, principal: str, deadline_ns: int | None) -> None:
+        """End a session for good, here and in the store.
+
+        Raises UnknownSession, StoreUnavailable, or Overloaded where too many calls are at it.
+        """
+        record = encode_ending(Ending(Reason.ABORTED))
+        with self._aborting(principal):
+            try:
+                await self._store_call(
+                    "abort", lambda: self._store.abort(session_id, principal, record), deadline_ns
+                )
+            except UnknownSession:  # one that the store has lost is not to be made anew by its owner here
+                if not any(runner.owned.new.principal == principal for runner in self._of(session_id)):
+                    raise
+        for runner in self._of(session_id):
+            runner.tell(ev.Aborted())
+
+    @contextmanager
+    def running(self, runner: SessionRunner) -> Iterator[None]:
+        """Within, Abort and drain reach the runner.
+
+        One that had the session here before need not wait for the store to say that it is fenced.
+        """
+        session_id = runner.session.spec.session_id
+        for before in self._of(session_id):
+            if before.owned.owner.epoch < runner.owned.owner.epoch:
+                before.tell(ev.Interrupted(Fenced(session_id)))
+        self._running.add(runner)
+        if self._draining:
+            runner.tell(ev.Draining())
+        try:
+            yield
+        finally:
+            self._running.discard(runner)
+
+    def refuse_new(self) -> None:
+        """From now on no stream is admitted."""
+        self._draining = True
+
+    async def wait_idle(self) -> None:
+        """Return once no stream is open, and what worked for them has stopped."""
+        await self._idle.wait()
+
+    def hand_over(self) -> None:
+        """Have every stream end at its next round boundary, resumable."""
+        for runner in self._running:
+            runner.tell(ev.Draining())
+
+    def cut_off(self) -> None:
+        """End every stream at once, wherever it stands; resumable, for nothing of it is here alone."""
+        for runner in self._running:
+            runner.tell(ev.Interrupted(Unavailable("this gateway is shutting down; resume at another")))
+
+    @contextmanager
+    def _aborting(self, principal: str) -> Iterator[None]:
+        """Not a stream's place: ending sessions must be possible where its principal has none left."""
+        place = self._aborts.enter(Principal(principal), 0, self._clock.now_ns())
+        try:
+            yield
+        finally:
+            self._aborts.leave(place, self._clock.now_ns())
+
+    def _of(self, session_id: str) -> list[SessionRunner]:
+        return [runner for runner in self._running if runner.session.spec.session_id == session_id]
+
+    def _session(self, stored: StoredSession, stream_from: int = 0, seen_hash: bytes = b"") -> Session:
+        answer = self._answer(stored)
+        finished = decode_ending(stored.finish) if stored.state == "finished" else None
+        return Session(
+            answer,
+            self._limits,
+            stream_from=stream_from,
+            seen_hash=seen_hash,
+            finished=finished,
+            book=self._book,
+        )
+
+    def _answer(self, stored: StoredSession) -> Answer:
+        """The answer as its log tells it."""
+        prompt = tuple(stored.tokens[: stored.prompt_len])
+        output = stored.tokens[stored.prompt_len :]
+        try:
+            spec = decode_spec(stored.fields[SPEC_FIELD], stored.ownership.session_id, prompt)
+            answer = Answer(spec, self._decode)
+            for token, record in zip(output, decode_records(stored.meta), strict=True):
+                answer.absorb(token, record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise LogLost("what is stored of this session cannot be read") from error
+        return answer
+
+    def _runner(
+        self, session: Session, stored: StoredSession, held_ns: int, deadline_ns: int | None
+    ) -> SessionRunner:
+        """The store held the session at `held_ns`, or later."""
+        owned = OwnedSession(self._store, stored, self._clock, held_ns, self._timeouts.trusted_ns)
+        ports = self._ports_of(stored, session)
+        meter = self.meter.stream(session.spec)
+        return SessionRunner(session, owned, ports, self._timeouts, deadline_ns, meter)
+
+    async def _store_call(
+        self, operation: str, call: Callable[[], Awaitable[_T]], deadline_ns: int | None
+    ) -> _T:
+        until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
+        return await patiently(operation, call, until_ns, self._clock, self.meter.retried)

@@ -1,0 +1,289 @@
+"""The session store in Redis: one server-side script for each change."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+
+from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies, RedisCalls, Script, script_of
+from galley.core.content import token_bytes, tokens_of
+from galley.core.errors import (
+    Broken,
+    Fenced,
+    KeyReused,
+    LogLost,
+    StoreUnavailable,
+    UnknownSession,
+)
+from galley.core.store import (
+    FINISHED_TTL_S,
+    SESSION_TTL_S,
+    UNCHANGED,
+    ClaimLost,
+    Directory,
+    Held,
+    LogBehind,
+    NewSession,
+    Ownership,
+    SessionEnded,
+    SessionStore,
+    State,
+    StoredSession,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+
+T = TypeVar("T")
+
+NONCE_BYTES = 16
+DEFAULT_MAX_CONNECTIONS = 32
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 0.2
+
+# hash-max-listpack-value, as servers have it by default. A hash of none but shorter values is kept in one
+# block, a quarter as large; one longer value, and every field of it is an allocation of its own.
+_COMPACT_BYTES = 64
+_PIECE = "#"
+_SCRIPTS = Path(__file__).parent / "scripts"
+_POOLS = ("draft", "target")
+_OWN_FIELDS = frozenset(
+    {"principal", "body_hash", "prompt_len", "epoch", "nonce", "state", "finish", "created_ms"}
+    | {f"{pool}_{what}" for pool in _POOLS for what in ("replica", "incarnation", "kv_len")}
+)
+
+
+def _load(name: str) -> Script:
+    return script_of((_SCRIPTS / "owner.lua").read_text() + (_SCRIPTS / f"{name}.lua").read_text())
+
+
+class RedisStore(SessionStore):
+    """Sessions at `url` (`galley.common.redis.url`).
+
+    `ttl_s` is how long a live session outlasts its last change or renewal, `finished_ttl_s` how long a
+    finished one can be resumed. Every call is one attempt, bounded as in `RedisCalls`; see `retrying`.
+
+    With `copies`, no change counts until so many replicas have it: one that they do not have in time raises
+    StoreUnavailable, and is as good as unanswered. It stands in the log, or will, or was lost in a fail-over;
+    its repeat finds out, and waits anew.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        ttl_s: float = SESSION_TTL_S,
+        finished_ttl_s: float = FINISHED_TTL_S,
+        *,
+        call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
+        max_connections: int = DEFAULT_MAX_CONNECTIONS,
+        copies: Copies | None = None,
+        new_nonce: Callable[[], bytes] = lambda: secrets.token_bytes(NONCE_BYTES),
+    ) -> None:
+        self._calls = RedisCalls(
+            url,
+            call_timeout_s=call_timeout_s,
+            max_connections=max_connections,
+            copies=copies,
+        )
+        self._ttl_ms = _milliseconds(ttl_s)
+        self._finished_ttl_ms = _milliseconds(finished_ttl_s)
+        self._new_nonce = new_nonce
+        self._claim = _load("claim")
+        self._commit = _load("commit")
+        self._finish = _load("finish")
+        self._abort = _load("abort")
+        self._renew = _load("renew")
+        self._recreate = _load("recreate")
+
+    async def ping(self) -> None:
+        """Raise StoreUnavailable unless the server answers."""
+        await self._calls.command("PING")
+
+    async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
+        """See `SessionStore`. Raises ValueError if a field has a name that the store uses itself."""
+        return await self._own(new.session_id, new.principal, nonce, *_content(new))
+
+    async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
+        """See `SessionStore`."""
+        return await self._own(session_id, principal, nonce, b"", 0, b"")
+
+    async def _own(
+        self, session_id: str, principal: str, nonce: bytes | None, *rest: bytes | str | int
+    ) -> StoredSession:
+        nonce = nonce or self._new_nonce()
+        reply = await self._run(
+            self._claim, session_id, principal, nonce, self._ttl_ms, self._finished_ttl_ms, *rest
+        )
+        return _stored(session_id, *reply)
+
+    async def commit(
+        self,
+        owner: Ownership,
+        expected_len: int,
+        tokens: Sequence[int],
+        meta: bytes,
+        directory: Directory = UNCHANGED,
+    ) -> int:
+        """See `SessionStore`."""
+        reply = await self._run_owned(
+            self._commit,
+            owner,
+            expected_len,
+            token_bytes(tokens),
+            meta,
+            self._ttl_ms,
+            *_directory_fields(directory),
+        )
+        return int(reply[0])
+
+    async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
+        """See `SessionStore`."""
+        await self._run_owned(self._finish, owner, expected_len, finish, self._finished_ttl_ms)
+
+    async def recreate(self, owner: Ownership, new: NewSession) -> None:
+        """See `SessionStore`."""
+        await self._run_owned(self._recreate, owner, self._ttl_ms, new.principal, *_content(new))
+
+    async def renew(self, owner: Ownership) -> None:
+        """See `SessionStore`."""
+        await self._run_owned(self._renew, owner, self._ttl_ms)
+
+    async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
+        """See `SessionStore`."""
+        await self._run(self._abort, session_id, principal, finish, self._finished_ttl_ms)
+
+    async def close(self) -> None:
+        """See `SessionStore`."""
+        await self._calls.close()
+
+    async def _run_owned(self, script: Script, owner: Ownership, *args: bytes | str | int) -> list[Any]:
+        all_args = (owner.epoch, owner.nonce, *args)
+        return await self._run(script, owner.session_id, *all_args, epoch=owner.epoch)
+
+    async def _run(
+        self, script: Script, session_id: str, *args: bytes | str | int, epoch: int = 0
+    ) -> list[Any]:
+        """What the script answers after its "ok"; raises as its refusal says to an owner of `epoch`."""
+        key = f"galley:{{{session_id}}}"
+        reply, copied = await self._calls.run_copied(script, (key, f"{key}:log", f"{key}:meta"), *args)
+        outcome, *rest = cast("list[Any]", reply)
+        if outcome != b"ok":  # so nothing was written
+            _refuse(session_id, outcome.decode(), rest, epoch)
+        if not copied:
+            raise StoreUnavailable("the session store's replicas do not have it yet")
+        return rest
+
+
+async def retrying(
+    op: Callable[[], Awaitable[T]],
+    *,
+    until_s: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], Awaitable[object]],
+    retried: Callable[[StoreUnavailable], None] = lambda _: None,
+) -> T:
+    """Call `op` until it does not raise StoreUnavailable, but start no call later than `until_s` on `clock`.
+
+    The pause between calls doubles from FIRST_PAUSE_S to LONGEST_PAUSE_S. `retried` is told why a call is
+    repeated. Raises the last StoreUnavailable.
+    """
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return await op()
+        except StoreUnavailable as error:
+            left_s = until_s - clock()
+            if left_s <= 0:
+                raise
+            retried(error)
+        await sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _content(new: NewSession) -> list[bytes | str | int]:
+    """What a session is made of, as the scripts take it."""
+    if not new.prompt or not new.body_hash:
+        raise ValueError("a session needs a prompt and a body hash")
+    fields = [part for pair in _pieces(new.fields) for part in pair]
+    return [new.body_hash, len(new.prompt), token_bytes(new.prompt), *fields]
+
+
+def _pieces(fields: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+    """The fields as they are kept: what is long in several, named `spec`, `spec#1`, `spec#2` ..."""
+    if taken := [name for name in fields if name in _OWN_FIELDS or _PIECE in name]:
+        raise ValueError(f"names of fields that the store uses itself: {sorted(taken)}")
+    for name, value in fields.items():
+        yield name, value[:_COMPACT_BYTES]
+        for number, at in enumerate(range(_COMPACT_BYTES, len(value), _COMPACT_BYTES), 1):
+            yield f"{name}{_PIECE}{number}", value[at : at + _COMPACT_BYTES]
+
+
+def _joined(values: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The inverse of `_pieces`, of all the fields of a session."""
+    fields = {name: value for name, value in values.items() if name not in _OWN_FIELDS and _PIECE not in name}
+    for name in fields:
+        number = 1
+        while (piece := values.get(f"{name}{_PIECE}{number}")) is not None:
+            fields[name] += piece
+            number += 1
+    return fields
+
+
+def _refuse(session_id: str, outcome: str, rest: list[Any], epoch: int) -> NoReturn:
+    match outcome:
+        case "unknown":
+            raise UnknownSession(session_id)
+        case "reused":
+            raise KeyReused
+        case "fenced":  # epochs only grow, but where a store has lost its last moments
+            raise ClaimLost(session_id) if int(rest[0]) < epoch else Fenced(session_id)
+        case "ended":
+            raise SessionEnded(session_id)
+        case "behind":
+            raise LogBehind(session_id, int(rest[0]))
+        case "lost":
+            raise LogLost(f"the log of session {session_id!r} does not agree with its owner's")
+        case _:
+            raise Broken(f"the session store answered {outcome!r}")
+
+
+def _stored(session_id: str, flat: list[bytes], log: bytes, meta: bytes) -> StoredSession:
+    values = dict(zip((name.decode() for name in flat[::2]), flat[1::2], strict=True))
+    return StoredSession(
+        ownership=Ownership(session_id, int(values["epoch"]), values["nonce"]),
+        principal=values["principal"].decode(),
+        fields=_joined(values),
+        prompt_len=int(values["prompt_len"]),
+        tokens=tokens_of(log),
+        meta=meta,
+        state=cast("State", values["state"].decode()),
+        finish=values["finish"],
+        created_ms=int(values["created_ms"]),
+        body_hash=values["body_hash"],
+        directory=Directory(*(_held(values, pool) for pool in _POOLS)),
+    )
+
+
+def _held(values: Mapping[str, bytes], pool: str) -> Held | None:
+    if f"{pool}_replica" not in values:
+        return None
+    return Held(
+        values[f"{pool}_replica"].decode(),
+        values[f"{pool}_incarnation"].decode(),
+        int(values[f"{pool}_kv_len"]),
+    )
+
+
+def _directory_fields(directory: Directory) -> list[str | int]:
+    fields: list[str | int] = []
+    for pool, held in zip(_POOLS, (directory.draft, directory.target), strict=True):
+        if held is not None:
+            fields += [f"{pool}_replica", held.replica, f"{pool}_incarnation", held.incarnation]
+            fields += [f"{pool}_kv_len", held.kv_len]
+    return fields
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, math.ceil(seconds * 1000))

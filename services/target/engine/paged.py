@@ -1,0 +1,75 @@
+"""The target's engine: one ragged forward pass over a paged KV pool, and all its rows sampled in one call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from galley.engine.sampling.draw import draw_all, warm_up
+from services.target.engine.protocol import EngineInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from galley.core.step import Chunk, StepOutcome, StepPlan, Watch
+    from galley.engine.batch import ModelInfo
+    from galley.engine.model import KvPool
+
+
+class PagedModel(Protocol):
+    """What is asked of a model: `galley.engine.model.CausalModel`, or one sharded over ranks."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """Of the whole model."""
+
+    @property
+    def kv(self) -> KvPool:
+        """The pool whose blocks the chunks name."""
+
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        copies: Sequence[tuple[int, int]] = (),
+        watch: Watch | None = None,
+    ) -> Tensor:
+        """Float32 [sum of want_logits, vocab], rows in the order of the chunks."""
+
+
+class PagedEngine:
+    """A `TargetEngine` over a `PagedModel`."""
+
+    def __init__(self, model: PagedModel, fingerprint: str, *, ranks: int = 1) -> None:
+        warm_up()
+        self._model = model
+        self._info = _engine_info(model, fingerprint, ranks)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the model is."""
+        return self._info
+
+    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
+        """See `TargetEngine.run`; what cannot be sampled, such as NaN, is the outcome of its chunk alone."""
+        logits = self._model.run(plan.chunks, plan.copies, watch)  # [sum(want_logits), vocab]
+        drawn = iter(draw_all(logits, [chunk.draw for chunk in plan.chunks if chunk.draw is not None]))
+        return [None if chunk.draw is None else next(drawn) for chunk in plan.chunks]
+
+
+def _engine_info(model: PagedModel, fingerprint: str, ranks: int) -> EngineInfo:
+    info, kv = model.info, model.kv
+    return EngineInfo(
+        model=info.name,
+        tokenizer_hash=info.tokenizer_hash,
+        context_window=min(info.context_window, kv.blocks * kv.block_tokens),
+        vocab_size=info.vocab_size,
+        eos_token_ids=tuple(info.eos_token_ids),
+        fingerprint=fingerprint,
+        deterministic=info.deterministic,
+        dtype=info.dtype,
+        device=info.device,
+        ranks=ranks,
+        kv_block_tokens=kv.block_tokens,
+        kv_blocks=kv.blocks,
+    )

@@ -1,0 +1,178 @@
+"""Several hosts whose ranks are one replica: how they meet, and the life of one that does not lead.
+
+Host 0 opens the store at `ranks_address`. Each other host signs in there, which counts its starts; once all
+have, host 0 takes the starts that it found, and each starts its ranks, which meet at the same store. Pods are
+scheduled, and images fetched, in their own time: that is waited for here, so that a rank finds all others
+about to come. A host that starts again later finds that another start of its was taken, and ends; host 0 sees
+it come, and ends as well: the ranks that it had are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+from galley.common.server.logs import get_logger, start_logging
+from galley.common.server.process import limit_threads
+from galley.common.server.unless import unless
+from galley.core.errors import Unavailable
+from services.target.ranks.follower import start_followers
+from services.target.ranks.rank import spec_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from galley.engine.parallel.process_group import Store
+    from services.target.settings import TargetSettings
+
+_LOG = get_logger(__name__)
+_POLL_S = 0.1
+_WATCH_S = 1.0
+_CONNECT_S = 2.0
+
+
+async def await_hosts(store: Store, settings: TargetSettings) -> list[int]:
+    """Host 0: return once all others have signed in, and they know it: which start of each was taken.
+
+    Raises Unavailable when time is up.
+    """
+    others = range(1, settings.hosts)
+    await _until_set(store.store, [_starts(index) for index in others], settings, "not all hosts came")
+    taken = _starts_of(store, settings)
+    for index, start in zip(others, taken, strict=True):
+        store.store.set(_taken(index), str(start))
+    return taken
+
+
+async def until_one_starts_again(store: Store, settings: TargetSettings, taken: Sequence[int]) -> None:
+    """Host 0: return when another host has started anew since `await_hosts` took the starts of all."""
+    while _starts_of(store, settings) == list(taken):  # noqa: ASYNC110  # another host counts them
+        await asyncio.sleep(_WATCH_S)
+
+
+def _starts_of(store: Store, settings: TargetSettings) -> list[int]:
+    return [store.store.add(_starts(index), 0) for index in range(1, settings.hosts)]
+
+
+def run_host(settings: TargetSettings) -> None:
+    """A host other than 0: run its ranks until the leader lets them go; exits 1 if one is lost."""
+    start_logging("galley-target", settings.log_level, settings.log_format)
+    limit_threads(settings.threads)
+    try:
+        asyncio.run(_run_host(settings))
+    except (Unavailable, OSError, ValueError, RuntimeError) as error:  # torch's store raises the last
+        _LOG.error("this host ends", host=settings.host_index, problem=str(error))
+        raise SystemExit(1) from None
+
+
+async def _run_host(settings: TargetSettings) -> None:
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    if await unless(told, _sign_in(settings)) is None:
+        return
+    spec = spec_of(settings, settings.tensor_parallel)
+    ranks = await start_followers(settings, spec, settings.ranks_address)
+    _LOG.info("ranks started", host=settings.host_index, ranks=len(ranks))
+    watched = asyncio.create_task(_first_loss(ranks))
+    stop = asyncio.create_task(told.wait())
+    await asyncio.wait({watched, stop}, return_when=asyncio.FIRST_COMPLETED)
+    if not watched.done():
+        # The leader is told so as well, and serves on while it drains: then it lets its ranks here go.
+        _LOG.info("stopping with the leader", host=settings.host_index)
+    stop.cancel()
+    lost = await watched
+    if lost:
+        await end_ranks(ranks, 0)
+        raise Unavailable(f"{lost} of this host's ranks ended by themselves")
+
+
+async def _sign_in(settings: TargetSettings) -> bool:
+    """True once all hosts are there. Raises Unavailable when time is up, or they began without this start."""
+    store = await _connected(settings)
+    start = await asyncio.to_thread(store.add, _starts(settings.host_index), 1)
+    taken = _taken(settings.host_index)
+    await _until_set(store, [taken], settings, "the other hosts did not come")
+    if int(await asyncio.to_thread(store.get, taken)) != start:
+        raise Unavailable("the other hosts have begun with an earlier start of this one")
+    return True
+
+
+async def _connected(settings: TargetSettings) -> Any:
+    from galley.engine.parallel.process_group import connect_store  # noqa: PLC0415  # imports torch
+
+    deadline = time.monotonic() + settings.ranks_timeout_s
+    address, size = settings.ranks_address, settings.tensor_parallel
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                # torch's own client tries in a thread, and writes a trace at each failure.
+                _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+            return await asyncio.to_thread(connect_store, address, size, _CONNECT_S)
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() > deadline:
+                problem = (str(error) or "no answer").splitlines()[0]
+                raise Unavailable(f"ranks_address: {address} cannot be reached: {problem}") from error
+            await asyncio.sleep(_POLL_S)
+
+
+async def _until_set(store: Any, names: Sequence[str], settings: TargetSettings, problem: str) -> None:
+    """Until the store holds `names`. Raises Unavailable, with `problem`, when it takes too long."""
+    deadline = time.monotonic() + settings.ranks_timeout_s
+    missing = list(names)
+    while missing:
+        if time.monotonic() > deadline:
+            raise Unavailable(
+                f"{problem} within {settings.ranks_timeout_s:g} s; missing: {', '.join(missing)}"
+            )
+        # The store may be another host's: a signal to end must not wait for it.
+        missing = [name for name in missing if not await asyncio.to_thread(store.check, [name])]
+        if missing:
+            await asyncio.sleep(_POLL_S)
+
+
+async def _first_loss(ranks: Sequence[asyncio.subprocess.Process]) -> int:
+    """How many have failed, once one has or all have ended."""
+    pending = {asyncio.create_task(rank.wait()) for rank in ranks}
+    failed = 0
+    while pending and not failed:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        failed = sum(task.result() != 0 for task in done)
+    for task in pending:
+        task.cancel()
+    return failed
+
+
+async def end_ranks(ranks: Sequence[asyncio.subprocess.Process], patience_s: float) -> None:
+    """Have all of them ended: together they have `patience_s` to do so by themselves."""
+    ends = asyncio.gather(*(rank.wait() for rank in ranks))
+    try:
+        await asyncio.wait_for(asyncio.shield(ends), patience_s)
+    except TimeoutError:
+        for rank in ranks:
+            if rank.returncode is None:
+                rank.kill()
+        await ends
+
+
+def _starts(index: int) -> str:
+    return f"galley/host-{index}/starts"
+
+
+def _taken(index: int) -> str:
+    return f"galley/host-{index}/taken"
+
+
+def open_meeting(settings: TargetSettings) -> Store:
+    """Host 0: where its ranks meet, and those of other hosts where there are. Raises OSError."""
+    from galley.engine.parallel.process_group import open_store  # noqa: PLC0415  # imports torch
+
+    if settings.hosts == 1:
+        return open_store("127.0.0.1", settings.tensor_parallel)
+    port = int(settings.ranks_address.rpartition(":")[2])
+    return open_store(settings.host, settings.tensor_parallel, port=port)

@@ -1,0 +1,288 @@
+"""Targets on Ray: `python -m services.target.ray --replicas 2 --tensor-parallel 3 --redis-url ...`.
+
+Starts a Ray of its own on this machine, or uses the cluster at --ray-address, deploys the replicas, is ready
+when all of them are registered in Redis, and takes them down when told to stop. SIGHUP reads --replicas-file
+again: replicas are added, or drained and stopped; the others do not notice. With --max-replicas the load says
+how many there are, from that number on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pydantic import Field, model_validator
+
+from galley.common.config.settings import parse_settings, settings_config
+from galley.common.registry.leases import TARGET_POOL, ReplicaRegistry
+from galley.common.server.lifecycle import Readiness
+from galley.common.server.logs import get_logger, start_logging
+from galley.common.server.process import die_with_parent
+from galley.common.server.unless import unless
+from galley.core.errors import GalleyError, StoreUnavailable
+from services.target.loading import refuse_model
+from services.target.ray import cluster as ray_cluster
+from services.target.settings import TargetSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from galley.core.routing.choice import TargetLease
+    from services.target.ray.app import AppArgs, Scale
+
+_LOG = get_logger(__name__)
+_DESCRIPTION = (
+    "Galley targets on Ray: replicas of several ranks each, placed, healed and scaled by Ray Serve."
+)
+MAX_REPLICAS = 1024
+_POLL_S = 0.25
+_WATCH_S = 1.0
+# Ray starts a controller that has died anew, which takes seconds.
+_SILENCE_S = 30.0
+# What concerns this process, not the replicas; the store's URL may hold a password and goes by environment.
+_NOT_FOR_REPLICAS = frozenset(
+    {
+        "replicas",
+        "max_replicas",
+        "upscale_delay_s",
+        "downscale_delay_s",
+        "replicas_file",
+        "port",
+        "advertise",
+        "tensor_parallel",
+        "hosts",
+        "host_index",
+        "ranks_address",
+        "ray_address",
+        "ready_fd",
+        "die_with_parent",
+        "redis_url",
+        "redis_url_file",
+    }
+)
+
+
+class DeploySettings(TargetSettings):
+    """What the deployment can be told, beside what each replica can."""
+
+    model_config = settings_config("GALLEY_TARGET_")
+
+    replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS, description="Replicas of the model.")
+    replicas_file: Path | None = Field(
+        default=None, description="File that holds the number of replicas; read again on SIGHUP."
+    )
+    max_replicas: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_REPLICAS,
+        description="As many as the load may have where it wants more than there are; 0: no more.",
+    )
+    upscale_delay_s: float = Field(default=10.0, ge=0, description="How long the load must want one more.")
+    downscale_delay_s: float = Field(
+        default=300.0, ge=0, description="How long the load must want one fewer."
+    )
+    ray_address: str = Field(default="", description="A Ray cluster to use; empty: one of our own, here.")
+
+    @model_validator(mode="after")
+    def _can_be_found(self) -> Self:
+        if not self.redis_url.get_secret_value():
+            raise ValueError("redis_url is needed: replicas on Ray are found by their registration")
+        return self
+
+    @model_validator(mode="after")
+    def _grows(self) -> Self:
+        if 0 < self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas {self.max_replicas} is below replicas {self.replicas}")
+        return self
+
+
+def main() -> None:
+    """Serve until told to stop; exits 1 if it cannot start."""
+    settings = parse_settings(DeploySettings, sys.argv[1:], "python -m services.target.ray", _DESCRIPTION)
+    if settings.die_with_parent:
+        die_with_parent()
+    start_logging("galley-target-deploy", settings.log_level, settings.log_format)
+    try:
+        asyncio.run(_run(settings))
+    except (GalleyError, OSError, ValueError) as error:
+        _LOG.error("cannot start", problem=str(error))
+        raise SystemExit(1) from None
+
+
+async def _run(settings: DeploySettings) -> None:
+    try:
+        await Deployment(settings).run()
+    except ray_cluster.RayLost as error:
+        _LOG.error("Ray has gone", problem=str(error))
+        ray_cluster.kill_rest()
+        os._exit(1)  # threads of this process may wait for Ray for ever
+
+
+class Deployment:
+    """One deployment, from Ray's start to its end."""
+
+    def __init__(self, settings: DeploySettings) -> None:
+        self._settings = settings
+        self._readiness = Readiness(settings.ready_fd)
+
+    async def run(self) -> None:
+        """Until SIGTERM or SIGINT. Raises RayLost when Ray ends before, Unavailable if nothing can start."""
+        stopped, hung_up = asyncio.Event(), asyncio.Event()
+        _listen(stopped, hung_up)
+        self._readiness.stage("checking the model", detail=self._settings.model)
+        await asyncio.to_thread(refuse_model, self._settings)
+        self._readiness.stage("starting Ray")
+        scratch = Path(tempfile.mkdtemp(prefix="galley-ray-"))
+        try:
+            await self._run_in(scratch, stopped, hung_up)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            self._readiness.close()
+
+    async def _run_in(self, scratch: Path, stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
+        settings = self._settings
+        redis_url = settings.redis_url.get_secret_value()
+        lost = False
+        try:
+            await asyncio.to_thread(
+                ray_cluster.start, settings.ray_address, redis_url, threads=settings.threads, scratch=scratch
+            )
+            _listen(stopped, hung_up)  # again: Ray has put handlers of its own in front
+            watching = asyncio.create_task(self._watch())
+            await _first_of(watching, asyncio.create_task(self._serve(stopped, hung_up)))
+        except ray_cluster.RayLost:
+            lost = True
+            raise
+        finally:
+            if not lost:
+                await asyncio.to_thread(ray_cluster.stop, own=not settings.ray_address)
+
+    async def _serve(self, stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
+        self._readiness.stage("starting replicas", detail=f"{self._replicas()} x {self._ranks} ranks")
+        await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), self.scale)
+        leases = await unless(stopped, self._registered())
+        if leases is None:
+            return
+        gc.collect()
+        addresses = [lease.address for lease in leases]
+        _LOG.info("serving", addresses=addresses)
+        self._readiness.ready(addresses[0], addresses=addresses)
+        while await _first(stopped, hung_up) is not stopped:
+            hung_up.clear()
+            try:
+                scale = self.scale
+            except (OSError, ValueError) as error:
+                _LOG.error("not scaled", problem=str(error))
+                continue
+            _LOG.info("scaling", replicas=scale.replicas)
+            await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), scale)
+
+    async def _watch(self) -> None:
+        """Raise RayLost once the local head has ended, or Serve's controller answers no more."""
+        heard = time.monotonic()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            ray_cluster.refuse_dead_head()
+            with suppress(Exception):  # Ray's errors are of many kinds; how long they last is what counts
+                async with asyncio.timeout(_SILENCE_S):
+                    await asyncio.to_thread(ray_cluster.ask_serve)
+                heard = time.monotonic()
+            if time.monotonic() - heard > _SILENCE_S:
+                raise ray_cluster.RayLost(f"Serve's controller has not answered for {_SILENCE_S:g} s")
+
+    @property
+    def _ranks(self) -> int:
+        return self._settings.tensor_parallel
+
+    def _replicas(self) -> int:
+        """Raises OSError or ValueError where the file does not hold a number of replicas."""
+        file = self._settings.replicas_file
+        if file is None:
+            return self._settings.replicas
+        replicas = int(file.read_text(encoding="utf-8"))
+        if not 1 <= replicas <= MAX_REPLICAS:
+            raise ValueError(f"{file}: replicas must be in [1, {MAX_REPLICAS}], are {replicas}")
+        return replicas
+
+    @property
+    def scale(self) -> Scale:
+        """How many replicas there are to be."""
+        from services.target.ray.app import Scale  # noqa: PLC0415  # imports Ray
+
+        settings = self._settings
+        return Scale(
+            replicas=self._replicas(),
+            most=settings.max_replicas,
+            upscale_delay_s=settings.upscale_delay_s,
+            downscale_delay_s=settings.downscale_delay_s,
+        )
+
+    async def _registered(self) -> list[TargetLease]:
+        """All replicas, once they run and are registered. Raises Unavailable if they cannot start."""
+        registry = ReplicaRegistry(self._settings.redis_url.get_secret_value())
+        try:
+            while True:
+                # A lease alone may be that of a replica that has failed since, or of another deployment.
+                running = await asyncio.to_thread(ray_cluster.running_replicas)
+                with suppress(StoreUnavailable):
+                    leases = await registry.read(TARGET_POOL)
+                    if min(running, len(leases)) >= self._replicas():
+                        return leases
+                await asyncio.sleep(_POLL_S)
+        finally:
+            await registry.close()
+
+
+def _args(settings: DeploySettings) -> AppArgs:
+    from services.target.ray.app import AppArgs  # noqa: PLC0415  # imports Ray
+
+    told = settings.model_dump(mode="json", exclude=set(_NOT_FOR_REPLICAS))
+    return AppArgs(tensor_parallel=settings.tensor_parallel, settings=told)
+
+
+def _listen(stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
+    """Have signals set them: told to stop, and to look again."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    loop.add_signal_handler(signal.SIGHUP, hung_up.set)
+
+
+async def _first_of(watching: asyncio.Task[None], work: asyncio.Task[None]) -> None:
+    """Until `work` is done, or `watching` raises."""
+    try:
+        await asyncio.wait({watching, work}, return_when=asyncio.FIRST_COMPLETED)
+        (watching if watching.done() else work).result()
+    finally:
+        for task in (watching, work):
+            task.cancel()
+        await asyncio.wait({watching, work})
+
+
+async def _first(*events: asyncio.Event) -> asyncio.Event:
+    """The event that is set first; of several the one named first."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return _set_of(events)
+
+
+def _set_of(events: tuple[asyncio.Event, ...]) -> asyncio.Event:
+    found: Iterator[asyncio.Event] = (event for event in events if event.is_set())
+    return next(found)
+
+
+if __name__ == "__main__":
+    main()
