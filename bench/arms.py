@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import psutil
 
 from galley.bench.answers import Answer
-from galley.bench.gateway import speculation_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from galley.bench.gateway import Ask
+from galley.bench.gateway import Ask, speculation_of
 
 PEER_PLAIN = "transformers"
 PEER_LOOKUP = "transformers-lookup"

@@ -10,17 +10,13 @@ reaches 1 - TV(p, q).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    _Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 
 _NORMAL_95 = 1.959964
 

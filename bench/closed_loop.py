@@ -10,17 +10,13 @@ before.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from galley.bench.closed_loop import WARM_UP, Load, run_all, tagged
+from galley.bench.answers import Prompt
+from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide, run_all, tagged
 from galley.bench.workloads import PROMPT_SETS, load_prompts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from galley.bench.answers import Prompt
-    from galley.bench.closed_loop import LoopBlock, LoopSide
 
 _LEAST_ANSWERS = 3
 _ANSWERS_A_STREAM = 2

@@ -23,9 +23,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -37,9 +38,6 @@ from galley.bench.workloads import prompt_hash
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.common.server.process import thread_environment
 from galley.engine.load.resolve import resolve_model
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _FILE_WIDTH = 150
 _QUICK_SPLITS = ((1, 1), (8, 1), (8, 5))

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from galley.core.content import prefix_hash
 from galley.core.cost.model import PassTimes
 from galley.core.errors import Broken
+from galley.core.kv.table import KvTable
 from galley.core.sampling_params import SamplingParams
-from galley.core.scheduler.messages import Confirmed, VerifyRequest
+from galley.core.scheduler.messages import Answer, Confirmed, VerifyRequest
 from galley.core.scheduler.scheduler import Scheduler
 from galley.core.step import StepPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.kv.table import KvTable
-    from galley.core.scheduler.messages import Answer
-    from services.target.engine.protocol import TargetEngine
+from services.target.engine.protocol import TargetEngine
 
 # The curve matters only where drafts are offered; here are none.
 _ANY_TIMES = PassTimes.measured([(1, 1_000_000)])

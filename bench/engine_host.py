@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.engine_alone import EngineAlone
@@ -26,11 +28,6 @@ from galley.core.kv.table import KvTable
 from galley.engine.cpu.kernels.compile import Kernels
 from galley.engine.model import MAX_ROWS, CausalModel
 from services.target.engine.paged import PagedEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 SESSIONS = 16
 # Attention over more would be arithmetic again.

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.engine_sides import Case, OurStep, TransformersModel, some_tokens
 from bench.paired import alternate, fastest
+from galley.core.errors import GalleyError
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Chunk, Draw, Sampled
 from galley.engine.sampling.draw import draw_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from galley.core.errors import GalleyError
     from galley.engine.model import CausalModel
 
 PREFILL_TOKENS = 182

@@ -12,9 +12,10 @@ import json
 import os
 import pstats
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -27,9 +28,6 @@ from galley.bench.workloads import load_prompts
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine.model import CausalModel
 from services.gateway.request.tokenize import Tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SPLITS = (
     (1, 1),

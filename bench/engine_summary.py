@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.harness import Goal, at_most
 from galley.bench.stats import Interval, median_interval, ratio_interval
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    Measured = Mapping[str, Any]
+Measured = Mapping[str, Any]
 
 MS = 1e3
 INVARIANCE_BOUND = 0.10

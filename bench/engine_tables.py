@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from rich.console import Console
 from rich.table import Table
 
-from bench.engine_summary import BANDS, MS, invariance_rows, roofline_ms
+from bench.engine_summary import BANDS, MS, StepRow, invariance_rows, roofline_ms
 from galley.bench.stats import median_interval
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from matplotlib.axes import Axes
-    from rich.console import Console
-
-    from bench.engine_summary import StepRow
 
 
 def show(console: Console, rows: Sequence[StepRow], measured: Mapping[int, Mapping[str, Any]]) -> None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -36,9 +37,6 @@ from galley.engine.load.resolve import resolve_model
 from galley.engine.model import CausalModel
 from galley.engine.sampling.draw import draw_all
 from services.gateway.request.tokenize import Tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 SIDES = {
     "flex, graphs": DeviceOptions(),

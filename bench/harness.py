@@ -17,18 +17,16 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.bench.answers import Answer
-    from galley.bench.stats import Interval
+from galley.bench.answers import Answer
+from galley.bench.stats import Interval
 
 BENCH = Path(__file__).parent
 MIN_PAIRS = 7

@@ -9,27 +9,22 @@ acceptance that is counted there is of a choice of positions, and no estimate of
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc.aio
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bench.closed_form import Heldout, match_chance, optimal_chance
-from galley.bench.gateway import Ask
+from galley.bench.answers import Answer, Prompt
+from galley.bench.gateway import Ask, GatewaySide
 from galley.core.content import prefix_hash
 from galley.core.strategies import MODEL
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from galley.bench.answers import Answer, Prompt
-    from galley.bench.gateway import GatewaySide
 
 
 async def answers_at_one(

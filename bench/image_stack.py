@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,6 @@ from tests.gateway.clusters import TcpServer, free_port, serving
 from tests.gateway.servers import VALKEY
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from scripts.images.container import Container, Running
 
 PROMPT, LENGTH, DRAFTED = "One, two, three, four. One, two, three, four. One, two,", 48, 4

@@ -13,11 +13,9 @@ The disturbances are those that TCP makes of what networks do, at any distance a
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from random import Random
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Protocol
 
 RESEND_S = 0.2
 """Linux' least retransmission timeout (TCP_RTO_MIN)."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from bench import loop_tables
 from bench.arms import Cpu, strategies_of
@@ -15,19 +19,12 @@ from bench.closed_loop import block_record
 from bench.harness import BENCH, MIN_PAIRS, Goal, commit, machine, write_record
 from bench.loop_summary import loop_rows
 from bench.options import integers, names, numbers
+from galley.bench.closed_loop import LoopBlock
 from galley.bench.gateway import GatewayLoop
 from galley.bench.workloads import PROMPT_SETS, prompt_hash
 from galley.client.client import GalleyClient
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.stack.stack import Stack, StackOptions
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import AsyncIterator, Sequence
-
-    from rich.console import Console
-
-    from galley.bench.closed_loop import LoopBlock
 
 SERVERS = ("valkey", "target", "draft", "gateway")
 STREAMS = (1, 8, 16, 64)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 
 from bench.arms import Cpu
 from galley.bench.answers import Answer
 from galley.bench.closed_loop import Load, LoopBlock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-    from pathlib import Path
-
 
 # An answer's tokens and times are one line.
 _MAX_LINE_BYTES = 64 * 2**20

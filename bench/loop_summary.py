@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from galley.bench.closed_loop import speed_of
+from galley.bench.closed_loop import LoopBlock, speed_of
 from galley.bench.stats import Interval, percentile, ratio_interval
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.bench.closed_loop import LoopBlock
 
 MS = 1e3
 

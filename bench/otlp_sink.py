@@ -11,16 +11,13 @@ import json
 import signal
 import threading
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 
 from galley.common.server.lifecycle import Readiness
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 TOLD = "/galley.bench.Sink/Told"

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    Work = Callable[[], object]
+Work = Callable[[], object]
 
 MIN_BLOCK_S = 0.04
 MAX_REPEATS = 200

@@ -7,19 +7,15 @@ outside get LEAST, so that they are never proposed. Its products over int8 weigh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from galley.engine import attention
 from galley.engine.load.draft_directory import draft_format, load_draft
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
 
 # Finite, for processors of logits that cannot take minus infinity.
 LEAST = -1e9

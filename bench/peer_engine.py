@@ -7,8 +7,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -17,9 +18,6 @@ from galley.core.kv.table import KvTable
 from galley.engine.model import CausalModel
 from galley.engine.sampling.draw import warm_up
 from services.target.engine.paged import PagedEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MAX_SESSIONS = 256
 

@@ -22,9 +22,10 @@ import argparse
 import asyncio
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -35,12 +36,8 @@ from bench.loop_sides import process_loop
 from bench.loop_summary import of_arm, speed_ratio
 from bench.peers_env import vllm_environment, vllm_python
 from bench.throughput import encoder, engine_command
+from galley.bench.closed_loop import LoopBlock, LoopSide
 from galley.engine.load.resolve import resolve_model
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from galley.bench.closed_loop import LoopBlock, LoopSide
 
 GATEWAY, ENGINE, VLLM, VLLM_NGRAM = "gateway", "engine", "vllm", "vllm-ngram"
 ARMS = (GATEWAY, ENGINE, VLLM)

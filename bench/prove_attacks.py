@@ -14,9 +14,10 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.harness import BENCH, commit, machine, result_path, write_record
 from galley.trace.read.otlp_file import Lines
@@ -27,9 +28,6 @@ from tests.attack.held import idle_connections, idle_streams
 from tests.attack.stack import HEALTH, MIB, SERVICES, Attacked, Told, attacked, undisturbed, warmed_up
 from tests.gateway.servers import VALKEY, running
 from tests.service import tokenizer_files
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
 
 _PARTS = 10
 _ROUNDS = 3

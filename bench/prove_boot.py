@@ -14,23 +14,20 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.harness import BENCH, commit, machine, result_path, write_record
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
 from tests.boot import verdict
 from tests.boot.machine import why_no_sandbox
+from tests.boot.plan import Plan
 from tests.boot.runs import TrialFailed, run_trial
 from tests.boot.worlds import RANKS, SECURED, SMALL, TWICE, few_layers_of, plan
 from tests.deploy.matrix import SWITCHES, laid_over
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.boot.plan import Plan
-    from tests.deploy.render import Manifest
+from tests.deploy.render import Manifest
 
 _ROLES = ("gateway", "draft", "redis", "target")
 _LEAST_S = 60.0

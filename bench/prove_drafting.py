@@ -12,16 +12,13 @@ import argparse
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bench.prove_noise import commit
 from galley.core.cost.model import PassTimes
 from tests.core.pool_world import MS, Pool, Scenario
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 RESULTS = Path(__file__).parent / "results" / "drafting"
 BOUND = 0.95

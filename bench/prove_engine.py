@@ -20,8 +20,9 @@ import dataclasses
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,9 +34,6 @@ from tests.ray.program import Work
 from tests.ray.ranks import run_ranks
 from tests.target.fuzz import SMALL, FuzzSize, FuzzWorld, load_pair, save_small_model
 from tests.target.invariance import InvarianceTrial
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 STEPS_A_WORLD = 1000
 CHECK_EVERY = 20

@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.harness import BENCH, commit, machine, result_path, write_record
 from bench.image_stack import serve
@@ -23,9 +24,6 @@ from scripts.images.build import FOLDER, ORDER, Workshop, image, revision
 from scripts.images.container import Container
 from scripts.images.host import lacking
 from scripts.images.inside import contents, privileges
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 GATEWAY_MB = 300
 _WRITABLE = ("/tmp", "/var/cache/galley")  # noqa: S108  # as the Dockerfiles say

@@ -13,17 +13,14 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bench.harness import BENCH, commit, machine, result_path, write_record
 from tests.gateway.servers import VALKEY, running
 from tests.service import tokenizer_files
 from tests.service.ownership import LENGTH, Tally, arena
 from tests.service.world import World
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 CREDITS = (0, 32)
 

@@ -15,17 +15,15 @@ import argparse
 import asyncio
 import sys
 import tempfile
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.harness import BENCH, commit, machine, result_path, write_record
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
 from tests.e2e.ray_trial import RANKS, REPLICAS, Trial
 from tests.ray import autoscale_trial
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:

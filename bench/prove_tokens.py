@@ -22,9 +22,10 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.harness import commit, machine, result_path, write_record
 from galley.client.options import GenerateOptions
@@ -36,9 +37,6 @@ from tests.e2e.matrix import Answer, Case, accepted_per_round, all_cases, ask_al
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.reference import Reference
 from tests.e2e.stacks import DRAFT_LAYERS, Clients, running_clients
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 PLAIN = Case("off", 0, 8)
 ALONE = Case("off", 0, 1)

@@ -11,13 +11,11 @@ import asyncio
 import socket
 import struct
 from collections import deque
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 from bench.link import Link
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
 
 _HOST = "127.0.0.1"
 # Close with a reset, dropping what was not sent: SO_LINGER on, for no time.

@@ -27,10 +27,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -47,15 +48,11 @@ from bench.arms import (
     strategies_of,
 )
 from bench.harness import MIN_PAIRS, Block, Goal, commit, machine, result_path, share_cut, write_record
+from galley.bench.answers import Prompt
 from galley.bench.gateway import PLAIN, Ask, GatewaySide, speculation_of
 from galley.bench.workloads import PROMPT_SETS, load_prompts, prompt_hash
 from galley.client.client import GalleyClient
 from galley.stack.stack import Stack, StackOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from galley.bench.answers import Prompt
 
 ARMS = (PLAIN, "ngram-4", "ngram-8", "model-4", PEER_PLAIN, PEER_LOOKUP)
 TEMPERATURES = (0.0, 0.7)

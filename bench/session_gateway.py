@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+import grpc
 from pydantic import Field
 
 from bench.session_store import InstantStore, TimedStore
 from galley.common.config.settings import settings_config
-from galley.common.server.server import main_of
-from services.gateway.service import build, interceptors, open_redis
+from galley.common.server.server import Parts, main_of
+from services.gateway.service import GatewayService, OpenedStore, build, interceptors, open_redis
 from services.gateway.settings import GatewaySettings
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    import grpc
-
-    from galley.common.server.server import Parts
-    from services.gateway.service import GatewayService, OpenedStore
 
 
 class MeasuredSettings(GatewaySettings):

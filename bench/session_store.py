@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from galley.core.errors import UnknownSession
-from galley.core.store import UNCHANGED, Directory, Ownership, SessionStore, StoredSession
+from galley.core.store import UNCHANGED, Directory, NewSession, Ownership, SessionStore, StoredSession
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from galley.core.store import NewSession
     from services.gateway.service import OpenedStore
 
 _DURATION = struct.Struct("<q")

@@ -21,20 +21,22 @@ import asyncio
 import dataclasses
 import sys
 import tempfile
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from redis import asyncio as redis_asyncio
 from rich.console import Console
 
 from bench.arms import Cpu
 from bench.closed_loop import LoopPlan, run_loads
-from bench.harness import at_least, at_most, commit, result_path
+from bench.harness import Goal, at_least, at_most, commit, result_path
 from bench.loop_run import LoopOptions, Result, add_options, finish_options, keep_to_cores, report
 from bench.loop_summary import of_arm, speed_ratio
 from bench.session_store import read_ms
+from galley.bench.closed_loop import Load, LoopBlock, LoopSide
 from galley.bench.gateway import PLAIN, GatewayLoop
 from galley.bench.stats import Interval, median_interval, percentile
 from galley.client.client import GalleyClient
@@ -42,12 +44,6 @@ from galley.engine.load.resolve import resolve_model
 from galley.stack.part import PartSpec
 from galley.stack.parts import python_module
 from galley.stack.stack import Stack, StackOptions
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from bench.harness import Goal
-    from galley.bench.closed_loop import Load, LoopBlock, LoopSide
 
 INSTANT, REDIS = "instant", "redis"
 ARMS = (INSTANT, REDIS)

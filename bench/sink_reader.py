@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc.aio
 
@@ -14,9 +15,6 @@ from bench.telemetry_summary import AGAIN, FEW, OFF
 from galley.stack.part import PartSpec
 from galley.stack.parts import python_module
 from galley.stack.stack import Stack, StackOptions
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 _SINK = "sink"
 

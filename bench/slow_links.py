@@ -14,25 +14,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from bench.closed_loop import block_record
 from bench.harness import BENCH, MIN_PAIRS, Goal, at_least, write_record
 from bench.measured import measure_and_report
 from bench.slow_links_run import FAR, FAR_STORE, NEAR, LinkOptions, Outcome, arm_of, measure
 from galley.bench import plots, tables
+from galley.bench.closed_loop import LoopBlock
 from galley.bench.gateway import OFF
 from galley.bench.report import as_dict, report_of
 from galley.bench.summary import speed_ratio
 from galley.bench.workloads import PROMPT_SETS, prompt_hash
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
-
-    from galley.bench.closed_loop import LoopBlock
 
 BOUND = 0.8
 _FILE_WIDTH = 150

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.arms import Cpu
 from bench.closed_loop import interleaved
@@ -16,7 +17,7 @@ from bench.link import Link
 from bench.relay import Relay
 from bench.throughput import encoder
 from galley.bench.blocks import Cell, Sizes, pair_loads
-from galley.bench.closed_loop import WARM_UP, run_all
+from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide, run_all
 from galley.bench.gateway import AUTO, OFF, GatewayLoop
 from galley.bench.workloads import Workload
 from galley.client.client import GalleyClient
@@ -25,11 +26,6 @@ from galley.core.strategies import ORACLE
 from galley.stack.part import PartSpec
 from galley.stack.parts import NO_DRAFT_MODEL, python_module
 from galley.stack.stack import Stack, StackOptions
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from galley.bench.closed_loop import Load, LoopBlock, LoopSide
 
 NEAR, FAR, FAR_STORE = "near", "far", "far-store"
 PLACES = (NEAR, FAR, FAR_STORE)

@@ -25,28 +25,22 @@ import asyncio
 import dataclasses
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from bench import soak_plot
-from bench.harness import commit, machine, result_path, write_record
+from bench.harness import Goal, commit, machine, result_path, write_record
+from bench.soak_clients import Arrival
 from bench.soak_goals import goals_of, growths
-from bench.soak_options import parse_options
-from bench.soak_outcome import Span, rate
+from bench.soak_memory import Sample
+from bench.soak_options import SoakOptions, parse_options
+from bench.soak_outcome import Outcome, Span, rate
 from bench.soak_run import measure
 from galley.bench.stats import percentile
 from galley.bench.workloads import PROMPT_SETS, prompt_hash
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from bench.harness import Goal
-    from bench.soak_clients import Arrival
-    from bench.soak_memory import Sample
-    from bench.soak_options import SoakOptions
-    from bench.soak_outcome import Outcome
 
 _FILE_WIDTH = 150
 _PLOTTED_S = 10.0

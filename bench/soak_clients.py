@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import grpc
 
-from bench.soak_requests import Manner
-from galley.client.client import GalleyRpcError
+from bench.soak_requests import Manner, Mix, References, Visit
+from galley.client.client import GalleyClient, GalleyRpcError
 from galley.client.options import GenerateOptions, Message
 from galley.client.request import generate_request
 from galley.client.streams import TokenStream
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from bench.soak_requests import Mix, References, Visit
-    from galley.client.client import GalleyClient
 
 SLOW, NEVER = "slow", "never"
 UNREAD = "ended unread"

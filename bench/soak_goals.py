@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from bench.harness import Goal, at_most
 from bench.soak_clients import NEVER, SLOW, UNREAD
-from bench.soak_memory import REDIS_MEMORY, growth
-from bench.soak_outcome import LEAST_BACK, back_after_s, harm, rate
+from bench.soak_leaks import Left
+from bench.soak_memory import REDIS_MEMORY, Growth, Sample, growth
+from bench.soak_outcome import LEAST_BACK, Outcome, Overload, back_after_s, harm, rate
 from galley.bench.stats import percentile
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from bench.soak_leaks import Left
-    from bench.soak_memory import Growth, Sample
-    from bench.soak_outcome import Outcome, Overload
 
 MOST_GROWTH = 0.05
 MOST_HARM = 1.05

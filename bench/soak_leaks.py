@@ -13,19 +13,17 @@ import asyncio
 import json
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from galley.client.client import GalleyRpcError
+from galley.client.client import GalleyClient, GalleyRpcError
 from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
+from galley.stack.stack import Stack
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from bench.soak_memory import Held, Sample, Watcher
-    from galley.client.client import GalleyClient
-    from galley.stack.stack import Stack
 
 _PATIENCE_S = 60.0
 _PERIOD_S = 0.5

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -16,13 +17,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from redis import asyncio as redis_asyncio
-
-    from galley.pb.galley.v1 import galley_pb2 as pb
-    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 REDIS_MEMORY = "redis used_memory"
 WINDOWS = 5

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bench.harness import BENCH, MIN_PAIRS
 from galley.common.config.defaults import DEFAULT_MODEL
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _LEAST_MINUTES = 5.0
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from bench.soak_clients import Arrival, Heard
+from bench.soak_leaks import Left
 from galley.bench.stats import Interval, percentile, ratio_interval
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from bench.soak_clients import Arrival, Heard
-    from bench.soak_leaks import Left
     from bench.soak_memory import Sample
 
 LONGEST_GAP_S = 10.0

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from bench.soak_memory import REDIS_MEMORY
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from bench.soak_memory import Sample
-    from bench.soak_outcome import Span
+from bench.soak_memory import REDIS_MEMORY, Sample
+from bench.soak_outcome import Span
 
 
 def draw(path: Path, samples: Sequence[Sample], spans: dict[str, Span], rates: Sequence[float]) -> None:

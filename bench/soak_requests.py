@@ -8,16 +8,13 @@ begin with a tag of their own, so that caches meet what they have not seen.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
 
 from bench.closed_loop import interleaved
 from galley.client.options import GenerateOptions, Message, Speculation
 from galley.core.strategies import HYBRID, NGRAM
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 _LENGTHS = (8, 24, 64, 160)

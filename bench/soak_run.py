@@ -6,11 +6,11 @@ import asyncio
 import dataclasses
 import tempfile
 import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
 import grpc
 from redis import asyncio as redis_asyncio
@@ -18,22 +18,16 @@ from redis import asyncio as redis_asyncio
 from bench.soak_clients import Caller, Heard, Misreader, calling
 from bench.soak_leaks import SERVICES, errors_in, errors_of_grpc, left_idle, stop_services, tasks_left
 from bench.soak_memory import Watcher
+from bench.soak_options import SoakOptions
 from bench.soak_outcome import Block, Outcome, Overload, Probe, Span, probe_of
-from bench.soak_requests import Mix, References, catalogue, speculations
+from bench.soak_requests import Mix, References, Request, catalogue, speculations
 from galley.client.client import NO_RETRIES, GalleyClient
 from galley.client.options import Speculation
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.stack.part import PartSpec
 from galley.stack.parts import draft_model_of, stack_parts
-from galley.stack.stack import Stack, StackOptions
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from bench.soak_options import SoakOptions
-    from bench.soak_requests import Request
-    from galley.stack.part import PartSpec
-    from galley.stack.stack import StackDirs
+from galley.stack.stack import Stack, StackDirs, StackOptions
 
 PARTS = ("target", "draft", "gateway", "valkey")
 _CONNECTIONS = 4

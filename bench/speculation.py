@@ -27,29 +27,24 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from bench.arms import PEERS
 from bench.closed_loop import block_record
-from bench.harness import write_record
+from bench.harness import Goal, write_record
 from bench.measured import measure_and_report
 from bench.speculation_goals import goals
 from bench.speculation_options import SpeculationOptions, parse_options
 from bench.speculation_run import Outcome, measure
 from galley.bench import plots, tables
 from galley.bench.gateway import OFF
-from galley.bench.report import as_dict, report_of
+from galley.bench.report import Report, as_dict, report_of
 from galley.bench.workloads import prompt_hash
 from galley.common.config.defaults import DEFAULT_MODEL
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from rich.console import Console
-
-    from bench.harness import Goal
-    from galley.bench.report import Report
 
 _FILE_WIDTH = 150
 

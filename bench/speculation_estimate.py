@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bench.arms import PEERS
-from bench.speculation_options import CLOSED_FORM
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bench.speculation_options import SpeculationOptions
-    from galley.bench.closed_loop import Load
+from bench.speculation_options import CLOSED_FORM, SpeculationOptions
+from galley.bench.closed_loop import Load
 
 # The default target in bfloat16 with one thread, on two quiet cores: rows of a pass, and its seconds. What is
 # reckoned with these is how long to wait, and no finding.

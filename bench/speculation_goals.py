@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from bench.arms import PEER_ASSISTED, PEERS
+from bench.closed_form import Agreement
 from bench.harness import Goal, at_least, at_most
+from galley.bench.closed_loop import LoopBlock
 from galley.bench.gateway import AUTO, OFF
 from galley.bench.stats import Interval, median_interval, ratio_interval
-from galley.bench.summary import mean_ratio, speculated, speed_ratio
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bench.closed_form import Agreement
-    from galley.bench.closed_loop import LoopBlock
-    from galley.bench.summary import Speculated
+from galley.bench.summary import Speculated, mean_ratio, speculated, speed_ratio
 
 ALONE_BOUND, REWRITE_BOUND = 1.6, 3.0
 NEVER_A_LOSS_BOUND, BEST_FIXED_BOUND = 0.97, 0.95

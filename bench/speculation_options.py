@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bench.harness import BENCH, MIN_PAIRS
 from bench.options import integers, names, numbers
 from galley.bench.workloads import PROMPT_SETS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LOOPS, CLOSED_FORM = "loops", "closed-form"
 PARTS = (LOOPS, CLOSED_FORM)

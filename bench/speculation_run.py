@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,21 +19,15 @@ from bench.peer_draft import load_assistant
 from bench.speculation_estimate import estimate_s
 from bench.speculation_options import CLOSED_FORM, LOOPS, SpeculationOptions
 from bench.throughput import encoder
+from galley.bench.answers import Answer, Prompt
 from galley.bench.blocks import Cell, Sizes, pair_loads, priming
-from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, in_streams, run_all
+from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide, in_streams, run_all
 from galley.bench.gateway import AUTO, OFF, Ask, GatewayLoop, GatewaySide
 from galley.bench.workloads import fixed_workload
 from galley.client.client import GalleyClient
 from galley.core.strategies import MODEL
 from galley.stack.parts import draft_model_of
 from galley.stack.stack import Stack, StackOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from galley.bench.answers import Answer, Prompt
-    from galley.bench.closed_loop import LoopSide
 
 SCOUT = -2
 _PROMPTS = 3

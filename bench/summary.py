@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from bench.harness import Block, Goal, at_least, at_most, cpu_per_token, share_cut, tokens_per_s
+from galley.bench.answers import Rounds
 from galley.bench.stats import Interval, median_interval, percentile, ratio_interval
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from galley.bench.answers import Rounds
 
 ALL_SETS = "all"
 ORCHESTRATION_BOUND_MS = 3.0

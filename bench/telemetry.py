@@ -37,8 +37,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from bench.closed_loop import block_record
 from bench.harness import BENCH, MIN_PAIRS, write_record
@@ -46,15 +49,8 @@ from bench.measured import measure_and_report
 from bench.options import numbers
 from bench.telemetry_plots import draw, table
 from bench.telemetry_run import Outcome, TelemetryOptions, measure
-from bench.telemetry_summary import ALL, differing, finely, goals_of, limit_of, rows_of, sampling_alone
+from bench.telemetry_summary import ALL, Row, differing, finely, goals_of, limit_of, rows_of, sampling_alone
 from galley.bench.workloads import PROMPT_SETS, prompt_hash
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
-
-    from bench.telemetry_summary import Row
 
 _FILE_WIDTH = 170
 _QUICK_STREAMS, _QUICK_TOKENS = 2, 12

@@ -12,7 +12,8 @@ import asyncio
 import gc
 import os
 import time
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, TraceFlags
@@ -21,11 +22,13 @@ from bench.sink_reader import running_sink
 from galley.common.metrics.exposition import OPEN_METRICS, TEXT, Exposition
 from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
+from galley.common.tracing.light_spans import SpanScope
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core import trace_names as names
 from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import PassFacts
+from galley.core.scheduler.scheduler import Scheduler
 from galley.core.session import events as ev
 from galley.core.session import round as rounds
 from galley.core.session.machine import Session, SessionLimits
@@ -41,12 +44,6 @@ from services.gateway.telemetry.round_spans import TraceOptions
 from services.gateway.telemetry.session_metrics import CountingStreamMeter, Sessions
 from services.gateway.telemetry.spans import RequestTrace
 from services.target import spans as target
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.common.tracing.light_spans import SpanScope
-    from galley.core.scheduler.scheduler import Scheduler
 
 _TRIES, _TIMES = 7, 2000
 _SESSIONS, _STEPS = 16, 4

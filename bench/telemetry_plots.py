@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from bench.telemetry_summary import MOST_LOST, PARTS, finely
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from matplotlib.axes import Axes
-
-    from bench.telemetry_summary import Row
-    from galley.bench.stats import Interval
+from bench.telemetry_summary import MOST_LOST, PARTS, Row, finely
+from galley.bench.stats import Interval
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -7,10 +7,11 @@ import contextlib
 import hashlib
 import secrets
 import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opentelemetry import trace
 
@@ -19,18 +20,13 @@ from bench.closed_loop import interleaved
 from bench.sink_reader import SinkReader, running_sink
 from bench.telemetry_summary import AGAIN, ALL, ARMS, FEW, MEASURED, OFF, PARTS, Cost
 from galley.bench.blocks import Cell, Sizes, pair_loads
-from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, run_all
+from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide, run_all
 from galley.bench.gateway import AUTO, GatewayLoop
 from galley.bench.workloads import Workload
 from galley.client.client import GalleyClient
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.stack.stack import Stack, StackOptions
 from galley.top.scrape import fetch
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-
-    from galley.bench.closed_loop import LoopSide
 
 # Which stack answers an arm.
 PLAIN, PLAIN_AGAIN, TRACED, WATCHED = "plain", "plain-again", "traced", "traced-and-scraped"

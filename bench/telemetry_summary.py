@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from bench.harness import SLACK, Goal, at_least, at_most
-from galley.bench.closed_loop import speed_of
+from galley.bench.closed_loop import LoopBlock, speed_of
 from galley.bench.stats import Interval, median_interval
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from galley.bench.closed_loop import LoopBlock
 
 OFF, AGAIN = "off", "off-again"
 FEW, ALL, MEASURED = "sampled-1", "sampled-100", "sampled-100-metrics"

@@ -19,9 +19,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -31,14 +32,10 @@ from bench.closed_loop import LoopPlan, run_loads
 from bench.harness import BENCH, Goal, commit, result_path
 from bench.loop_run import LoopOptions, Result, add_options, finish_options, keep_to_cores, our_stack, report
 from bench.loop_sides import process_loop
+from galley.bench.closed_loop import LoopBlock, LoopSide
 from galley.common.server.process import thread_environment
 from galley.engine.load.resolve import resolve_model
 from services.gateway.request.tokenize import Tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from galley.bench.closed_loop import LoopBlock, LoopSide
 
 PLAIN, ENGINE = "plain", "engine"
 ARMS = (PLAIN, "ngram-4", ENGINE)

@@ -11,13 +11,11 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scripts.locks import LOCKS, entries
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 SERVICES = ("pypi", "osv")
 _TIMEOUT_S = 15

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from galley.common.config.settings import ServiceSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 ROLES = ("gateway", "draft", "target")
 NOT_IN_A_CLUSTER = frozenset({"die_with_parent", "ready_fd", "oracle_answers", "oracle_spoil"})

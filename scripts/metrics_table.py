@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from galley.common.metrics.metric import Label, Metric
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from galley.common.metrics.catalogue import METRICS  # found by the line above
 from galley.common.metrics.labels import SERVICES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from galley.common.metrics.metric import Label, Metric
 
 BEGIN, END = "<!-- metrics: begin; written by `make metrics` -->\n", "<!-- metrics: end -->\n"
 _TITLES = {

@@ -12,9 +12,10 @@ import importlib.metadata
 import re
 import sys
 import tomllib
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cyclonedx.contrib.license.factories import LicenseFactory
 from cyclonedx.model import ExternalReference, ExternalReferenceType, HashAlgorithm, HashType, XsUri
@@ -29,9 +30,6 @@ from packaging.utils import canonicalize_name
 
 from galley.version import __version__
 from scripts.locks import EXTRAS, LOCKS, ROOT, entries
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 _TAKEN_OUT = re.compile(r"pip (?:--python \S+ )?uninstall --yes ([^&\\\n]+)")
 # A longer "License" field is the licence's text, not its name.

@@ -7,11 +7,8 @@ whoever copies. The share that was cut is reported.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LOOP_GRAM = 8
 LOOP_TIMES = 3

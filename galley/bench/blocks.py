@@ -9,17 +9,13 @@ labels of its own in each cell and pair. What a label begins with is therefore n
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from galley.bench.answers import Prompt
 from galley.bench.closed_loop import WARM_UP, Load, tagged
 from galley.bench.gateway import OFF
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from galley.bench.answers import Prompt
-    from galley.bench.workloads import Workload
+from galley.bench.workloads import Workload
 
 _SEEDS_A_PAIR = 1000
 # Labels are of these characters, and at most so many of them.

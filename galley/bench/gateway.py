@@ -7,17 +7,13 @@ An arm is how to speculate: `off` (also `plain`), `auto` (the gateway chooses) o
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from galley.bench.answers import Answer, Prompt, Rounds
 from galley.bench.closed_loop import Load, LoopBlock, in_streams
 from galley.client.client import GalleyClient, Message, Speculation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2 as pb
 
 OFF, PLAIN, AUTO = "off", "plain", "auto"
 

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from galley.bench.summary import speculated
+from galley.bench.closed_loop import LoopBlock
+from galley.bench.summary import Speculated, speculated
 from galley.core.cost.model import PassTimes, best_k
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.bench.closed_loop import LoopBlock
-    from galley.bench.summary import Speculated
 
 
 def pass_times(blocks: Sequence[LoopBlock]) -> PassTimes | None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from galley.bench.closed_loop import LoopBlock
 from galley.bench.predict import pass_times, predicted_best_k, predicted_gain
 from galley.bench.summary import PERCENTS, Row, Speculated, rows_of, speculated
 from galley.bench.verdict import best_at_loads, sentence
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.bench.closed_loop import LoopBlock
 
 MAX_K = 16
 

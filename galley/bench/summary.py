@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import fmean
-from typing import TYPE_CHECKING
 
-from galley.bench.closed_loop import speed_of
+from galley.bench.closed_loop import LoopBlock, speed_of
 from galley.bench.stats import Interval, median_interval, percentile
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from galley.bench.closed_loop import LoopBlock
 
 MS = 1e3
 PERCENTS = (50, 90, 99)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from galley.bench.blocks import Cell, Sizes, loads
-from galley.bench.closed_loop import run_all
+from galley.bench.closed_loop import LoopBlock, run_all
 from galley.bench.gateway import AUTO, OFF, GatewayLoop
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from galley.bench.closed_loop import LoopBlock
-    from galley.bench.workloads import Workload
-    from galley.client.client import GalleyClient
+from galley.bench.workloads import Workload
+from galley.client.client import GalleyClient
 
 # What is tried where nothing is named, as far as the gateway offers it.
 _TRIED = ("ngram", "model", "hybrid")

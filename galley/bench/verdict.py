@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from galley.bench.closed_loop import LoopBlock
+from galley.bench.stats import Interval
 from galley.bench.summary import mean_ratio
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.bench.closed_loop import LoopBlock
-    from galley.bench.stats import Interval
-
 
 # The bootstrap interval of one or two pairs says nothing.
 LEAST_PAIRS = 3

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import secrets
-from pathlib import Path  # noqa: TC003  # Typer reads the annotation
+from collections.abc import Callable
+from pathlib import Path  # Typer reads the annotation
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from galley.bench.workloads import Workload
 from galley.cli.errors import INTERRUPTED, errors, fail, say
 from galley.cli.flags import with_tls_flags
 from galley.cli.up import DraftModel, DType, LogDir, Model, Threads, run_stack, shown_stack
-from galley.client.options import ClientTls  # noqa: TC001  # Typer reads the annotation
+from galley.client.options import ClientTls  # Typer reads the annotation
 from galley.stack.options import StackOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from galley.bench.report import Report
     from galley.bench.tuning import Measured, Tuning
-    from galley.bench.workloads import Workload
 
 T = TypeVar("T")
 _FILE_WIDTH = 150

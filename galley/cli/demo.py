@@ -23,12 +23,12 @@ from galley.cli.up import (
     shown_stack,
 )
 from galley.client.options import GenerateOptions, Message, Speculation
+from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.stack.options import StackOptions
 
 if TYPE_CHECKING:
     from galley.cli.render import View
     from galley.client.client import GalleyClient
-    from galley.pb.galley.v1 import galley_pb2 as pb
 
 # Much of the answer can be looked up in the prompt: that is where n-gram drafts show what they can do.
 DEFAULT_PROMPT = """Write this passage again, word for word:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -18,8 +18,6 @@ from galley.core.errors import GalleyError, InvalidField
 from galley.distill.options import Options
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
     from galley.distill.run import Distilled
     from galley.distill.training.evaluation import Acceptance
 

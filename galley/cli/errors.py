@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 from rich.console import Console
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from galley.stack.part import PartFailed
+from galley.stack.part import PartFailed
 
 FAILED, INTERRUPTED = 1, 130
 

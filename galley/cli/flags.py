@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
 from galley.client.options import ClientTls, GenerateOptions, Retries, Speculation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _SAMPLING, _LENGTH, _SPECULATION, _TLS = "Sampling", "Length", "Speculation", "TLS to the gateway"
 

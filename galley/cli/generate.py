@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -25,8 +26,6 @@ from galley.client.options import ClientTls, GenerateOptions, Message, Prompt, R
 from galley.stack.endpoint import NoEndpoint, find_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from galley.cli.render import View
     from galley.client.client import GalleyClient, TokenStream
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, astuple, dataclass
-from pathlib import Path  # noqa: TC003  # Typer reads the annotation
+from pathlib import Path  # Typer reads the annotation
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer

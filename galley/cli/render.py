@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from google.protobuf.json_format import MessageToJson
+from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
 from galley.common.printable import printable
 from galley.pb.galley.v1 import galley_pb2 as pb
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 DRAFT_COLOUR = "green"
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path  # noqa: TC003  # Typer reads the annotation
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from pathlib import Path  # Typer reads the annotation
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,19 +13,14 @@ from rich.text import Text
 
 from galley.cli.errors import fail
 from galley.trace.read.build import stories_of
-from galley.trace.read.library import NotFound, find, index_of
+from galley.trace.read.library import Found, NotFound, find, index_of
+from galley.trace.read.model import Story
 from galley.trace.read.otlp_file import BadTraceFile, Lines
 from galley.trace.read.places import newest_file, trace_dir
 from galley.trace.show.html import page
 from galley.trace.show.listing import list_lines, plain_lines
 from galley.trace.show.summary import count
 from galley.trace.show.waterfall import show
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.trace.read.library import Found
-    from galley.trace.read.model import Story
 
 _LATEST = 20
 _MAX_STORIES = 20

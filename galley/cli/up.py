@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,9 +21,6 @@ from galley.stack.parts import stack_parts
 from galley.stack.progress import StackProgress
 from galley.stack.stack import PartTable, Stack, StackOptions
 from galley.stack.viewer import Viewer, find_viewer
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
 
 T = TypeVar("T")
 _STOP_GRACE_S = 10.0

@@ -11,7 +11,9 @@ if there is one only (behind a name or a balancer it may well be another gateway
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Self, TypeVar, Unpack
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
@@ -20,7 +22,7 @@ from galley.client.credentials import Key, key_interceptors
 from galley.client.errors import BadKey, GalleyRpcError, rpc_error
 from galley.client.options import ClientTls, GenerateOptions, Message, Prompt, Retries, Speculation
 from galley.client.request import generate_request
-from galley.client.streams import NO_RETRIES, Comeback, ResumePoint, TokenStream
+from galley.client.streams import NO_RETRIES, Call, Comeback, ResumePoint, TokenStream
 from galley.client.tracing import CallerTrace
 from galley.common.tls.files import NamedFile
 from galley.common.tls.keepalive import ChannelTls, open_channel
@@ -28,12 +30,6 @@ from galley.common.tls.material import TlsFiles
 from galley.common.tracing.telemetry import Telemetry
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-    from types import TracebackType
-
-    from galley.client.streams import Call
 
 __all__ = [
     "NO_RETRIES",

@@ -6,17 +6,14 @@ A token lasts for minutes, so that it is asked for anew with each call, where it
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc.aio
 
 from galley.client.errors import BadKey
 from galley.common.config.secrets import read_secret
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 API_KEY_VARIABLE = "GALLEY_API_KEY"
 API_KEY_FILE_VARIABLE = "GALLEY_API_KEY_FILE"

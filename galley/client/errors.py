@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+import grpc
 
 from galley.common.wire.status import describe
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import grpc
 
 
 class BadKey(ValueError):

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from galley.client.options import Message, Speculation
+from galley.client.options import GenerateOptions, Message, Prompt, Speculation
 from galley.pb.galley.v1 import galley_pb2 as pb
-
-if TYPE_CHECKING:
-    from galley.client.options import GenerateOptions, Prompt
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import grpc
 import grpc.aio
@@ -21,10 +21,7 @@ from galley.client.options import Retries
 from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    Call = grpc.aio.UnaryStreamCall[Any, Any]
+Call: TypeAlias = "grpc.aio.UnaryStreamCall[Any, Any]"
 
 NO_RETRIES = Retries(patience_s=0.0)
 _MAY_PASS = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from opentelemetry import context as current
 
 from galley.common.tracing.telemetry import w3c_metadata
 from galley.core.trace_names import FORCE_KEY, FORCE_VALUE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _T = TypeVar("_T")
 

@@ -7,11 +7,8 @@ ratio test of Leviathan et al. (arXiv 2211.17192), which needs independent noise
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
 
 
 @dataclass(frozen=True, slots=True)

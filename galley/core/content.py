@@ -8,12 +8,10 @@ that sessions may share are named by a chain of hashes that starts from the tena
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import TypeAlias
 
 # (tenant_salt, session_id): caches never cross salts.
 SessionKey: TypeAlias = tuple[bytes, str]

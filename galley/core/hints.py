@@ -10,14 +10,11 @@ guess, and changes nothing but speed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.content import PrefixHasher
-
+from galley.core.content import PrefixHasher
 
 # Of one hint: what is bounded is memory, for a pass verifies what pays.
 MAX_HINT_TOKENS = 256

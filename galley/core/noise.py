@@ -13,16 +13,13 @@ and agrees to 1e-6 between libraries; only the target's decides.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    _Words = NDArray[np.uint64]
+_Words = NDArray[np.uint64]
 
 # The last word of a counter: what the noise is for. Uses that must not be correlated take different domains.
 GUMBEL: Final = 0

@@ -9,11 +9,8 @@ uint32 id and float32 each). All numbers are little-endian.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 _FROM_DRAFT, _LOGPROBS, _FINGERPRINT = 1, 2, 4
 _CHOSEN = struct.Struct("<fH")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from galley.core.errors import InvalidField
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MAX_SEED = 2**64 - 1
 MAX_PENALTY = 2.0

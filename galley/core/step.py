@@ -6,15 +6,13 @@ between.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from galley.core.errors import GalleyError
-    from galley.core.records import PositionLogprobs
-    from galley.core.sampling_params import SamplingParams
+from galley.core.errors import GalleyError
+from galley.core.records import PositionLogprobs
+from galley.core.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

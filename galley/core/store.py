@@ -12,13 +12,11 @@ be repeated as it was.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from galley.core.errors import Fenced, LogLost, Unavailable
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 State = Literal["live", "finished"]
 

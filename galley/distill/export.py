@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.core.errors import InvalidField
 from galley.distill.training.student import Llama
+from galley.distill.training.teacher import Target
 from galley.engine.load.draft_directory import FORMAT, HEAD_TOKENS, KEY, SCALE, TARGET, WEIGHTS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import numpy as np
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from galley.distill.training.teacher import Target
 
 SHARPENING = 1.25
 NORM = "model.norm.weight"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from galley.core.errors import InvalidField
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Where a run lay, and how often it was stored, is not part of what it did.
 _UNTOLD = {"out", "work", "checkpoint_s", "named"}

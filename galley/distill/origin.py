@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from hashlib import file_digest
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from galley.core.errors import InvalidField
 from galley.distill.export import write_json
+from galley.distill.options import Options
+from galley.distill.training.teacher import Target
 from galley.engine.load.draft_directory import WEIGHTS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from galley.distill.options import Options
-    from galley.distill.training.teacher import Target
 
 ORIGIN = "about.json"
 # What may differ between a run and the one that it goes on from.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from galley.distill.training.evaluation import Acceptance
 
 _MEASURES = {"greedy": "greedy: share of guesses accepted", "sampled": "drawn with the same noise"}

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import fields
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from galley.common.config.defaults import DEFAULT_MODEL
+from galley.distill.data.corpus import Corpus
 from galley.distill.export import SHARPENING, write_json
 from galley.distill.options import Options
 from galley.distill.training.evaluation import ROUND_K, TEMPERATURE, Acceptance, as_table
-
-if TYPE_CHECKING:
-    from galley.distill.data.corpus import Corpus
-    from galley.distill.training.training import Progress
+from galley.distill.training.training import Progress
 
 RECORD = "training.json"
 _WIDTH = 110

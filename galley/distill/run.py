@@ -7,36 +7,31 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from galley.core.errors import InvalidField
+from galley.distill.data.corpus import Corpus
 from galley.distill.data.labels import Labels, hard_labels, head_rows, head_tokens, score, with_scored
 from galley.distill.data.lines import kept_lines
 from galley.distill.data.material import gather
 from galley.distill.export import as_stored, read_draft, sharpened, write_draft
+from galley.distill.options import Options
 from galley.distill.origin import claim, origin_of
 from galley.distill.record import write_record
+from galley.distill.reports import Reports
 from galley.distill.training.checkpoint import load_checkpoint, save_checkpoint
 from galley.distill.training.evaluation import Acceptance, as_table, evaluate, reference_of
 from galley.distill.training.growing import begin_from
-from galley.distill.training.teacher import read_target
+from galley.distill.training.student import Llama
+from galley.distill.training.teacher import Target, read_target
 from galley.distill.training.training import Progress, Schedule, Training
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from galley.distill.data.corpus import Corpus
-    from galley.distill.options import Options
-    from galley.distill.reports import Reports
-    from galley.distill.training.student import Llama
-    from galley.distill.training.teacher import Target
 
 _CURVE = "curve.jsonl"
 

@@ -6,20 +6,16 @@ all. Here, and only here, they part: each row's query meets its own sequence's k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import AttentionInterface
 
 from galley.core.errors import Broken
 from galley.engine.errors import UnsupportedModel
-from galley.engine.paged import Shape
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from galley.engine.paged import Attention
-    from galley.engine.pages import Pages
+from galley.engine.paged import Attention, Shape
+from galley.engine.pages import Pages
 
 # No mask function is registered under this name, so that transformers makes no masks.
 NAME = "galley"

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from galley.core.errors import Overloaded
 from galley.core.kv.blocks import BLOCK_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _RETRY_AFTER_S = 1.0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import llvmlite.binding
 import numba
@@ -14,10 +13,8 @@ import transformers
 
 from galley.engine.cpu import packing
 from galley.engine.load.cache_directory import file_digest
+from galley.engine.model import CausalModel
 from galley.engine.probe import probe_logits
-
-if TYPE_CHECKING:
-    from galley.engine.model import CausalModel
 
 # Raised with every change to the engine that may change a bit of a logit.
 ENGINE_REVISION = 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from galley.engine.attention import Pass
 from galley.engine.cpu import llama, packing
@@ -12,17 +14,10 @@ from galley.engine.cuda.flex import FlexAttention
 from galley.engine.cuda.forward import ROWS, DeviceForward, Shapes
 from galley.engine.cuda.graphs import CudaRecorder, Graphs
 from galley.engine.cuda.options import FIXED_ROWS, DeviceOptions
-from galley.engine.paged import CompiledAttention, attention_for
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from galley.engine.kv_pool import KvPool
-    from galley.engine.paged import Attention
-    from galley.engine.pages import Pages
-    from galley.engine.parallel.ranks import Ranks
+from galley.engine.kv_pool import KvPool
+from galley.engine.paged import Attention, CompiledAttention, attention_for
+from galley.engine.pages import Pages
+from galley.engine.parallel.ranks import Ranks
 
 _AS_USUAL = DeviceOptions()
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine.errors import UnsupportedModel
-from galley.engine.parallel.ranks import ALONE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
-
-    from galley.engine.parallel.ranks import Ranks
+from galley.engine.parallel.ranks import ALONE, Ranks
 
 # The kernels take values 32 columns at a time.
 _COLUMNS = 32

@@ -7,13 +7,15 @@ safe for two threads at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from galley.core.errors import Broken
-from galley.core.step import Chunk
+from galley.core.step import Chunk, Watch
 from galley.engine import probe
 from galley.engine.batch import ModelInfo, Rows
 from galley.engine.cache import FreeBlocks, SessionCache
@@ -22,20 +24,11 @@ from galley.engine.cuda.options import DeviceOptions
 from galley.engine.forward import Forward, forward_of
 from galley.engine.kv_pool import KvPool, kv_shape
 from galley.engine.load import module as loading
+from galley.engine.load.draft_directory import ReducedHead
 from galley.engine.paged import pool_for
 from galley.engine.pages import Span
-from galley.engine.parallel.ranks import ALONE
+from galley.engine.parallel.ranks import ALONE, Ranks
 from galley.engine.step_timing import watched
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from galley.core.step import Watch
-    from galley.engine.load.draft_directory import ReducedHead
-    from galley.engine.parallel.ranks import Ranks
 
 __all__ = ["CausalModel", "KvPool", "ModelInfo", "Rows", "SessionCache"]
 

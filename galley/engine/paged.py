@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine.cpu.kernels import openmp
 from galley.engine.cpu.kernels.compile import compiled
 from galley.engine.cuda import flex
 from galley.engine.cuda.flat_pool import FlatPool
+from galley.engine.cuda.options import DeviceOptions
 from galley.engine.errors import UnsupportedModel
-from galley.engine.kv_pool import KvPool
+from galley.engine.kv_pool import KvPool, KvShape
 from galley.engine.pages import Pages, Shape, Span, lay_out, tile_rows
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from galley.engine.cuda.options import DeviceOptions
-    from galley.engine.kv_pool import KvShape
-
-    Floats = NDArray[np.float32]
-    Stored = NDArray[np.uint16] | NDArray[np.float32]
+Floats = NDArray[np.float32]
+Stored = NDArray[np.uint16] | NDArray[np.float32]
 
 __all__ = [
     "Attention",

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine import attention
@@ -13,8 +14,6 @@ from galley.engine.batch import ModelInfo, Rows
 from galley.engine.errors import UnsupportedModel
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from galley.engine.model import CausalModel
 
 # Two blocks and a half.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from galley.common.models.hub import hub_model
 from galley.common.server.process import hand_back_free_memory
@@ -12,10 +11,7 @@ from galley.engine.load.draft_directory import takes_embeddings
 from galley.engine.load.module import parse_dtype
 from galley.engine.load.resolve import resolve_model
 from galley.engine.model import DEFAULT_KV_BLOCKS, CausalModel
-from galley.engine.parallel.ranks import ALONE
-
-if TYPE_CHECKING:
-    from galley.engine.parallel.ranks import Ranks
+from galley.engine.parallel.ranks import ALONE, Ranks
 
 
 def load_model(  # noqa: PLR0913  # each a choice of its own

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from galley.core.step import Watch
-    from galley.engine.parallel.ranks import Ranks
+from galley.core.step import Watch
+from galley.engine.parallel.ranks import Ranks
 
 
 def watched(forward: Callable[[], Tensor], ranks: Ranks, watch: Watch) -> Tensor:

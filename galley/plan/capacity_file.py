@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import tomllib
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import typer
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -26,9 +27,6 @@ from galley.plan.capacity import (
     TargetSize,
     capacity,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 T = TypeVar("T")
 

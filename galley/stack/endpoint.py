@@ -7,14 +7,11 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from galley.top.service import Service
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class NoEndpoint(Exception):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from galley.stack.part import PartSpec
+from galley.stack.part import PartSpec
 
 SMALL_HOST_CORES = 4
 

@@ -17,13 +17,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from galley.stack import guard
 from galley.stack.probes import LOOPBACK, lines, listening, pong
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # What a part says when it is ready: {"address": "127.0.0.1:4711", ...}; by part name.
 Told = Mapping[str, Any]

@@ -12,18 +12,15 @@ is wanted, starts before all that send it any.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from galley.common.config.defaults import DEFAULT_MODEL, shipped_draft
 from galley.core import strategies
 from galley.stack.options import StackDirs, StackOptions, drafts_register, registers, threads_of
 from galley.stack.part import Facts, PartSpec, ReadyBy
 from galley.stack.viewer import export_to
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 NO_DRAFT_MODEL = "none"
 # On a machine that all parts share, a pass of the target is what everyone waits for.

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import tempfile
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from galley.stack.options import PartTable, StackDirs, StackOptions, environment_of
 from galley.stack.part import Facts, OnStatus, Part, PartFailed, PartSpec, PartStatus, ReadyBy, State, Told
 from galley.stack.parts import stack_parts
 from galley.top.service import Service
-
-if TYPE_CHECKING:
-    import signal
-    from collections.abc import Coroutine, Mapping
-    from types import TracebackType
 
 __all__ = [
     "Facts",

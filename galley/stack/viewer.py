@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from galley.stack.part import PartSpec, ReadyBy
 from galley.stack.probes import LOOPBACK
 from galley.trace.read.places import new_file, trace_dir
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 _PHOENIX = "arize-phoenix"
 

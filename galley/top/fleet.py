@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from galley.core.routing.choice import DraftLease, TargetLease
 from galley.top import names
-from galley.top.series import added, growth
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.routing.choice import DraftLease, TargetLease
-    from galley.top.series import Samples
-    from galley.top.service import Service
+from galley.top.series import Samples, added, growth
+from galley.top.service import Service
 
 # Speeds are of the last RATE_S seconds; ratios and quantiles, which need many events, of the last WINDOW_S.
 RATE_S = 10.0

@@ -6,18 +6,12 @@ estimated time of plain decoding over the real time of the same tokens, both as 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from galley.top import names
-from galley.top.fleet import GATEWAY
-from galley.top.series import added, by, mean, quantile, ratio, total
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from galley.top.fleet import Reading
-    from galley.top.series import Samples
+from galley.top.fleet import GATEWAY, Reading
+from galley.top.series import Samples, added, by, mean, quantile, ratio, total
 
 _MEDIAN, _HIGH = 0.5, 0.99
 _BREAKERS = {0: "closed", 1: "half open", 2: "open"}

@@ -10,25 +10,19 @@ import sys
 import termios
 import time
 import tty
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.live import Live
 
 from galley.top.fleet import Fleet, Registered
 from galley.top.scrape import TIMEOUT_S, Away, scrape
-from galley.top.screen import Screens
+from galley.top.screen import Screen, Screens
+from galley.top.service import Service
 from galley.top.view import render
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-
-    from rich.console import Console
-
-    from galley.top.screen import Screen
-    from galley.top.service import Service
-
-    AskRegistry = Callable[[], Awaitable[Registered]]
+AskRegistry = Callable[[], Awaitable[Registered]]
 
 _QUIT_KEYS = b"qQ\x03\x04"
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from galley.common.metrics import catalogue, labels
-
-if TYPE_CHECKING:
-    from galley.common.metrics.metric import Metric
+from galley.common.metrics.metric import Metric
 
 
 def _only(metric: Metric) -> str:

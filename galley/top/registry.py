@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
 from galley.core.errors import GalleyError
+from galley.core.routing.choice import DraftLease, TargetLease
 from galley.top.fleet import Registered
 from galley.top.scrape import TIMEOUT_S, shown
-
-if TYPE_CHECKING:
-    from galley.core.routing.choice import DraftLease, TargetLease
 
 
 class Leases:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from galley.core.routing.choice import TargetLease
+from galley.core.routing.choice import DraftLease, TargetLease
 from galley.top import names
-from galley.top.fleet import DRAFT, GATEWAY, POOLS, TARGET
+from galley.top.fleet import DRAFT, GATEWAY, POOLS, TARGET, Reading, Registered
 from galley.top.frame import breakers_of, of_pool, rate
 from galley.top.series import mean, quantile, total
 from galley.top.service import host_and_port
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.routing.choice import DraftLease
-    from galley.top.fleet import Reading, Registered
-
-    Lease: TypeAlias = TargetLease | DraftLease
+Lease: TypeAlias = TargetLease | DraftLease
 
 _HIGH = 0.99
 UP, AWAY, DRAINING, LEASED = "up", "away", "draining", "leased"

@@ -11,19 +11,16 @@ import asyncio
 import http.client
 import io
 import math
+import socket
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from galley.top import names
+from galley.top.series import Labels, Samples
 from galley.top.service import host_and_port
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Iterator
-
-    from galley.top.series import Labels, Samples
 
 TIMEOUT_S = 2.0
 MAX_BYTES = 2 * 2**20

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from galley.top.fleet import Fleet
 from galley.top.frame import Overview, Workload, overview_of, workloads_of
 from galley.top.replicas import AWAY, Replica, replicas_of
-
-if TYPE_CHECKING:
-    from galley.top.fleet import Fleet
 
 HISTORY = 60
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
 from galley.top import names
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 Labels: TypeAlias = "tuple[tuple[str, str], ...]"
 # By name and (sorted) labels; finite numbers only.

@@ -6,25 +6,17 @@ It fits 80 columns of 24 lines; where there is more than room, it says how much 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from galley.top.figures import UNKNOWN, duration, number, percent, times_of
 from galley.top.fleet import RATE_S, WINDOW_S
-from galley.top.frame import CLOSED
-from galley.top.replicas import AWAY, DRAINING, LEASED, UP
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import RenderableType
-
-    from galley.top.frame import Count, Overview, Times, Workload
-    from galley.top.replicas import Kv, Replica
-    from galley.top.screen import Screen
+from galley.top.frame import CLOSED, Count, Overview, Times, Workload
+from galley.top.replicas import AWAY, DRAINING, LEASED, UP, Kv, Replica
+from galley.top.screen import Screen
 
 WIDE = 110
 _STATES = {UP: "green", AWAY: "bold red", DRAINING: "yellow", LEASED: "dim"}

@@ -7,10 +7,12 @@ RESOURCE_EXHAUSTED and a time to come back, as OTLP asks for, and the exporter s
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path  # noqa: TC003  # a setting's type is read
+from pathlib import Path  # a setting's type is read
 from typing import TYPE_CHECKING, Any
 
+import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_rpc
 from pydantic import Field
@@ -20,10 +22,6 @@ from galley.core.errors import Overloaded
 from galley.trace.read.otlp_file import DEFAULT_MAX_BYTES, OtlpFile
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    import grpc
-
     from galley.common.server.server import Parts, Service
 
 SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"

@@ -6,11 +6,8 @@ import os
 import platform
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path
 
 PROGRAMS = ("buildah", "debootstrap", "unshare")
 # vfs keeps every layer as a copy of the whole; the CUDA build of torch has 5 GB of its own.

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from galley.common.metrics import catalogue as of
+from galley.common.metrics.metric import Metric
 from scripts.monitoring.grafana import Dashboard, Panel, Query, Row
 from scripts.monitoring.queries import gauge, largest, left_s, quantile, rate, ratio
-
-if TYPE_CHECKING:
-    from galley.common.metrics.metric import Metric
 
 _SERVED = 'fault!="caller"'
 _OURS = 'fault="ours"'

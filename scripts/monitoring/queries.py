@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from galley.common.metrics.metric import Kind
-
-if TYPE_CHECKING:
-    from galley.common.metrics.metric import Metric
+from galley.common.metrics.metric import Kind, Metric
 
 WINDOW = "$__rate_interval"
 # Set by the scrape, or by the histogram itself.

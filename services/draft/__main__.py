@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from galley.common.server.server import Parts, Service
 from galley.common.server.sigterm import heed_sigterm
 
 if __name__ == "__main__":
     heed_sigterm()
 
-from typing import TYPE_CHECKING
 
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL
@@ -18,13 +22,6 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.loading import load_drafter
 from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    import grpc
-
-    from galley.common.server.server import Parts, Service
 
 _DESCRIPTION = (
     "A Galley draft: proposes the next tokens of many sessions at once, by a cheap model or by none."

@@ -7,22 +7,18 @@ open: a newer one overtakes it. Of more than a step takes, the oldest go first.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from galley.common.server.session_table import SessionTable
+from galley.common.wire.slices import Slice
 from galley.common.wire.status import log_internal
-from galley.core.content import Miss, look_up, prefix_hash
+from galley.core.content import Miss, SessionKey, look_up, prefix_hash
 from galley.core.errors import Broken, GalleyError
 from galley.core.scheduler.messages import Overtaken
 from services.draft.strategies.base import DraftJob, DraftSession, Guess, Strategy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from galley.common.wire.slices import Slice
-    from galley.core.content import SessionKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from galley.common.wire.slices import read_slice
 from galley.core.content import Miss
@@ -11,9 +10,7 @@ from galley.core.errors import GalleyError, InvalidField, Unimplemented
 from galley.core.scheduler.messages import Overtaken
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.drafter import ProposeJob
-
-if TYPE_CHECKING:
-    from services.draft.loop import Done
+from services.draft.loop import Done
 
 # Of a draft without a model: it takes whatever the wire can carry.
 ANY_VOCABULARY = 2**32

@@ -12,14 +12,14 @@ from galley.core import strategies
 from galley.core.kv.blocks import BLOCK_TOKENS
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
+from services.draft.settings import DraftSettings
+from services.draft.strategies.base import Strategy
 from services.draft.strategies.lookups import Lookups
 from services.draft.strategies.ngram import NgramStrategy
 from services.draft.strategies.none import NoneStrategy
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel
-    from services.draft.settings import DraftSettings
-    from services.draft.strategies.base import Strategy
 
 _LOG = get_logger(__name__)
 

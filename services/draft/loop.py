@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
 
+from galley.common.metrics.registry import Registry
+from galley.common.tracing.light_spans import LeanSpan, SpanScope
 from galley.common.wire.status import log_internal
-from galley.core.errors import DeadlinePassed, Overloaded, Unavailable
-from services.draft.drafter import Proposed
+from galley.core.errors import DeadlinePassed, GalleyError, Overloaded, Unavailable
+from services.draft.drafter import Drafter, Proposed, ProposeJob, ProposeOutcome, Stepped
 from services.draft.metrics import CountingDraftMeter, DraftMeter
 from services.draft.spans import BatchSpans
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from galley.common.metrics.registry import Registry
-    from galley.common.tracing.light_spans import LeanSpan, SpanScope
-    from galley.core.errors import GalleyError
-    from services.draft.drafter import Drafter, ProposeJob, ProposeOutcome, Stepped
 
 _RETRY_AFTER_S = 0.5
 

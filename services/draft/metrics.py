@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 from galley.common.metrics import catalogue
 from galley.common.metrics.labels import PROPOSED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from galley.common.metrics.registry import Registry
-    from services.draft.drafter import DraftCounts
+from galley.common.metrics.registry import Registry
+from services.draft.drafter import DraftCounts
 
 _SECOND = 1e9
 

@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
+from galley.common.metrics.registry import Registry
 from galley.common.registry.leases import draft_lease
 from galley.common.server.requests import answer_all, answer_or_status, answer_stream
+from galley.common.tracing.light_spans import SpanScope
 from galley.core.recent import Recent
+from galley.core.routing.choice import DraftLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo, answer_of, read_item
 from services.draft.loop import DraftLoop
 from services.draft.spans import ProposeSpan
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from galley.common.metrics.registry import Registry
-    from galley.common.tracing.light_spans import SpanScope
-    from galley.core.routing.choice import DraftLease
-    from services.draft.drafter import Drafter
 
 
 class DraftService(rpc.DraftServicer):

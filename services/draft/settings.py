@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path  # noqa: TC003  # pydantic reads the annotation
+from pathlib import Path  # pydantic reads the annotation
 from typing import Literal, Self
 
 from pydantic import Field, model_validator

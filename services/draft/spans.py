@@ -6,21 +6,20 @@ Nothing is made of an item that nobody traces. A step may take less than a milli
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from galley.common.tracing.item_spans import LINK_ITEM, RESULT, SUPERSEDED, ItemSpan
+from galley.common.tracing.light_spans import LeanSpan, SpanScope
 from galley.core import trace_names as names
 from galley.core.content import Miss
 from galley.core.errors import GalleyError
 from galley.core.scheduler.messages import Overtaken
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.draft.drafter import ProposeJob
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.common.tracing.light_spans import LeanSpan, SpanScope
-    from galley.pb.galley.v1 import galley_pb2 as pb
-    from services.draft.drafter import ProposeJob
     from services.draft.loop import Done
 
 POOL = "draft"

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
+
+import grpc
 
 from galley.common.metrics.certificates import observe_peers
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
 from galley.common.server.logs import get_logger
-from galley.core.session.machine import SessionLimits
-from galley.core.store import SessionStore
+from galley.common.server.server import Interceptors, Parts
+from galley.core.session.machine import Session, SessionLimits
+from galley.core.store import SessionStore, StoredSession
 from galley.core.trace_names import SCHEMA_URL
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.auth.build import callers_of
@@ -22,7 +25,7 @@ from services.gateway.auth.interceptor import PrincipalInterceptor
 from services.gateway.clock import MonotonicClock
 from services.gateway.replicas.draft_session import SessionDraft
 from services.gateway.replicas.drafts import Drafts
-from services.gateway.replicas.membership import Registered, Told
+from services.gateway.replicas.membership import Registered, Source, Told
 from services.gateway.replicas.peers import Peers
 from services.gateway.replicas.target_session import SessionTarget
 from services.gateway.replicas.targets import Targets
@@ -36,19 +39,9 @@ from services.gateway.session.timeouts import SECOND, Timeouts, patiently
 from services.gateway.settings import NO_DRAFT, GatewaySettings
 from services.gateway.store.redis import RedisStore
 from services.gateway.telemetry.interceptor import RequestSpans
+from services.gateway.telemetry.meter import GatewayMeter
 from services.gateway.telemetry.metrics import CountingGatewayMeter
 from services.gateway.telemetry.round_spans import TraceOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
-
-    import grpc
-
-    from galley.common.server.server import Interceptors, Parts
-    from galley.core.session.machine import Session
-    from galley.core.store import StoredSession
-    from services.gateway.replicas.membership import Source
-    from services.gateway.telemetry.meter import GatewayMeter
 
 _log = get_logger(__name__)
 _HAND_OVER_SHARE = 0.6

@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import grpc
 from structlog.contextvars import bind_contextvars
 
 from galley.common.server.logs import get_logger, level_of
+from galley.core.admission.admission import Place
+from galley.core.admission.principal import Principal
+from galley.core.answer.answer import Ending
 from galley.core.errors import Broken
 from galley.core.session import events as ev
+from galley.core.session.ports import Clock
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.auth.interceptor import caller
 from services.gateway.auth.session_key import session_id_for
 from services.gateway.request import respond as events_pb
+from services.gateway.request.served_model import ServedModel
 from services.gateway.request.validate import (
     check_model,
     check_priority,
@@ -27,23 +34,12 @@ from services.gateway.request.validate import (
     parse_session_id,
 )
 from services.gateway.session.pump import Pump
+from services.gateway.session.runner import SessionRunner
+from services.gateway.session.streams import Streams
 from services.gateway.session.timeouts import SECOND
+from services.gateway.telemetry.meter import CallMeter
 from services.gateway.telemetry.origin import operation_of, stored_operation
 from services.gateway.telemetry.spans import request_trace
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
-
-    import grpc
-
-    from galley.core.admission.admission import Place
-    from galley.core.admission.principal import Principal
-    from galley.core.answer.answer import Ending
-    from galley.core.session.ports import Clock
-    from services.gateway.request.served_model import ServedModel
-    from services.gateway.session.runner import SessionRunner
-    from services.gateway.session.streams import Streams
-    from services.gateway.telemetry.meter import CallMeter
 
 _log = get_logger(__name__)
 

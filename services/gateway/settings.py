@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, model_validator
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.common.config.limits import connection_age, connection_idle
 from galley.common.config.settings import settings_config
-from galley.common.redis.url import RedisUrlSetting  # noqa: TC001  # pydantic reads it
+from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
 from galley.core.routing.lateness import SLOW_FACTOR
 from galley.core.store import FINISHED_TTL_S, SESSION_TTL_S
 from services.gateway.auth.settings import TokenSettings

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from galley.common.server.server import Parts, Service
 from galley.common.server.sigterm import heed_sigterm
 
 if __name__ == "__main__":
     heed_sigterm()
 
 import sys
-from typing import TYPE_CHECKING
 
 from galley.common.config.settings import parse_settings
 from galley.common.redis.connections import refuse_bad_files
@@ -20,13 +24,6 @@ from services.target.ranks.ranks import start_ranked_target
 from services.target.registration import registered_target
 from services.target.serving import add_target
 from services.target.settings import TargetSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    import grpc
-
-    from galley.common.server.server import Parts, Service
 
 _DESCRIPTION = "A Galley target: verifies draft tokens of many sessions at once with the trusted model."
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from galley.common.wire.codec import logprobs_message
 from galley.common.wire.slices import check_token_ids, read_slice
 from galley.core.content import HASH_BYTES, Miss
 from galley.core.errors import GalleyError, InvalidField, Unimplemented
 from galley.core.hints import MAX_HINT_TOKENS, Hint
-from galley.core.scheduler.messages import Extend, Overtaken, VerifyRequest
+from galley.core.scheduler.messages import Confirmed, Extend, Outcome, Overtaken, VerifyRequest
 from galley.pb.galley.v1 import galley_pb2 as pb
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.scheduler.messages import Confirmed, Outcome
-    from services.target.engine.protocol import EngineInfo
+from services.target.engine.protocol import EngineInfo
 
 # Of the likeliest tokens per position; each costs the wire 12 bytes and the log 8.
 MAX_TOP_LOGPROBS = 128

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from galley.common.server.logs import get_logger
 from galley.common.server.process import limit_threads
-from galley.engine.parallel.ranks import ALONE
+from galley.engine.parallel.ranks import ALONE, Ranks
+from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
-    from galley.engine.parallel.ranks import Ranks
     from services.target.engine.paged import PagedEngine
-    from services.target.settings import TargetSettings
 
 _LOG = get_logger(__name__)
 _MIB = 2**20

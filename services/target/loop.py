@@ -9,28 +9,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from opentelemetry.trace import INVALID_SPAN, use_span
 
+from galley.common.tracing.light_spans import LeanSpan, SpanScope
 from galley.common.wire.status import log_internal
-from galley.core.errors import Unavailable
-from galley.core.scheduler.messages import Answer, Confirmed
-from galley.core.step import StepPlan
+from galley.core.errors import GalleyError, Unavailable
+from galley.core.scheduler.messages import Answer, Confirmed, Extend, VerifyRequest
+from galley.core.scheduler.scheduler import Linger, Scheduler
+from galley.core.step import StepOutcome, StepPlan
+from services.target.engine.protocol import TargetEngine
 from services.target.metrics import PassMeter
-from services.target.spans import BatchSpans
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.common.tracing.light_spans import LeanSpan, SpanScope
-    from galley.core.errors import GalleyError
-    from galley.core.scheduler.messages import Extend, VerifyRequest
-    from galley.core.scheduler.scheduler import Linger, Scheduler
-    from galley.core.step import StepOutcome
-    from services.target.engine.protocol import TargetEngine
-    from services.target.spans import Batch
+from services.target.spans import Batch, BatchSpans
 
 
 class Ticket:

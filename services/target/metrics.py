@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from galley.common.metrics import catalogue
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.common.metrics.registry import Registry
-    from galley.core.kv.table import KvTable
-    from galley.core.scheduler.scheduler import Scheduler
-    from galley.core.step import StepPlan
+from galley.common.metrics.registry import Registry
+from galley.core.kv.table import KvTable
+from galley.core.scheduler.scheduler import Scheduler
+from galley.core.step import StepPlan
 
 _SECOND = 1e9
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from galley.common.registry.leases import TARGET_POOL, target_lease
 from galley.common.registry.registration import registered
+from galley.common.server.server import Service
+from galley.core.routing.choice import TargetLease
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.common.server.server import Service
-    from galley.core.routing.choice import TargetLease
-    from galley.pb.galley.v1 import galley_pb2 as pb
     from services.target.servicer import TargetService
-    from services.target.settings import TargetSettings
 
 _LEAVE_SHARE = 0.6
 """Share of the drain timeout in which live sessions may end here before they go to another replica."""

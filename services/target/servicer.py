@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from galley.common.metrics.registry import Registry
 from galley.common.server.requests import answer_all, answer_or_status, answers_stream
+from galley.common.tracing.light_spans import SpanScope
+from galley.core.cost.model import PassTimes
 from galley.core.errors import GalleyError
 from galley.core.kv.table import KvTable
+from galley.core.scheduler.messages import VerifyRequest
 from galley.core.scheduler.scheduler import MAX_ROWS, Scheduler
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.target.engine.protocol import TargetEngine
 from services.target.items import answer_of, read_extension, read_item
-from services.target.loop import StepLoop
+from services.target.loop import StepLoop, Ticket
 from services.target.metrics import CountingPassMeter, PassMeter
 from services.target.registration import Facts
 from services.target.spans import VerifySpan
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-
-    from galley.common.metrics.registry import Registry
-    from galley.common.tracing.light_spans import SpanScope
-    from galley.core.cost.model import PassTimes
-    from galley.core.scheduler.messages import VerifyRequest
-    from services.target.engine.protocol import TargetEngine
-    from services.target.loop import Ticket
 
 # Of the hashes of cached blocks that a lease names: those of the prompts that many sessions begin with.
 _TOLD_PREFIXES = 512

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import grpc
 
 from galley.common.server.logs import get_logger
 from galley.common.server.process import in_passing_thread
+from galley.common.server.server import Parts
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.calibrate import measure
+from services.target.engine.protocol import TargetEngine
 from services.target.servicer import Limits, TargetService
-
-if TYPE_CHECKING:
-    import grpc
-
-    from galley.common.server.server import Parts
-    from services.target.engine.protocol import TargetEngine
-    from services.target.settings import TargetSettings
+from services.target.settings import TargetSettings
 
 _LOG = get_logger(__name__)
 

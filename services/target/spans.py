@@ -6,7 +6,7 @@ Nothing is made of an item, or of a pass, that nobody traces.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from opentelemetry import trace
 
@@ -18,20 +18,15 @@ from galley.common.tracing.item_spans import (
     ItemSpan,
     tell_failure,
 )
+from galley.common.tracing.light_spans import LeanSpan, SpanScope
 from galley.common.tracing.span_names import packed, unpacked
 from galley.core import trace_names as names
 from galley.core.content import Miss
-from galley.core.scheduler.messages import Confirmed, Overtaken
+from galley.core.errors import GalleyError
+from galley.core.scheduler.messages import Answer, Confirmed, Overtaken, PassFacts
+from galley.core.scheduler.scheduler import Scheduler
 from galley.core.step import Watch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.common.tracing.light_spans import LeanSpan, SpanScope
-    from galley.core.errors import GalleyError
-    from galley.core.scheduler.messages import Answer, PassFacts
-    from galley.core.scheduler.scheduler import Scheduler
-    from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2 as pb
 
 POOL = "target"
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from random import Random
 
 from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
@@ -16,13 +19,6 @@ from galley.core.trace_names import FORCE_KEY, FORCE_VALUE
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.stack import HEALTH, SERVICES
 from tests.service.truth import VOCAB, true_next
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from random import Random
-
-    from google.protobuf.descriptor import MethodDescriptor
-    from google.protobuf.message import Message
 
 _SESSIONS, _LONGEST = 12, 400
 _SERVED = ("", "galley.v1.Generation", "galley.v1.Target", "none")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
@@ -16,10 +17,6 @@ from tests.attack.asked import Known, Rpc, rpcs, some_metadata
 from tests.attack.mutation import Mutator
 from tests.attack.stack import BAD, HEALTH
 from tests.service.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
 
 _WORKERS = 8
 _KEPT = 20

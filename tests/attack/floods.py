@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tests.attack.http2 import (
     ACK,
@@ -28,9 +28,6 @@ from tests.attack.http2 import (
     wire,
 )
 from tests.attack.stack import BAD, MIB
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 WATCH = "/grpc.health.v1.Health/Watch"
 CLIENT_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(32)) + b"\x00" * 163

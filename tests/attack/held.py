@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AsyncExitStack
 
 from tests.attack.floods import KEY, WATCH
 from tests.attack.http2 import MAX_CONCURRENT_STREAMS, Kind, Wire, frame, message, opening, wire
-from tests.attack.stack import files_allowed
-
-if TYPE_CHECKING:
-    from contextlib import AsyncExitStack
-
-    from tests.attack.stack import Attacked
+from tests.attack.stack import Attacked, files_allowed
 
 _REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 _VERIFY, _PROPOSE = "/galley.v1.Target/VerifyStream", "/galley.v1.Draft/ProposeStream"

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from hpack import Decoder
 from hpack.exceptions import HPACKError
 
 from tests.service.waiting import PATIENCE_S, Watch
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES = 9

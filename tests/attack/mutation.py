@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from random import Random
-
-    from google.protobuf.message import Message
+from google.protobuf.message import Message
 
 _INTS = (0, 1, 2, 3, 7, 16, 17, 64, 255, 256, 1023, 1024, 1025, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1)
 _FLOATS = (0.0, -0.0, 1.0, -1.0, 2.0, 0.5, 1e-45, 1e38, 101.0, math.nan, math.inf, -math.inf)

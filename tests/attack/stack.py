@@ -16,19 +16,17 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from galley.client.client import GalleyClient
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.service.truth import SEED, true_output
 from tests.service.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
 
 # The bystander, the attacker who has a key all the same, and one whose key has expired.
 GOOD, BAD, EXPIRED = "good-3f9a1c77", "bad-8d20e4b1", "expired-51c6f0aa"

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 from redis import asyncio as redis_asyncio
 
-from galley.client.client import NO_RETRIES, GalleyClient
+from galley.client.client import NO_RETRIES, GalleyClient, TokenStream
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.stack import BAD, EXPIRED, GOOD, Attacked, hello, unharmed
 from tests.service.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from google.protobuf.message import Message
-
-    from galley.client.client import TokenStream
 
 UNKNOWN = "0" * 32
 NOBODY = "nobody-7c19e4d2"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from galley.trace.read.otlp_file import Lines
 from galley.trace.read.otlp_json import spans_in
 from tests.attack.campaign import Campaign
 from tests.attack.stack import MIB, Attacked, unharmed
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SEED = 20261122
 MESSAGES = 5000

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import pytest
@@ -19,9 +20,6 @@ from tests.attack.floods import KEY, gzip_bomb, gzip_bombs
 from tests.attack.http2 import END_STREAM, Kind, frame, message, opening, wire
 from tests.attack.stack import MAX_MESSAGE_BYTES, MIB, SERVICES, Attacked, hello, unharmed
 from tests.service.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 GENERATE = "/galley.v1.Generation/Generate"
 # One unary method of each service, and its message.

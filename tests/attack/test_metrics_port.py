@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import gzip
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from random import Random
-from typing import TYPE_CHECKING
 
 import pytest
 
 from galley.common.metrics import scrape as port
 from galley.common.metrics.registry import Registry
 from galley.top.scrape import MAX_BYTES, MAX_LINE, MAX_ROWS, Away, scrape
+from galley.top.series import Samples
 from tests.attack.stack import MIB, Attacked, unharmed
 from tests.service.waiting import PATIENCE_S
 from tests.top.servers import answering
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from galley.top.series import Samples
 
 ASKED = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 SEED = 20261122

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +19,6 @@ from galley.engine.errors import UnsupportedModel
 from galley.engine.load.resolve import resolve_model
 from services.gateway.request.tokenize import Tokenizer
 from tests.service import tokenizer_files
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 SECRET = "a-key-of-somebody-else"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -28,9 +28,6 @@ from tests.common import service
 from tests.common.tls_world import tls_settings
 from tests.gateway.tls import Authority, mounted
 from tests.service.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GENERATE = "/galley.v1.Generation/Generate"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -13,9 +14,6 @@ from galley.common.server.server import RunningServer, start_server
 from galley.common.wire.status import describe
 from tests.common.service import EchoService, building, settings
 from tests.service.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"

@@ -15,21 +15,25 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import grpc
 import psutil
 import uvloop
 
+from galley.common.config.settings import ServiceSettings
 from galley.common.metrics.metering import start_metering
 from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.common.server.logs import start_logging
 from galley.common.server.process import die_with_parent, hand_back_free_memory
-from galley.common.server.server import Parts, RunningServer, start_server
+from galley.common.server.server import Interceptors, Parts, RunningServer, start_server
 from galley.common.tracing.telemetry import start_telemetry
 from galley.core.cost.model import PassTimes
+from galley.core.step import StepOutcome, StepPlan, Watch
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.trace.collector import CollectorSettings
 from galley.trace.collector import build as build_collector
@@ -43,15 +47,6 @@ from services.target.settings import TargetSettings
 from tests.attack.stack import CALL, HEALTH, MAX_MESSAGE_BYTES, files_allowed
 from tests.service.truth import END, VOCAB, true_next
 from tests.simulation.replicas import SimEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import grpc
-
-    from galley.common.config.settings import ServiceSettings
-    from galley.common.server.server import Interceptors
-    from galley.core.step import StepOutcome, StepPlan, Watch
 
 _BLOCK_TOKENS, _BLOCKS, _WINDOW = 8, 1024, 1024
 _PASS_S = 0.002

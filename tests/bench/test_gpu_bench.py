@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +12,8 @@ from rich.console import Console
 
 from bench import gpu
 from bench.engine_sides import Case
+from galley.engine.model import CausalModel
 from tests.engine.configs import CONFIGS, load, save_random, tokens_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from galley.engine.model import CausalModel
 
 
 @pytest.fixture

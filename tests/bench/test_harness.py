@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -26,10 +26,6 @@ from bench.harness import (
 from galley.bench.answers import LOOP_GRAM, Answer, loop_start
 from galley.bench.stats import Interval
 from galley.bench.workloads import PROMPT_SETS, load_prompts, prompt_hash
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 # ----------------------------------------------------------------------------------------- prompts --
 

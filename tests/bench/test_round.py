@@ -7,8 +7,9 @@ import io
 import json
 import os
 from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc.aio
 import pytest
@@ -33,10 +34,6 @@ from galley.bench.gateway import PLAIN, Ask, GatewaySide, speculation_of
 from galley.client.client import GalleyClient
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 PROMPTS = {name: [Prompt(f"{name}-{n}", f"{name} {n}?") for n in range(5)] for name in ("chat", "rewrite")}
 SMALL = RoundOptions(arms=("plain", "ngram-4", "ngram-8"), sets=("chat", "rewrite"), pairs=7, prompts=2)

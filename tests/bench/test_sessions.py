@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from bench.loop_run import LoopOptions
 from bench.session_store import InstantStore, TimedStore, read_ms
 from bench.sessions import ARMS, INSTANT, REDIS, Kept, Timed, added_ms, goals_of, parse_options, sessions_kept
+from galley.bench.closed_loop import LoopBlock
 from galley.core.store import NewSession
 from services.gateway.store.redis import RedisStore
 from tests.benching.blocks import block
 from tests.gateway.servers import VALKEY, running
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from galley.bench.closed_loop import LoopBlock
 
 OPTIONS = LoopOptions(ARMS, streams=(16,), temperatures=(0.7,))
 

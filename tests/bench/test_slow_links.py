@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from bench.slow_links import goals, parse_options, report
 from bench.slow_links_run import FAR, FAR_STORE, NEAR, LinkOptions, Outcome, differing, plan
-from galley.bench.closed_loop import WARM_UP
+from galley.bench.closed_loop import WARM_UP, LoopBlock
 from tests.benching.blocks import block, rounds_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from galley.bench.closed_loop import LoopBlock
 
 OPTIONS = LinkOptions(max_tokens=40)
 FIXED, AUTO = OPTIONS.speculations[1:]

@@ -7,7 +7,7 @@ import json
 import mmap
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -20,9 +20,6 @@ from bench.soak_memory import Held, Sample, growth, held
 from bench.soak_options import SoakOptions, parse_options
 from bench.soak_outcome import Block, Outcome, Overload, Probe, Span, back_after_s, harm
 from bench.soak_requests import Manner, Mix, References, catalogue, speculations
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PAIRS = 7
 BLOCK_S = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,9 +26,6 @@ from bench.speculation_run import SCOUT, Outcome, Planner
 from galley.bench.closed_loop import WARM_UP, LoopBlock
 from galley.core.acceptance import match_probability, total_variation
 from tests.benching.blocks import block, rounds_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SMALL = SpeculationOptions(streams=(1, 8), sets=("chat", "rewrite"), temperatures=(0.0, 0.7), pairs=7)
 FIXED = ("ngram-4", "model-4", "hybrid-4")

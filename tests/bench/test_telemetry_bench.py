@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -16,6 +17,7 @@ from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from rich.console import Console
 
+from bench.arms import Cpu
 from bench.otlp_sink import EXPORT, Sink, spans_in
 from bench.sink_reader import SinkReader
 from bench.telemetry import parse_options, report
@@ -46,16 +48,9 @@ from bench.telemetry_summary import (
     rows_of,
     sampling_alone,
 )
-from galley.bench.closed_loop import WARM_UP
+from galley.bench.closed_loop import WARM_UP, Load, LoopBlock
 from galley.bench.gateway import GatewayLoop
 from tests.benching.blocks import block
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from bench.arms import Cpu
-    from galley.bench.closed_loop import Load, LoopBlock
 
 OPTIONS = TelemetryOptions()
 NO_COST = dict.fromkeys(ARMS, 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +12,6 @@ from galley.bench.answers import Prompt
 from galley.bench.blocks import Cell, Sizes, loads, pair_loads
 from galley.bench.closed_loop import WARM_UP, Load
 from galley.bench.workloads import PROMPT_SETS, Workload, fixed_workload, own_workload
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WORKLOAD = Workload("my workload", tuple(Prompt(f"p{at}", f"Prompt {at}?") for at in range(6)), "0")
 ARMS = ("off", "auto", "ngram-4")

@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tests.boot.cluster import Cluster
 from tests.boot.names import target_port
 from tests.boot.objects import Objects, PodTemplate
-from tests.boot.places import admitted_at, gateways_image
-from tests.boot.pod import Identity
+from tests.boot.places import Place, admitted_at, gateways_image
+from tests.boot.plan import Plan
+from tests.boot.pod import Identity, Pod
 from tests.boot.policies import Endpoint
-from tests.deploy.render import component
-
-if TYPE_CHECKING:
-    from tests.boot.cluster import Cluster
-    from tests.boot.places import Place
-    from tests.boot.plan import Plan
-    from tests.boot.pod import Pod
-    from tests.deploy.render import Manifest
+from tests.deploy.render import Manifest, component
 
 LOAD = Path(__file__).with_name("load.py")
 _GRACE_S = 240

@@ -7,25 +7,20 @@ import itertools
 import random
 import string
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from galley.stack.part import log_tail
 from tests.boot.groups import keep_group
-from tests.boot.names import LAG_S, Answers, NameServer, Service
+from tests.boot.names import LAG_S, Answers, NameServer, Served, Service
+from tests.boot.node import Node
 from tests.boot.objects import GROUPS, Objects, PodTemplate, Workload
 from tests.boot.pod import Identity, Pod
-from tests.boot.policies import Policies, read_policies
+from tests.boot.policies import Endpoint, Policies, read_policies
 from tests.boot.wires import DNS_IP
+from tests.deploy.render import Manifest
 from tests.service.waiting import Watch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from tests.boot.names import Served
-    from tests.boot.node import Node
-    from tests.boot.policies import Endpoint
-    from tests.deploy.render import Manifest
 
 NAMESPACES = ("kube-system", "kube-public", "default")
 _NAME_LABEL = "kubernetes.io/metadata.name"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,6 @@ from tests.boot.machine import why_no_sandbox
 from tests.boot.runs import run_trial
 from tests.boot.worlds import RANKS, SECURED, SMALL, TWICE, few_layers_of, plan
 from tests.deploy.matrix import SWITCHES, laid_over
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _BOOT_S, _WHOLE_S = 240.0, 480.0
 

@@ -6,17 +6,14 @@ import asyncio
 import contextlib
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from tests.boot.census import processes_beside
 from tests.boot.commands import output_of
+from tests.boot.launch import Launch
 from tests.boot.oci import bundle
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from tests.boot.launch import Launch
 
 _POLL_S = 0.005
 

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tests.boot.cluster import Cluster
 from tests.boot.objects import PodTemplate
 from tests.boot.places import standing
-from tests.boot.pod import Identity
+from tests.boot.pod import Identity, Pod
 from tests.boot.policies import INGRESS, labels_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from tests.boot.cluster import Cluster
-    from tests.boot.pod import Pod
 
 # Where nobody may come in; where somebody may, it takes as long as a busy machine does.
 _WAIT_S, _PATIENCE_S = 1.0, 20.0

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tests.boot.objects import NoSuchObject, Objects
 from tests.boot.quantities import amount
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from tests.deploy.render import Manifest
+from tests.deploy.render import Manifest
 
 # $(NAME) is the value of NAME; $$ is a dollar.
 _REFERENCE = re.compile(r"\$(?:\$|\(([A-Za-z_.-][A-Za-z0-9_.-]*)\))")

@@ -7,17 +7,12 @@ them are made anew, if the manifest says so.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from tests.boot.names import LAG_S
 from tests.boot.objects import PodTemplate, Workload
-from tests.boot.pod import Identity
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-
-    from tests.boot.pod import Pod
+from tests.boot.pod import Identity, Pod
 
 _LABEL = "leaderworkerset.sigs.k8s.io"
 _SHARED = "Shared"

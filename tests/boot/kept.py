@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tests.boot.launch import Container
 from tests.boot.probes import Probe, act, problem_of
+from tests.deploy.render import Manifest
 
 if TYPE_CHECKING:
-    from tests.boot.launch import Container
     from tests.boot.pod import Pod
-    from tests.deploy.render import Manifest
 
 # What is left for SIGTERM where preStop took the whole grace.
 _LEAST_GRACE_S = 2.0

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    import signal
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from tests.boot.images import Image
-    from tests.boot.volumes import Mount
-    from tests.deploy.render import Manifest
+from tests.boot.images import Image
+from tests.boot.volumes import Mount
+from tests.deploy.render import Manifest
 
 
 class CannotRun(Exception):

@@ -15,25 +15,21 @@ import random
 import re
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from galley.stack import guard
 from tests.boot.commands import output_of
-from tests.boot.names import DOMAIN
+from tests.boot.environment import PodFacts
+from tests.boot.images import Registry
+from tests.boot.launch import Launch
+from tests.boot.names import DOMAIN, Service
 from tests.boot.node import Node
+from tests.boot.policies import Endpoint, Policies
 from tests.boot.ruleset import Traffic, VirtualAddress
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from tests.boot.environment import PodFacts
-    from tests.boot.images import Registry
-    from tests.boot.launch import Launch
-    from tests.boot.names import Service
-    from tests.boot.policies import Endpoint, Policies
-    from tests.boot.volumes import Mount
-    from tests.deploy.render import Manifest
+from tests.boot.volumes import Mount
+from tests.deploy.render import Manifest
 
 _ANY = "0.0.0.0"  # what pods listen on, replaced
 _READ_BYTES = 65536

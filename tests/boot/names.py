@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from dnslib import QTYPE, RCODE, RR, A, DNSRecord
 
 from tests.boot.policies import Endpoint, selects
 from tests.boot.ruleset import VirtualAddress
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from tests.deploy.render import Manifest
+from tests.deploy.render import Manifest
 
 DOMAIN = "cluster.local"
 LAG_S = 0.5

@@ -11,27 +11,24 @@ import collections
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.boot.commands import run
 from tests.boot.crun import Crun
-from tests.boot.names import DOMAIN, resolv_conf
+from tests.boot.environment import PodFacts
+from tests.boot.images import Image, Registry
+from tests.boot.launch import Container, Launch
+from tests.boot.names import DOMAIN, Service, resolv_conf
 from tests.boot.policies import Endpoint, Policies
-from tests.boot.ruleset import Traffic, ruleset
+from tests.boot.ruleset import Traffic, VirtualAddress, ruleset
 from tests.boot.volumes import Mount
 from tests.boot.wires import DNS_IP, NODE_IP, Wires, pod_ips, service_ips
+from tests.deploy.render import Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tests.boot.environment import PodFacts
-    from tests.boot.images import Image, Registry
-    from tests.boot.launch import Container, Launch
-    from tests.boot.names import Service
     from tests.boot.pod import Pod
-    from tests.boot.ruleset import VirtualAddress
-    from tests.deploy.render import Manifest
 
 DNS = Endpoint("dns", DNS_IP, "kube-system", {"k8s-app": "kube-dns"}, {"dns": 53, "dns-tcp": 53})
 """The cluster's name server, as a policy's selectors find it everywhere."""

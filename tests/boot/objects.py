@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.deploy.render import Manifest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
 
 GROUPS = "LeaderWorkerSet"
 WORKLOAD_KINDS = ("Deployment", "StatefulSet", GROUPS)

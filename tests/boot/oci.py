@@ -6,10 +6,9 @@ import json
 import platform
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tests.boot.launch import Launch
+from tests.boot.launch import Launch
 
 # Debian's golang-github-containers-common; what podman and CRI-O mean by RuntimeDefault.
 SECCOMP = Path("/usr/share/containers/seccomp.json")

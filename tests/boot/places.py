@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from tests.boot.policies import INGRESS, labels_for
-
-if TYPE_CHECKING:
-    from tests.boot.cluster import Cluster
-    from tests.boot.policies import Endpoint
-    from tests.deploy.render import Manifest
+from tests.boot.cluster import Cluster
+from tests.boot.policies import INGRESS, Endpoint, labels_for
+from tests.deploy.render import Manifest
 
 _COMPONENT = "app.kubernetes.io/component"
 _STAY = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit())\nsignal.pause()"

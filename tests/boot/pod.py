@@ -12,27 +12,23 @@ import itertools
 import shutil
 import signal
 import uuid
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from galley.stack.part import log_tail
 from tests.boot.environment import PodFacts, command_of, environment_of
 from tests.boot.kept import Kept, Tell
 from tests.boot.launch import Container, Launch, security_of
 from tests.boot.names import Served
+from tests.boot.node import Node
+from tests.boot.objects import Objects, PodTemplate
 from tests.boot.policies import Endpoint
 from tests.boot.quantities import amount
-from tests.boot.volumes import Volumes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from tests.boot.node import Node
-    from tests.boot.objects import Objects, PodTemplate
-    from tests.boot.volumes import Mount
-    from tests.deploy.render import Manifest
+from tests.boot.volumes import Mount, Volumes
+from tests.deploy.render import Manifest
 
 # What the kubelet waits before it starts again what ended: at once, then longer and longer.
 _BACK_OFF_S = (0.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0)

@@ -7,14 +7,11 @@ plugins of clusters look at.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from tests.deploy.render import Manifest
+from tests.deploy.render import Manifest
 
 INGRESS, EGRESS = "ingress", "egress"
 _PEERS = {INGRESS: "from", EGRESS: "to"}

@@ -6,18 +6,15 @@ import asyncio
 import contextlib
 import http.client
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.boot.launch import Container
-    from tests.deploy.render import Manifest
+from tests.boot.launch import Container
+from tests.deploy.render import Manifest
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 # 200 to 399 are success, as the kubelet has it.

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
 from scripts.locks import EXTRAS
 from tests.boot.environment import references_in
 from tests.boot.images import image_name
-from tests.deploy.render import ROLES, ROOT
+from tests.deploy.render import ROLES, ROOT, Manifest
 from tests.deploy.settings_of import variables_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.deploy.render import Manifest
 
 _PREFIX = "GALLEY_"
 

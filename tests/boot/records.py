@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from tests.boot.cluster import Cluster
 from tests.boot.node import DNS
 from tests.boot.oci import SECCOMP
-from tests.boot.policies import INGRESS, Endpoint, Policies
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from tests.boot.cluster import Cluster
-    from tests.boot.policies import Opening
-    from tests.boot.ruleset import Connection, Traffic
+from tests.boot.policies import INGRESS, Endpoint, Opening, Policies
+from tests.boot.ruleset import Connection, Traffic
 
 
 async def told_of(cluster: Cluster) -> dict[str, Any]:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from tests.boot.objects import GROUPS
+from tests.boot.cluster import Cluster
+from tests.boot.objects import GROUPS, Workload
+from tests.boot.pod import Pod
 from tests.boot.quantities import share_of
-
-if TYPE_CHECKING:
-    from tests.boot.cluster import Cluster
-    from tests.boot.objects import Workload
-    from tests.boot.pod import Pod
 
 
 async def roll(cluster: Cluster, name: str) -> None:

@@ -6,13 +6,11 @@ counters and the sets of connections seen live on. What is open stays open, as i
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.boot.policies import EGRESS, INGRESS, Endpoint, Opening, Policies
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 TABLE = "ip galley"
 POD_INTERFACES = "pod*"

@@ -6,16 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from galley.stack import guard
 from tests.boot.machine import OWN_NAMESPACES, trial_environment
+from tests.boot.plan import Plan
 from tests.deploy.render import ROOT, tool
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.boot.plan import Plan
 
 
 class TrialFailed(Exception):

@@ -6,21 +6,17 @@ By annotations, a PodMonitor or a ServiceMonitor. It fetches from where the poli
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tests.boot.cluster import Cluster
 from tests.boot.names import target_port
 from tests.boot.objects import PodTemplate
 from tests.boot.places import admitted_at, standing
-from tests.boot.pod import Identity
+from tests.boot.pod import Identity, Pod
 from tests.boot.policies import selects
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.boot.cluster import Cluster
-    from tests.boot.pod import Pod
-    from tests.deploy.render import Manifest
+from tests.deploy.render import Manifest
 
 _EXEC_S = 60.0
 _ANNOTATION = "prometheus.io"

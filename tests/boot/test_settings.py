@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,9 +19,6 @@ from tests.boot.worlds import NAMESPACE
 from tests.deploy.matrix import Row, rows, values_of
 from tests.deploy.render import ROOT, Manifest, pods, render
 from tests.deploy.settings_of import parse_env
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _IDS = ["-".join(row.values()).replace(" ", "_") for row in rows()]
 # Wherever they stand in a value: alone, or in a URL.

@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from galley.engine.load.cache_directory import cache_dir
 from galley.stack.part import log_tail
@@ -28,15 +28,12 @@ from tests.boot.loopback import LoopbackNode
 from tests.boot.node import Node, SandboxNode
 from tests.boot.objects import Objects, hook_of
 from tests.boot.plan import Plan
+from tests.boot.pod import Pod
 from tests.boot.policies import Policies
 from tests.boot.records import told_of
 from tests.boot.rollouts import roll
 from tests.boot.scraping import scrape
-from tests.deploy.render import render
-
-if TYPE_CHECKING:
-    from tests.boot.pod import Pod
-    from tests.deploy.render import Manifest
+from tests.deploy.render import Manifest, render
 
 NAMESPACE = "galley"
 FAULTS = "faults"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from tests.boot.trial import FAULTS
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    Record = Mapping[str, Any]
+Record = Mapping[str, Any]
 
 _PROBED = {"SIGKILL": "ended", "SIGSTOP": "unready"}
 _OK = 200

@@ -13,14 +13,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from tests.boot.environment import PodFacts
 from tests.boot.objects import NoSuchObject, Objects
 from tests.boot.quantities import amount
-
-if TYPE_CHECKING:
-    from tests.boot.environment import PodFacts
-    from tests.deploy.render import Manifest
+from tests.deploy.render import Manifest
 
 _DATA = "..data"
 _SHARED_MODE = 0o777

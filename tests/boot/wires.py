@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.boot.commands import run
 from tests.boot.ruleset import TABLE, Traffic, read_traffic
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NODE_IP = "10.244.0.1"
 DNS_IP = "10.96.0.10"

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from galley.engine.load.truncate import truncate_model
 from tests.boot.objects import secret
 from tests.boot.plan import Plan
 from tests.deploy.matrix import SWITCHES, laid_over
+from tests.deploy.render import Manifest
 from tests.gateway.tls import Authority, Certificate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.deploy.render import Manifest
 
 NAMESPACE = "galley"
 # Small pools and one kernel thread each: what is tried here is the chart.

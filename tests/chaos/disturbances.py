@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from random import Random
-from typing import TYPE_CHECKING
 
 from tests.chaos.links import CLIENT, LINKS, PARTS, STORE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 KILL, TERM, STOP = "SIGKILL", "SIGTERM", "SIGSTOP"
 DELAY, LOSS, PARTITION, RESET = "DELAY", "LOSS", "PARTITION", "RESET"

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from statistics import median, quantiles
-from typing import TYPE_CHECKING
 
 from bench.harness import Goal, at_most
 from galley.bench.stats import median_interval
 from tests.chaos.disturbances import KILL, POOLS, killed
 from tests.chaos.links import STORE
-from tests.chaos.trial import DRAFT_KILL
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.chaos.trial import Measured
+from tests.chaos.trial import DRAFT_KILL, Measured
 
 KILLS = 500
 SPARED_S = 3.0

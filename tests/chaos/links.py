@@ -6,21 +6,18 @@ socket at its other end. So one gateway may lose a replica that the other still 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from types import TracebackType
+from typing import Self
 
 import psutil
 
 from bench.link import Link
 from bench.relay import Relay
 from galley.stack.parts import stack_parts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
-
-    from galley.stack.stack import Facts, PartSpec, Stack, StackDirs, StackOptions
+from galley.stack.stack import Facts, PartSpec, Stack, StackDirs, StackOptions
 
 GATEWAYS = ("gateway", "gateway-2")
 REPLICAS = ("target", "target-2", "draft", "draft-2")

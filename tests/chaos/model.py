@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 
 from tests.target import tiny
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CONTEXT = 2048
 _HIDDEN = 256

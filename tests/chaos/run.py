@@ -16,20 +16,16 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.harness import BENCH, commit, machine, result_path, write_record
 from tests.chaos.disturbances import KILL, disturbances
 from tests.chaos.goals import goals, p95
 from tests.chaos.model import save_model
-from tests.chaos.trial import trial
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tests.chaos.trial import Measured
+from tests.chaos.trial import Measured, trial
 
 DEFAULT_COUNT = 680
 """Three quarters are kills: at least 500."""

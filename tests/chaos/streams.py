@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING
 
 from galley.client.client import GalleyClient, Retries
 from galley.client.options import GenerateOptions, Speculation
+from galley.client.streams import TokenStream
 from galley.core.strategies import NGRAM
 from tests.service.waiting import Watch
 from tests.target.tiny import POISON
-
-if TYPE_CHECKING:
-    from galley.client.streams import TokenStream
 
 PROMPT_TOKENS = 24
 PATIENCE_S = 60.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -26,9 +26,6 @@ from tests.chaos.links import LINKS, PARTS
 from tests.chaos.model import save_model
 from tests.chaos.run import DEFAULT_COUNT
 from tests.chaos.trial import Measured, Trial, trial
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(120)
 on_one_loop = pytest.mark.asyncio(loop_scope="module")

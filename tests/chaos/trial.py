@@ -14,23 +14,19 @@ import os
 import signal
 import time
 from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from galley.stack.stack import Stack, StackOptions
 from services.gateway.replicas.membership import POLL_S
-from tests.chaos.disturbances import KILL, STOP, TERM, killed, pool_of
+from tests.chaos.disturbances import KILL, STOP, TERM, Disturbance, killed, pool_of
 from tests.chaos.gaps import longest_wait, longest_within, usual_wait
 from tests.chaos.links import GATEWAYS, REPLICAS, STORE, Links
 from tests.chaos.streams import PATIENCE_S, Stream, options, prompts
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
-
-    from tests.chaos.disturbances import Disturbance
 
 WATCHED_S = 1.0
 """How long streams are watched after a disturbance is over."""

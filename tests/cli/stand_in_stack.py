@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from galley.stack.part import Facts, PartSpec, ReadyBy
+from galley.stack.part import Facts, OnStatus, PartSpec, ReadyBy
 from galley.stack.parts import stack_parts
 from galley.stack.stack import Stack, StackDirs, StackOptions, ignore_status
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.stack.part import OnStatus
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 

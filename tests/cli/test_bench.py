@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import pytest
 import typer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from galley.cli.bench import bench
 from galley.client.errors import GalleyRpcError
 from galley.core.errors import InvalidField
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.client.fake_gateway import FakeGateway, serving
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from typer.testing import Result
 
 SHORT = ["--workloads=chat", "--concurrency=1,2", "--prompts-per-workload=1", "--repeats=2", "--max-tokens=4"]
 

@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from galley.cli.__main__ import app
 from galley.common.printable import printable
@@ -19,11 +20,6 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.stack import endpoint
 from galley.version import __version__
 from tests.client.fake_gateway import SESSION, FakeGateway, Said, serving
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from typer.testing import Result
 
 PLAIN = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200", "GALLEY_ENDPOINT": ""}
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+import grpc
 from rich.console import Console
 
 from galley.cli.demo import compare
 from galley.client.client import GalleyClient
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.client.fake_gateway import SCRIPT, SESSION, FakeGateway, Said, serving
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import grpc
 
 
 class Liar(FakeGateway):

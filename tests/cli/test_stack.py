@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import redis.asyncio
@@ -24,9 +24,6 @@ from galley.stack.stack import Stack, StackOptions
 from galley.top.service import Service
 from tests.cli.ends import Ends
 from tests.cli.stand_in_stack import once, stack_of, stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 

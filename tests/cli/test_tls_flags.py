@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from galley.cli.__main__ import app
 from galley.stack import endpoint
 from tests.client.fake_gateway import SESSION, FakeGateway, serving
 from tests.common.tls_world import credentials_of
 from tests.gateway.tls import Authority, Mounted, mounted
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from typer.testing import Result
 
 COMMANDS = {
     "generate": ("generate", "Say hello"),

@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from galley.cli.__main__ import app
 from galley.trace.read.spans import Process, Span
 from tests.tracing import scenes
 from tests.tracing.builder import BEGAN_NS, SESSION, Scene
 from tests.tracing.files import write
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from typer.testing import Result
 
 PLAIN = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}
 

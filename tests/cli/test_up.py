@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -19,9 +19,6 @@ from galley.core import trace_names as names
 from galley.trace.read.otlp_file import Lines
 from galley.trace.read.otlp_json import spans_in
 from tests.cli.ends import Ends
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 GALLEY = [sys.executable, "-m", "galley.cli"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,9 +17,6 @@ from galley.trace.read.otlp_file import Lines
 from galley.trace.read.otlp_json import spans_in
 from galley.trace.read.places import newest_file
 from tests.cli.stand_in_stack import once, stack_of, stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 STAND_IN = Path(__file__).with_name("stand_in_phoenix.py")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import grpc
 from grpc_status import rpc_status
@@ -14,9 +14,6 @@ from grpc_status import rpc_status
 from galley.common.wire.status import rich_status
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SESSION = "session-1"
 

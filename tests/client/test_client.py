@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
 
-from galley.client.client import NO_RETRIES, BadKey, GalleyClient, GalleyRpcError, Message, Speculation
+from galley.client.client import (
+    NO_RETRIES,
+    BadKey,
+    GalleyClient,
+    GalleyRpcError,
+    Message,
+    Speculation,
+    TokenStream,
+)
 from galley.core.content import prefix_hash
 from galley.core.errors import InvalidField, Overloaded, Unavailable, UnknownSession
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.client.fake_gateway import SESSION, FakeGateway, serving
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from galley.client.client import TokenStream
 
 
 async def _text(stream: AsyncIterator[pb.StreamEvent]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext, TraceFlags
 
-from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, Retries
+from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, Retries, TokenStream
 from galley.common.tracing.telemetry import telemetry_to, traceparent_of
 from galley.core.content import prefix_hash
 from galley.core.errors import (
@@ -29,11 +29,6 @@ from galley.core.errors import (
 )
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.client.fake_gateway import SESSION, FakeGateway, Said, serving
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from galley.client.client import TokenStream
 
 NOWHERE = "127.0.0.1:1"
 CALLER, READER = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING
 
 from prometheus_client import exposition
 from prometheus_client.core import (
@@ -12,21 +12,14 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     InfoMetricFamily,
 )
+from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as NamedExemplar
 
-from galley.common.metrics.cells import Distributed
-from galley.common.metrics.metric import Kind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from prometheus_client.metrics_core import Metric as Family
-
-    from galley.common.metrics.cells import Exemplar
-    from galley.common.metrics.metric import LabelValues
-    from galley.common.metrics.registry import Reading
+from galley.common.metrics.cells import Distributed, Exemplar
+from galley.common.metrics.metric import Kind, LabelValues
+from galley.common.metrics.registry import Reading
 
 
 def by_the_library(readings: Sequence[Reading], *, open_metrics: bool) -> bytes:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+
+import grpc
 
 from galley.common.config.settings import ServiceSettings
-from galley.common.server.server import main_of
+from galley.common.server.server import Parts, main_of
 from tests.common.service import EchoService, building
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    import grpc
-
-    from galley.common.server.server import Parts
 
 
 class Leaking(EchoService):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 import structlog
 from structlog.testing import LogCapture
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping
-    from types import ModuleType
-    from typing import Any
 
 
 @contextmanager

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from galley.common.metrics.cells import Distributed
-
-if TYPE_CHECKING:
-    from galley.common.metrics.metric import Metric
-    from galley.common.metrics.registry import Point, Registry
+from galley.common.metrics.metric import Metric
+from galley.common.metrics.registry import Point, Registry
 
 
 def _point(registry: Registry, metric: Metric, *labels: str) -> Point:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
 
 from galley.common.config.settings import ServiceSettings
+from galley.common.server.server import Parts
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.gateway.tls import caller_of
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    import grpc
-
-    from galley.common.server.server import Parts
 
 SERVICE = "galley.v1.Draft"
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from galley.common.tls import files as files_module
 from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
 from tests.common.logged import logged
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 class Watched:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -15,19 +17,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from galley.common.server.health_port import MAX_CONNECTIONS
 from galley.common.server.healthcheck import problem_of
 from galley.common.server.listen import CannotBind
-from galley.common.server.server import start_server
+from galley.common.server.server import Parts, RunningServer, start_server
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.common import http2
 from tests.common.service import SERVICE, EchoService, building, settings
 from tests.common.tls_world import request, tls_settings
 from tests.gateway.clusters import free_port
 from tests.gateway.tls import Authority, Mounted, mounted
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from galley.common.server.server import Parts, RunningServer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,10 +14,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from galley.common.server.healthcheck import main, problem_of
 from tests.common.tls_world import credentials_of
 from tests.gateway.tls import Authority, mounted
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 Served = tuple[health.HealthServicer, str]
 

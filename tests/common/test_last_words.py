@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent import futures
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -17,9 +18,6 @@ from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.metering import OFF, start_metering
 from galley.common.server.last_words import say_last_words
 from galley.common.tracing.telemetry import start_telemetry
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PATIENCE_S = 20.0
 

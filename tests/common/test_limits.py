@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -21,9 +22,6 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.common import http2
 from tests.common.service import SERVICE, EchoService, building, settings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 PROPOSE, WATCH = f"/{SERVICE}/Propose", "/grpc.health.v1.Health/Watch"
 PATIENCE_S = 10.0

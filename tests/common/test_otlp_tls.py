@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,10 +19,6 @@ from galley.common.metrics.metering import OFF, start_metering
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from tests.gateway.clusters import free_port
 from tests.gateway.tls import Authority, Mounted, caller_of, mounted
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 class Heard:

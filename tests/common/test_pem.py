@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -14,10 +15,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from galley.common.tls.files import BadFile, NamedFile
 from galley.common.tls.material import Material, TlsFiles
 from tests.gateway.tls import Authority, Certificate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 CLIENT, SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
 ANY = ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from concurrent import futures
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -15,9 +16,6 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as
 from galley.common.metrics import catalogue
 from galley.common.metrics.metering import OFF, Metering, start_metering
 from galley.version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PATIENCE_S = 20.0
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 import pytest
 import uvloop
@@ -14,9 +14,6 @@ from bench.relay import Relay
 from galley.common.redis.calls import Copies, RedisCalls, script_of
 from galley.core.errors import Broken, StoreUnavailable
 from tests.gateway.servers import VALKEY, running
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,9 +13,6 @@ from galley.common.metrics.exposition import OPEN_METRICS, TEXT
 from galley.common.metrics.metering import OFF, start_metering
 from galley.common.metrics.registry import Registry
 from galley.common.metrics.scrape import MAX_CONNECTIONS, MAX_REQUEST_BYTES, ScrapeServer
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 PATIENCE_S = 10.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -13,9 +13,6 @@ from galley.common.config.secrets import MAX_BYTES, with_secrets_read
 from galley.common.config.settings import parse_settings, settings_config
 from services.draft.settings import DraftSettings
 from services.gateway.settings import GatewaySettings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CANARY = "canary-5c1e"
 URL = f"redis://galley:{CANARY}@store.test:6379/0"

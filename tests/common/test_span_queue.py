@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from opentelemetry.instrumentation.utils import is_instrumentation_enabled
@@ -12,9 +13,6 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from galley.common.tracing.span_queue import QueueLimits, SpanQueue
 from galley.common.tracing.telemetry import telemetry_to
 from tests.service.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 FOR_EVER_S = 3600.0
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import uuid
+from collections.abc import Iterator
 from concurrent import futures
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -23,9 +24,6 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.version import __version__
 from tests.common.service import EchoService, building, settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -35,10 +37,6 @@ from tests.common.tls_world import (
     tls_settings,
 )
 from tests.gateway.tls import DAY, Authority, Mounted, mounted
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
 WRONG_CA, WRONG_NAME = "CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed"
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
@@ -15,11 +16,7 @@ from galley.common.tls.material import TlsFiles, server_credentials, server_file
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.common.service import EchoService, building, settings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.gateway.tls import Mounted
+from tests.gateway.tls import Mounted
 
 PATIENCE_S = 20.0
 

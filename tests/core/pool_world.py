@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
 
 from galley.core.answer.answer import Answer, Chunk, SessionSpec
 from galley.core.content import prefix_hash
+from galley.core.cost.model import PassTimes
 from galley.core.hints import Hint
 from galley.core.kv.table import KvTable
 from galley.core.sampling_params import SamplingParams
@@ -23,13 +24,7 @@ from galley.core.scheduler.scheduler import Linger, Scheduler
 from galley.core.session import events as ev
 from galley.core.session.draft_statistics import Book
 from galley.core.session.machine import Session, SessionLimits
-from galley.core.step import Sampled, StepPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.core.cost.model import PassTimes
-    from galley.core.step import StepOutcome
+from galley.core.step import Sampled, StepOutcome, StepPlan
 
 MS = 1_000_000
 _VOCAB = 1 << 16

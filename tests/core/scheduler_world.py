@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 from galley.core.content import Miss, prefix_hash, token_bytes
@@ -13,15 +13,9 @@ from galley.core.errors import GalleyError, Overloaded, Unavailable
 from galley.core.hints import Hint
 from galley.core.kv.table import KvTable
 from galley.core.sampling_params import SamplingParams
-from galley.core.scheduler.messages import Confirmed, Extend, Overtaken, VerifyRequest
+from galley.core.scheduler.messages import Answer, Confirmed, Extend, Overtaken, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
-from galley.core.step import Sampled, StepPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.scheduler.messages import Answer
-    from galley.core.step import Chunk, StepOutcome
+from galley.core.step import Chunk, Sampled, StepOutcome, StepPlan
 
 VOCAB = 7
 MS = 1_000_000

@@ -6,9 +6,9 @@ whatever the machine does can be compared with it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 from galley.core.answer.answer import Answer, Chunk, SessionSpec
 from galley.core.content import Miss, look_up, prefix_hash
@@ -20,9 +20,6 @@ from galley.core.session import events as ev
 from galley.core.session.machine import Phase, Session, SessionLimits
 from galley.core.session.round import RoundEnded
 from galley.core.store import LogBehind
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 VOCAB = 8
 STOP_TOKEN = 7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -21,9 +21,6 @@ from galley.core.cost.model import (
     round_cost,
 )
 from galley.core.errors import InvalidField
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 alphas = st.floats(0.0, 1.0)
 ks = st.integers(0, 24)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +11,6 @@ from hypothesis import strategies as st
 from galley.core.content import block_hashes
 from galley.core.routing.choice import LOAD_TOKENS, Candidate, TargetLease, Wanted, cached_tokens, choose
 from galley.core.store import Held
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BLOCK = 4
 TOKENS = tuple(range(100, 140))

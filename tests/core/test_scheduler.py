@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,7 +10,7 @@ from galley.core.content import Miss, prefix_hash
 from galley.core.cost.model import PassTimes
 from galley.core.errors import Broken, DeadlinePassed, InvalidField, Overloaded, Unavailable
 from galley.core.hints import Hint
-from galley.core.scheduler.messages import Confirmed, Overtaken
+from galley.core.scheduler.messages import Answer, Confirmed, Overtaken
 from galley.core.step import Sampled
 from tests.core.scheduler_world import (
     FLAT,
@@ -25,9 +24,6 @@ from tests.core.scheduler_world import (
     true_answer,
     truth,
 )
-
-if TYPE_CHECKING:
-    from galley.core.scheduler.messages import Answer
 
 PROMPT = [3, 1, 4, 1, 5]
 ANSWER = true_answer(PROMPT, 60)

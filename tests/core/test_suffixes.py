@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galley.core.lookup.suffix_automaton import NO_MATCH, NOWHERE, Match, Place, SuffixAutomaton
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
 # To which of three texts a token goes, and which it is.

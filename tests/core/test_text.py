@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from galley.core.answer.text import TextStream
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def decode(tokens: Sequence[int]) -> str:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from tests.deploy.render import component, of_kind, pod_templates
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.deploy.render import Manifest
+from tests.deploy.render import Manifest, component, of_kind, pod_templates
 
 _WORKLOADS = {"Deployment", "StatefulSet", "LeaderWorkerSet", "RayService"}
 _SCALERS = {"HorizontalPodAutoscaler", "ScaledObject"}

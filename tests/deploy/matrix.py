@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import combinations, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from tests.deploy.render import Manifest
+from tests.deploy.render import Manifest
 
 OWN_STORE = {"embedded": {"enabled": False}}
 TLS: dict[str, Any] = {

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 from unittest.mock import patch
 
 from galley.common.config.settings import ServiceSettings, parse_settings
 from scripts.chart_schema import settings_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def variables_of(role: str) -> frozenset[str]:

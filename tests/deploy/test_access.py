@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import pytest
 
 from tests.deploy.matrix import FROM_EDGE, JWT, TLS, laid_over
 from tests.deploy.render import ROLES, Manifest, env_of, of_kind, only_container, pods, render, services
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def mounted(spec: Manifest) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +15,6 @@ from tests.common.service import EchoService
 from tests.common.tls_world import asked_anew, serving
 from tests.deploy.render import ROOT
 from tests.gateway.tls import Certificate, mounted
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

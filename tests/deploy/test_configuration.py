@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
+from galley.common.config.settings import ServiceSettings
 from scripts.chart_schema import DECIDED, NOT_IN_A_CLUSTER, offered, settings_of
 from tests.deploy import matrix
-from tests.deploy.render import CHART, EXAMPLES, ROLES, default_values, env, env_of, example, pods, render
+from tests.deploy.render import (
+    CHART,
+    EXAMPLES,
+    ROLES,
+    Manifest,
+    default_values,
+    env,
+    env_of,
+    example,
+    pods,
+    render,
+)
 from tests.deploy.render import workloads as workloads_of
 from tests.deploy.settings_of import parse_env, variables_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from galley.common.config.settings import ServiceSettings
-    from tests.deploy.render import Manifest
 
 VARIANTS = [
     *(matrix.values_of(row) for row in matrix.rows()),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import typer
@@ -13,9 +14,6 @@ from galley.cli.__main__ import app
 from galley.client.credentials import API_KEY_VARIABLE
 from tests.deploy.matrix import TLS, laid_over
 from tests.deploy.render import CHART, Manifest, env_of, helm, only_container, pods, render, workloads
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 WITH_ALL = laid_over(
     [

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scripts import audit, locks, sbom
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CUDA = re.compile(r"^(nvidia-|cuda-|triton$)")
 DEVICES = ("cpu", "cuda")

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from galley.common.metrics.catalogue import METRICS
+from galley.common.metrics.metric import Metric
 from tests.deploy.matrix import KEDA, SWITCHES
 from tests.deploy.render import Manifest, default_values, of_kind, render
 from tests.repo.promql import unknown_names
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from galley.common.metrics.metric import Metric
 
 NOT_INSTALLED = "promtool is not installed"
 IN = 'namespace="galley"'

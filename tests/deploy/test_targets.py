@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import yaml
 
+from galley.common.config.settings import ServiceSettings
 from services.target.ray import cluster as ray_cluster
 from services.target.settings import TargetSettings
 from tests.deploy.render import (
@@ -24,9 +25,6 @@ from tests.deploy.render import (
     render,
 )
 from tests.deploy.settings_of import parse_env
-
-if TYPE_CHECKING:
-    from galley.common.config.settings import ServiceSettings
 
 GROUP = {"target": {"kind": "leaderworkerset", "nodes": 2, "tensorParallel": 8, "gpus": 4, "replicas": 3}}
 RAY = {"target": {"kind": "rayservice", "tensorParallel": 4, "gpus": 4, "replicas": 2}}

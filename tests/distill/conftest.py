@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.target.tiny import VOCAB, random_llama, save
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _TEMPLATE = "{% for message in messages %}w2 {{ message.content }} w3{% endfor %}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from galley.distill.data.corpus import read_corpus
 from galley.distill.data.labels import head_tokens
 from galley.distill.export import SHARPENING, read_draft, write_draft
 from galley.distill.options import Options
-from galley.distill.run import distil
+from galley.distill.run import Distilled, distil
 from galley.distill.training.growing import begin_from
 from galley.distill.training.teacher import read_target
 from galley.engine.batch import Rows
@@ -25,11 +25,6 @@ from galley.engine.load.draft_directory import HEAD_TOKENS, KEY, SCALE
 from galley.engine.model import CausalModel
 from tests.distill.collected import Collected, Killed
 from tests.target.tiny import VOCAB
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from galley.distill.run import Distilled
 
 
 @pytest.fixture(scope="session")

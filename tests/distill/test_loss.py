@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch.nn.functional import log_softmax
 
 from galley.distill.data.labels import Labels
 from galley.distill.export import quantized
 from galley.distill.training.batches import epoch_groups
 from galley.distill.training.loss import distilled
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _FEW = settings(derandomize=True, max_examples=20, deadline=None)
 

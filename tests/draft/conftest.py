@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -13,10 +15,6 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.__main__ import build
 from services.draft.settings import DraftSettings
 from tests.target.tiny import save_tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 
 @pytest.fixture(scope="session")

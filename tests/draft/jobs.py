@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from galley.common.wire.slices import Slice
 from galley.core.content import agreement, prefix_hash
 from galley.core.sampling_params import SamplingParams
-from services.draft.strategies.base import DraftJob
-
-if TYPE_CHECKING:
-    from services.draft.strategies.base import DraftSession
+from services.draft.strategies.base import DraftJob, DraftSession
 
 
 def job_of(

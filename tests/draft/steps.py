@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 
-from galley.common.server.server import start_server
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts, start_server
+from galley.common.tracing.light_spans import SpanScope
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
 from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
+from services.draft.strategies.base import DraftJob, Guess, Strategy
 from services.draft.strategies.model import ModelStrategy
 from services.draft.strategies.steps import ModelSteps
 from tests.target.items import slice_of
 from tests.target.tiny import VOCAB, load_tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
-
-    from galley.common.metrics.registry import Registry
-    from galley.common.server.server import Parts
-    from galley.common.tracing.light_spans import SpanScope
-    from services.draft.strategies.base import DraftJob, Guess, Strategy
 
 PATIENCE_S = 5
 MODEL = "model"

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.strategies.model import ModelStrategy
 from services.draft.strategies.steps import ModelSteps
-from tests.draft.steps import Gated, item, serving
+from tests.draft.steps import Gated, Serving, item, serving
 from tests.target.items import GREEDY
 from tests.target.tiny import VOCAB, load_tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.draft.steps import Serving
 
 PROMPT = [5, 9, 2, 33, 17]
 WARM = pb.SamplingParams(temperature=1.1, seed=11, frequency_penalty=0.3)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from galley.core.errors import Broken
-from services.draft.strategies.base import DraftSession
+from services.draft.strategies.base import DraftJob, DraftSession, Guess
 from services.draft.strategies.hybrid import HybridStrategy
 from services.draft.strategies.lookups import Lookups
 from services.draft.strategies.steps import CONFIDENCES, Drawn, ModelSteps, SteppedGuess
 from tests.draft.jobs import job_of
 from tests.target.tiny import load_tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from services.draft.strategies.base import DraftJob, Guess
 
 NEW = 1000
 HALF = CONFIDENCES.index(0.55)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from galley.common.metrics import catalogue
 from galley.common.metrics.catalogue import SERVED_CERTIFICATE_EXPIRY, of_service
@@ -12,9 +12,6 @@ from galley.core.strategies import MODEL
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.common.readings import count, histogram, number
 from tests.draft.steps import gating, item
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 async def test_items_and_steps_are_counted_by_what_became_of_them(tiny: Path) -> None:

@@ -6,19 +6,15 @@ import gc
 import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.draft.strategies.base import DraftSession
+from services.draft.strategies.base import DraftSession, Guess
 from services.draft.strategies.lookups import Lookups
 from services.draft.strategies.ngram import NgramStrategy
 from tests.draft.jobs import job_of
-
-if TYPE_CHECKING:
-    from services.draft.strategies.base import Guess
 
 PROMPT = [1, 2, 3]
 TOKENS = st.lists(st.integers(0, 2), max_size=6)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -11,15 +13,10 @@ import pytest
 from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.draft.conftest import drafting
 from tests.target.items import slice_of
 from tests.target.tiny import CONTEXT, POISON, VOCAB, greedy, save_tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 REPEATING = [5, 6, 7, 8, 9, 5, 6]
 

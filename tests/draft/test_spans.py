@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from opentelemetry.trace import SpanKind, StatusCode
@@ -13,9 +13,6 @@ from services.draft.strategies.steps import ModelSteps
 from tests.draft.steps import gating, item, serving
 from tests.fakes.tracing import Asked, Kept, attributes_of, context_of, events_of, links_of, parent_of
 from tests.target.tiny import load_tiny_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TRACES = {"a": 0xABC, "b": 0xABD, "c": 0xABE}
 ITEM, BATCH = "galley.v1.Draft/Propose", "draft batch"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import pytest
@@ -12,9 +12,6 @@ from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.draft.steps import gating, item
 from tests.target.tiny import greedy
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROMPTS = {"a": [5, 9, 2, 33, 17], "b": [3, 2, 8, 7], "c": [40, 41], "d": [60, 61, 62], "e": [7]}
 

@@ -8,17 +8,15 @@ import re
 import shutil
 import urllib.parse
 import urllib.request
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.service.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-    from pathlib import Path
 
 NOT_INSTALLED = "prometheus is not installed"
 _LISTENING = re.compile(r'msg="Listening on" address=(\S+)')

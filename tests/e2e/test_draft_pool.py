@@ -6,22 +6,17 @@ import asyncio
 import functools
 import itertools
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import pytest
 
 from galley.client.client import GalleyClient, TokenStream
 from galley.client.options import Message, Speculation
 from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
+from galley.core.routing.choice import DraftLease
 from galley.stack.stack import Stack, StackOptions
 from tests.service.waiting import PATIENCE_S, Watch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.core.routing.choice import DraftLease
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
 

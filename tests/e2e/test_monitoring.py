@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,9 +19,6 @@ from tests.e2e.prometheus import Prometheus, scraping
 from tests.gateway.tls import Authority, Mounted, mounted
 from tests.repo.promql import ALERTS, SERIES, always, dashboards, panels, rules
 from tests.target.tiny import CONTEXT, save_tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PATIENCE_S = 40.0
 # Greedy, a model of random weights soon repeats itself: lookup is right then.

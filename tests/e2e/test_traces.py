@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
@@ -13,19 +12,14 @@ import pytest_asyncio
 from galley.core import trace_names as names
 from galley.trace.read.build import stories_of
 from galley.trace.read.library import find
+from galley.trace.read.model import Story
 from galley.trace.read.otlp_file import Lines, OtlpFile
 from galley.trace.read.spans import CLIENT as ASKS
-from galley.trace.read.spans import ERROR, SERVER
+from galley.trace.read.spans import ERROR, SERVER, Span, SpanKey
 from tests.e2e.tracing import ASK, CLIENT, MAX_TOKENS, PROMPT, STREAMS, Run, traced_run
 from tests.service.spans import MS
 from tests.service.test_request_spans import PARTS, RECOMMENDED, REQUIRED
 from tests.target.tiny import save_tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from galley.trace.read.model import Story
-    from galley.trace.read.spans import Span, SpanKey
 
 SLACK_NS = 500 * MS
 GATEWAY, DRAFT, TARGET = "galley-gateway", "galley-draft", "galley-target"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -16,21 +16,16 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
 from galley.client.options import GenerateOptions, Speculation
 from galley.client.request import generate_request
-from galley.common.tracing.telemetry import start_telemetry, w3c_metadata
+from galley.common.tracing.telemetry import Telemetry, start_telemetry, w3c_metadata
 from galley.core import trace_names as names
 from galley.core.strategies import NGRAM
 from galley.stack.stack import Stack, StackOptions
 from galley.trace.read.otlp_json import document_of, spans_in
+from galley.trace.read.spans import Span, SpanKey
 from tests.e2e.test_replicas import told
 from tests.service.collector import Collector
 from tests.service.narrow import narrow
 from tests.service.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from galley.common.tracing.telemetry import Telemetry
-    from galley.trace.read.spans import Span, SpanKey
 
 CLIENT = "galley-client"
 ASK = "ask"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from galley.engine.load.module import silence
 from galley.engine.model import CausalModel, Rows
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
-    from pathlib import Path
 
 VOCAB = 97
 SMALL: dict[str, Any] = {

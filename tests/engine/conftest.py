@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,7 @@ from galley.engine.load.resolve import resolve_model
 from galley.engine.model import CausalModel
 from tests.engine.configs import save_random
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    MakeModel = Callable[[Any], Path]
+MakeModel = Callable[[Any], Path]
 
 
 @pytest.fixture(scope="session")

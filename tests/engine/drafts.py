@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,9 +14,6 @@ from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.engine.load.draft_directory import embeddings_sha256, read_embedding
 from galley.engine.model import CausalModel
 from tests.engine.configs import CONFIGS, save_random
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HEAD_TOKENS = (*range(1, 40), *range(50, 96, 2), 96, 43)
 LAYERS = 2

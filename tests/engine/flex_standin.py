@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-    from torch.nn.attention.flex_attention import BlockMask
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 
 def kernel(

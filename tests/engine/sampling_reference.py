@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from galley.core import noise
 from galley.core.records import PositionLogprobs
+from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.sampling.draw import draw_all
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from galley.core.sampling_params import SamplingParams
-
-    Floats = NDArray[np.float32]
-    Ids = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
 
 
 def sample(logits: Tensor, draw: Draw, guesses: Sequence[int] = ()) -> list[int]:

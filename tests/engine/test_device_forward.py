@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.step import Chunk
@@ -24,12 +27,6 @@ from galley.engine.model import CausalModel, ModelInfo
 from galley.engine.pages import Span
 from tests.engine.configs import CONFIGS, VOCAB, load, tokens_of
 from tests.engine.flex_standin import kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
 
 CPU = torch.device("cpu")
 BLOCKS = 40

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,19 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galley.core import noise
-from galley.core.errors import Broken
+from galley.core.errors import Broken, GalleyError
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.cuda import sampling as device_sampling
 from galley.engine.cuda.sampling import plain
 from galley.engine.sampling import torch_noise
 from galley.engine.sampling.draw import draw_all
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.errors import GalleyError
-    from galley.engine.sampling.layout import Floats
+from galley.engine.sampling.layout import Floats
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 ASKED: list[dict[str, Any]] = [

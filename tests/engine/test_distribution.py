@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from scipy.stats import binomtest, chi2, chisquare
 
 from galley.core import noise
@@ -30,11 +30,8 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw
 from tests.engine.sampling_reference import sample
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 Verify = Callable[[torch.Tensor, Draw, Sequence[int]], Verdict]
 

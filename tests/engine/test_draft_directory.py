@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +28,6 @@ from galley.engine.sampling.draw import draw_all
 from galley.engine.serving import load_model
 from tests.engine.configs import VOCAB, load, save_random, tokens_of, whole
 from tests.engine.drafts import HEAD_TOKENS, LAYERS, Draft, draft_of, load_draft, save_target
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

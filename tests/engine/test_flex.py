@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from galley.core.kv.blocks import BLOCK_TOKENS
@@ -24,11 +26,6 @@ from galley.engine.kv_pool import KvPool, KvShape
 from galley.engine.paged import TorchAttention
 from galley.engine.pages import Shape, Span
 from tests.engine.flex_standin import kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 CPU = torch.device("cpu")
 BLOCKS = 24

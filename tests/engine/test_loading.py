@@ -5,8 +5,9 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -24,9 +25,6 @@ from galley.engine.load.module import default_dtype, eos_token_ids, load_config,
 from galley.engine.load.resolve import resolve_model
 from galley.engine.load.truncate import main as truncate_main
 from galley.engine.model import CausalModel, Rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50,

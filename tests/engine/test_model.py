@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,6 @@ from galley.engine.fingerprint import fingerprint
 from galley.engine.load.truncate import truncate_model
 from galley.engine.model import MAX_ROWS, CausalModel, Rows
 from tests.engine.configs import CONFIGS, VOCAB, load, tokens_of, whole
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 def ragged(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,10 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from galley.engine.cpu.packing import rows_of_product
 from galley.engine.model import MAX_ROWS
 from tests.engine.configs import CONFIGS, load, tokens_of, whole
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 MOST_NUMBERS = 16 + 24 + (MAX_ROWS - 64) // 8
 _PRODUCTS = ("mkldnn::_linear_pointwise", "aten::mm", "aten::addmm", "aten::linear")

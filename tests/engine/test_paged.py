@@ -8,8 +8,9 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +31,7 @@ from galley.engine.paged import CompiledAttention, Shape, TorchAttention
 from galley.engine.pages import Span
 from tests.engine.configs import CONFIGS, VOCAB, load, tokens_of, whole
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    MakeModel = Callable[[Any], Path]
+MakeModel = Callable[[Any], Path]
 
 BLOCKS = 64
 

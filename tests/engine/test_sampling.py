@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from galley.core import noise
 from galley.core.errors import Broken
@@ -22,11 +24,6 @@ from galley.engine.sampling import torch_noise
 from galley.engine.sampling.draw import draw_all
 from galley.engine.sampling.gumbel import gumbel as compiled_gumbel
 from tests.engine.sampling_reference import expected, sample
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
 GREEDY = SamplingParams(temperature=0.0)
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from galley.core.errors import Fenced, KeyReused, LogLost, UnknownSession
 from galley.core.store import (
@@ -20,9 +20,6 @@ from galley.core.store import (
     State,
     StoredSession,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 
 @dataclass(slots=True)

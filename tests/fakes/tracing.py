@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from galley.common.tracing.light_spans import LeanSpan, SpanScope
 from galley.common.tracing.telemetry import telemetry_to
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.export import SpanExporter
-
-    from galley.common.tracing.light_spans import LeanSpan, SpanScope
 
 
 class Kept:

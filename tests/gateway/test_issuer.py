@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +13,6 @@ from galley.common.tls.files import BadFile
 from services.gateway.auth.issuer import Issuer
 from tests.gateway.issuers import CONFIGURATION, IssuerServer, TokenIssuer, issuer_server, jwks
 from tests.gateway.tls import Authority
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 KEYS = "/keys?of=1"
 EC = TokenIssuer()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -12,9 +13,6 @@ from galley.core.errors import Unavailable
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.replicas.item_stream import MAX_JOINED_BYTES, ItemStream
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
 
 Stream = ItemStream[pb.VerifyItem, pb.VerifyAnswer]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -19,15 +20,11 @@ from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import Ownership
 from services.gateway.clock import MonotonicClock
 from services.gateway.session.pump import Pump
+from services.gateway.session.runner import Send, SessionRunner
 from services.gateway.session.streams import Streams
 from services.gateway.session.timeouts import Timeouts
 from services.gateway.telemetry.meter import StreamMeter
 from tests.fakes.store import MemoryStore
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from services.gateway.session.runner import Send, SessionRunner
 
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
 DONE = ev.End(ending=Ending(Reason.LENGTH))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.errors import Cancelled, Unread
@@ -13,18 +12,13 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.session.ports import Replica
-from galley.core.store import UNCHANGED, Directory, NewSession
+from galley.core.store import UNCHANGED, Directory, NewSession, Ownership
 from services.gateway.clock import MonotonicClock
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.session.timeouts import SECOND, Timeouts
 from services.gateway.store.owned import OwnedSession
+from services.gateway.telemetry.meter import StreamMeter
 from tests.fakes.store import MemoryStore
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.store import Ownership
-    from services.gateway.telemetry.meter import StreamMeter
 
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
 

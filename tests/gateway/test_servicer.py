@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 
@@ -22,9 +23,6 @@ from services.gateway.session.runner import Ports
 from services.gateway.session.streams import SPEC_FIELD, Streams
 from services.gateway.session.timeouts import SECOND, Timeouts
 from tests.fakes.store import MemoryStore
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 SESSION = "5e" * 16
 SPEC = SessionSpec(SESSION, (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pytest
 
@@ -25,16 +25,11 @@ from galley.core.errors import (
     Unread,
 )
 from galley.core.session.stats import SpeculationStats
-from galley.core.store import UNCHANGED, Directory
+from galley.core.store import UNCHANGED, Directory, Ownership
 from services.gateway.telemetry.call_metrics import end_of
 from services.gateway.telemetry.session_metrics import ByPosition, CountingStreamMeter, Sessions
 from tests.common.readings import count, number
 from tests.gateway.test_runner import Store, Targets, nothing, runner_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.store import Ownership
 
 SECOND = 1_000_000_000
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import grpc
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
 
 from galley.core import trace_names as names
 from galley.core.answer.answer import Answer, SessionSpec
@@ -19,23 +20,15 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.session.ports import Replica
-from galley.core.store import UNCHANGED, Directory, NewSession
+from galley.core.store import UNCHANGED, Directory, NewSession, Ownership
 from services.gateway.replicas.drafts import Drafts
 from services.gateway.replicas.membership import Told
-from services.gateway.session.runner import Ports, SessionRunner
+from services.gateway.session.runner import Ports, Send, SessionRunner
 from services.gateway.session.timeouts import SECOND, Timeouts
 from services.gateway.store.owned import OwnedSession
 from services.gateway.telemetry.spans import UNTRACED, request_trace
 from tests.fakes.store import MemoryStore
 from tests.service.spans import MS, OFFSET_NS, KeptSpans, error_of, lasted_ns, told, traced_here
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from opentelemetry.sdk.trace import ReadableSpan
-
-    from galley.core.store import Ownership
-    from services.gateway.session.runner import Send
 
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
 ROUNDS = SPEC.max_position - len(SPEC.prompt)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -40,11 +41,7 @@ from services.gateway.auth.session_key import session_id_for
 from services.gateway.store.redis import LONGEST_PAUSE_S, RedisStore, retrying
 from tests.fakes.store import MemoryStore
 from tests.gateway.clusters import Cluster, free_port
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.gateway.servers import Server
+from tests.gateway.servers import Server
 
 PROMPT = [11, 0, 2**32 - 1]
 ALICE, BOB = "alice", "bob"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from redis.crc import key_slot
@@ -16,6 +17,8 @@ from galley.core.store import LogBehind, Ownership
 from services.gateway.store.redis import RedisStore, retrying
 from tests.gateway.clusters import (
     PATIENCE_S,
+    Cluster,
+    ClusterNode,
     ReplicaSet,
     cluster_servers,
     either,
@@ -25,11 +28,6 @@ from tests.gateway.clusters import (
 )
 from tests.gateway.servers import BINARIES
 from tests.gateway.test_store import ALICE, PROMPT, a_session, key_of, store_at
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-
-    from tests.gateway.clusters import Cluster, ClusterNode
 
 T = TypeVar("T")
 

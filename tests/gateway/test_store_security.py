@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,6 +20,7 @@ from tests.common.logged import logged
 from tests.gateway.acl import documented_user
 from tests.gateway.clusters import (
     CLUSTER,
+    Cluster,
     TcpServer,
     cluster_servers,
     either,
@@ -27,15 +28,9 @@ from tests.gateway.clusters import (
     replica_set,
     serving,
 )
-from tests.gateway.servers import BINARIES, REDIS, running
+from tests.gateway.servers import BINARIES, REDIS, Server, running
 from tests.gateway.test_store import ALICE, PROMPT, Backend, a_session, store_at
 from tests.gateway.tls import Authority, mounted
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tests.gateway.clusters import Cluster
-    from tests.gateway.servers import Server
 
 GATEWAY, REPLICA, SENTINEL = "galley-gateway", "galley-replica", "galley-sentinel"
 PASSWORD = "change-me"

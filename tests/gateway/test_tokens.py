@@ -6,8 +6,10 @@ import base64
 import hmac
 import json
 import time
+from collections.abc import Callable
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import jwt
 import pytest
@@ -27,10 +29,6 @@ from services.gateway.auth.jwt import EARLY, EXPIRED, MAX_CHARS, NEEDED, NOT_TAK
 from services.gateway.settings import GatewaySettings
 from tests.gateway.issuers import AUDIENCE, ISSUER, TokenIssuer, claims, ec_key, jwks, rsa_key, write_jwks
 from tests.gateway.test_api_keys import KEY, entry
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 LEEWAY_S = 30
 RSA = TokenIssuer("rsa", rsa_key(), "RS256")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -25,9 +26,6 @@ from services.gateway.request.validate import (
     parse_resume,
     parse_session_id,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 LIMITS = Limits(default_max_tokens=20, max_text_bytes=200, max_messages=3)
 MODEL = Model("m", context_window=64, vocab_size=300, strategies=("model", "ngram"))

@@ -6,14 +6,11 @@ is a glob over the node id (write `*` for the parameters); the words must occur 
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 LIST_NAME = "allowed_skips.txt"
 _ALLOWED = pytest.StashKey[tuple["AllowedSkip", ...]]()

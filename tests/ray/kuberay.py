@@ -7,12 +7,8 @@ Nothing else of the operator is here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tests.boot.quantities import amount
-
-if TYPE_CHECKING:
-    from tests.deploy.render import Manifest
+from tests.deploy.render import Manifest
 
 GCS_PORT = 6379
 AGENT_PORT = 52365

@@ -16,9 +16,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import redis
 import yaml
@@ -31,9 +32,6 @@ from tests.boot.wires import NODE_IP, Wires, pod_ips
 from tests.deploy.matrix import OWN_STORE
 from tests.deploy.render import Manifest, of_kind, render
 from tests.ray import kuberay
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 STORE_PORT = 7000
 REFUSED = 401

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.boot.machine import OWN_NAMESPACES, trial_environment, why_no_sandbox
 from tests.deploy.render import ROOT, default_values, tool
 from tests.ray.pods_trial import REFUSED
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _TRIAL_S = 540.0
 # Half a minute as a rule; Ray on a machine that is busy takes its time.

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+
+import grpc
 
 from galley.common.server.healthcheck import problem_of
+from galley.common.server.server import Parts, RunningServer, Service
+from galley.engine.parallel.process_group import Store
 from services.target.ranks.rank import spec_of
 from services.target.ray.leader import Leader
 from services.target.settings import TargetSettings
 from tests.common.service import EchoService
 from tests.gateway.clusters import free_port
-
-if TYPE_CHECKING:
-    import grpc
-
-    from galley.common.server.server import Parts, RunningServer, Service
-    from galley.engine.parallel.process_group import Store
 
 
 class Quick(Leader):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
 import torch
+from torch import Tensor
 
+from galley.core.step import Chunk, Watch
+from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.paged import PagedEngine
@@ -24,15 +29,6 @@ from tests.target.conftest import Served
 from tests.target.items import slice_of
 from tests.target.stream import stream_of
 from tests.target.tiny import load_tiny_model, save_tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from galley.core.step import Chunk, Watch
-    from galley.engine.model import CausalModel
 
 SIZE = 3
 MS = 1_000_000

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from galley.common.metrics.catalogue import METRICS
+from galley.common.metrics.metric import Metric
 from galley.core import trace_names
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from galley.common.metrics.metric import Metric
 
 ROOT = Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "deploy" / "alerts"

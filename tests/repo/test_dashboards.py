@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import json
 import typing
+from collections.abc import Iterator
 from enum import Enum
 from types import UnionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -19,9 +20,6 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from tests.repo.promql import dashboards
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 register_default_plugins()
 

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 import yaml
@@ -14,7 +13,7 @@ import yaml
 from galley.common.metrics.catalogue import METRICS, of_service
 from galley.common.metrics.exposition import Exposition
 from galley.common.metrics.labels import SERVICES
-from galley.common.metrics.metric import Kind
+from galley.common.metrics.metric import Kind, LabelValues, Metric
 from galley.common.metrics.registry import Registry
 from tests.repo.promql import (
     ALERTS,
@@ -23,16 +22,13 @@ from tests.repo.promql import (
     RUNBOOKS,
     SERIES,
     TRACED,
+    Rule,
     alerts,
     dashboards,
     panels,
     rules,
     unknown_names,
 )
-
-if TYPE_CHECKING:
-    from galley.common.metrics.metric import LabelValues, Metric
-    from tests.repo.promql import Rule
 
 NOT_INSTALLED = "promtool is not installed"
 NAMES = sorted({alert.name for alert in alerts()})

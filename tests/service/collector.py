@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_rpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.service.waiting import Watch
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector(otlp_rpc.TraceServiceServicer):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.gateway.servers import BINARIES, VALKEY, Server, running
 from tests.service import tokenizer_files
 from tests.service.world import World
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
 
 
 @pytest.fixture(scope="session")

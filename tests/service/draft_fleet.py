@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -10,14 +11,12 @@ from typing import TYPE_CHECKING, Any, Self
 from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry, draft_lease
 from galley.common.registry.registration import Registration, start_registration
 from galley.core.routing.choice import DraftLease
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.service.fakes import FakeDraft
 from tests.service.fleet import LEASE_S
 from tests.service.waiting import PATIENCE_S, Gate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.pb.galley.v1 import galley_pb2 as pb
     from tests.service.world import World
 
 

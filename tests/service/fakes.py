@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -23,10 +25,6 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.gateway.tls import caller_of
 from tests.service.truth import CONTEXT, END, VOCAB, logprobs_of, true_next
 from tests.service.waiting import Gate, Watch
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-    from pathlib import Path
 
 MAX_DRAFT_TOKENS = 16
 # What it says that a pass took: as long as a model's, so that drafts are worth asking for.

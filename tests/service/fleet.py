@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
@@ -10,14 +11,12 @@ from typing import TYPE_CHECKING, Self
 from galley.common.registry.leases import TARGET_POOL, ReplicaRegistry, target_lease
 from galley.common.registry.registration import Registration, start_registration
 from galley.core.content import block_hashes
+from galley.core.routing.choice import TargetLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.service.fakes import FakeTarget
 from tests.service.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from galley.core.routing.choice import TargetLease
     from tests.service.world import World
 
 BLOCK = 4

@@ -9,29 +9,23 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import grpc
 from redis.asyncio import Redis
 
-from galley.client.client import GalleyClient, GalleyRpcError
+from galley.client.client import GalleyClient, GalleyRpcError, TokenStream
 from galley.core.content import tokens_of
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.settings import NO_DRAFT
 from tests.service.fakes import FakeTarget
 from tests.service.process import gateway_process
 from tests.service.truth import SEED
 from tests.service.waiting import PATIENCE_S
-from tests.service.world import PROMPT, PROMPT_TOKENS, Heard
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from galley.client.client import TokenStream
-    from galley.pb.galley.v1 import galley_pb2 as pb
-    from tests.service.world import World
+from tests.service.world import PROMPT, PROMPT_TOKENS, Heard, World
 
 LETTERS = b"ab"
 LENGTH = 64

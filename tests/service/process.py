@@ -7,16 +7,15 @@ import json
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
 from tests.service.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-    from pathlib import Path
-
     from tests.service.world import World
 
 

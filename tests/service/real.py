@@ -6,26 +6,34 @@ What they tell is kept: their traces as `galley trace` would find them in a file
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
+import grpc
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-from galley.client.client import NO_RETRIES, GalleyClient
+from galley.client.client import NO_RETRIES, GalleyClient, TokenStream
+from galley.client.options import ClientTls
 from galley.common.metrics.labels import DRAFT, GATEWAY, TARGET
+from galley.common.metrics.metric import Metric
 from galley.common.metrics.registry import Registry
 from galley.common.models.tokenizer_hash import tokenizer_hash
-from galley.common.server.server import RunningServer, start_server
+from galley.common.server.server import Parts, RunningServer, start_server
+from galley.core.step import StepOutcome, StepPlan, Watch
 from galley.core.strategies import MODEL
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.trace.read.build import stories_of
 from galley.trace.read.library import find
+from galley.trace.read.model import Story
 from galley.trace.read.otlp_file import Lines, OtlpFile
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
 from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
+from services.draft.strategies.base import DraftJob, Guess
 from services.draft.strategies.model import ModelStrategy
 from services.draft.strategies.steps import ModelSteps
 from services.gateway.service import build, interceptors
@@ -38,20 +46,6 @@ from tests.service.spans import KeptSpans
 from tests.service.world import Gateway
 from tests.target.conftest import FLAT, KV_BLOCKS, Recording
 from tests.target.tiny import VOCAB, load_tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    import grpc
-
-    from galley.client.client import TokenStream
-    from galley.client.options import ClientTls
-    from galley.common.metrics.metric import Metric
-    from galley.common.server.server import Parts
-    from galley.core.step import StepOutcome, StepPlan, Watch
-    from galley.trace.read.model import Story
-    from services.draft.strategies.base import DraftJob, Guess
 
 _DRAIN_S = 5
 

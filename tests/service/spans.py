@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 
 from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts
 from galley.common.tracing.telemetry import telemetry_to
 from galley.core import trace_names as names
+from galley.core.session.ports import Clock
 from services.gateway.telemetry.own_span import Begun
 from services.gateway.telemetry.round_spans import TraceOptions
 from services.gateway.telemetry.spans import RequestTrace, work_for
 from tests.service.waiting import Watch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from opentelemetry.sdk.trace import ReadableSpan
-
-    from galley.common.metrics.registry import Registry
-    from galley.core.session.ports import Clock
 
 MS = 1_000_000
 OFFSET_NS = 1_700_000_000_000 * MS

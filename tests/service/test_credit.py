@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 
 from tests.service.truth import logprobs_of
-from tests.service.world import MAX_TOKENS, Heard, World, hear, must_be_true
-
-if TYPE_CHECKING:
-    from tests.service.world import Gateway
+from tests.service.world import MAX_TOKENS, Gateway, Heard, World, hear, must_be_true
 
 
 async def gateway_with_credit(world: World, credit: int = 32, **given: object) -> Gateway:

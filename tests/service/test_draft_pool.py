@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from galley.client.options import Speculation
 from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
 from galley.core.errors import TokenizerMismatch
-from tests.service.draft_fleet import DraftFleet
+from galley.core.routing.choice import DraftLease
+from tests.service.draft_fleet import DraftFleet, FleetDraft
 from tests.service.process import DraftProcess
 from tests.service.truth import true_output
 from tests.service.waiting import PATIENCE_S, Gate
-from tests.service.world import PROMPT_TOKENS, Heard, World, any_credit, hear, must_be_true
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.core.routing.choice import DraftLease
-    from tests.service.draft_fleet import FleetDraft
-    from tests.service.world import Gateway
+from tests.service.world import PROMPT_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true
 
 FIXED = Speculation(k=4)
 LONG = 1000

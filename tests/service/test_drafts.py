@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -16,9 +16,6 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.service.truth import VOCAB
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import MAX_TOKENS, World, any_credit, hear, must_be_true
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 COOLDOWN_S = 0.25  # galley.core.session.machine.SessionLimits.draft_cooldown_ns
 

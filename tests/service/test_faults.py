@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import grpc
 
 from tests.service.world import World, hear, refused
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 async def test_a_tokenizer_that_fails_ends_the_stream_and_hides_its_cause(world: World) -> None:

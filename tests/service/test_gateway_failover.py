@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 
-from galley.client.client import GalleyClient, Retries
+from galley.client.client import GalleyClient, Retries, TokenStream
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.service.truth import SEED
 from tests.service.world import (
     MAX_TOKENS,
     PROMPT,
+    Gateway,
     Heard,
     World,
     any_credit,
@@ -22,10 +22,6 @@ from tests.service.world import (
     must_be_true,
     refused,
 )
-
-if TYPE_CHECKING:
-    from galley.client.client import TokenStream
-    from tests.service.world import Gateway
 
 STREAMS = 4
 SOON = Retries(patience_s=10.0, first_pause_s=0.01)

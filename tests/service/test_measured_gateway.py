@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +12,6 @@ from galley.client.client import GalleyClient
 from tests.service.process import gateway_process
 from tests.service.truth import SEED
 from tests.service.world import MAX_TOKENS, PROMPT, World, hear, must_be_true
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("store", ARMS)

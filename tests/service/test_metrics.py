@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -12,6 +11,7 @@ from galley.client.options import Speculation
 from galley.common.metrics import catalogue
 from galley.common.metrics.catalogue import of_service
 from galley.common.metrics.labels import ENDS, GATEWAY, WORKLOAD
+from galley.common.metrics.metric import Metric
 from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts
 from galley.core.routing.breaker import FAILURES
@@ -21,9 +21,6 @@ from tests.service.spans import KeptSpans
 from tests.service.test_drafts import internal
 from tests.service.test_unread import BUFFER, LONG, left_unread
 from tests.service.world import MAX_TOKENS, Gateway, World, any_credit, hear, must_be_true, refused
-
-if TYPE_CHECKING:
-    from galley.common.metrics.metric import Metric
 
 FIXED = Speculation(k=4)
 NAME = "tiny"

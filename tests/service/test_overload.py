@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import grpc
 
 from galley.client.client import GalleyRpcError, TokenStream
+from tests.gateway.servers import Server
 from tests.service.world import Heard, World, any_credit, hear, must_be_true, refused
-
-if TYPE_CHECKING:
-    from tests.gateway.servers import Server
 
 PLACES = 4
 CALLS = 20 * PLACES

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,6 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from galley.client.client import GalleyClient
 from galley.core.admission.principal import Principal
+from tests.gateway.servers import Server
 from tests.service.callers import ALICE, BOB, KeyFile, calling
 from tests.service.collector import Collector
 from tests.service.process import gateway_process
@@ -28,12 +30,6 @@ from tests.service.world import (
     must_be_true,
     refused,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.gateway.servers import Server
 
 UNKNOWN = "0" * 32
 NOBODY = "nobody-77ab01"

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,26 +17,19 @@ from galley.client.client import TokenStream
 from galley.client.options import Speculation
 from galley.client.request import generate_request
 from galley.common.metrics import catalogue
+from galley.common.metrics.metric import Metric
 from galley.core import trace_names as names
 from galley.trace.explain.case import Cause
-from galley.trace.explain.explain import explain, summary
+from galley.trace.explain.explain import Explanation, explain, summary
+from galley.trace.read.model import Story
+from galley.trace.read.spans import Span
 from galley.trace.show.summary import duration, ms
-from tests.gateway.servers import VALKEY, running
+from tests.gateway.servers import VALKEY, Server, running
 from tests.repo.promql import named_by
 from tests.service.narrow import narrow
 from tests.service.real import Real
 from tests.service.world import hear
 from tests.target.tiny import CONTEXT, save_tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from galley.common.metrics.metric import Metric
-    from galley.trace.explain.explain import Explanation
-    from galley.trace.read.model import Story
-    from galley.trace.read.spans import Span
-    from tests.gateway.servers import Server
 
 HELD_S = 0.4
 """How long whatever is slow takes, for what takes some milliseconds else."""

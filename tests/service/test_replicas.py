@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -14,12 +14,8 @@ from galley.core.errors import TargetUnavailable, TokenizerMismatch
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.gateway.servers import Server
 from tests.service.fakes import FakeTarget
-from tests.service.fleet import BLOCK, Fleet
-from tests.service.world import PROMPT_TOKENS, Heard, World, hear, must_be_true, refused
-
-if TYPE_CHECKING:
-    from tests.service.fleet import FleetTarget
-    from tests.service.world import Gateway
+from tests.service.fleet import BLOCK, Fleet, FleetTarget
+from tests.service.world import PROMPT_TOKENS, Gateway, Heard, World, hear, must_be_true, refused
 
 STREAMS = 4
 

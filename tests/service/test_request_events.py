@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import grpc
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from galley.client.options import Message
@@ -35,11 +36,6 @@ from tests.service.world import (
     must_be_true,
     refused,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from opentelemetry.sdk.trace import ReadableSpan
 
 
 @pytest.fixture

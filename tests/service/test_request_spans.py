@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
 from galley.client.options import Message
 from galley.common.tracing.telemetry import traceparent_of
 from galley.core import trace_names as names
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.telemetry.call_spans import SLOW_COMMIT_NS
 from tests.service.spans import MS, KeptSpans, error_of, lasted_ns, told
 from tests.service.truth import SEED
@@ -25,11 +26,6 @@ from tests.service.world import (
     hear,
     must_be_true,
 )
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
-
-    from galley.pb.galley.v1 import galley_pb2 as pb
 
 REQUIRED = {names.OPERATION, names.PROVIDER, names.REQUEST_MODEL, names.SERVER_PORT}
 """By the conventions, some of them where other attributes are there, which they are."""

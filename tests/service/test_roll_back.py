@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import grpc
 
+from galley.client.client import TokenStream
 from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.gateway.servers import Server
 from tests.service.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
-
-if TYPE_CHECKING:
-    from galley.client.client import TokenStream
-    from tests.gateway.servers import Server
 
 KEPT, HEARD = 4, 15
 """Tokens that the store still has when it comes back, and that the client has seen."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -14,8 +14,10 @@ from galley.common.registry.leases import target_lease
 from galley.core import trace_names as names
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import block_hashes, prefix_hash
+from galley.core.routing.choice import TargetLease
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
+from galley.core.session.ports import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import MonotonicClock
 from services.gateway.replicas.item_stream import OpenItem
@@ -28,10 +30,6 @@ from tests.service.spans import KeptSpans, error_of, told, traced_here
 from tests.service.truth import SEED, VOCAB, true_output
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import PROMPT_TOKENS, World
-
-if TYPE_CHECKING:
-    from galley.core.routing.choice import TargetLease
-    from galley.core.session.ports import Replica
 
 SPEC = SessionSpec(
     session_id="s",

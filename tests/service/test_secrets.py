@@ -7,10 +7,10 @@ import os
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 import psutil
@@ -19,6 +19,7 @@ import pytest
 from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError
 from galley.client.options import ClientTls
 from tests.gateway.issuers import AUDIENCE, ISSUER, TokenIssuer, write_jwks
+from tests.gateway.servers import Server
 from tests.gateway.tls import Authority, mounted
 from tests.service.callers import ALICE, KeyFile
 from tests.service.collector import Collector
@@ -27,11 +28,6 @@ from tests.service.truth import SEED
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import MAX_TOKENS, PROMPT, World, hear, must_be_true, refused
 from tests.target.tiny import save_tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.gateway.servers import Server
 
 PASSWORD, ID_SECRET, UNKNOWN_KEY = "canary-password-71f0", "canary-secret-22ab", "canary-key-90de"
 OTLP_TOKEN = "canary-otlp-5e01"

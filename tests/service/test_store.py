@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 from redis import asyncio as redis_asyncio
 
+from tests.gateway.servers import Server
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import MAX_TOKENS, Heard, World, any_credit, hear, must_be_true, refused
-
-if TYPE_CHECKING:
-    from tests.gateway.servers import Server
 
 QUIET_S = 0.2
 """How long nothing may happen, where nothing must."""

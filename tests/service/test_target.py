@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import grpc
 import pytest
 
 from galley.client.client import GalleyRpcError
 from galley.core.errors import TargetUnavailable, TokenizerMismatch
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import MAX_TOKENS, Heard, World, any_credit, hear, must_be_true, refused
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.pb.galley.v1 import galley_pb2 as pb
 
 
 @any_credit

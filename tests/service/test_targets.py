@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from galley.core.routing.choice import TargetLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import MonotonicClock
 from services.gateway.replicas.targets import Targets
@@ -15,9 +17,6 @@ from tests.service.truth import VOCAB
 from tests.service.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from galley.core.routing.choice import TargetLease
     from tests.service.world import World
 
 

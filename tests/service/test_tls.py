@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -23,18 +25,13 @@ from services.gateway.settings import GatewaySettings
 from tests.common.logged import logged
 from tests.common.readings import number, total
 from tests.common.tls_world import credentials_of, tls_settings
+from tests.gateway.servers import Server
 from tests.gateway.tls import DAY, Authority, Mounted, mounted
+from tests.service.fakes import Replica
 from tests.service.real import Real, Tls
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
 from tests.target.tiny import save_tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.gateway.servers import Server
-    from tests.service.fakes import Replica
 
 LONG = 400
 """Tokens of an answer that takes as long as it takes to replace files."""

@@ -6,16 +6,13 @@ import asyncio
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from galley.common.server.healthcheck import problem_of
 from tests.gateway.tls import Authority, Mounted, mounted
 from tests.service.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -16,10 +17,6 @@ from tests.common import http2
 from tests.gateway.issuers import AUDIENCE, ISSUER, IssuerServer, TokenIssuer, issuer_server, jwks, write_jwks
 from tests.service.callers import ALICE, KeyFile, calling
 from tests.service.world import MAX_TOKENS, World, hear, must_be_true, refused
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 EC = TokenIssuer()
 GENERATE = "/galley.v1.Generation/Generate"

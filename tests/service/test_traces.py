@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from galley.client.client import TokenStream
 from galley.client.options import GenerateOptions, Speculation
@@ -17,11 +18,6 @@ from tests.service.collector import Collector
 from tests.service.process import gateway_process
 from tests.service.truth import SEED, text_of, true_output
 from tests.service.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, World, hear, must_be_true
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 TRACE = bytes(range(1, 17))
 PARENT = bytes(range(1, 9))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -23,9 +23,6 @@ from tests.service.world import (
     must_be_true,
     refused,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 STREAMS = 4
 BUFFER = 32

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role != 'user' %}"

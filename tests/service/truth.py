@@ -5,15 +5,12 @@ A token below 256 is that byte of UTF-8; characters of several bytes come whole.
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from hashlib import blake2b
 from itertools import count
-from typing import TYPE_CHECKING
 
 from galley.core.content import token_bytes
 from galley.core.records import PositionLogprobs
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
 
 END = 256
 USER = 257

@@ -5,29 +5,24 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError
+from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
+from galley.client.options import Prompt
 from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.common.server.server import Parts, RunningServer, start_server
 from galley.core.records import PositionLogprobs
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.service import build, interceptors
 from services.gateway.settings import GatewaySettings
 from tests.service.fakes import FakeDraft, FakeTarget
 from tests.service.truth import SEED, text_of, true_output
 from tests.service.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable
-    from pathlib import Path
-
-    from galley.client.client import TokenStream
-    from galley.client.options import Prompt
-    from galley.common.server.server import Parts
-    from galley.pb.galley.v1 import galley_pb2 as pb
 
 PROMPT = "Tell me more."
 PROMPT_TOKENS = list(PROMPT.encode())

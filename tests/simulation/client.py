@@ -9,14 +9,14 @@ import grpc
 
 from galley.client.client import GalleyClient
 from galley.client.errors import GalleyRpcError
+from galley.client.streams import TokenStream
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.simulation.loop import Process
+from tests.simulation.schedule import Wanted
 from tests.simulation.truth import text_of
 from tests.simulation.wire import SimChannel
 
 if TYPE_CHECKING:
-    from galley.client.streams import TokenStream
-    from tests.simulation.schedule import Wanted
     from tests.simulation.world import World
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.8

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 import grpc
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 
 def error_of(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from galley.core.admission.principal import Principal, PrincipalLimits
 from galley.core.answer.answer import SessionSpec
@@ -12,9 +12,6 @@ from galley.core.sampling_params import SamplingParams
 from services.gateway.auth.session_key import session_id_for
 from tests.simulation.schedule import ID_SECRET, MOST_K, Fault, Schedule, Wanted
 from tests.simulation.truth import STOP, VOCAB
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FAULTS_END_S = 2.5
 """All faults begin before; they last some seconds more at most."""

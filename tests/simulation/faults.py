@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.gateway import DRAIN_S
 from tests.simulation.network import KEEPALIVE_S
+from tests.simulation.schedule import Fault
 
 if TYPE_CHECKING:
-    from tests.simulation.schedule import Fault
     from tests.simulation.world import World
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL
 from galley.core.errors import TargetUnavailable
-from galley.core.session.machine import SessionLimits
+from galley.core.session.machine import Session, SessionLimits
+from galley.core.store import StoredSession
 from services.gateway.replicas.membership import Registered
 from services.gateway.replicas.targets import Targets
 from services.gateway.request.served_model import ServedModel
@@ -26,8 +27,6 @@ from tests.simulation.watched import CountedDraft, CountedDrafts, CountedStreams
 from tests.simulation.wire import Server, SimChannel
 
 if TYPE_CHECKING:
-    from galley.core.session.machine import Session
-    from galley.core.store import StoredSession
     from tests.simulation.world import World
 
 _MS = 1_000_000

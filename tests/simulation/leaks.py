@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from tests.simulation.loop import SimTask
+
 if TYPE_CHECKING:
     from tests.simulation.gateway import SimGateway
-    from tests.simulation.loop import SimTask
     from tests.simulation.world import World
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from galley.common.registry.leases import Replaced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.core.routing.choice import ReplicaLease
+from galley.core.routing.choice import ReplicaLease
 
 
 class Leases:

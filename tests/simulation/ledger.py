@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from galley.core.answer.answer import SessionSpec
 from galley.core.content import agreement
 from galley.core.records import decode_records
+from galley.core.store import Ownership, StoredSession
 from tests.simulation.truth import is_over, true_token
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from galley.core.answer.answer import SessionSpec
-    from galley.core.store import Ownership, StoredSession
 
 _KEPT_LINES = 4000
 

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextvars import Context, ContextVar
+from typing import Any, TypeVar
 from unittest import mock
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator
-    from contextvars import Context
 
 T = TypeVar("T")
 

@@ -6,29 +6,23 @@ Nothing of this is in the product: a mutant replaces a class where the shell tak
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 from unittest import mock
 
 from galley.core.errors import LogLost, UnknownSession
+from galley.core.kv.session import KvSession
 from galley.core.routing.breaker import Breaker
 from galley.core.session.drafting import Drafting
 from galley.core.session.machine import Session
-from galley.core.store import UNCHANGED, Directory, SessionEnded
+from galley.core.store import UNCHANGED, Directory, Ownership, SessionEnded
 from services.gateway.replicas.drafts import Draft
+from services.gateway.store.session_log import StoreWrites
 from tests.simulation.redis import Sessions
 from tests.simulation.replicas import SimEngine
 from tests.simulation.truth import true_token
 from tests.simulation.world import Kinds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from galley.core.kv.session import KvSession
-    from galley.core.store import Ownership
-    from services.gateway.store.session_log import StoreWrites
-
 
 _REFUSED = "the commit is refused, as it is there already"
 

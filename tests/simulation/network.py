@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 from zlib import crc32
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.simulation.loop import Process
+from tests.simulation.loop import Process
 
 KEEPALIVE_S = 1.5
 """After so long a partition, connections are given up."""

@@ -7,23 +7,19 @@ its caller has given up may still be carried out, later.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from galley.common.registry.leases import LeasePool
 from galley.core.errors import GalleyError, StoreUnavailable
-from galley.core.store import UNCHANGED, Directory, SessionStore
+from galley.core.routing.choice import ReplicaLease
+from galley.core.store import UNCHANGED, Directory, NewSession, Ownership, SessionStore, StoredSession
 from tests.fakes.store import MemoryStore
 from tests.simulation.leases import Leases
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-
-    from galley.common.registry.leases import LeasePool
-    from galley.core.routing.choice import ReplicaLease
-    from galley.core.store import NewSession, Ownership, StoredSession
-    from tests.simulation.ledger import Ledger
-    from tests.simulation.loop import Process
-    from tests.simulation.network import Network
+from tests.simulation.ledger import Ledger
+from tests.simulation.loop import Process
+from tests.simulation.network import Network
 
 T = TypeVar("T")
 

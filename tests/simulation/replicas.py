@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -10,11 +11,11 @@ from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, target_lease
 from galley.common.registry.registration import Registration
 from galley.core.cost.model import PassTimes
 from galley.core.records import PositionLogprobs
-from galley.core.step import Sampled
+from galley.core.step import Chunk, Sampled, StepOutcome, StepPlan, Watch
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
 from services.draft.servicer import DraftService
-from services.draft.strategies.base import Guess
+from services.draft.strategies.base import DraftJob, Guess
 from services.target.engine.protocol import EngineInfo
 from services.target.servicer import Limits, TargetService
 from tests.simulation.loop import Process
@@ -24,10 +25,6 @@ from tests.simulation.truth import STOP, VOCAB, true_token
 from tests.simulation.wire import Server
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.step import Chunk, StepOutcome, StepPlan, Watch
-    from services.draft.strategies.base import DraftJob
     from tests.simulation.world import World
 
 TOKENIZER = "tokenizer-1"

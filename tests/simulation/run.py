@@ -13,20 +13,15 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import TYPE_CHECKING
 
 from bench.harness import commit, result_path, write_record
 from tests.simulation.seeds import schedule_of
 from tests.simulation.shrink import shrink
-from tests.simulation.world import quiet, run_schedule
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.simulation.world import Outcome
+from tests.simulation.world import Outcome, quiet, run_schedule
 
 _CHUNK = 50
 _SHOWN = 3

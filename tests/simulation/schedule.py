@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from galley.client.options import GenerateOptions, Speculation
 from galley.core.admission.principal import Principal
 from galley.core.answer.answer import SessionSpec
 from tests.simulation.truth import STOP
-
-if TYPE_CHECKING:
-    pass
 
 ID_SECRET = b"of all gateways"
 MOST_K = 8

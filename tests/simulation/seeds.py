@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from galley.core.answer.answer import SessionSpec
 from tests.simulation.drawing import Drawer, faults_of, long_of, plain, wanted_of, without_limits
-from tests.simulation.schedule import Fault
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.core.answer.answer import SessionSpec
-    from tests.simulation.schedule import Schedule
+from tests.simulation.schedule import Fault, Schedule
 
 _THEMED = 0.2
 """Share of the schedules that have one."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.simulation.schedule import Schedule
+from tests.simulation.schedule import Schedule
 
 T = TypeVar("T")
 

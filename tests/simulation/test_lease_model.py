@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from redis import asyncio as redis_asyncio
 
 from galley.common.registry.leases import TARGET_POOL, Replaced, ReplicaRegistry, target_lease
+from galley.core.routing.choice import TargetLease
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.gateway.servers import VALKEY, running
+from tests.gateway.servers import VALKEY, Server, running
 from tests.simulation.leases import Leases
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from galley.core.routing.choice import TargetLease
-    from tests.gateway.servers import Server
 
 _RUNS = 10
 _CALLS = 60

@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
 from tests.simulation.loop import Deadlock, SimLoop
-from tests.simulation.mutants import MUTANTS
+from tests.simulation.mutants import MUTANTS, Mutant
 from tests.simulation.run import part_of, play
+from tests.simulation.schedule import Schedule
 from tests.simulation.seeds import schedule_of
 from tests.simulation.shrink import shrink
 from tests.simulation.world import quiet, run_schedule
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.simulation.mutants import Mutant
-    from tests.simulation.schedule import Schedule
 
 SEEDS = range(200)
 CROWDS = range(15)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 from redis import asyncio as redis_asyncio
@@ -28,17 +29,11 @@ from galley.core.store import (
     StoredSession,
 )
 from services.gateway.store.redis import RedisStore
-from tests.gateway.servers import VALKEY, running
+from tests.gateway.servers import VALKEY, Server, running
 from tests.simulation.redis import Sessions, at_once
-from tests.simulation.schedule import Fault
+from tests.simulation.schedule import Fault, Schedule
 from tests.simulation.seeds import schedule_of
 from tests.simulation.world import Kinds, quiet, run_schedule
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-
-    from tests.gateway.servers import Server
-    from tests.simulation.schedule import Schedule
 
 # The last because of what they are refused.
 _SCHEDULES = (*range(1000, 1020), 1033, 1042, 1049, 1055)

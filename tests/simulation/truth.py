@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 from zlib import crc32
 
+from galley.core.answer.answer import SessionSpec
 from galley.core.content import token_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.answer.answer import SessionSpec
 
 VOCAB = 48
 STOP = 47

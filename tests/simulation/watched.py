@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 from types import SimpleNamespace
@@ -10,34 +11,27 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from galley.common.server.interceptors import WrappingInterceptor, wrap_handler
+from galley.common.server.interceptors import Behavior, Handler, WrappingInterceptor, wrap_handler
 from galley.common.wire.status import StatusInterceptor
-from galley.core.admission.admission import Admission
+from galley.core.admission.admission import Admission, Place
+from galley.core.admission.principal import Principal
+from galley.core.answer.answer import SessionSpec
 from galley.core.errors import Broken, GalleyError, InvalidField
-from galley.core.routing.breaker import LONGEST_PAUSE_NS
+from galley.core.routing.breaker import LONGEST_PAUSE_NS, Breaker
 from galley.core.session import events as ev
-from services.gateway.auth.interceptor import PrincipalInterceptor
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.auth.interceptor import Presented, PrincipalInterceptor
 from services.gateway.replicas.draft_session import SessionDraft
-from services.gateway.replicas.drafts import Drafts
+from services.gateway.replicas.drafts import Draft, Drafts
 from services.gateway.replicas.target_session import SessionTarget
+from services.gateway.replicas.targets import Target
+from services.gateway.servicer import GenerationServicer
 from services.gateway.session.streams import Streams
 from services.gateway.session.timeouts import SECOND
+from tests.simulation.ledger import Ledger
+from tests.simulation.loop import Process
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from galley.common.server.interceptors import Behavior, Handler
-    from galley.core.admission.admission import Place
-    from galley.core.admission.principal import Principal
-    from galley.core.answer.answer import SessionSpec
-    from galley.core.routing.breaker import Breaker
-    from galley.pb.galley.v1 import galley_pb2 as pb
-    from services.gateway.auth.interceptor import Presented
-    from services.gateway.replicas.drafts import Draft
-    from services.gateway.replicas.targets import Target
-    from services.gateway.servicer import GenerationServicer
-    from tests.simulation.ledger import Ledger
-    from tests.simulation.loop import Process
     from tests.simulation.world import World
 
 _SERVICE = "/galley.v1.Generation/"

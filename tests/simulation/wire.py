@@ -10,20 +10,16 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import deque
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
 from galley.common.wire.status import code_of, message_of
 from tests.simulation.context import SimContext, error_of
-from tests.simulation.network import Connection
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-
-    from tests.simulation.loop import Process
-    from tests.simulation.network import Network
+from tests.simulation.loop import Process
+from tests.simulation.network import Connection, Network
 
 _REFUSED = "failed to connect to all addresses"
 _ROOM = 2

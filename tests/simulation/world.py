@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -20,12 +20,8 @@ from tests.simulation.loop import Deadlock, Livelock, SimLoop, virtual_time
 from tests.simulation.network import Network
 from tests.simulation.redis import Sessions, SimRedis
 from tests.simulation.replicas import SimDraft, SimEngine, SimTarget
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from tests.simulation.schedule import Fault, Schedule, Wanted
-    from tests.simulation.wire import Server
+from tests.simulation.schedule import Fault, Schedule, Wanted
+from tests.simulation.wire import Server
 
 TTL_S = 6.0
 FINISHED_TTL_S = 120.0

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
 
+from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts, start_server
+from galley.common.tracing.light_spans import SpanScope
 from galley.core.cost.model import PassTimes
+from galley.core.step import StepOutcome, StepPlan, Watch
+from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.paged import PagedEngine
+from services.target.engine.protocol import EngineInfo, TargetEngine
 from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
 from tests.target.tiny import load_tiny_model, save_tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from galley.common.metrics.registry import Registry
-    from galley.common.tracing.light_spans import SpanScope
-    from galley.core.step import StepOutcome, StepPlan, Watch
-    from galley.engine.model import CausalModel
-    from services.target.engine.protocol import EngineInfo, TargetEngine
 
 # A pass takes what it takes however many rows it has, so that drafts always pay.
 FLAT = PassTimes.measured([(1, 1_000_000), (1024, 1_000_001)])

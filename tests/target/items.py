@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from galley.core.content import agreement, prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.target.tiny import CONTEXT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 GREEDY = pb.SamplingParams(temperature=0)
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 _TIMEOUT_S = 20
 _NOBODY = "nobody"

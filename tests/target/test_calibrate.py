@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from galley.core.step import StepOutcome, StepPlan, Watch
 from services.target.engine.calibrate import ROWS, measure
 from services.target.engine.paged import PagedEngine
+from services.target.engine.protocol import EngineInfo
 
 if TYPE_CHECKING:
-    from galley.core.step import StepOutcome, StepPlan, Watch
     from galley.engine.model import CausalModel
-    from services.target.engine.protocol import EngineInfo
 
 MS = 1_000_000
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -12,17 +14,11 @@ import pytest
 from galley.core.content import prefix_hash
 from galley.core.hints import MAX_HINT_TOKENS
 from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from tests.target.conftest import Recording, Served
 from tests.target.items import slice_of, verify
-from tests.target.stream import extension, stream_of, tokens_of
+from tests.target.stream import Stream, extension, stream_of, tokens_of
 from tests.target.tiny import VOCAB, greedy
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-    from tests.target.conftest import Recording, Served
-    from tests.target.stream import Stream
 
 PROMPT = [5, 9, 2, 33, 17]
 COUNT = 24

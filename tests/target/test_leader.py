@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
+import pytest
 
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -16,12 +18,6 @@ from services.target.ray import leader as leading
 from services.target.ray.leader import Leader
 from services.target.settings import TargetSettings
 from tests.common.test_scrape import ask
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    import pytest
 
 
 @asynccontextmanager

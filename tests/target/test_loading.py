@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from galley.engine.batch import ModelInfo
 from galley.engine.kv_pool import kv_block_bytes
 from galley.engine.load.module import load_config, parse_dtype
+from galley.engine.model import CausalModel
 from services.target.engine.paged import PagedEngine
 from services.target.loading import kv_blocks, load_engine
 from services.target.ranks.follower import device_environment
 from services.target.ranks.rank import RankSpec
 from services.target.settings import TargetSettings
 from tests.target.tiny import CONTEXT
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from galley.engine.batch import ModelInfo
-    from galley.engine.model import CausalModel
 
 
 def settings(tiny: Path, **given: Any) -> TargetSettings:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.servicer import Limits
+from tests.target.conftest import Recording
 from tests.target.items import slice_of, verify
 from tests.target.tiny import VOCAB, greedy
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-    from tests.target.conftest import Recording
 
 LONG = [1 + (7 * i) % (VOCAB - 2) for i in range(180)]
 OTHER = [1 + (5 * i) % (VOCAB - 2) for i in range(170)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from galley.common.metrics import catalogue
@@ -11,14 +9,11 @@ from galley.common.metrics.catalogue import of_service
 from galley.common.metrics.labels import TARGET
 from galley.common.metrics.registry import Registry
 from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.common.readings import count, histogram, number
-from tests.target.conftest import KV_BLOCKS
+from tests.target.conftest import KV_BLOCKS, Recording
 from tests.target.items import slice_of, verify
 from tests.target.stream import stream_of
-
-if TYPE_CHECKING:
-    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-    from tests.target.conftest import Recording
 
 PROMPT = [5, 9, 2, 33] * 12
 

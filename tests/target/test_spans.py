@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
+from galley.common.tracing.light_spans import SpanScope
 from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.servicer import Limits
 from tests.fakes.tracing import Asked, Kept, attributes_of, context_of, events_of, links_of, parent_of
-from tests.target.conftest import KV_BLOCKS
+from tests.target.conftest import KV_BLOCKS, Recording
 from tests.target.items import slice_of, verify
 from tests.target.stream import Stream, stream_of
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
-
-    from galley.common.tracing.light_spans import SpanScope
-    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-    from tests.target.conftest import Recording
 
 TRACE = 0xABC
 PROMPT = [5, 9, 2, 33]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -12,17 +14,11 @@ from galley.core.admission.principal import Principal
 from galley.core.content import prefix_hash
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.servicer import Limits
-from tests.target.conftest import KV_BLOCKS
+from tests.target.conftest import KV_BLOCKS, Recording
 from tests.target.items import generate, slice_of, verify
 from tests.target.tiny import CONTEXT, POISON, VOCAB, greedy
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-    from tests.target.conftest import Recording
 
 PROMPT = [5, 9, 2, 33, 17]
 COUNT = 24

@@ -11,19 +11,15 @@ import asyncio
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from galley.top.fleet import Fleet
 from galley.top.scrape import body_of, fetch, read_samples
 from galley.top.screen import Screen, Screens
+from galley.top.series import Samples
 from galley.top.service import Service, named_by_address
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.top.series import Samples
 
 FOLDER = Path(__file__).parent / "recording"
 _SERVICES = FOLDER / "services.json"

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from rich.console import Console, RenderableType
 
 
 def plain(of: RenderableType, width: int) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +14,6 @@ from galley.top.scrape import Away, read_samples, scrape, shown
 from galley.top.service import host_and_port, named_by_address
 from tests.top.sample import services, text
 from tests.top.servers import answering, nobody, telling
-
-if TYPE_CHECKING:
-    import asyncio
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n"
 

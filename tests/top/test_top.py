@@ -12,12 +12,13 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from fcntl import ioctl
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from galley.cli.__main__ import app
 from galley.core.routing.choice import DraftLease
@@ -26,12 +27,6 @@ from galley.top.service import Service
 from tests.gateway.servers import VALKEY, running
 from tests.top import sample
 from tests.top.servers import nobody, telling
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from typer.testing import Result
 
 GALLEY = [sys.executable, "-m", "galley.cli", "top"]
 SOON = ("--interval", "0.2")

@@ -9,10 +9,8 @@ import shutil
 import subprocess
 import time
 from base64 import b64decode
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 _FLAGS = (

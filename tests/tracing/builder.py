@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
@@ -12,13 +13,9 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyVa
 from galley.core import trace_names as names
 from galley.trace.explain.explain import explain, summary
 from galley.trace.read.build import stories_of
+from galley.trace.read.model import Story
 from galley.trace.read.otlp_json import SERVICE_INSTANCE, SERVICE_NAME
 from galley.trace.read.spans import CLIENT, ERROR, SERVER, Event, Link, Process, Span
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from galley.trace.read.model import Story
 
 GATEWAY, DRAFT, TARGET = (
     Process("galley-gateway", "g1"),

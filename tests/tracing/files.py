@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from galley.trace.read.otlp_file import OtlpFile
-from tests.tracing.builder import otlp
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.tracing.builder import Scene
+from tests.tracing.builder import Scene, otlp
 
 # As large as the SDK's batches are by default.
 _SPANS_A_LINE = 512

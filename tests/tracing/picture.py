@@ -9,19 +9,16 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from galley.trace.read.build import stories_of
 from galley.trace.read.library import find, index_of
+from galley.trace.read.model import Story
 from galley.trace.read.otlp_file import Lines
 from galley.trace.read.otlp_json import spans_in
 from galley.trace.show.html import page
 from tests.tracing.browser import Browser, find_browser
 from tests.tracing.builder import Scene
 from tests.tracing.files import write
-
-if TYPE_CHECKING:
-    from galley.trace.read.model import Story
 
 _HIGHEST = 1500
 SAMPLE = Path(__file__).with_name("sample.jsonl")

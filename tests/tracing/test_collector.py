@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -25,10 +27,6 @@ from galley.trace.read.otlp_file import Lines, OtlpFile
 from galley.trace.read.otlp_json import document_of, spans_in
 from galley.trace.read.spans import Process, Span
 from tests.tracing.builder import Scene, otlp
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 
 @asynccontextmanager

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from galley.core import trace_names as names
 from galley.trace.explain.case import Cause
-from galley.trace.explain.explain import explain
-from galley.trace.read.spans import Span
+from galley.trace.explain.explain import Explanation, explain
+from galley.trace.read.spans import Event, Span
 from tests.tracing.builder import (
     DRAFT_AT,
     GATEWAY,
@@ -21,12 +22,6 @@ from tests.tracing.builder import (
     ns,
     told_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.trace.explain.explain import Explanation
-    from galley.trace.read.spans import Event
 
 
 def usual_rounds(request: RequestMaker, count: int = 6) -> RequestMaker:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
+from collections.abc import Iterator
 from hashlib import sha256
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from galley.trace.explain.explain import explain
+from galley.trace.read.model import Story
 from galley.trace.show.html import page
 from tests.tracing import scenes
 from tests.tracing.browser import Browser, find_browser
 from tests.tracing.builder import OTHER_TARGET_AT, SESSION, Scene
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from galley.trace.read.model import Story
 
 _ACTIVE = {"script", "img", "iframe", "object", "embed", "link", "form", "base", "audio", "video", "input"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +16,6 @@ from galley.trace.read.places import new_file, newest_file
 from galley.trace.read.spans import Process, Span
 from tests.tracing.builder import BEGAN_NS, SESSION, Scene, event, ns, told_of
 from tests.tracing.files import write
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OTHER = "0123456789abcdef0123456789abcdef"
 

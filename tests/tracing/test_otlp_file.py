@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import resource
 from base64 import b64encode
-from typing import TYPE_CHECKING, Any
+from io import FileIO
+from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf.json_format import ParseDict
@@ -19,10 +21,6 @@ from galley.trace.read.otlp_file import BadTraceFile, Lines, OtlpFile, rotated
 from galley.trace.read.otlp_json import Malformed, document_of, spans_in
 from galley.trace.read.spans import Process
 from tests.tracing.builder import Scene, otlp
-
-if TYPE_CHECKING:
-    from io import FileIO
-    from pathlib import Path
 
 TRACE, SPAN = "5b8efff798038103d269b633813fc60c", "eee19b7ec3c1b174"
 VALUES = [

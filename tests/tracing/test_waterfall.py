@@ -9,21 +9,18 @@ import io
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
 
 from galley.core import trace_names as names
 from galley.trace.read.build import stories_of
+from galley.trace.read.model import Story
 from galley.trace.read.spans import Process, Span
 from galley.trace.show.listing import plain_lines
 from galley.trace.show.waterfall import show
 from tests.tracing import scenes
 from tests.tracing.builder import BEGAN_NS, SESSION, Scene, ns
-
-if TYPE_CHECKING:
-    from galley.trace.read.model import Story
 
 GOLDEN = Path(__file__).parent / "golden"
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")

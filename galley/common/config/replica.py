@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 
 from galley.common.config.settings import ServiceSettings
-from galley.common.redis.url import RedisUrlSetting  # noqa: TC001  # pydantic reads it
+from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
 
 
 class ReplicaSettings(ServiceSettings):

@@ -5,16 +5,13 @@ A secret setting `x` has a neighbour `x_file`: the path of a file that holds it,
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import SecretStr
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from pydantic_settings import BaseSettings
+from pydantic_settings import BaseSettings
 
 MAX_BYTES = 64 * 1024
 _FILE = "_file"

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from galley.common.config.limits import ServerLimits
 from galley.common.config.secrets import named, shown_secrets, with_secrets_read
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pydantic_core import ErrorDetails
 
 S = TypeVar("S", bound=BaseSettings)
 

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
-from galley.common.metrics.metric import OTHER
+from opentelemetry.trace import SpanContext
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from opentelemetry.trace import SpanContext
-
-    from galley.common.metrics.metric import Label, LabelValues, Metric
+from galley.common.metrics.metric import OTHER, Label, LabelValues, Metric
 
 SpanRef: TypeAlias = tuple[int, int]
 """Trace id and span id."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY, SERVED_CERTIFICATE_EXPIRY
+from galley.common.metrics.metric import LabelValues, Metric
+from galley.common.metrics.registry import Registry
+from galley.common.tls.files import WatchedFiles
+from galley.common.tls.material import Material
 
-if TYPE_CHECKING:
-    from galley.common.metrics.metric import LabelValues, Metric
-    from galley.common.metrics.registry import Registry
-    from galley.common.tls.files import WatchedFiles
-    from galley.common.tls.material import Material
-
-    Files = WatchedFiles[Material] | None
+Files = WatchedFiles[Material] | None
 
 
 def observe_served(registry: Registry, files: Files) -> None:

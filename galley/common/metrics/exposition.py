@@ -6,20 +6,15 @@ compares what they write with this, byte for byte.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from prometheus_client.utils import floatToGoString
 
-from galley.common.metrics.cells import Distributed
-from galley.common.metrics.metric import Kind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from galley.common.metrics.cells import Exemplar
-    from galley.common.metrics.metric import LabelValues, Metric
-    from galley.common.metrics.registry import Point, Reading
+from galley.common.metrics.cells import Distributed, Exemplar
+from galley.common.metrics.metric import Kind, LabelValues, Metric
+from galley.common.metrics.registry import Point, Reading
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"

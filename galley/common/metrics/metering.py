@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from galley.common.metrics.labels import SERVICES
+from galley.common.metrics.push import Pusher
+from galley.common.metrics.registry import Registry
+from galley.common.metrics.scrape import ScrapeServer
 from galley.common.tracing.otlp import exports
-
-if TYPE_CHECKING:
-    from galley.common.metrics.push import Pusher
-    from galley.common.metrics.registry import Registry
-    from galley.common.metrics.scrape import ScrapeServer
 
 OFF = -1
 """As a port: nothing is listened on."""

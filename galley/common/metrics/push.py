@@ -11,28 +11,22 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.sdk.metrics import Exemplar as SdkExemplar
 from opentelemetry.sdk.metrics import export as sdk
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from galley.common.metrics.cells import Distributed
-from galley.common.metrics.metric import Kind
+from galley.common.metrics.cells import Distributed, Exemplar
+from galley.common.metrics.metric import Kind, LabelValues, Metric
+from galley.common.metrics.registry import Reading, Registry
 from galley.common.tracing.otlp import FLUSH_S, resource_of
 from galley.common.tracing.otlp_tls import ReloadingExporter
 from galley.version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from opentelemetry.sdk.resources import Resource
-
-    from galley.common.metrics.cells import Exemplar
-    from galley.common.metrics.metric import LabelValues, Metric
-    from galley.common.metrics.registry import Reading, Registry
 
 _INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
 _INTERVAL_MS = 60_000.0

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from galley.common.metrics.catalogue import BUILD
 from galley.common.metrics.cells import Bound, Count, Distributed, Distribution, Series
-from galley.common.metrics.metric import Kind
+from galley.common.metrics.metric import Kind, Label, LabelValues, Metric
 from galley.version import __version__
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from galley.common.metrics.metric import Label, LabelValues, Metric
-
-    Observed: TypeAlias = Iterable[tuple[LabelValues, float]]
+Observed: TypeAlias = Iterable[tuple[LabelValues, float]]
 
 Point: TypeAlias = "tuple[LabelValues, float | Distributed]"
 

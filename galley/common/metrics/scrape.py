@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING
 
 from galley.common.metrics.exposition import Exposition
-
-if TYPE_CHECKING:
-    from galley.common.metrics.registry import Registry
+from galley.common.metrics.registry import Registry
 
 PATH = "/metrics"
 MAX_REQUEST_BYTES = 8192

@@ -6,11 +6,9 @@ and tell of, whatever they point at. The hub's own cache is made of links, from 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 

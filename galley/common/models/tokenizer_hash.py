@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from galley.common.models.files import foreign_file
 from galley.core.errors import CallerFault
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HASH_BYTES = 16
 

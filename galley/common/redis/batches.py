@@ -12,16 +12,13 @@ order of the commands, so an error reply is its own caller's alone; a connection
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from hiredis import pack_command
 from redis import exceptions as redis_errors
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from redis.asyncio import ConnectionPool
+from redis.asyncio import ConnectionPool
 
 Command = tuple[bytes | str | int, ...]
 Replies = list[object]

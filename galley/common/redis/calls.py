@@ -9,21 +9,17 @@ that is shielded from its caller and ends when the reply is read or the socket t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from hashlib import sha1
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from redis import exceptions as redis_errors
 
-from galley.common.redis.nodes import Connector, nodes_of
+from galley.common.redis.batches import Command
+from galley.common.redis.nodes import Connector, Node, nodes_of
 from galley.common.redis.url import parse_redis_url
 from galley.core.errors import Broken, StoreUnavailable
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
-
-    from galley.common.redis.batches import Command
-    from galley.common.redis.nodes import Node
 
 T = TypeVar("T")
 

@@ -7,17 +7,13 @@ Here every connection that is made goes by the files as they are.
 from __future__ import annotations
 
 import ssl
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pydantic import SecretStr
 from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
 
-from galley.common.redis.url import parse_redis_url
+from galley.common.redis.url import RedisUrl, Tls, parse_redis_url
 from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
-
-if TYPE_CHECKING:
-    from pydantic import SecretStr
-
-    from galley.common.redis.url import RedisUrl, Tls
 
 Kind = type[Connection]
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from redis import asyncio as redis_asyncio
 from redis import exceptions as redis_errors
+from redis.asyncio.connection import Connection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
@@ -25,13 +27,7 @@ from redis.crc import key_slot
 
 from galley.common.redis.batches import Batches
 from galley.common.redis.connections import Connections
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
-
-    from redis.asyncio.connection import Connection
-
-    from galley.common.redis.url import RedisUrl
+from galley.common.redis.url import RedisUrl
 
 Address = tuple[str, int]
 T = TypeVar("T")

@@ -19,14 +19,12 @@ percent-encoded. After the question mark, each at most once:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, unquote
 
 from pydantic import AfterValidator, SecretStr
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 Kind = Literal["server", "sentinel", "cluster"]
 

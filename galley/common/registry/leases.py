@@ -16,19 +16,16 @@ Nothing in it is secret.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, RedisCalls, script_of
 from galley.common.server.logs import get_logger
 from galley.core.content import HASH_BYTES
 from galley.core.errors import OurFault
 from galley.core.routing.choice import DraftLease, ReplicaLease, TargetLease
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2 as pb
 
 LeaseT = TypeVar("LeaseT", bound=ReplicaLease)
 

@@ -7,20 +7,16 @@ before it is gone.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic
 
-from galley.common.registry.leases import DEFAULT_LEASE_S, LeaseT, Replaced, ReplicaRegistry
+from galley.common.config.replica import ReplicaSettings
+from galley.common.registry.leases import DEFAULT_LEASE_S, LeasePool, LeaseT, Replaced, ReplicaRegistry
 from galley.common.server.logs import get_logger
+from galley.common.server.server import Service
 from galley.core.errors import GalleyError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from galley.common.config.replica import ReplicaSettings
-    from galley.common.registry.leases import LeasePool
-    from galley.common.server.server import Service
 
 _SHARE_OF_LEASE = 1 / 3
 _CALL_TIMEOUT_S = 1.0

@@ -7,17 +7,14 @@ of them, as large as it may be, before it asks anybody.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
+from galley.common.server.interceptors import Behavior, Handler
 from galley.core.errors import DeadlinePassed, InvalidField
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
-    from galley.common.server.interceptors import Behavior, Handler
 
 
 class ArrivalInterceptor(grpc.aio.ServerInterceptor):

@@ -6,25 +6,19 @@ and the handler raises when it meets it.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf import descriptor_pool
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from galley.common.server.inflate import within
-from galley.common.server.interceptors import WrappingInterceptor, wrap_handler
+from galley.common.server.interceptors import Behavior, Handler, WrappingInterceptor, wrap_handler
 from galley.core.errors import InvalidField
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-
-    from google.protobuf.descriptor import Descriptor
-
-    from galley.common.server.interceptors import Behavior, Handler
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # That are looked at to say what is wrong with a message: some milliseconds.

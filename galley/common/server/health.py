@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from galley.common.server.interceptors import wrap_handler
+from galley.common.server.interceptors import Behavior, Handler, wrap_handler
 from galley.common.wire.status import abort
 from galley.core.errors import DeadlinePassed, GalleyError, Overloaded
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-
-    from galley.common.server.interceptors import Behavior, Handler
-
-    Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-    # A ServingStatus.
-    Status: TypeAlias = int
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+# A ServingStatus.
+Status: TypeAlias = int
 
 _PREFIX = "/grpc."
 MOST_OPEN = 128

@@ -8,18 +8,15 @@ few: kubelet makes one for each of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2
 
 from galley.common.server.arrival import ArrivalInterceptor
 from galley.common.server.deserialize import DeserializeInterceptor
+from galley.common.server.health import Health
 from galley.common.server.listen import bind
 from galley.common.wire.status import StatusInterceptor
-
-if TYPE_CHECKING:
-    from galley.common.server.health import Health
 
 MAX_CONNECTIONS = 256
 _MAX_MESSAGE_BYTES = 4096

@@ -10,16 +10,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from galley.common.tls.files import BadFile, NamedFile
 from galley.common.tls.material import Material, TlsFiles, channel_credentials
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _TIMEOUT_S = 3.0
 _FILES = ("tls_ca_file", "tls_cert_file", "tls_key_file")

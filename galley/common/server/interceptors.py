@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
 
 import grpc
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
-    # A servicer's method: a coroutine function, or an async generator function if it answers a stream.
-    Behavior: TypeAlias = Callable[..., Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+# A servicer's method: a coroutine function, or an async generator function if it answers a stream.
+Behavior: TypeAlias = Callable[..., Any]
 
 
 class WrappingInterceptor(grpc.aio.ServerInterceptor):

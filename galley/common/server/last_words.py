@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from galley.common.metrics.metering import Metering
-    from galley.common.tracing.telemetry import Telemetry
+from galley.common.metrics.metering import Metering
+from galley.common.tracing.telemetry import Telemetry
 
 
 async def say_last_words(telemetry: Telemetry, metering: Metering) -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import structlog
 from opentelemetry import trace
 from structlog.contextvars import merge_contextvars
 from structlog.stdlib import ProcessorFormatter
+from structlog.typing import EventDict, Processor, WrappedLogger
 
 from galley.core.errors import CallerFault
-
-if TYPE_CHECKING:
-    from structlog.typing import EventDict, Processor, WrappedLogger
 
 # What a session is about never stands in a log, whoever passes it by mistake.
 CONTENT_KEYS = frozenset(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence, Sized
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from opentelemetry.trace import use_span
 
+from galley.common.tracing.item_spans import ItemSpan
 from galley.common.wire.status import item_status, log_internal
 from galley.core.errors import InvalidField, Unavailable
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence, Sized
-
-    from galley.common.tracing.item_spans import ItemSpan
-    from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2 as pb
 
 I = TypeVar("I")  # noqa: E741  # item
 A = TypeVar("A")

@@ -10,9 +10,9 @@ import asyncio
 import gc
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -22,6 +22,7 @@ from galley.common.config.limits import server_options
 from galley.common.config.settings import ServiceSettings, parse_settings, refuse
 from galley.common.metrics.certificates import observe_served
 from galley.common.metrics.metering import Metering, start_metering
+from galley.common.metrics.registry import Registry
 from galley.common.server.arrival import ArrivalInterceptor
 from galley.common.server.deserialize import DeserializeInterceptor
 from galley.common.server.health import Health, StandardCallsInterceptor
@@ -37,11 +38,6 @@ from galley.common.tls.material import server_credentials, server_files
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.common.wire.status import StatusInterceptor
 from galley.core.errors import GalleyError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
-    from galley.common.metrics.registry import Registry
 
 _LOG = get_logger(__name__)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Callable, Container
+from typing import Generic, TypeVar
 
+from galley.core.content import SessionKey
 from galley.core.errors import Overloaded
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container
-
-    from galley.core.content import SessionKey
 
 T = TypeVar("T")
 

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
 
 import grpc
 import grpc.aio
 
 from galley.common.server.logs import get_logger
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-
-    from galley.common.tls.files import WatchedFiles
-    from galley.common.tls.material import Material
+from galley.common.tls.files import WatchedFiles
+from galley.common.tls.material import Material
 
 _log = get_logger(__name__)
 _READY = grpc.ChannelConnectivity.READY

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import grpc.aio
 
 from galley.common.tls.channels import ReloadingChannel
 from galley.common.tls.files import LOOK_EVERY_S
-from galley.common.tls.material import Material, channel_credentials
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.common.tls.material import TlsFiles
+from galley.common.tls.material import Material, TlsFiles, channel_credentials
 
 # A peer that is gone without a word (a partition, a lost machine) is noticed within 15 seconds.
 KEEPALIVE = (

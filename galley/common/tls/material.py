@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import grpc
@@ -10,8 +11,6 @@ import grpc
 from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from galley.common.config.settings import ServiceSettings
 
 

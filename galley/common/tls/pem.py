@@ -7,18 +7,16 @@ be imported where TLS is on.
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
-
-    from galley.common.tls.files import NamedFile
+from galley.common.tls.files import NamedFile
 
 _CURVES = (ec.SECP256R1, ec.SECP384R1)
 _TIME = "%Y-%m-%d %H:%M:%S UTC"

@@ -5,19 +5,16 @@ Imports the SDK: to be imported where traces are on.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
+import grpc
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from galley.common.tracing.light_spans import LeanSpan
 from galley.common.tracing.otlp_encoding import encoded
 from galley.common.tracing.otlp_tls import ReloadingExporter
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import grpc
 
 _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING
 
 from opentelemetry import trace
+from opentelemetry.util.types import AnyValue
 
+from galley.common.tracing.light_spans import LeanSpan, SpanScope, Tell
 from galley.common.tracing.telemetry import context_from, fail
 from galley.common.wire.status import error_type
 from galley.core import trace_names as names
-
-if TYPE_CHECKING:
-    from opentelemetry.util.types import AnyValue
-
-    from galley.common.tracing.light_spans import LeanSpan, SpanScope, Tell
-    from galley.core.content import Miss
+from galley.core.content import Miss
 
 # Of a traceparent, 00-<trace id>-<span id>-<flags>: the last digit of the flags, odd where it is sampled.
 _FLAG = 54

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from functools import cache
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 from uuid import uuid4
 
-from galley.version import __version__
+from opentelemetry.sdk.resources import Resource
 
-if TYPE_CHECKING:
-    from opentelemetry.sdk.resources import Resource
+from galley.version import __version__
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,17 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from struct import pack
 from threading import Lock
-from typing import TYPE_CHECKING
 
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.trace import Event
+from opentelemetry.trace import SpanKind, TraceState
+from opentelemetry.util.types import AnyValue
 
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import Event
-    from opentelemetry.trace import SpanKind, TraceState
-    from opentelemetry.util.types import AnyValue
-
-    from galley.common.tracing.light_spans import LeanSpan, Linked, SpanScope
+from galley.common.tracing.light_spans import LeanSpan, Linked, SpanScope
 
 _LOG = logging.getLogger(f"opentelemetry.{__name__}")  # of the family that is heard once a minute
 _SINGLE = [bytes([n]) for n in range(0x80)]

@@ -8,18 +8,13 @@ Imports the SDK: to be imported where something is exported.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opentelemetry.exporter.otlp.proto.grpc.exporter import OTLPExporterMixin
 
-from galley.common.tls.files import BadFile, NamedFile
-from galley.common.tls.material import TlsFiles, channel_credentials
-from galley.common.tracing.otlp import told
-
-if TYPE_CHECKING:
-    from galley.common.tls.files import WatchedFiles
-    from galley.common.tls.material import Material
-    from galley.common.tracing.otlp import Signal
+from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
+from galley.common.tls.material import Material, TlsFiles, channel_credentials
+from galley.common.tracing.otlp import Signal, told
 
 _FILES = ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY")
 

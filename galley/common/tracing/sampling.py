@@ -5,19 +5,15 @@ Imports the SDK: to be imported where traces are on.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+from opentelemetry.trace import Link, SpanKind, TraceState
+from opentelemetry.util.types import Attributes
 
 from galley.core import trace_names as names
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from opentelemetry.context import Context
-    from opentelemetry.trace import Link, SpanKind, TraceState
-    from opentelemetry.util.types import Attributes
 
 
 class GalleySampler(Sampler):

@@ -12,16 +12,13 @@ import os
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opentelemetry.instrumentation.utils import suppress_instrumentation
-from opentelemetry.sdk.trace import SpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.sdk.trace.export import SpanExporter
 
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.export import SpanExporter
-
-    from galley.common.tracing.light_spans import LeanSpan
+from galley.common.tracing.light_spans import LeanSpan
 
 _LOG = logging.getLogger(f"opentelemetry.{__name__}")  # of the family that is heard once a minute
 _STOP_S = 30.0

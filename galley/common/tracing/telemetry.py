@@ -7,24 +7,20 @@ are encoded and sent by a thread of their own; a collector that is slow or away 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.trace import SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from galley.common.tracing.light_spans import SpanScope
 from galley.common.tracing.otlp import FLUSH_S, exports, resource_of
 from galley.core import trace_names as names
 from galley.version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-    from opentelemetry.trace import SpanContext
-
-    from galley.common.tracing.light_spans import SpanScope
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 

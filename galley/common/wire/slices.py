@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from galley.common.wire.codec import sampling_from
-from galley.core.content import HASH_BYTES
+from galley.core.content import HASH_BYTES, SessionKey
 from galley.core.errors import InvalidField
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.content import SessionKey
-    from galley.core.sampling_params import SamplingParams
-    from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.core.sampling_params import SamplingParams
+from galley.pb.galley.v1 import galley_pb2 as pb
 
 MAX_SESSION_ID_BYTES = 256
 MAX_SALT_BYTES = 16

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no types
 from grpc_status import rpc_status
 
-from galley.common.server.interceptors import WrappingInterceptor, wrap_handler
+from galley.common.server.interceptors import Behavior, Handler, WrappingInterceptor, wrap_handler
 from galley.common.server.logs import get_logger
 from galley.core import errors
 from galley.pb.galley.v1 import galley_pb2 as pb
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from google.protobuf.message import Message
-
-    from galley.common.server.interceptors import Behavior, Handler
 
 _LOG = get_logger(__name__)
 

@@ -14,13 +14,10 @@ The rules, in this order; a call that is refused has cost nothing, and is told w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from galley.core.admission.principal import Principal, PrincipalLimits
 from galley.core.admission.token_bucket import TokenBucket, Turnover
 from galley.core.errors import Overloaded
-
-if TYPE_CHECKING:
-    from galley.core.admission.principal import Principal, PrincipalLimits
 
 _SECOND = 1_000_000_000
 # After the time that it was told, for how long a principal is still waited for.

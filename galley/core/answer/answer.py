@@ -7,18 +7,13 @@ session over rebuilds it from the log and comes to the same text and the same en
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from galley.core.answer.text import TextStream
 from galley.core.content import PrefixHasher, prefix_hash
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from galley.core.records import PositionLogprobs, TokenRecord
-    from galley.core.sampling_params import SamplingParams
-
+from galley.core.records import PositionLogprobs, TokenRecord
+from galley.core.sampling_params import SamplingParams
 
 # A replay of a long answer comes in messages that any client takes.
 MAX_CHUNK_TOKENS = 256

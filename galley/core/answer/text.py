@@ -7,11 +7,8 @@ its tail may yet become a stop string.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _CONTEXT_TOKENS = 5
 """Tokens of the prompt that are decoded along, for decoders that treat the start of a text specially."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from galley.core.cost.model import PassTimes
+from galley.core.cost.model import PassTimes
 
 # The powers of two for which a factor is kept, and the share of it that one pass decides.
 _FACTORS = 11

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from galley.core.errors import InvalidField
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MAX_K = 256
 _BISECTIONS = 50

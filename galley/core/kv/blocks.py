@@ -17,13 +17,10 @@ A holder that is at work pins what it holds, which only counts: `pinned` blocks 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from galley.core.errors import Broken
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 BLOCK_TOKENS = 32  # of every engine that is not told otherwise
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
+from galley.core.content import SessionKey
 from galley.core.errors import Overloaded
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from galley.core.content import SessionKey
-    from galley.core.kv.blocks import BlockPool
-    from galley.core.kv.session import KvSession
+from galley.core.kv.blocks import BlockPool
+from galley.core.kv.session import KvSession
 
 RETRY_AFTER_S = 1.0
 

@@ -7,16 +7,18 @@ block in which the next position lies may be shared or registered (attached, or 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from galley.core.content import PrefixHasher, agreement, block_hashes, chain_start, next_block_hash
+from galley.core.content import (
+    PrefixHasher,
+    SessionKey,
+    agreement,
+    block_hashes,
+    chain_start,
+    next_block_hash,
+)
 from galley.core.errors import Broken
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.content import SessionKey
-    from galley.core.kv.blocks import BlockPool
+from galley.core.kv.blocks import BlockPool
 
 
 class KvSession:

@@ -22,19 +22,14 @@ adds a token costs O(1), and O(block) when a block gets full.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from galley.core.content import Hit, Miss, PrefixHasher, look_up
+from galley.core.content import Hit, Miss, PrefixHasher, SessionKey, look_up
 from galley.core.errors import Broken, Overloaded
 from galley.core.kv.blocks import BlockPool
 from galley.core.kv.eviction import RETRY_AFTER_S, candidates_for, victims_of
 from galley.core.kv.session import KvSession
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.content import SessionKey
 
 # Evicted sessions that are named, should nobody ask for a while.
 _NAMED = 16

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 # How many of the last verdicts of a bucket count, roughly: acceptance drifts with what is written about.
 MEMORY = 256

@@ -6,15 +6,10 @@ O(1) amortised a token. Looked up in are a session's own tokens, and what sessio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from galley.core.lookup.suffix_automaton import NO_MATCH, SuffixAutomaton
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.lookup.suffix_automaton import Match
+from galley.core.lookup.suffix_automaton import NO_MATCH, Match, SuffixAutomaton
 
 # Of all answers of one kind, some 120 bytes each.
 ANSWER_TOKENS = 65_536

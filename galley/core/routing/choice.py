@@ -11,16 +11,12 @@ where the fewest sessions are. What a draft caches is cheap to compute again, so
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from galley.core.content import block_hashes
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from galley.core.session.ports import Replica
-    from galley.core.store import Held
+from galley.core.session.ports import Replica
+from galley.core.store import Held
 
 LOAD_TOKENS = 64
 """What a session that is being served costs a newcomer, in tokens of prefill."""

@@ -9,13 +9,10 @@ verdict is never late within `LEAST_NS`; and a session that has left waits twice
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from galley.core.cost.model import PassTimes
 from galley.core.errors import InvalidField
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SLOW_FACTOR = 8.0
 """How many times as long as expected a verdict may take, unless the settings say otherwise."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from galley.core.content import SessionKey
+from galley.core.cost.live import LivePassTimes
 from galley.core.scheduler.messages import PassFacts
-from galley.core.step import Chunk, Draw
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.content import SessionKey
-    from galley.core.cost.live import LivePassTimes
-    from galley.core.scheduler.rows import Grant
-    from galley.core.step import StepPlan
+from galley.core.scheduler.rows import Grant
+from galley.core.step import Chunk, Draw, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ the wait, so with many of them it seldom pays. Hints that are here are used eith
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from galley.core.cost.model import PassNs
 
-    from galley.core.cost.model import PassNs
+if TYPE_CHECKING:
     from galley.core.scheduler.request import Item
 
 # Of a session whose drafts have not been seen yet: optimistic, so that they are tried.

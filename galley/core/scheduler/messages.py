@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.content import Miss, SessionKey
-    from galley.core.errors import GalleyError
-    from galley.core.hints import Hint
-    from galley.core.records import PositionLogprobs
-    from galley.core.sampling_params import SamplingParams
+from galley.core.content import Miss, SessionKey
+from galley.core.errors import GalleyError
+from galley.core.hints import Hint
+from galley.core.records import PositionLogprobs
+from galley.core.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

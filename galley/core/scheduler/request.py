@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from galley.core.content import PrefixHasher
+from galley.core.content import PrefixHasher, SessionKey
 from galley.core.hints import NOTHING, Hint, PendingHint, Rest
 from galley.core.scheduler.linger import Acceptance, HintHabits
-
-if TYPE_CHECKING:
-    from galley.core.content import SessionKey
-    from galley.core.scheduler.messages import Extend, VerifyRequest
+from galley.core.scheduler.messages import Extend, VerifyRequest
 
 # Results that a hint may still be anchored at when it tells how long hints take.
 _ANCHORS = 8

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from galley.core.cost.model import rows_that_pay
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.cost.model import PassNs
-    from galley.core.scheduler.request import Item
+from galley.core.cost.model import PassNs, rows_that_pay
+from galley.core.scheduler.request import Item
 
 # Of the budget, what a waiting prefill gets at least, however much there is to verify.
 _PREFILL_SHARE = 4

@@ -20,30 +20,30 @@ Answers are collected and taken with `take_answers` after any call.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from galley.core.acceptance import confirm
-from galley.core.content import Miss
+from galley.core.content import Miss, SessionKey
 from galley.core.cost.live import LivePassTimes
+from galley.core.cost.model import PassTimes
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
-from galley.core.scheduler.batch import Pass, chunk_of
+from galley.core.kv.table import KvTable, Reservation
+from galley.core.scheduler.batch import Pass, Shared, chunk_of
 from galley.core.scheduler.counts import SchedulerCounts
 from galley.core.scheduler.linger import Lingering
-from galley.core.scheduler.messages import Answer, Confirmed, Outcome, Overtaken
+from galley.core.scheduler.messages import (
+    Answer,
+    Confirmed,
+    Extend,
+    Outcome,
+    Overtaken,
+    PassFacts,
+    VerifyRequest,
+)
 from galley.core.scheduler.request import Item, SessionMemory
 from galley.core.scheduler.rows import Grant, share_rows
-from galley.core.step import Sampled, StepPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.content import SessionKey
-    from galley.core.cost.model import PassTimes
-    from galley.core.kv.table import KvTable, Reservation
-    from galley.core.scheduler.batch import Shared
-    from galley.core.scheduler.messages import Extend, PassFacts, VerifyRequest
-    from galley.core.step import StepOutcome
+from galley.core.step import Sampled, StepOutcome, StepPlan
 
 MAX_ROWS = 256
 _RETRY_AFTER_S = 0.5

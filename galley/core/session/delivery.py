@@ -5,13 +5,9 @@ What was confirmed is committed, one commit at a time; what the log holds is emi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from galley.core.answer.answer import Answer
 from galley.core.errors import Broken, LogLost
 from galley.core.session.events import Commit, Emit
-
-if TYPE_CHECKING:
-    from galley.core.answer.answer import Answer
 
 
 class Delivery:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from galley.core.answer.answer import Answer
 from galley.core.content import agreement
 from galley.core.hints import MAX_HINT_TOKENS, NOTHING, Hint, Rest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.answer.answer import Answer
-    from galley.core.session.events import Proposed
+from galley.core.session.events import Proposed
 
 
 @dataclass(frozen=True, slots=True)

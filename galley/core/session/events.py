@@ -11,11 +11,12 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from galley.core.answer.answer import Chunk, Ending, NumericsChanged
+from galley.core.errors import GalleyError
+from galley.core.hints import Hint
+from galley.core.records import PositionLogprobs, TokenRecord
+
 if TYPE_CHECKING:
-    from galley.core.answer.answer import Chunk, Ending, NumericsChanged
-    from galley.core.errors import GalleyError
-    from galley.core.hints import Hint
-    from galley.core.records import PositionLogprobs, TokenRecord
     from galley.core.session.round import RoundEnded
 
 

@@ -27,11 +27,12 @@ A Commit comes before the Emit of the same tokens, always.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from galley.core.answer.answer import Ending, Reason
-from galley.core.errors import Broken, LogLost, TargetUnavailable, Unavailable
+from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec
+from galley.core.errors import Broken, GalleyError, LogLost, TargetUnavailable, Unavailable
 from galley.core.hints import NOTHING, Hint, Rest
 from galley.core.records import TokenRecord
 from galley.core.session import events as ev
@@ -43,12 +44,6 @@ from galley.core.session.round import NO_STRATEGY, Round
 from galley.core.session.speculation import Speculation
 from galley.core.session.stats import SpeculationStats
 from galley.core.store import LogBehind, SessionEnded
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from galley.core.answer.answer import Answer, SessionSpec
-    from galley.core.errors import GalleyError
 
 _MS = 1_000_000
 _MAX_MISSES = 3

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from galley.core.answer.answer import Answer
+from galley.core.hints import Hint
 from galley.core.session.drafting import valid_prefix
-
-if TYPE_CHECKING:
-    from galley.core.answer.answer import Answer
-    from galley.core.hints import Hint
-    from galley.core.session.events import Verified
+from galley.core.session.events import Verified
 
 
 class Standing:

@@ -6,22 +6,20 @@ are asyncio's). The real ones are in `services/gateway`. All times are nanosecon
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from galley.core.answer.answer import SessionSpec
-    from galley.core.session.events import (
-        CacheMissed,
-        ExtendVerify,
-        Failed,
-        Propose,
-        Proposed,
-        Verified,
-        Verify,
-    )
+from galley.core.answer.answer import SessionSpec
+from galley.core.session.events import (
+    CacheMissed,
+    ExtendVerify,
+    Failed,
+    Propose,
+    Proposed,
+    Verified,
+    Verify,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from galley.core.session.events import Timing
-
-if TYPE_CHECKING:
-    from galley.core.session.events import Verified
+from galley.core.session.events import Timing, Verified
 
 NO_STRATEGY = "none"
 """No draft token was sent."""

@@ -18,13 +18,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from galley.core.answer.answer import SessionSpec
 from galley.core.cost.model import expected_confirmed
-
-if TYPE_CHECKING:
-    from galley.core.answer.answer import SessionSpec
-    from galley.core.session.draft_statistics import Book
+from galley.core.session.draft_statistics import Book
 
 # Weights of what was seen last: in a session, in its workload.
 _SESSION, _WORKLOAD = 0.04, 0.01

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from galley.core.session.round import RoundEnded
+from galley.core.session.round import RoundEnded
 
 
 @dataclass(slots=True)

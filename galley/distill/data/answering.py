@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,15 +16,12 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw
 from galley.distill.data.corpus import Corpus
 from galley.distill.data.lines import kept_lines
+from galley.distill.data.prompts import Prompt
 from galley.engine.batch import Rows
+from galley.engine.cache import SessionCache
 from galley.engine.sampling.draw import draw_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from galley.distill.data.prompts import Prompt
-    from galley.engine.cache import SessionCache
     from galley.engine.model import CausalModel
 
 

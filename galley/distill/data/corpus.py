@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from galley.core.errors import InvalidField
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 _ARRAYS = ("ids", "offsets", "prompt_len", "workload", "workload_names", "temperature")
 # The kinds of numpy's types; of all others whole numbers.

@@ -6,23 +6,18 @@ one pass over the corpus (sequence-level against word-level distillation: Kim & 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from galley.distill.data.corpus import Corpus
 from galley.distill.training.batches import batch_of, grouped
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from galley.distill.data.corpus import Corpus
-    from galley.distill.training.student import Llama
+from galley.distill.training.student import Llama
 
 LABELS = 16
 _BUDGET, _SHARD_GROUPS = 4096, 32

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from galley.core.errors import InvalidField
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def kept_lines(path: Path) -> list[dict[str, Any]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
@@ -11,12 +9,10 @@ from galley.core.errors import InvalidField
 from galley.distill.data.answering import Answering, answer_all, corpus_of
 from galley.distill.data.corpus import Corpus, joined, read_corpus, taken, write_corpus
 from galley.distill.data.prompts import Prompt, read_prompts, split, user_turn_opening
+from galley.distill.options import Options
+from galley.distill.reports import Reports
 from galley.engine.model import CausalModel
 from services.gateway.request.tokenize import Tokenizer
-
-if TYPE_CHECKING:
-    from galley.distill.options import Options
-    from galley.distill.reports import Reports
 
 # A user's turn that the target makes up: shorter is no question, longer is a lecture.
 _MIN_PROMPT, _MAX_PROMPT = 4, 256

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from galley.core.errors import InvalidField
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from services.gateway.request.tokenize import Tokenizer
 
 _MARK = "\N{BLACK SQUARE}"

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from galley.distill.data.corpus import Corpus
+from galley.distill.data.corpus import Corpus
 
 # Conversations sorted by length together: enough to pad little, few enough to stay mixed.
 _POOL = 256

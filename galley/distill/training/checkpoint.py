@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from galley.core.errors import InvalidField
 from galley.distill.export import save_atomically
 from galley.distill.origin import refuse_other
-from galley.distill.training.training import Progress
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from galley.distill.training.training import Training
+from galley.distill.training.training import Progress, Training
 
 _STATE = ("step", "exp_avg", "exp_avg_sq")
 

@@ -6,24 +6,20 @@ system sees: a guess counts where all before it in its round were accepted, so i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from galley.distill.data.corpus import Corpus
 from galley.distill.training.batches import batch_of, grouped
+from galley.distill.training.student import Llama
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from galley.distill.data.corpus import Corpus
-    from galley.distill.training.student import Llama
-
-    Bools = NDArray[np.bool_]
+Bools = NDArray[np.bool_]
 
 TEMPERATURE = 0.7
 ROUND_K = 4

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from galley.core.errors import InvalidField
 from galley.distill.export import NORM, SHARPENING
-
-if TYPE_CHECKING:
-    from galley.distill.training.student import Llama
+from galley.distill.training.student import Llama
 
 _OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from galley.core.errors import InvalidField
 from galley.distill.training.student import Llama, LlamaShape
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-    from torch import Tensor
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Its states are as wide as the embedding is narrow: unscaled, the head starts at a loss of 18 to 77.

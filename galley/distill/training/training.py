@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from galley.distill.training.batches import batches
+from galley.distill.data.corpus import Corpus
+from galley.distill.data.labels import Labels
+from galley.distill.training.batches import Batch, batches
 from galley.distill.training.loss import distilled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from galley.distill.data.corpus import Corpus
-    from galley.distill.data.labels import Labels
-    from galley.distill.training.batches import Batch
-    from galley.distill.training.student import Llama
+from galley.distill.training.student import Llama
 
 
 @dataclass(frozen=True, slots=True)

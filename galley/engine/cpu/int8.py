@@ -6,13 +6,14 @@ of bfloat16.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from llvmlite import binding
-from torch import nn
+from torch import Tensor, nn
 
 from galley.engine.cpu.kernels import int8 as int8_kernels
 from galley.engine.cpu.kernels import int8_ops, openmp
@@ -20,11 +21,6 @@ from galley.engine.cpu.kernels import ops as kernel_ops
 from galley.engine.cpu.kernels.int8_ops import DEPTH, GROUP, OUTPUTS
 from galley.engine.cpu.kernels.machine_code import compile_kept, sources_digest
 from galley.engine.paged import as_array
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 _MODULES = (int8_kernels, int8_ops, kernel_ops, openmp)
 _OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}

@@ -6,33 +6,28 @@ so that no weight is there twice. (Llama: arXiv 2302.13971; Qwen3's norms of que
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from galley.engine.cpu.int8 import Int8Product, int8_product
 from galley.engine.cpu.kernels import openmp
 from galley.engine.cpu.kernels.compile import compiled
 from galley.engine.cpu.packing import MIN_ROWS, Linears, rows_of_product
-from galley.engine.kv_pool import declared
+from galley.engine.kv_pool import KvPool, declared
 from galley.engine.paged import CompiledAttention, Shape, as_array
+from galley.engine.pages import Pages
+from galley.engine.parallel.ranks import Ranks
 from galley.engine.parallel.sharding import AddedLinear, JoinedLinear
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor, nn
-
-    from galley.engine.kv_pool import KvPool
-    from galley.engine.pages import Pages
-    from galley.engine.parallel.ranks import Ranks
-
-    Floats = NDArray[np.float32]
-    Linear = Callable[[Tensor], Tensor]
+Floats = NDArray[np.float32]
+Linear = Callable[[Tensor], Tensor]
 
 # What one number of a row costs in each loop, roughly.
 _NORMALIZE_NS, _ROTATE_NS, _GATE_NS = 0.7, 3.0, 0.6

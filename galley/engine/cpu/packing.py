@@ -6,14 +6,12 @@ row the same bits among any number of rows, which is tried for each shape.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _OPS: Any = torch.ops.mkldnn
 # Fewer rows take other kernels, which round differently: in float32 always, in bfloat16 now and then.

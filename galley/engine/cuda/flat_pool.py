@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine.kv_pool import KvPool
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
 
 
 class FlatPool(KvPool):

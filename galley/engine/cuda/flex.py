@@ -10,11 +10,13 @@ stand-in for its kernel (tests/engine/test_flex.py).
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -22,19 +24,13 @@ from galley.common.server.logs import get_logger
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine.cuda import flex_layout
 from galley.engine.cuda.flat_pool import FlatPool
+from galley.engine.cuda.flex_layout import Inputs, PassShape
 from galley.engine.cuda.transfer import host_buffer
+from galley.engine.kv_pool import KvShape
 from galley.engine.pages import Pages, Shape, Span, lay_out
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from galley.engine.cuda.flex_layout import Inputs, PassShape
-    from galley.engine.kv_pool import KvShape
-
-    Operator = Callable[..., Tensor]
-    Attend = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor], Tensor, Tensor, "Kind"], Tensor]
+Operator = Callable[..., Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor], Tensor, Tensor, "Kind"], Tensor]
 
 _LOG = get_logger(__name__)
 # torch's types of it are older than its arguments.

@@ -8,21 +8,17 @@ the slots of the tile after the last, to which all rows belong that only fill th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from galley.core.kv.blocks import BLOCK_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from galley.engine.pages import Pages
+from galley.engine.pages import Pages
 
 T = TypeVar("T")
 

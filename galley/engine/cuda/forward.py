@@ -7,24 +7,19 @@ larger than the list run as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from galley.engine.attention import Pass
 from galley.engine.cuda import flex_layout
-from galley.engine.cuda.flex import PlacedPages
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from galley.engine.cuda.flex import FlexAttention, Placed
-    from galley.engine.cuda.flex_layout import PassShape
-    from galley.engine.cuda.graphs import Graphs
-    from galley.engine.pages import Pages
+from galley.engine.cuda.flex import FlexAttention, Placed, PlacedPages
+from galley.engine.cuda.flex_layout import PassShape
+from galley.engine.cuda.graphs import Graphs
+from galley.engine.pages import Pages
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384)
 

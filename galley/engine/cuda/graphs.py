@@ -7,17 +7,14 @@ A recording reads one buffer that lies where it lay, and nothing else of the hos
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from galley.common.server.logs import get_logger
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
-
-    from torch import Tensor
 
 _LOG = get_logger(__name__)
 # torch leaves some of it without types.

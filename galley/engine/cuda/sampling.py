@@ -9,31 +9,26 @@ device's own logarithms and agrees to 1e-6 with the host's.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from galley.common.server.logs import get_logger
+from galley.core.errors import GalleyError
 from galley.core.noise import halves
 from galley.core.step import Draw, Sampled
 from galley.engine.cuda.transfer import host_buffer, to_host
 from galley.engine.sampling import torch_noise as noise
 from galley.engine.sampling.draw import COLDEST, HOTTEST, draw_rows, masked_rows, no_maximum, penalized
-from galley.engine.sampling.layout import NOTHING
+from galley.engine.sampling.layout import NOTHING, Floats
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from galley.core.errors import GalleyError
-    from galley.engine.sampling.layout import Floats
-
-    Outcome = Sampled | GalleyError
-    Words = Callable[[Tensor, Tensor, int], Tensor]
+Outcome = Sampled | GalleyError
+Words = Callable[[Tensor, Tensor, int], Tensor]
 
 _LOG = get_logger(__name__)
 

@@ -14,26 +14,22 @@ scale for each row, `<name>.scale`.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from galley.engine import attention
 from galley.engine.cpu.int8 import Int8Linear
 from galley.engine.errors import UnsupportedModel
 from galley.engine.load.weights import refuse_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from torch import Tensor
 
 KEY = "galley_draft"
 FORMAT = 1

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, modeling_gguf_pytorch_utils
@@ -17,10 +18,6 @@ from transformers import AutoConfig, AutoTokenizer, modeling_gguf_pytorch_utils
 from galley.engine.errors import UnsupportedModel
 from galley.engine.load.module import CAUSAL_LM, causal_class, silence
 from galley.engine.load.support import refuse_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 _READER: Any = modeling_gguf_pytorch_utils
 

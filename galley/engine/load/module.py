@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -17,12 +18,7 @@ from galley.engine.load.draft_directory import ReducedHead, draft_format, load_d
 from galley.engine.load.support import refuse_config, refuse_files
 from galley.engine.load.weights import read_weights
 from galley.engine.parallel import sharding
-from galley.engine.parallel.ranks import ALONE
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from galley.engine.parallel.ranks import Ranks
+from galley.engine.parallel.ranks import ALONE, Ranks
 
 # transformers' annotations promise more than its functions keep.
 CAUSAL_LM: Any = AutoModelForCausalLM

@@ -12,9 +12,10 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -25,9 +26,6 @@ from galley.core.errors import GalleyError
 from galley.engine.errors import UnsupportedModel
 from galley.engine.load.cache_directory import cache_dir, file_digest
 from galley.engine.load.support import MODEL_FILES, is_pickled, refuse_files, refuse_raw_config
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _DIGEST_DIGITS = 16
 

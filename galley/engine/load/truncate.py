@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from galley.engine.errors import UnsupportedModel
 from galley.engine.load.module import CAUSAL_LM, load_config, silence
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "*.jinja", "vocab.*", "merges.txt")
 

@@ -9,22 +9,19 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from galley.core.errors import Unavailable
 from galley.engine.parallel.ranks import Waits
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
 
 # torch.distributed has them without saying so in its types.
 _STORES: Any = dist

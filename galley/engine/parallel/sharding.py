@@ -12,7 +12,9 @@ that divides.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +25,7 @@ from transformers.distributed.tensor_parallel import ColwiseParallel, RowwisePar
 
 from galley.engine.errors import UnsupportedModel
 from galley.engine.load.weights import read_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from galley.engine.parallel.ranks import Ranks
+from galley.engine.parallel.ranks import Ranks
 
 # transformers' annotations promise more than its functions keep.
 CAUSAL_LM: Any = AutoModelForCausalLM

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from galley.core import noise
 from galley.engine.cpu.kernels import openmp
@@ -15,9 +16,6 @@ from galley.engine.sampling import gumbel as sampling_noise
 from galley.engine.sampling import kernels as sampling_kernels
 from galley.engine.sampling import largest as sampling_largest
 from galley.engine.sampling import layout as sampling_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _SOURCES = (
     *(kernel_ops, noise, openmp),

@@ -13,30 +13,23 @@ is bounded, so most tokens cannot win whatever theirs is: the kernels find the s
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from galley.core.errors import Broken
+from galley.core.errors import Broken, GalleyError
 from galley.core.noise import LANES
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.cpu.kernels import openmp
 from galley.engine.sampling.compile import compiled
-from galley.engine.sampling.layout import DRAW, Scratch
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from galley.core.errors import GalleyError
-    from galley.engine.sampling.layout import Floats, Ids
+from galley.engine.sampling.layout import DRAW, Floats, Ids, Scratch
 
 # What one logit costs, at least.
 _LOGIT_NS = 0.3

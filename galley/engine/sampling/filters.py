@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from galley.engine.sampling.layout import part
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from galley.engine.sampling.layout import Floats, Ids
+from galley.engine.sampling.layout import Floats, Ids, part
 
 _COARSE: Final = 2048
 _STEP: Final = np.float32(32)  # coarse buckets of 1/32, so that the last begins at -64

@@ -7,21 +7,17 @@ The same noise and the same order of processing as in `sampling_kernels`, over t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from galley.core.noise import GUMBEL_MAX, LANES
 from galley.engine.cpu.kernels.openmp import shared
 from galley.engine.sampling.filters import keep_likeliest
 from galley.engine.sampling.gumbel import OFFSET, SLACK, UNIT, gumbel, philox
 from galley.engine.sampling.largest import any_above, exponentials, likeliest
-from galley.engine.sampling.layout import NOTHING, part
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from galley.engine.sampling.layout import Floats, Ids
+from galley.engine.sampling.layout import NOTHING, Floats, Ids, part
 
 _COLUMNS: Final = 64  # whose noise is computed at once
 

@@ -7,14 +7,16 @@ may know only some tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from galley.core import noise
-from galley.core.errors import Broken
+from galley.core.errors import Broken, GalleyError
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.cpu.kernels import openmp
@@ -29,11 +31,6 @@ from galley.engine.sampling.draw import COLDEST, HOTTEST, draw_all, masked_rows,
 from galley.engine.sampling.layout import NOTHING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from galley.core.errors import GalleyError
     from galley.engine.load.draft_directory import ReducedHead
 
     Outcomes = list[Sampled | GalleyError]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from galley.core.noise import GUMBEL, GUMBEL_MAX, LANES, MULTIPLIERS, ROUNDS, WEYL
 from galley.engine.sampling.largest import any_above
-from galley.engine.sampling.layout import part
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from galley.engine.sampling.layout import Floats
+from galley.engine.sampling.layout import Floats, part
 
 _M0, _M1 = np.uint64(MULTIPLIERS[0]), np.uint64(MULTIPLIERS[1])
 _W0, _W1 = np.uint64(WEYL[0]), np.uint64(WEYL[1])

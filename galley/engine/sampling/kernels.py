@@ -9,20 +9,16 @@ single tokens, simple enough for the compiler to vectorise.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from galley.engine.cpu.kernels.openmp import shared
 from galley.engine.sampling.filters import keep_likeliest
 from galley.engine.sampling.gumbel import noisiest
 from galley.engine.sampling.largest import exponentials, likeliest, list_first
-from galley.engine.sampling.layout import NOTHING, of_thread, part
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from galley.engine.sampling.layout import Floats, Ids, Scratch
+from galley.engine.sampling.layout import NOTHING, Floats, Ids, Scratch, of_thread, part
 
 
 @shared

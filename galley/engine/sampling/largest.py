@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from galley.engine.sampling.layout import NOTHING, part
-
-if TYPE_CHECKING:
-    from galley.engine.sampling.layout import Floats, Ids
+from galley.engine.sampling.layout import NOTHING, Floats, Ids, part
 
 _CHUNK: Final = 256
 _SEGMENT: Final = 2048

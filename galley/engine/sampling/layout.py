@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float32]
-    Ids = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
 
 # Part of a kernel. A division by zero gives an infinity, as in numpy. No fast-math: every sum has one order.
 part = njit(nogil=True, error_model="numpy")

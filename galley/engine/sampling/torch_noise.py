@@ -6,15 +6,13 @@ int64, whose products wrap: their high half is made non-negative by a mask after
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from galley.core.noise import GUMBEL, LANES, MULTIPLIERS, ROUNDS, WEYL, halves, round_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _LOW = 0xFFFFFFFF
 

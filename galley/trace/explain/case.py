@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 from galley.core import trace_names as names
-from galley.trace.read.model import COMMIT
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
-
-    from galley.trace.read.model import Request, Round, Story
-    from galley.trace.read.spans import Event
+from galley.trace.read.model import COMMIT, Request, Round, Story
+from galley.trace.read.spans import Event
 
 Interval = tuple[int, int]
 

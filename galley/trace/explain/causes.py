@@ -6,18 +6,15 @@ The first that holds is the cause. All numbers that decide are in `thresholds.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from galley.core import trace_names as names
 from galley.trace.explain.case import Case, Cause, Part
 from galley.trace.explain.thresholds import THRESHOLDS
+from galley.trace.read.spans import Event
 from galley.trace.show.summary import count, ms, one_line, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.trace.read.spans import Event
 
 # Where time passes in which the target has nothing to do for the session, whoever had it wait.
 _HELD_UP = (Part.BEFORE, Part.QUEUE, Part.WIRE)

@@ -7,20 +7,16 @@ explained, by the first rule of `causes.py` that holds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from galley.core import trace_names as names
 from galley.trace.explain.case import Case, Cause, Part, Usual, usual
 from galley.trace.explain.causes import cause_of
 from galley.trace.explain.thresholds import THRESHOLDS
+from galley.trace.read.model import Request, Round, Story
+from galley.trace.read.spans import Event
 from galley.trace.show.summary import count, duration, ms, one_line, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from galley.trace.read.model import Request, Round, Story
-    from galley.trace.read.spans import Event
 
 _SHOWN_MOVES = 3
 

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from galley.core import trace_names as names
 from galley.core.session.round import RoundParts
 from galley.trace.read.model import Batch, Call, Request, Round, Story
-from galley.trace.read.skew import align
-from galley.trace.read.spans import CLIENT, SERVER
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
-
-    from galley.trace.read.skew import Shift
-    from galley.trace.read.spans import Event, Span, SpanKey, Value
+from galley.trace.read.skew import Shift, align
+from galley.trace.read.spans import CLIENT, SERVER, Event, Span, SpanKey, Value
 
 
 def stories_of(

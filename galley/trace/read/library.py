@@ -7,17 +7,14 @@ that no more is kept than what is asked for. Lines that cannot hold it are not e
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from galley.core import trace_names as names
+from galley.trace.read.otlp_file import Lines
 from galley.trace.read.otlp_json import Malformed, spans_in
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-
-    from galley.trace.read.otlp_file import Lines
-    from galley.trace.read.spans import Link, Span, SpanKey
+from galley.trace.read.spans import Link, Span, SpanKey
 
 MAX_SPANS = 250_000
 _SHOWN_MATCHES = 5

@@ -7,18 +7,13 @@ All times are of one clock, as far as `skew.py` can tell. What attributes hold i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from galley.core import trace_names as names
-from galley.trace.read.spans import ERROR
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from galley.core.session.round import RoundParts
-    from galley.trace.read.skew import Shift
-    from galley.trace.read.spans import Event, Span
+from galley.core.session.round import RoundParts
+from galley.trace.read.skew import Shift
+from galley.trace.read.spans import ERROR, Event, Span
 
 COMMIT = "commit"
 

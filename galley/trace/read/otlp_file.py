@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
+from io import FileIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from galley.trace.read.otlp_json import Malformed, document_of, drop_malformed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from io import FileIO
-    from pathlib import Path
-
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 MAX_LINE_BYTES = 16 * 2**20

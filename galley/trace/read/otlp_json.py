@@ -7,18 +7,15 @@ and enums, which are numbers.
 from __future__ import annotations
 
 from base64 import b64decode
+from collections.abc import Callable, Iterator, Mapping
 from sys import intern
 from typing import TYPE_CHECKING, Any
 
-from galley.trace.read.spans import Event, Link, Process, Span
+from galley.trace.read.spans import Attributes, Event, Link, Process, Span, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
     from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
-
-    from galley.trace.read.spans import Attributes, Value
 
 SERVICE_NAME, SERVICE_INSTANCE = "service.name", "service.instance.id"
 _IDS = ("traceId", "spanId", "parentSpanId")

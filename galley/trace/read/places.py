@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from galley.trace.read.otlp_file import rotated
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _PATTERN = "traces-*.jsonl"
 _KEPT = 4

@@ -14,15 +14,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from galley.core import trace_names as names
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from galley.trace.read.spans import Process, Span, SpanKey
+from galley.trace.read.spans import Process, Span, SpanKey
 
 # Less may come of how spans are timed: who answers ends its span a little after the answer has left.
 _NEGLIGIBLE_NS = 100_000

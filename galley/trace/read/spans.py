@@ -5,13 +5,11 @@ What attributes hold is not to be trusted: the getters answer with a default whe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard
 
 from galley.core import trace_names as names
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 Value: TypeAlias = "str | bool | int | float | tuple[Value, ...] | Mapping[str, Value] | None"
 Attributes: TypeAlias = "Mapping[str, Value]"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from galley.core import trace_names as names
 from galley.trace.explain.explain import drafts_of
+from galley.trace.read.model import Request, Round, Story
 from galley.trace.show.summary import count, duration, ms, one_line, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from galley.trace.read.model import Request, Round, Story
 
 NO_SESSION = "(not in the trace)"
 

@@ -8,28 +8,22 @@ in, by its hash.
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
 
 from galley.common.printable import printable
 from galley.trace.explain.case import Part
 from galley.trace.explain.explain import explain, summary
-from galley.trace.read.model import Round
+from galley.trace.read.model import Request, Round, Story
 from galley.trace.show.elements import element, markup
 from galley.trace.show.headline import NO_SESSION, about, figures
 from galley.trace.show.html_rows import BAR_UNITS, MEANINGS, RoundRows, bar_pieces, longest_of
-from galley.trace.show.rows import EVERYTHING, Gap, Limits, rows_of
+from galley.trace.show.rows import EVERYTHING, Gap, Limits, Row, rows_of
 from galley.trace.show.summary import count, ms, one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from xml.etree.ElementTree import Element
-
-    from galley.trace.read.model import Request, Story
-    from galley.trace.show.rows import Row
 
 _HERE = Path(__file__).parent
 _LIMITS = Limits(head=300, tail=200, slowest=50, eventful=100, events=100)

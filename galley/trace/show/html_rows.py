@@ -5,22 +5,16 @@ Its parts show by hover or focus, its details open by click or key.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from xml.etree.ElementTree import Element
 
 from galley.core import trace_names as names
 from galley.trace.explain.case import Part, times_of
-from galley.trace.read.model import Round
+from galley.trace.read.model import Batch, Call, Round, Story
 from galley.trace.show.elements import element
 from galley.trace.show.headline import tokens_of
-from galley.trace.show.rows import SHOWN_EVENTS, Gap, said_of, said_of_gap
+from galley.trace.show.rows import SHOWN_EVENTS, Gap, Row, said_of, said_of_gap
 from galley.trace.show.summary import count, ms, one_line, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from xml.etree.ElementTree import Element
-
-    from galley.trace.read.model import Batch, Call, Story
-    from galley.trace.show.rows import Row
 
 BAR_UNITS = 1000
 MEANINGS = {

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
+from galley.trace.read.library import Entry
+from galley.trace.read.spans import Span, SpanKey
 from galley.trace.show.summary import count, duration, ms, one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from galley.trace.read.library import Entry
-    from galley.trace.read.spans import Span, SpanKey
 
 _MAX_PLAIN = 200
 _MAX_DEPTH = 12

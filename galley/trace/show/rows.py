@@ -5,23 +5,17 @@ A long request is shortened in the middle; its slowest rounds, and those in whic
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from sys import maxsize
-from typing import TYPE_CHECKING
 
 from galley.core import trace_names as names
 from galley.trace.explain.case import Part, times_of
 from galley.trace.explain.explain import moved
-from galley.trace.read.model import Round
-from galley.trace.read.spans import Event
+from galley.trace.read.model import Request, Round
+from galley.trace.read.spans import Event, Value
 from galley.trace.show.summary import count, duration, ms, one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from galley.trace.read.model import Request
-    from galley.trace.read.spans import Value
 
 # Of one round.
 SHOWN_EVENTS = 20

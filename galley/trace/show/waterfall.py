@@ -5,34 +5,28 @@ Colours are never all that tells parts apart: without them each part has its let
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
+from rich.console import Console
 from rich.text import Text
 
 from galley.trace.explain.case import Part
 from galley.trace.explain.explain import explain, summary
-from galley.trace.read.model import Round
+from galley.trace.read.model import Request, Round, Story
+from galley.trace.read.spans import Event
 from galley.trace.show.headline import NO_SESSION, about, figures, tokens_of
 from galley.trace.show.rows import (
     EVERYTHING,
     SHOWN_EVENTS,
     Gap,
     Limits,
+    Row,
     cells_of,
     rows_of,
     said_of,
     said_of_gap,
 )
 from galley.trace.show.summary import count, ms, one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from rich.console import Console
-
-    from galley.trace.read.model import Request, Story
-    from galley.trace.read.spans import Event
-    from galley.trace.show.rows import Row
 
 _COLOURS = {
     Part.BEFORE: "bright_black",

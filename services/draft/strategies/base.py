@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.common.wire.slices import Slice
-    from galley.core.errors import GalleyError
+from galley.common.wire.slices import Slice
+from galley.core.errors import GalleyError
 
 
 class DraftSession:

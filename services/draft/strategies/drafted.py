@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from galley.core.content import agreement
-
-if TYPE_CHECKING:
-    from services.draft.strategies.base import DraftSession
+from services.draft.strategies.base import DraftSession
 
 E = TypeVar("E")
 

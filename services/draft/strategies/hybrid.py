@@ -7,24 +7,18 @@ alone. So a draft copies while there is something to copy, and goes on by itself
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from galley.core.content import agreement
 from galley.core.last_used import LastUsed
+from services.draft.strategies.base import DraftJob, DraftSession, Guess
 from services.draft.strategies.drafted import Drafted
-from services.draft.strategies.lookups import kind_of
+from services.draft.strategies.lookups import Following, Kind, Lookups, kind_of
 from services.draft.strategies.matches import PRIOR, class_of
 from services.draft.strategies.opinions import Opined, Opinions, Said
-from services.draft.strategies.steps import SteppedGuess, rules_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from services.draft.strategies.base import DraftJob, DraftSession, Guess
-    from services.draft.strategies.lookups import Following, Kind, Lookups
-    from services.draft.strategies.steps import ModelSteps
+from services.draft.strategies.steps import ModelSteps, SteppedGuess, rules_of
 
 _WORKLOADS = 256
 # A token that survives more seldom is not worth a step.

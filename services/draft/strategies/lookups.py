@@ -5,18 +5,14 @@ Answers are looked up in by sessions of their own tenant and workload alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 from galley.core.last_used import LastUsed
-from galley.core.lookup.lookup import AnswerLookup, RecentAnswers, SessionLookup
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.lookup.lookup import Found
-    from services.draft.strategies.base import DraftJob, DraftSession
+from galley.core.lookup.lookup import AnswerLookup, Found, RecentAnswers, SessionLookup
+from services.draft.strategies.base import DraftJob, DraftSession
 
 # Of sessions: the tenant's salt and the workload.
 Kind: TypeAlias = tuple[bytes, str]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING
 
 from galley.core.lookup.calibration import Calibration
-
-if TYPE_CHECKING:
-    from services.draft.strategies.lookups import Match
+from services.draft.strategies.lookups import Match
 
 # From which length on a match is of which class.
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)

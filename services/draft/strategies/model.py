@@ -6,22 +6,16 @@ already need no step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from galley.core.content import agreement
 from galley.core.last_used import LastUsed
 from galley.core.lookup.calibration import Calibration
+from services.draft.strategies.base import DraftJob, DraftSession, Guess
 from services.draft.strategies.drafted import Drafted
-from services.draft.strategies.lookups import kind_of
-from services.draft.strategies.steps import CONFIDENCES, SteppedGuess, rules_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from services.draft.strategies.base import DraftJob, DraftSession, Guess
-    from services.draft.strategies.lookups import Kind
-    from services.draft.strategies.steps import ModelSteps
+from services.draft.strategies.lookups import Kind, kind_of
+from services.draft.strategies.steps import CONFIDENCES, ModelSteps, SteppedGuess, rules_of
 
 # Verdicts that the confidence itself weighs, and workloads whose acceptance is kept.
 _STRENGTH = 8.0

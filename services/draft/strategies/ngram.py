@@ -5,22 +5,16 @@ A match is trusted as far as matches of its length have been right in its tenant
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from galley.core.last_used import LastUsed
+from galley.core.lookup.lookup import Found
 from galley.core.lookup.proposal_outcomes import Hindsight
-from services.draft.strategies.base import Guess
-from services.draft.strategies.lookups import MOST_KINDS, kind_of
+from services.draft.strategies.base import DraftJob, DraftSession, Guess
+from services.draft.strategies.lookups import MOST_KINDS, Following, Kind, Lookups, Match, kind_of
 from services.draft.strategies.matches import MatchChances
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.lookup.lookup import Found
-    from services.draft.strategies.base import DraftJob, DraftSession
-    from services.draft.strategies.lookups import Following, Kind, Lookups, Match
 
 # A token that survives more seldom is not worth its bytes.
 _LEAST_SURVIVAL = 0.02

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from services.draft.strategies.base import Guess
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from services.draft.strategies.base import DraftJob
+from services.draft.strategies.base import DraftJob, Guess
 
 
 class NoneStrategy:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from galley.core.noise import SPOIL, words
-from services.draft.strategies.base import Guess
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from services.draft.strategies.base import DraftJob, DraftSession
+from services.draft.strategies.base import DraftJob, DraftSession, Guess
 
 
 class OracleStrategy:

@@ -7,30 +7,23 @@ the target will sample (Daliri et al., arXiv 2408.07978).
 from __future__ import annotations
 
 from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
+
+from galley.common.wire.slices import Slice
 from galley.common.wire.status import log_internal
 from galley.core.content import agreement
 from galley.core.errors import GalleyError
-from galley.core.step import Draw
-from galley.engine.model import Rows
+from galley.core.step import Draw, Sampled
+from galley.engine.model import CausalModel, Rows, SessionCache
 from galley.engine.sampling import draw as sampling
 from galley.engine.sampling import guessing
 from galley.engine.sampling.guessing import guess as guess_tokens
-from services.draft.strategies.base import Guess
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from galley.common.wire.slices import Slice
-    from galley.core.step import Sampled
-    from galley.engine.model import CausalModel, SessionCache
-    from services.draft.strategies.base import DraftJob, DraftSession
+from services.draft.strategies.base import DraftJob, DraftSession, Guess
 
 # Tokens of a session that one step feeds: a long prompt must not hold up the others for long.
 _PREFILL_ROWS = 128

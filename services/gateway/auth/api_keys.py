@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
+from galley.core.admission.principal import Principal
 from galley.core.errors import Unauthenticated
-from services.gateway.auth.interceptor import Authenticator
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.core.admission.principal import Principal
-    from services.gateway.auth.interceptor import Presented
-    from services.gateway.auth.principals_file import Principals
+from services.gateway.auth.interceptor import Authenticator, Presented
+from services.gateway.auth.principals_file import Principals
 
 NEEDED = "an API key is needed: `authorization: Bearer KEY` or `x-api-key: KEY`"
 UNKNOWN = "this API key is not known"

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from galley.common.tls.files import LOOK_EVERY_S, NamedFile, WatchedFiles
 from galley.core.admission.principal import Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
 from services.gateway.auth import api_keys
 from services.gateway.auth import jwt as tokens
-from services.gateway.auth.interceptor import Authenticator, Everyone
+from services.gateway.auth.interceptor import Authenticator, Everyone, Presented
 from services.gateway.auth.issuer import Issuer
 from services.gateway.auth.issuer_keys import FetchedKeys, KeyFile
 from services.gateway.auth.jwks import read_jwks
 from services.gateway.auth.principals_file import Principals, read_principals
 from services.gateway.auth.settings import listed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from services.gateway.auth.interceptor import Presented
-    from services.gateway.settings import GatewaySettings
+from services.gateway.settings import GatewaySettings
 
 _T = TypeVar("_T")
 EITHER_NEEDED = "an API key or a token is needed: `authorization: Bearer KEY OR TOKEN`, or `x-api-key: KEY`"

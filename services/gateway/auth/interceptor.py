@@ -5,22 +5,17 @@ Health and reflection stay open. What was presented is never logged, traced or r
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from galley.common.server.interceptors import WrappingInterceptor, wrap_handler
-from galley.core.admission.principal import ANONYMOUS
+import grpc
+
+from galley.common.server.interceptors import Behavior, Handler, WrappingInterceptor, wrap_handler
+from galley.core.admission.principal import ANONYMOUS, Principal
 from galley.core.errors import Broken
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-
-    import grpc
-
-    from galley.common.server.interceptors import Behavior, Handler
-    from galley.core.admission.principal import Principal
 
 _BEARER = "bearer "
 

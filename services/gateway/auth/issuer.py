@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import httpx2
 
 from galley.common.tls.files import NamedFile
 from services.gateway.auth.jwks import MAX_BYTES, KeySet, parse_jwks, parse_object
 from services.gateway.auth.settings import check_https
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _C = TypeVar("_C")
 _T = TypeVar("_T")

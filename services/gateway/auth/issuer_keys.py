@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from galley.common.server.logs import get_logger
+from galley.common.tls.files import WatchedFiles
 from galley.core.errors import CallerUnknown
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from galley.common.tls.files import WatchedFiles
     from services.gateway.auth.jwks import KeySet
 
 _log = get_logger(__name__)

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import jwt
 
 from galley.common.server.logs import get_logger
-from galley.core.admission.principal import TOKEN_PREFIX
+from galley.core.admission.principal import TOKEN_PREFIX, Principal
 from galley.core.errors import Unauthenticated
-from services.gateway.auth.interceptor import Authenticator
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.core.admission.principal import Principal
-    from services.gateway.auth.interceptor import Presented
-    from services.gateway.auth.issuer_keys import KeySource
+from services.gateway.auth.interceptor import Authenticator, Presented
+from services.gateway.auth.issuer_keys import KeySource
 
 NEEDED = "a token is needed: `authorization: Bearer TOKEN`"
 NOT_TAKEN = "this token is not taken"

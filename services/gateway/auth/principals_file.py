@@ -20,19 +20,16 @@ from __future__ import annotations
 import hmac
 import secrets
 import tomllib
-from datetime import datetime  # noqa: TC003  # pydantic reads it
+from collections.abc import Mapping
+from datetime import datetime  # pydantic reads it
 from hashlib import blake2b, sha256
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from galley.common.tls.files import NamedFile
 from galley.core.admission.principal import ANONYMOUS_NAME, TOKEN_PREFIX, Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from galley.common.tls.files import NamedFile
 
 _MAX_KEY_BYTES = 1024
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.@:/%|-]{1,256}$")]

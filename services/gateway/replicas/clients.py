@@ -6,7 +6,8 @@ What fails comes back as `Failed`; only cancellation passes through.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import TypeAlias
 
 import grpc
 
@@ -14,21 +15,16 @@ from galley.common.tls.channels import generation_of
 from galley.common.wire.codec import logprobs_from, sampling_message
 from galley.common.wire.status import error_type, item_error_type
 from galley.core import trace_names as names
+from galley.core.answer.answer import SessionSpec
 from galley.core.errors import TokenizerMismatch, Unavailable
 from galley.core.session import events as ev
 from galley.core.session.ports import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.gateway.replicas.item_stream import ItemStream
+from services.gateway.replicas.item_stream import ItemStream, OpenItem
 from services.gateway.session.timeouts import SECOND
+from services.gateway.telemetry.call_spans import CallSpan
 from services.gateway.telemetry.spans import request_trace
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
-
-    from galley.core.answer.answer import SessionSpec
-    from services.gateway.replicas.item_stream import OpenItem
-    from services.gateway.telemetry.call_spans import CallSpan
 
 Verdict: TypeAlias = "ev.Verified | ev.CacheMissed | ev.Failed"
 

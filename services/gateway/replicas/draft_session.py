@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from galley.core import trace_names as names
+from galley.core.answer.answer import SessionSpec
 from galley.core.move_reasons import FAILED, LATE, LEFT
 from galley.core.session import events as ev
 from galley.core.session.ports import Replica
+from galley.core.store import Held
 from galley.core.strategies import HYBRID, MODEL, NGRAM
+from services.gateway.replicas.drafts import Draft, Drafts
 from services.gateway.replicas.lookup import Lookup
 from services.gateway.telemetry.spans import request_trace
-
-if TYPE_CHECKING:
-    from galley.core.answer.answer import SessionSpec
-    from galley.core.store import Held
-    from services.gateway.replicas.drafts import Draft, Drafts
 
 _OF_A_MODEL = (MODEL, HYBRID)
 """Strategies in place of which lookup is better than nothing."""

@@ -7,7 +7,9 @@ until it is met again. One that fails often is left alone by all sessions for a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
+
+import grpc
 
 from galley.common.registry.leases import draft_lease
 from galley.common.server.logs import get_logger
@@ -17,18 +19,11 @@ from galley.core.recent import Recent
 from galley.core.routing.breaker import Breaker, State
 from galley.core.routing.choice import DraftCandidate, DraftLease, choose_draft
 from galley.core.session import events as ev
+from galley.core.session.ports import Clock, Replica
 from services.gateway.replicas.clients import DraftPool
-from services.gateway.replicas.membership import Member, Members
+from services.gateway.replicas.membership import Member, Members, Source
 from services.gateway.replicas.moves_count import Moves
 from services.gateway.telemetry.spans import request_trace
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    import grpc
-
-    from galley.core.session.ports import Clock, Replica
-    from services.gateway.replicas.membership import Source
 
 _log = get_logger(__name__)
 

@@ -7,15 +7,11 @@ computes no more than the verdict.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from galley.core.session import events as ev
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from services.gateway.replicas.clients import PoolVerification
-    from services.gateway.replicas.targets import Target
+from services.gateway.replicas.clients import PoolVerification
+from services.gateway.replicas.targets import Target
 
 
 class Hedge:

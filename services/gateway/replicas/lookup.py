@@ -6,17 +6,13 @@ from guesses. It knows the session's own tokens alone; a draft's lookup knows re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from galley.core.answer.answer import SessionSpec
 from galley.core.content import Miss, PrefixHasher, look_up
 from galley.core.lookup.lookup import SessionLookup
 from galley.core.session import events as ev
 from galley.core.strategies import LOOKUP
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from galley.core.answer.answer import SessionSpec
 
 # Tokens that one proposal follows, some milliseconds: a long prompt must not hold up the other sessions.
 _MOST_AT_ONCE = 1024

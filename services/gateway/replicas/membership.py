@@ -9,22 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
-from galley.common.registry.leases import LeaseT
+from galley.common.registry.leases import LeasePool, LeaseT, ReplicaRegistry
 from galley.common.server.logs import get_logger
 from galley.core.errors import GalleyError, TokenizerMismatch, Unavailable
+from galley.core.routing.choice import ReplicaLease
+from galley.core.session.ports import Clock, Replica
 from services.gateway.replicas.clients import MEET_TIMEOUT_S
 from services.gateway.session.timeouts import SECOND
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-
-    from galley.common.registry.leases import LeasePool, ReplicaRegistry
-    from galley.core.routing.choice import ReplicaLease
-    from galley.core.session.ports import Clock, Replica
 
 POLL_S = 0.5
 GONE_GRACE_S = 3.0

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from galley.common.server.logs import get_logger
 from galley.core import trace_names as names
 from galley.core.move_reasons import RESTARTED
+from galley.core.session.ports import Replica
 from services.gateway.telemetry.spans import request_trace
-
-if TYPE_CHECKING:
-    from galley.core.session.ports import Replica
 
 _log = get_logger(__name__)
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import grpc
 
-from galley.common.tls.files import NamedFile
+from galley.common.server.server import Parts
+from galley.common.tls.files import NamedFile, WatchedFiles
 from galley.common.tls.keepalive import ChannelTls, open_channel
-from galley.common.tls.material import TlsFiles
-
-if TYPE_CHECKING:
-    import grpc
-
-    from galley.common.server.server import Parts
-    from galley.common.tls.files import WatchedFiles
-    from galley.common.tls.material import Material
-    from services.gateway.settings import GatewaySettings
+from galley.common.tls.material import Material, TlsFiles
+from services.gateway.settings import GatewaySettings
 
 _UNBOUNDED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from galley.core import trace_names as names
+from galley.core.answer.answer import SessionSpec
 from galley.core.move_reasons import HEDGED
 from galley.core.session import events as ev
+from galley.core.session.ports import Replica, Verification
+from services.gateway.replicas.clients import PoolVerification
 from services.gateway.replicas.hedge import Hedge
+from services.gateway.replicas.targets import Target
 from services.gateway.replicas.watch import Watch
 from services.gateway.session.timeouts import SECOND
 from services.gateway.telemetry.spans import request_trace
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from galley.core.answer.answer import SessionSpec
-    from galley.core.session.ports import Replica, Verification
-    from services.gateway.replicas.clients import PoolVerification
     from services.gateway.replicas.target_session import SessionTarget
-    from services.gateway.replicas.targets import Target
 
 
 class Routed:

@@ -8,19 +8,16 @@ verdict is late (`galley.core.routing.lateness`) is left where another of the se
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from galley.core.answer.answer import SessionSpec
 from galley.core.move_reasons import FAILED, LATE, LEFT
 from galley.core.routing.choice import Wanted, cached_tokens
 from galley.core.routing.lateness import Patience
+from galley.core.session import events as ev
+from galley.core.session.ports import Replica, Verification
+from galley.core.store import Held
 from services.gateway.replicas.target_request import Routed
-
-if TYPE_CHECKING:
-    from galley.core.answer.answer import SessionSpec
-    from galley.core.session import events as ev
-    from galley.core.session.ports import Replica, Verification
-    from galley.core.store import Held
-    from services.gateway.replicas.targets import Target, Targets
+from services.gateway.replicas.targets import Target, Targets
 
 
 class SessionTarget:

@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+
+import grpc
 
 from galley.common.registry.leases import target_lease
 from galley.core.errors import GalleyError, TargetUnavailable, TokenizerMismatch, Unavailable
 from galley.core.routing.choice import Candidate, TargetLease, Wanted, choose
 from galley.core.routing.lateness import ROWS_OF_A_SESSION, SLOW_FACTOR, VerdictTimes
+from galley.core.session.ports import Clock
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.replicas.clients import TargetPool
-from services.gateway.replicas.membership import Member, Members
+from services.gateway.replicas.membership import Member, Members, Source
 from services.gateway.replicas.moves_count import Moves
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    import grpc
-
-    from galley.core.session.ports import Clock
-    from services.gateway.replicas.membership import Source
 
 _FIRST_PAUSE_S = 0.1
 

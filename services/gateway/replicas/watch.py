@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from services.gateway.session.timeouts import SECOND
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Watch:

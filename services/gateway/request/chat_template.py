@@ -7,21 +7,18 @@ what they write is bounded.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from galley.core.errors import InvalidField
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from jinja2.parser import Parser
 
 MAX_RENDERED_CHARS = 8 * 1024 * 1024
 _MAX_REASON_CHARS = 200

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from galley.common.wire.codec import logprobs_message
 from galley.core.answer.answer import Chunk, Ending, NumericsChanged, Reason
+from galley.core.session.machine import Session
+from galley.core.session.stats import SpeculationStats
 from galley.pb.galley.v1 import galley_pb2 as pb
-
-if TYPE_CHECKING:
-    from galley.core.session.machine import Session
-    from galley.core.session.stats import SpeculationStats
 
 _REASONS = {
     Reason.STOP: pb.Finished.REASON_STOP,

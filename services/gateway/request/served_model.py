@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from galley.core.answer.answer import SessionSpec
 from galley.core.strategies import STRATEGIES
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.request.validate import Model
+from services.gateway.replicas.drafts import Drafts
+from services.gateway.replicas.targets import Targets
+from services.gateway.request.validate import GenerateSpec, Limits, Model
 
 if TYPE_CHECKING:
-    from services.gateway.replicas.drafts import Drafts
-    from services.gateway.replicas.targets import Targets
     from services.gateway.request.tokenize import Tokenizer
-    from services.gateway.request.validate import GenerateSpec, Limits
 
 # Of a request that fixes it, and does not say at what.
 _FIXED_K = 4

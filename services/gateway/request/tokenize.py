@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -16,9 +17,6 @@ from galley.common.models.hub import hub_model
 from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.core.errors import InvalidField
 from services.gateway.request.chat_template import ChatTemplate
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 FILES = (
     "tokenizer.json",

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
 from galley.common.server.logs import get_logger, level_of
 from galley.common.wire import status
+from galley.core.admission.admission import Place
+from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.errors import Broken, GalleyError, Unread
 from galley.core.session import events as ev
+from services.gateway.session.runner import SessionRunner
+from services.gateway.session.streams import Streams
 from services.gateway.telemetry.spans import request_trace
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.core.admission.admission import Place
-    from galley.core.answer.answer import Chunk, NumericsChanged
-    from services.gateway.session.runner import SessionRunner
-    from services.gateway.session.streams import Streams
 
 _log = get_logger(__name__)
 

@@ -7,29 +7,24 @@ the ports'.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from galley.common.server.logs import get_logger
 from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.errors import Broken, Cancelled, DeadlinePassed, GalleyError, Unread
 from galley.core.session import events as ev
+from galley.core.session.machine import Session
+from galley.core.session.ports import Clock, DraftPort, Replica, TargetPort, Verification
 from galley.core.session.round import RoundEnded
 from galley.core.store import Directory, Held
-from services.gateway.session.timeouts import SECOND
+from services.gateway.session.timeouts import SECOND, Timeouts
+from services.gateway.store.owned import OwnedSession
 from services.gateway.store.session_log import StoreWrites
 from services.gateway.telemetry.meter import StreamMeter
 from services.gateway.telemetry.spans import request_trace
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
-    from galley.core.session.machine import Session
-    from galley.core.session.ports import Clock, DraftPort, Replica, TargetPort, Verification
-    from services.gateway.session.timeouts import Timeouts
-    from services.gateway.store.owned import OwnedSession
 
 _SEND_GRACE_S = 5.0
 """How long a stream that ends with an error waits for a client to read what was confirmed before."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from galley.core.admission.admission import DRAINING, Admission
+from galley.core.admission.admission import DRAINING, Admission, Place
 from galley.core.admission.principal import Principal
-from galley.core.answer.answer import Answer, Ending, Reason
+from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec
 from galley.core.answer.codec import decode_spec, encode_spec
 from galley.core.answer.finish import decode_ending, encode_ending
 from galley.core.errors import Fenced, InvalidField, LogLost, Overloaded, Unavailable, UnknownSession
@@ -17,23 +18,15 @@ from galley.core.records import decode_records
 from galley.core.session import events as ev
 from galley.core.session.draft_statistics import Book
 from galley.core.session.machine import Session, SessionLimits
-from galley.core.store import NewSession
-from services.gateway.session.runner import SessionRunner
+from galley.core.session.ports import Clock
+from galley.core.store import NewSession, SessionStore, StoredSession
+from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.session.timeouts import Timeouts, patiently
 from services.gateway.store.owned import OwnedSession
 from services.gateway.store.redis import NONCE_BYTES
 from services.gateway.telemetry.meter import GatewayMeter
 from services.gateway.telemetry.origin import operation_fields
 from services.gateway.telemetry.spans import request_trace
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
-
-    from galley.core.admission.admission import Place
-    from galley.core.answer.answer import SessionSpec
-    from galley.core.session.ports import Clock
-    from galley.core.store import SessionStore, StoredSession
-    from services.gateway.session.runner import Ports
 
 _T = TypeVar("_T")
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from galley.core.errors import StoreUnavailable
+from galley.core.session.ports import Clock
 from services.gateway.store.redis import retrying
 from services.gateway.telemetry.spans import request_trace
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from galley.core.session.ports import Clock
 
 SECOND = 1_000_000_000
 _T = TypeVar("_T")

@@ -11,17 +11,13 @@ have expired since, in whatever state: an answer that was ended elsewhere, and f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from galley.common.server.logs import get_logger
 from galley.core.errors import UnknownSession
-from galley.core.store import LogBehind
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from galley.core.session.ports import Clock
-    from galley.core.store import Directory, SessionStore, StoredSession
+from galley.core.session.ports import Clock
+from galley.core.store import Directory, LogBehind, SessionStore, StoredSession
 
 _T = TypeVar("_T")
 _log = get_logger(__name__)

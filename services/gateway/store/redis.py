@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies, RedisCalls, Script, script_of
 from galley.core.content import token_bytes, tokens_of
@@ -32,9 +33,6 @@ from galley.core.store import (
     State,
     StoredSession,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
 

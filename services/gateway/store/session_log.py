@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from galley.core.answer.finish import encode_ending
 from galley.core.errors import GalleyError
 from galley.core.records import encode_records
 from galley.core.session import events as ev
-from services.gateway.session.timeouts import SECOND, patiently
+from galley.core.session.ports import Clock
+from galley.core.store import Directory
+from services.gateway.session.timeouts import SECOND, Timeouts, patiently
+from services.gateway.store.owned import OwnedSession
 from services.gateway.telemetry.call_spans import COMMIT, RENEW
+from services.gateway.telemetry.meter import StreamMeter
 from services.gateway.telemetry.spans import request_trace
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from galley.core.session.ports import Clock
-    from galley.core.store import Directory
-    from services.gateway.session.timeouts import Timeouts
-    from services.gateway.store.owned import OwnedSession
-    from services.gateway.telemetry.meter import StreamMeter
 
 _T = TypeVar("_T")
 

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from opentelemetry.util.types import AnyValue
 
 from galley.core import trace_names as names
+from galley.core.answer.answer import Ending, SessionSpec
+from galley.core.session.machine import Session
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.telemetry.origin import operation_of
-
-if TYPE_CHECKING:
-    from opentelemetry.util.types import AnyValue
-
-    from galley.core.answer.answer import Ending, SessionSpec
-    from galley.core.session.machine import Session
-    from services.gateway.telemetry.round_spans import Rounds
+from services.gateway.telemetry.round_spans import Rounds
 
 _LARGEST_INT = 2**63 - 1
 """OTLP has no larger one."""

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from opentelemetry.trace import INVALID_SPAN_CONTEXT
+import grpc
+from opentelemetry.trace import INVALID_SPAN_CONTEXT, SpanContext
 
 from galley.common.metrics import catalogue
 from galley.common.metrics.cells import SpanRef, span_ref
 from galley.common.metrics.labels import CALLERS, ENDS, NOBODYS, OK, OURS
 from galley.common.metrics.metric import OTHER
+from galley.common.metrics.registry import Registry
 from galley.common.wire.status import error_type
 from galley.core.admission.admission import OWN_STREAMS, OWN_TOKENS
-from galley.core.answer.answer import Chunk
+from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.errors import CallerFault, DeadlinePassed, Overloaded
+from galley.core.session.ports import Clock
 from galley.core.trace_names import GALLEY
 from services.gateway.session.timeouts import SECOND
-from services.gateway.telemetry.meter import CallMeter
-
-if TYPE_CHECKING:
-    import grpc
-    from opentelemetry.trace import SpanContext
-
-    from galley.common.metrics.registry import Registry
-    from galley.core.answer.answer import NumericsChanged
-    from galley.core.session.ports import Clock
-    from services.gateway.telemetry.meter import StreamMeter
+from services.gateway.telemetry.meter import CallMeter, StreamMeter
 
 _OWN_LIMITS = frozenset({OWN_STREAMS, OWN_TOKENS})
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from opentelemetry.trace import SpanKind
 
+from galley.common.tracing.light_spans import LeanSpan
 from galley.common.tracing.telemetry import fail
 from galley.common.wire.status import error_type
 from galley.core import trace_names as names
-
-if TYPE_CHECKING:
-    from galley.common.tracing.light_spans import LeanSpan
-    from galley.core.errors import StoreUnavailable
-    from services.gateway.telemetry.own_span import RequestSpan
+from galley.core.errors import StoreUnavailable
+from services.gateway.telemetry.own_span import RequestSpan
 
 COMMIT = "commit"
 RENEW = "renew"

@@ -8,30 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from opentelemetry import trace
+from opentelemetry.util.types import AnyValue
 
-from galley.common.server.interceptors import WrappingInterceptor, wrap_handler
+from galley.common.server.interceptors import Behavior, Handler, WrappingInterceptor, wrap_handler
+from galley.common.tracing.light_spans import SpanScope
 from galley.common.tracing.telemetry import context_of, fail
 from galley.common.wire.status import error_type
 from galley.core import trace_names as names
 from galley.core.errors import CallerUnknown, Unauthenticated
+from galley.core.session.ports import Clock
 from services.gateway.telemetry.own_span import Begun
+from services.gateway.telemetry.round_spans import TraceOptions
 from services.gateway.telemetry.spans import RequestTrace, work_for
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from opentelemetry.util.types import AnyValue
-
-    from galley.common.server.interceptors import Behavior, Handler
-    from galley.common.tracing.light_spans import SpanScope
-    from galley.core.session.ports import Clock
-    from services.gateway.telemetry.round_spans import TraceOptions
 
 
 class RequestSpans(WrappingInterceptor):

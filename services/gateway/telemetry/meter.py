@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+import grpc
+from opentelemetry.trace import SpanContext
 
-    import grpc
-    from opentelemetry.trace import SpanContext
-
-    from galley.core.answer.answer import Chunk, NumericsChanged, SessionSpec
-    from galley.core.errors import GalleyError
-    from galley.core.session.round import RoundEnded
-    from galley.core.session.stats import SpeculationStats
+from galley.core.answer.answer import Chunk, NumericsChanged, SessionSpec
+from galley.core.errors import GalleyError
+from galley.core.session.round import RoundEnded
+from galley.core.session.stats import SpeculationStats
 
 
 class StreamMeter:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import grpc
 
 from galley.common.metrics import catalogue
+from galley.common.metrics.registry import Registry
+from galley.core.answer.answer import SessionSpec
 from galley.core.move_reasons import REASONS
 from galley.core.routing.breaker import State
+from galley.core.session.ports import Clock
+from services.gateway.replicas.drafts import Drafts
+from services.gateway.replicas.membership import Members
+from services.gateway.replicas.moves_count import Moves
+from services.gateway.replicas.targets import Targets
+from services.gateway.session.streams import Streams
 from services.gateway.telemetry.call_metrics import Calls, CountingCallMeter
 from services.gateway.telemetry.meter import CallMeter, GatewayMeter
 from services.gateway.telemetry.session_metrics import CountingStreamMeter, Sessions
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import grpc
-
-    from galley.common.metrics.registry import Registry
-    from galley.core.answer.answer import SessionSpec
-    from galley.core.session.ports import Clock
-    from services.gateway.replicas.drafts import Drafts
-    from services.gateway.replicas.membership import Members
-    from services.gateway.replicas.moves_count import Moves
-    from services.gateway.replicas.targets import Targets
-    from services.gateway.session.streams import Streams
 
 _BREAKER = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
 

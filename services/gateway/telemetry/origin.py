@@ -5,18 +5,14 @@ A stream that is resumed is what its session was begun as, to traces and to metr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from opentelemetry import trace
+from opentelemetry.trace import SpanContext
 
 from galley.common.tracing.telemetry import context_from
 from galley.core.trace_names import CHAT, TEXT_COMPLETION
 from galley.pb.galley.v1 import galley_pb2 as pb
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from opentelemetry.trace import SpanContext
 
 OPERATION_FIELD = "operation"
 """As the GenAI conventions name it, unless it is a text completion: a session is small."""

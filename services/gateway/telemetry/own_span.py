@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from opentelemetry import context as current
 from opentelemetry import trace
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import SpanContext, SpanKind
+from opentelemetry.util.types import AnyValue, Attributes
 
+from galley.common.tracing.light_spans import LeanSpan, SpanScope, Tell
 from galley.common.tracing.telemetry import traceparent_of
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import SpanContext
-    from opentelemetry.util.types import AnyValue, Attributes
-
-    from galley.common.tracing.light_spans import LeanSpan, SpanScope, Tell
-    from galley.core.session.ports import Clock
-    from services.gateway.telemetry.round_spans import TraceOptions
+from galley.core.session.ports import Clock
+from services.gateway.telemetry.round_spans import TraceOptions
 
 _ID_AT = len("00-") + 32 + len("-")
 """Where the span id stands in a traceparent."""

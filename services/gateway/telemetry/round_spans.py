@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from opentelemetry.util.types import AnyValue, Attributes
+
+from galley.common.tracing.light_spans import LeanSpan, Tell
 from galley.common.tracing.span_names import names_a_span
 from galley.common.tracing.telemetry import fail
 from galley.core import trace_names as names
+from galley.core.session.machine import Session
+from galley.core.session.ports import Replica
+from galley.core.session.round import RoundEnded
 
 if TYPE_CHECKING:
-    from opentelemetry.util.types import AnyValue, Attributes
-
-    from galley.common.tracing.light_spans import LeanSpan, Tell
-    from galley.core.session.machine import Session
-    from galley.core.session.ports import Replica
-    from galley.core.session.round import RoundEnded
     from services.gateway.telemetry.own_span import RequestSpan
 
 _BATCH_LINK = {names.LINK: names.LINK_BATCH}

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+
+from opentelemetry.trace import SpanContext
 
 from galley.common.metrics import catalogue
 from galley.common.metrics.cells import SpanRef, span_ref
 from galley.common.metrics.labels import NO_WORKLOAD, OK, WORKLOAD
+from galley.common.metrics.registry import Registry
 from galley.common.wire.status import error_type
-from galley.core.session.stats import plain_ns
+from galley.core.errors import GalleyError
+from galley.core.session.round import RoundEnded
+from galley.core.session.stats import SpeculationStats, plain_ns
 from services.gateway.session.timeouts import SECOND
 from services.gateway.telemetry.meter import StreamMeter
 from services.gateway.telemetry.spans import STALL_NS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from opentelemetry.trace import SpanContext
-
-    from galley.common.metrics.registry import Registry
-    from galley.core.errors import GalleyError
-    from galley.core.session.round import RoundEnded
-    from galley.core.session.stats import SpeculationStats
 
 _POSITIONS = 16
 _MOST_LATER = 512

@@ -10,39 +10,31 @@ fit together, whatever is done to the system's clock meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
 import grpc
 from opentelemetry import context as current
 from opentelemetry import trace
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import SpanContext, SpanKind
+from opentelemetry.util.types import AnyValue, Attributes
 
 from galley.common.tracing.telemetry import fail, traceparent_of
 from galley.common.wire.status import code_of, error_type
 from galley.core import trace_names as names
-from galley.core.answer.answer import NumericsChanged
+from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.errors import Fenced
+from galley.core.session import events as ev
+from galley.core.session.machine import Session
+from galley.core.session.ports import Replica
+from galley.core.session.round import RoundEnded
+from galley.core.store import StoredSession
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.telemetry.attributes import Sums, asked_of, end_of, session_of, span_name
 from services.gateway.telemetry.call_spans import CallSpan, StoreCall
 from services.gateway.telemetry.origin import stored_operation, stored_trace, trace_fields
-from services.gateway.telemetry.own_span import RequestSpan
+from services.gateway.telemetry.own_span import Begun, RequestSpan
 from services.gateway.telemetry.round_spans import Rounds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from opentelemetry.trace import SpanContext
-    from opentelemetry.util.types import AnyValue, Attributes
-
-    from galley.core.answer.answer import Chunk
-    from galley.core.session import events as ev
-    from galley.core.session.machine import Session
-    from galley.core.session.ports import Replica
-    from galley.core.session.round import RoundEnded
-    from galley.core.store import StoredSession
-    from galley.pb.galley.v1 import galley_pb2 as pb
-    from services.gateway.telemetry.own_span import Begun
 
 STALL_NS = 1_000_000_000
 """A client that leaves room for a message only after so long has stalled."""

@@ -7,16 +7,12 @@ verify chunk of a few rows. The blocks that it writes are nobody's yet.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from galley.core.cost.model import PassTimes
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Chunk, Draw, StepPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from services.target.engine.protocol import EngineInfo, TargetEngine
+from services.target.engine.protocol import EngineInfo, TargetEngine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXT = 128

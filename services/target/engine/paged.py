@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from torch import Tensor
+
+from galley.core.step import Chunk, StepOutcome, StepPlan, Watch
+from galley.engine.batch import ModelInfo
 from galley.engine.sampling.draw import draw_all, warm_up
 from services.target.engine.protocol import EngineInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from galley.core.step import Chunk, StepOutcome, StepPlan, Watch
-    from galley.engine.batch import ModelInfo
     from galley.engine.model import KvPool
 
 

@@ -7,15 +7,13 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from galley.common.server.logs import get_logger, start_logging
 from galley.common.server.process import die_with_parent
 from galley.core.errors import GalleyError
 from services.target.ranks.rank import RankSpec, run_follower
-
-if TYPE_CHECKING:
-    from services.target.settings import TargetSettings
+from services.target.settings import TargetSettings
 
 _LOG = get_logger(__name__)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from galley.common.server.logs import get_logger, start_logging
@@ -20,12 +21,10 @@ from galley.common.server.unless import unless
 from galley.core.errors import Unavailable
 from services.target.ranks.follower import start_followers
 from services.target.ranks.rank import spec_of
+from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from galley.engine.parallel.process_group import Store
-    from services.target.settings import TargetSettings
 
 _LOG = get_logger(__name__)
 _POLL_S = 0.1

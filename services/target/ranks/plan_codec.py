@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from galley.core.errors import Broken
 from galley.core.step import Chunk
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _RUN, _STOP, _RUN_TRACED = 1, 2, 3
 _SPAN = struct.Struct("<6i")

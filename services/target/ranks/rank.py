@@ -7,14 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from galley.common.server.process import limit_threads
-from galley.common.tracing.telemetry import start_telemetry
+from galley.common.tracing.telemetry import Telemetry, start_telemetry
+from services.target.settings import TargetSettings
 from services.target.spans import tell_rank
 
 if TYPE_CHECKING:
-    from galley.common.tracing.telemetry import Telemetry
     from galley.engine.model import CausalModel
     from galley.engine.parallel.process_group import ProcessGroup
-    from services.target.settings import TargetSettings
 
 REDIS_URL = "GALLEY_TARGET_REDIS_URL"
 """Replicas on Ray get it by environment, as it may hold a password: Ray keeps arguments, and shows them."""

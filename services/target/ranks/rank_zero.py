@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from galley.engine.parallel.process_group import ProcessGroup, Store
 from services.target.engine.paged import PagedEngine
+from services.target.engine.protocol import TargetEngine
 from services.target.loading import kv_blocks, load_engine
 from services.target.ranks.rank import RankSpec, load_rank
 from services.target.ranks.sharded import ShardedModel, agree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from galley.engine.parallel.process_group import ProcessGroup, Store
-    from services.target.engine.protocol import TargetEngine
-    from services.target.settings import TargetSettings
+from services.target.settings import TargetSettings
 
 
 class RankZero:

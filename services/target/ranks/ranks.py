@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
+
+import grpc
 
 from galley.common.registry.registration import Registered
 from galley.common.server.logs import get_logger
 from galley.common.server.process import in_passing_thread, limit_threads
+from galley.common.server.server import Parts, Service
 from services.target.loading import refuse_model
 from services.target.ranks.follower import device_environment, start_followers
 from services.target.ranks.hosts import await_hosts, end_ranks, open_meeting, until_one_starts_again
 from services.target.ranks.rank import spec_of
+from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import grpc
-
-    from galley.common.server.server import Parts, Service
     from galley.engine.parallel.process_group import Store
     from services.target.ranks.rank_zero import RankZero
-    from services.target.settings import TargetSettings
 
 _LOG = get_logger(__name__)
 # For the withdrawal; then the process ends, whatever is still open.

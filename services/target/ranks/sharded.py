@@ -7,25 +7,21 @@ refusals (GalleyError) do. After anything else the ranks no longer agree, and th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from galley.common.server.logs import get_logger
 from galley.core.errors import Broken, GalleyError
-from galley.core.step import Watch
+from galley.core.step import Chunk, Watch
 from galley.engine.parallel.process_group import RankLost
-from services.target.ranks.plan_codec import decode, encode, encode_stop
+from services.target.ranks.plan_codec import Pass, decode, encode, encode_stop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from galley.core.step import Chunk
     from galley.engine.model import CausalModel, KvPool, ModelInfo
-    from services.target.ranks.plan_codec import Pass
 
 _LOG = get_logger(__name__)
 

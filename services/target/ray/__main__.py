@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -29,14 +30,12 @@ from galley.common.server.logs import get_logger, start_logging
 from galley.common.server.process import die_with_parent
 from galley.common.server.unless import unless
 from galley.core.errors import GalleyError, StoreUnavailable
+from galley.core.routing.choice import TargetLease
 from services.target.loading import refuse_model
 from services.target.ray import cluster as ray_cluster
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from galley.core.routing.choice import TargetLease
     from services.target.ray.app import AppArgs, Scale
 
 _LOG = get_logger(__name__)

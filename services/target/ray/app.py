@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 
 from services.target.ray.replica import TargetReplica
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 APP = "galley-target"
 DEPLOYMENT = "TargetReplica"

@@ -5,11 +5,9 @@ Serve's own measure, ongoing requests, sees nothing here: requests do not pass t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Any
 
 QUEUE_DEPTH = "queue_depth"
 KV_FREE_SHARE = "kv_free_share"

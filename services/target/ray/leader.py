@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+import grpc
 from pydantic import SecretStr
 
 from galley.common.metrics.labels import TARGET
@@ -15,24 +16,16 @@ from galley.common.server.last_words import say_last_words
 from galley.common.server.listen import CannotBind
 from galley.common.server.logs import get_logger
 from galley.common.server.process import in_passing_thread
-from galley.common.server.server import Parts, start_server
+from galley.common.server.server import Parts, RunningServer, Service, start_server
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core.errors import Unavailable
+from galley.engine.parallel.process_group import Store
+from services.target.ranks.rank import RankSpec
 from services.target.ranks.rank_zero import RankZero
-from services.target.registration import registered_target
+from services.target.registration import Facts, registered_target
+from services.target.servicer import TargetService
 from services.target.serving import add_target
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import grpc
-
-    from galley.common.server.server import RunningServer, Service
-    from galley.engine.parallel.process_group import Store
-    from services.target.ranks.rank import RankSpec
-    from services.target.registration import Facts
-    from services.target.servicer import TargetService
-    from services.target.settings import TargetSettings
+from services.target.settings import TargetSettings
 
 _LOG = get_logger(__name__)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -29,8 +30,6 @@ from services.target.ray.autoscaling import KV_FREE_SHARE, QUEUE_DEPTH
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from services.target.ray.leader import Leader
 
 _LOG = get_logger(__name__)

@@ -9,9 +9,10 @@ model's dtype, bfloat16 as uint16.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from galley.engine.cpu.kernels.openmp import shared
 from galley.engine.cpu.kernels.ops import (
@@ -27,13 +28,10 @@ from galley.engine.cpu.kernels.ops import (
     widen,
 )
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float32]
-    Ints = NDArray[np.int64]
-    # The model's dtype.
-    Stored = NDArray[Any]
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+# The model's dtype.
+Stored = NDArray[Any]
 
 _ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
 _LOWEST = np.float32(-np.inf)

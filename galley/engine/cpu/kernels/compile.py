@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from galley.engine.cpu.kernels import attention as kernels
 from galley.engine.cpu.kernels import layers as layer_kernels
 from galley.engine.cpu.kernels import openmp
 from galley.engine.cpu.kernels import ops as kernel_ops
 from galley.engine.cpu.kernels.machine_code import compile_kept, sources_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _MODULES = (kernel_ops, kernels, layer_kernels, openmp)
 _OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}

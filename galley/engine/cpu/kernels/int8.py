@@ -4,21 +4,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from galley.engine.cpu.kernels.attention import Floats, Stored
 from galley.engine.cpu.kernels.int8_ops import GROUP, OUTPUTS, TILE_ROWS, dot_tile
 from galley.engine.cpu.kernels.openmp import shared
 from galley.engine.cpu.kernels.ops import helper, narrow, widen
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from galley.engine.cpu.kernels.attention import Floats, Stored
-
-    Bytes = NDArray[np.int8]
-    Surplus = NDArray[np.int32]
+Bytes = NDArray[np.int8]
+Surplus = NDArray[np.int32]
 
 _MOST = np.float32(127.0)
 _ZERO = np.float32(0.0)

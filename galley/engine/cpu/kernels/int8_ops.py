@@ -9,15 +9,13 @@ order, so a row's bits do not depend on its company.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from llvmlite import ir
 from numba.core import types
 
 from galley.engine.cpu.kernels.ops import cgutils, intrinsic
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # Inputs that share a scale; a step multiplies four of each of 2 * 16 outputs.
 GROUP = 64

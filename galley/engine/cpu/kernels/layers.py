@@ -5,15 +5,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from galley.engine.cpu.kernels.attention import Floats, Ints, Stored
 from galley.engine.cpu.kernels.openmp import shared
 from galley.engine.cpu.kernels.ops import LANES, exp32, fma, helper, narrow, widen
-
-if TYPE_CHECKING:
-    from galley.engine.cpu.kernels.attention import Floats, Ints, Stored
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 

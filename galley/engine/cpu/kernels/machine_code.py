@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import numba
 from numba.core.caching import FunctionCache as _FunctionCache
 
 from galley.engine.load.cache_directory import cache_dir
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from types import ModuleType
 
 # numba's own classes are not typed.
 _Base: Any = _FunctionCache

@@ -10,9 +10,10 @@ beside it on the same core. (GNU libgomp's entry points, as compilers emit them 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from llvmlite import binding, ir
@@ -20,9 +21,6 @@ from numba.core import cgutils as _cgutils
 from numba.core import types
 
 from galley.engine.cpu.kernels.ops import helper, intrinsic
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # numba's own helpers are not typed.
 cgutils: Any = _cgutils

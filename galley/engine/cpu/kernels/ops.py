@@ -9,7 +9,8 @@ bfloat16 is held as uint16 throughout.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -17,9 +18,6 @@ from llvmlite import ir
 from numba.core import cgutils as _cgutils
 from numba.core import types
 from numba.extending import intrinsic as _intrinsic
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # numba's own helpers are not typed.
 cgutils: Any = _cgutils
