@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.client.options import Speculation
 from galley.core.strategies import NGRAM
 from tests.gateway.clusters import TcpServer, free_port, serving
@@ -114,7 +114,7 @@ def _together(stack: Stack) -> dict[str, Any]:
 
 async def _answers(gateway: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same request, decoded plainly and by the draft."""
-    async with GalleyClient(gateway) as client:
+    async with AsyncClient(gateway) as client:
         async with asyncio.timeout(_START_S):
             while not (await client.model_info()).strategies:  # noqa: ASYNC110  # nobody calls back
                 await asyncio.sleep(0.1)
@@ -122,7 +122,7 @@ async def _answers(gateway: str) -> tuple[dict[str, Any], dict[str, Any]]:
         return plain, await _answer(client, Speculation(k=DRAFTED, strategy=NGRAM))
 
 
-async def _answer(client: GalleyClient, speculation: Speculation) -> dict[str, Any]:
+async def _answer(client: AsyncClient, speculation: Speculation) -> dict[str, Any]:
     tokens: list[int] = []
     text, drafted, accepted = "", 0, 0
     async for event in client.generate(

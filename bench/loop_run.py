@@ -22,7 +22,7 @@ from bench.options import integers, names, numbers
 from galley.bench.closed_loop import LoopBlock
 from galley.bench.gateway import GatewayLoop
 from galley.bench.workloads import PROMPT_SETS, prompt_hash
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.stack.stack import Stack, StackOptions
 
@@ -104,7 +104,7 @@ async def our_stack(
         dtype=options.dtype,
         threads=options.target_threads,
     )
-    async with Stack(stack_options) as stack, GalleyClient(stack.gateways[0]) as client:
+    async with Stack(stack_options) as stack, AsyncClient(stack.gateways[0]) as client:
         cpu = Cpu([stack.pid(part) for part in stack.parts if part in SERVERS])
         yield stack, {name: GatewayLoop(client, cpu.seconds, name) for name in speculations}
 

@@ -51,7 +51,7 @@ from bench.harness import MIN_PAIRS, Block, Goal, commit, machine, result_path, 
 from galley.bench.answers import Prompt
 from galley.bench.gateway import PLAIN, Ask, GatewaySide, speculation_of
 from galley.bench.workloads import PROMPT_SETS, load_prompts, prompt_hash
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.stack.stack import Stack, StackOptions
 
 ARMS = (PLAIN, "ngram-4", "ngram-8", "model-4", PEER_PLAIN, PEER_LOOKUP)
@@ -171,7 +171,7 @@ async def _start(options: RoundOptions, held: AsyncExitStack, console: Console) 
             )
         )
     )
-    client = await held.enter_async_context(GalleyClient(stack.gateways[0]))
+    client = await held.enter_async_context(AsyncClient(stack.gateways[0]))
     side = GatewaySide(client, Cpu([stack.pid(part) for part in stack.parts if part in _SERVERS]).seconds)
     sides: dict[str, Side] = dict.fromkeys(ours, side)
     if any(arm in PEERS for arm in options.arms):

@@ -39,7 +39,7 @@ from bench.session_store import read_ms
 from galley.bench.closed_loop import Load, LoopBlock, LoopSide
 from galley.bench.gateway import PLAIN, GatewayLoop
 from galley.bench.stats import Interval, median_interval, percentile
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.engine.load.resolve import resolve_model
 from galley.stack.part import PartSpec
 from galley.stack.parts import python_module
@@ -101,7 +101,7 @@ async def gateways(
         )
         sides = {}
         for arm in options.arms:
-            client = await held.enter_async_context(GalleyClient(started.address(arm)))
+            client = await held.enter_async_context(AsyncClient(started.address(arm)))
             cpu = Cpu([started.pid(arm), *(stack.pid(part) for part in _SHARED_PARTS)])
             sides[arm] = TimedLoop(GatewayLoop(client, cpu.seconds, PLAIN), folder / arm)
         yield sides

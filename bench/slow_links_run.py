@@ -20,7 +20,7 @@ from galley.bench.blocks import Cell, Sizes, pair_loads
 from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide, run_all
 from galley.bench.gateway import AUTO, OFF, GatewayLoop
 from galley.bench.workloads import Workload
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.core.strategies import ORACLE
 from galley.stack.part import PartSpec
@@ -115,7 +115,7 @@ async def measure(options: LinkOptions, model_dir: Path, tell: Callable[[str], N
         tell("starting the stack")
         stack = await held.enter_async_context(Stack(_stack_options(options, model_dir, answers)))
         sides = await held.enter_async_context(_places(options, stack, model_dir))
-        teacher = await held.enter_async_context(GalleyClient(stack.gateways[0]))
+        teacher = await held.enter_async_context(AsyncClient(stack.gateways[0]))
         tell("teaching the oracle")
         taught = [await GatewayLoop(teacher).run(load) for load in teaching]
         expected = _teach(taught, answers, encoder(model_dir))
@@ -162,7 +162,7 @@ async def _places(options: LinkOptions, stack: Stack, model_dir: Path) -> AsyncI
         )
         sides: dict[str, LoopSide] = {}
         for place in PLACES:
-            client = await held.enter_async_context(GalleyClient(gateways.address(place)))
+            client = await held.enter_async_context(AsyncClient(gateways.address(place)))
             cpu = Cpu([gateways.pid(place), *(stack.pid(part) for part in _PARTS)])
             for how in options.speculations:
                 sides[arm_of(place, how)] = GatewayLoop(client, cpu.seconds, how)

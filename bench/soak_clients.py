@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from bench.soak_requests import Manner, Mix, References, Visit
-from galley.client.client import GalleyClient, GalleyRpcError
+from galley.client.client import AsyncClient, GalleyRpcError
 from galley.client.options import GenerateOptions, Message
 from galley.client.request import generate_request
 from galley.client.streams import TokenStream
@@ -69,7 +69,7 @@ class Caller:
     """Makes one visit after the other until it is `over`; `counted` ones are those whose pace is judged."""
 
     def __init__(
-        self, client: GalleyClient, mix: Mix, references: References, heard: Heard, *, counted: bool = True
+        self, client: AsyncClient, mix: Mix, references: References, heard: Heard, *, counted: bool = True
     ) -> None:
         self._client = client
         self._mix = mix

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from galley.client.client import GalleyClient, GalleyRpcError
+from galley.client.client import AsyncClient, GalleyRpcError
 from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
 from galley.stack.stack import Stack
 
@@ -50,7 +50,7 @@ class Left:
 
 
 async def left_idle(
-    watcher: Watcher, client: GalleyClient, store: str, idle: Mapping[str, Held], ttl_s: float
+    watcher: Watcher, client: AsyncClient, store: str, idle: Mapping[str, Held], ttl_s: float
 ) -> Left:
     """What is left while the stack runs, waiting for what takes its time."""
     max_sessions = (await client.model_info()).max_sessions
@@ -88,7 +88,7 @@ async def _drafts_waiting(store: str) -> int:
         await registry.close()
 
 
-async def admitted(client: GalleyClient, count: int) -> int:
+async def admitted(client: AsyncClient, count: int) -> int:
     """How many of so many streams, all open at once, are not refused; they are cut off then."""
     prompt = "Count as far as you can."
     streams = [client.generate(prompt, max_tokens=1024, ignore_eos=True) for _ in range(count)]

@@ -21,7 +21,7 @@ from bench.soak_memory import Watcher
 from bench.soak_options import SoakOptions
 from bench.soak_outcome import Block, Outcome, Overload, Probe, Span, probe_of
 from bench.soak_requests import Mix, References, Request, catalogue, speculations
-from galley.client.client import NO_RETRIES, GalleyClient
+from galley.client.client import NO_RETRIES, AsyncClient
 from galley.client.options import Speculation
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -74,7 +74,7 @@ class Soak:
 
     options: SoakOptions
     stack: Stack
-    clients: Sequence[GalleyClient]
+    clients: Sequence[AsyncClient]
     watcher: Watcher
     known: Sequence[Request]
     mix: Mix
@@ -250,7 +250,7 @@ async def _connect(
         every_s=options.every_s,
     )
     clients = [
-        await held.enter_async_context(GalleyClient(stack.gateways[0], retries=NO_RETRIES))
+        await held.enter_async_context(AsyncClient(stack.gateways[0], retries=NO_RETRIES))
         for _ in range(_CONNECTIONS)
     ]
     known = catalogue(options.known, options.seed)

@@ -24,7 +24,7 @@ from galley.bench.blocks import Cell, Sizes, pair_loads, priming
 from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide, in_streams, run_all
 from galley.bench.gateway import AUTO, OFF, Ask, GatewayLoop, GatewaySide
 from galley.bench.workloads import fixed_workload
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.core.strategies import MODEL
 from galley.stack.parts import draft_model_of
 from galley.stack.stack import Stack, StackOptions
@@ -164,7 +164,7 @@ async def measure(options: SpeculationOptions, model_dir: Path, tell: Callable[[
     async with AsyncExitStack() as held:
         tell("starting the stack")
         stack = await held.enter_async_context(Stack(stack_options))
-        client = await held.enter_async_context(GalleyClient(stack.gateways[0]))
+        client = await held.enter_async_context(AsyncClient(stack.gateways[0]))
         cpu = Cpu([stack.pid(part) for part in stack.parts if part in SERVERS])
         offered = (await client.model_info()).strategies
         if LOOPS in options.parts:

@@ -23,7 +23,7 @@ from galley.bench.blocks import Cell, Sizes, pair_loads
 from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide, run_all
 from galley.bench.gateway import AUTO, GatewayLoop
 from galley.bench.workloads import Workload
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.stack.stack import Stack, StackOptions
 from galley.top.scrape import fetch
@@ -157,7 +157,7 @@ async def _sides(
         sides = {}
         for arm, name in STACK_OF.items():
             stack = stacks[name]
-            client = await held.enter_async_context(GalleyClient(stack.gateways[0], api_key=keys[arm]))
+            client = await held.enter_async_context(AsyncClient(stack.gateways[0], api_key=keys[arm]))
             sides[arm] = TelemetrySide(
                 GatewayLoop(client, speculation=options.speculation),
                 {part: Cpu([stack.pid(part)]) for part in PARTS},

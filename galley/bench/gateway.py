@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from galley.bench.answers import Answer, Prompt, Rounds
 from galley.bench.closed_loop import Load, LoopBlock, in_streams
-from galley.client.client import GalleyClient, Message, Speculation
+from galley.client.client import AsyncClient, Message, Speculation
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 OFF, PLAIN, AUTO = "off", "plain", "auto"
@@ -48,7 +48,7 @@ def no_clock() -> float:
 class GatewaySide:
     """A gateway, asked through its client; `cpu_s` says the CPU seconds that its stack has taken so far."""
 
-    def __init__(self, client: GalleyClient, cpu_s: Callable[[], float] = no_clock) -> None:
+    def __init__(self, client: AsyncClient, cpu_s: Callable[[], float] = no_clock) -> None:
         self._client = client
         self._cpu_s = cpu_s
 
@@ -119,7 +119,7 @@ class GatewayLoop:
     """Closed loops through a gateway, as `speculation` says (None: as the load's arm does)."""
 
     def __init__(
-        self, client: GalleyClient, cpu_s: Callable[[], float] = no_clock, speculation: str | None = None
+        self, client: AsyncClient, cpu_s: Callable[[], float] = no_clock, speculation: str | None = None
     ) -> None:
         self._cpu_s = cpu_s
         self._side = GatewaySide(client)

@@ -9,7 +9,7 @@ from galley.bench.blocks import Cell, Sizes, loads
 from galley.bench.closed_loop import LoopBlock, run_all
 from galley.bench.gateway import AUTO, OFF, GatewayLoop
 from galley.bench.workloads import Workload
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 
 # What is tried where nothing is named, as far as the gateway offers it.
 _TRIED = ("ngram", "model", "hybrid")
@@ -37,7 +37,7 @@ class Measured:
     blocks: tuple[LoopBlock, ...]
 
 
-async def measure(tuning: Tuning, client: GalleyClient, tell: Callable[[str], None]) -> Measured:
+async def measure(tuning: Tuning, client: AsyncClient, tell: Callable[[str], None]) -> Measured:
     """Run every block against the gateway of `client`.
 
     Raises ValueError for a strategy or k that it does not offer, GalleyRpcError where an answer fails.

@@ -16,7 +16,7 @@ from galley.bench.workloads import Workload
 from galley.cli.errors import INTERRUPTED, errors, fail, say
 from galley.cli.flags import with_tls_flags
 from galley.cli.up import DraftModel, DType, LogDir, Model, Threads, run_stack, shown_stack
-from galley.client.options import ClientTls  # Typer reads the annotation
+from galley.client.options import Tls  # Typer reads the annotation
 from galley.stack.options import StackOptions
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _WHAT, _SPECULATION = "What is asked", "Speculation"
 @with_tls_flags
 def bench(  # noqa: PLR0913  # one parameter a flag
     *,
-    tls: ClientTls | None,
+    tls: Tls | None,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -174,13 +174,13 @@ async def _measure_own(tuning: Tuning, options: StackOptions) -> Measured:
         return await stack.run(_measure(tuning, stack.gateways[0]))
 
 
-async def _measure(tuning: Tuning, address: str, tls: ClientTls | None = None) -> Measured:
+async def _measure(tuning: Tuning, address: str, tls: Tls | None = None) -> Measured:
     from galley.bench.tuning import measure  # noqa: PLC0415  # with grpc and numpy, slow to load
-    from galley.client.client import GalleyClient  # noqa: PLC0415
+    from galley.client.client import AsyncClient  # noqa: PLC0415
     from galley.client.errors import BadKey, GalleyRpcError  # noqa: PLC0415
 
     try:
-        async with GalleyClient(address, tls=tls) as client:
+        async with AsyncClient(address, tls=tls) as client:
             return await measure(tuning, client, say)
     except (BadKey, GalleyRpcError) as error:
         raise fail(error) from None

@@ -28,7 +28,7 @@ from galley.stack.options import StackOptions
 
 if TYPE_CHECKING:
     from galley.cli.render import View
-    from galley.client.client import GalleyClient
+    from galley.client.client import AsyncClient
 
 # Much of the answer can be looked up in the prompt: that is where n-gram drafts show what they can do.
 DEFAULT_PROMPT = """Write this passage again, word for word:
@@ -86,17 +86,17 @@ def demo(
 
 
 async def _demo(options: StackOptions, console: Console, prompt: str, max_tokens: int) -> bool:
-    from galley.client.client import GalleyClient  # noqa: PLC0415  # grpc is slow to load
+    from galley.client.client import AsyncClient  # noqa: PLC0415  # grpc is slow to load
     from galley.client.errors import GalleyRpcError  # noqa: PLC0415
 
-    async with shown_stack(options, console) as stack, GalleyClient(stack.gateways[0], api_key="") as client:
+    async with shown_stack(options, console) as stack, AsyncClient(stack.gateways[0], api_key="") as client:
         try:
             return await stack.run(compare(client, console, prompt, max_tokens))
         except GalleyRpcError as error:
             raise fail(error) from None
 
 
-async def compare(client: GalleyClient, console: Console, prompt: str, max_tokens: int) -> bool:
+async def compare(client: AsyncClient, console: Console, prompt: str, max_tokens: int) -> bool:
     """Show the answer and what was measured; True if the tokens with and without speculation are the same."""
     from galley.cli.render import OriginView, legend  # noqa: PLC0415  # protobuf is slow to load
 
@@ -124,7 +124,7 @@ async def compare(client: GalleyClient, console: Console, prompt: str, max_token
 
 
 async def _timed(
-    client: GalleyClient, prompt: str, options: GenerateOptions, view: View | None = None
+    client: AsyncClient, prompt: str, options: GenerateOptions, view: View | None = None
 ) -> Timed:
     started_at = time.perf_counter()
     first_token_s = 0.0

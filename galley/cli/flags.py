@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from galley.client.options import ClientTls, GenerateOptions, Retries, Speculation
+from galley.client.options import GenerateOptions, Retries, Speculation, Tls
 
 _SAMPLING, _LENGTH, _SPECULATION, _TLS = "Sampling", "Length", "Speculation", "TLS to the gateway"
 
@@ -187,7 +187,7 @@ def tls_options(
             rich_help_panel=_TLS,
         ),
     ] = "",
-) -> ClientTls | None:
+) -> Tls | None:
     """The client's TLS for these flags, its files tried; None where none is asked for."""
     files = (tls_ca_file, tls_cert_file, tls_key_file, tls_server_name)
     if not (tls or any(files)):
@@ -195,7 +195,7 @@ def tls_options(
     from galley.client.client import channel_tls  # noqa: PLC0415  # grpc is slow to load
     from galley.common.tls.files import BadFile  # noqa: PLC0415
 
-    asked = ClientTls(*files)
+    asked = Tls(*files)
     try:
         channel_tls(asked)
     except BadFile as error:

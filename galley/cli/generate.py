@@ -22,12 +22,12 @@ from galley.cli.flags import (
     with_answer_flags,
     with_tls_flags,
 )
-from galley.client.options import ClientTls, GenerateOptions, Message, Prompt, Retries
+from galley.client.options import GenerateOptions, Message, Prompt, Retries, Tls
 from galley.stack.endpoint import NoEndpoint, find_endpoint
 
 if TYPE_CHECKING:
     from galley.cli.render import View
-    from galley.client.client import GalleyClient, TokenStream
+    from galley.client.client import AsyncClient, TokenStream
 
 _CHAT_HELP = "/quit ends, /reset forgets the conversation, Ctrl-C stops an answer."
 
@@ -38,7 +38,7 @@ def generate(  # noqa: PLR0913  # one parameter a flag
     *,
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     options: GenerateOptions,
-    tls: ClientTls | None,
+    tls: Tls | None,
     endpoint: Endpoint = None,
     patience: Patience = PATIENCE_S,
     chat: Annotated[
@@ -58,7 +58,7 @@ def generate(  # noqa: PLR0913  # one parameter a flag
 def resume(  # noqa: PLR0913  # one parameter a flag
     session_id: Annotated[str, typer.Argument(help="As `galley generate` told it.")],
     *,
-    tls: ClientTls | None,
+    tls: Tls | None,
     next_index: Annotated[int, typer.Option(min=0, help="The first output token to show.")] = 0,
     endpoint: Endpoint = None,
     patience: Patience = PATIENCE_S,
@@ -80,7 +80,7 @@ def resume(  # noqa: PLR0913  # one parameter a flag
 def chat(
     *,
     options: GenerateOptions,
-    tls: ClientTls | None,
+    tls: Tls | None,
     endpoint: Endpoint = None,
     patience: Patience = PATIENCE_S,
     system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
@@ -136,7 +136,7 @@ def _complete(
 
 def _stream(
     gateways: _Gateways,
-    start: Callable[[GalleyClient], TokenStream],
+    start: Callable[[AsyncClient], TokenStream],
     *,
     as_json: bool,
     origins: bool,
@@ -161,10 +161,10 @@ class _Gateways(NamedTuple):
 
     addresses: str
     retries: Retries
-    tls: ClientTls | None
+    tls: Tls | None
 
 
-def _gateways(endpoint: str | None, patience_s: float, tls: ClientTls | None) -> _Gateways:
+def _gateways(endpoint: str | None, patience_s: float, tls: Tls | None) -> _Gateways:
     try:
         # What runs here by `galley up` is found by a file of ours, and speaks no TLS.
         return _Gateways(find_endpoint(endpoint), Retries(patience_s), tls if endpoint else None)
@@ -192,14 +192,14 @@ class _Answer:
         self._stream: TokenStream | None = None
         self.text = ""
 
-    async def stream_from(self, gateways: _Gateways, start: Callable[[GalleyClient], TokenStream]) -> None:
+    async def stream_from(self, gateways: _Gateways, start: Callable[[AsyncClient], TokenStream]) -> None:
         """Show the stream that `start` opens, to its end."""
-        from galley.client.client import GalleyClient  # noqa: PLC0415  # grpc is slow to load
+        from galley.client.client import AsyncClient  # noqa: PLC0415  # grpc is slow to load
         from galley.common.tracing.telemetry import start_telemetry  # noqa: PLC0415
 
         telemetry = start_telemetry("galley-cli", as_global=False)
         try:
-            asked = GalleyClient(gateways.addresses, telemetry, gateways.retries, tls=gateways.tls)
+            asked = AsyncClient(gateways.addresses, telemetry, gateways.retries, tls=gateways.tls)
             async with asked as client:
                 self._stream = start(client)
                 async for event in self._stream:

@@ -1,6 +1,6 @@
 """A Python client of the gateways: streams of confirmed tokens that go on by themselves.
 
-    async with GalleyClient("10.0.0.1:50051,10.0.0.2:50051") as client:
+    async with AsyncClient("10.0.0.1:50051,10.0.0.2:50051") as client:
         async for event in client.generate("The capital of France is", max_tokens=16, temperature=0.0):
             print(event.chunk.text, end="")
 
@@ -20,7 +20,7 @@ import grpc.aio
 
 from galley.client.credentials import Key, key_interceptors
 from galley.client.errors import BadKey, GalleyRpcError, rpc_error
-from galley.client.options import ClientTls, GenerateOptions, Message, Prompt, Retries, Speculation
+from galley.client.options import GenerateOptions, Message, Prompt, Retries, Speculation, Tls
 from galley.client.request import generate_request
 from galley.client.streams import NO_RETRIES, Call, Comeback, ResumePoint, TokenStream
 from galley.client.tracing import CallerTrace
@@ -33,14 +33,14 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 __all__ = [
     "NO_RETRIES",
+    "AsyncClient",
     "BadKey",
-    "ClientTls",
-    "GalleyClient",
     "GalleyRpcError",
     "Message",
     "ResumePoint",
     "Retries",
     "Speculation",
+    "Tls",
     "TokenStream",
 ]
 
@@ -48,7 +48,7 @@ _KEY_BYTES = 16
 _T = TypeVar("_T")
 
 
-class GalleyClient:
+class AsyncClient:
     """One or more gateways over one session store, by address; open it with `async with`.
 
     `addresses` are "host:port", several with commas or as a sequence. The first is asked until it fails,
@@ -67,7 +67,7 @@ class GalleyClient:
         telemetry: Telemetry | None = None,
         retries: Retries = Retries(),  # noqa: B008  # frozen
         *,
-        tls: ClientTls | None = None,
+        tls: Tls | None = None,
         api_key: Key | None = None,
         force_trace: bool = False,
     ) -> None:
@@ -107,7 +107,7 @@ class GalleyClient:
     def _stub(self) -> rpc.GenerationAsyncStub:
         """Of the gateway that is asked at present."""
         if not self._channels:
-            raise RuntimeError("open the client with `async with GalleyClient(address) as client`")
+            raise RuntimeError("open the client with `async with AsyncClient(address) as client`")
         return rpc.GenerationStub(self._channels[self._at])
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TokenStream:
@@ -202,7 +202,7 @@ class GalleyClient:
                 self._at = (self._at + 1) % len(self.addresses)
 
 
-def channel_tls(tls: ClientTls) -> ChannelTls:
+def channel_tls(tls: Tls) -> ChannelTls:
     """For `open_channel`. Raises BadFile."""
     files = TlsFiles(
         NamedFile("ca_file", tls.ca_file),

@@ -44,7 +44,7 @@ class Retries:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientTls:
+class Tls:
     """TLS to the gateways: paths of PEM files, which are read anew when they change.
 
     Trusted is a gateway whose certificate is of an authority in `ca_file` (empty: of a public one) and bears
@@ -58,7 +58,7 @@ class ClientTls:
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What `GalleyClient.generate` takes by keyword; names and bounds as in the proto.
+    """What `AsyncClient.generate` takes by keyword; names and bounds as in the proto.
 
     `timeout_s` is the deadline of the whole stream in seconds. Left out or None: the proto's own default.
     `force_trace` has the gateways trace this request, whatever they sample.

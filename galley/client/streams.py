@@ -31,7 +31,7 @@ _BROKEN = ("RST_STREAM", "GOAWAY", "Stream removed")
 
 
 class ResumePoint(NamedTuple):
-    """The arguments of `GalleyClient.resume`: where a stream goes on."""
+    """The arguments of `AsyncClient.resume`: where a stream goes on."""
 
     session_id: str
     next_index: int

@@ -23,7 +23,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.service.truth import SEED, true_output
 from tests.service.waiting import PATIENCE_S
@@ -184,7 +184,7 @@ def _entry(key: str, name: str, more: str) -> str:
 class Bystander:
     """Who uses the gateway meanwhile: one stream after the other, each compared with the truth."""
 
-    client: GalleyClient
+    client: AsyncClient
     answers: int = 0
     longest_pause_s: float = 0.0
     _stop: bool = False
@@ -215,7 +215,7 @@ class Bystander:
 @asynccontextmanager
 async def undisturbed(stack: Attacked) -> AsyncIterator[Bystander]:
     """A stream is under way when this is entered, others follow; each must be what it is in peace."""
-    async with GalleyClient(stack.gateway, api_key=GOOD) as client:
+    async with AsyncClient(stack.gateway, api_key=GOOD) as client:
         bystander = Bystander(client)
         running = asyncio.create_task(bystander.run())
         began = asyncio.create_task(bystander._began.wait())

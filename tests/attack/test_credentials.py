@@ -14,7 +14,7 @@ import pytest
 from google.protobuf.message import Message
 from redis import asyncio as redis_asyncio
 
-from galley.client.client import NO_RETRIES, GalleyClient, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, TokenStream
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.stack import BAD, EXPIRED, GOOD, Attacked, hello, unharmed
 from tests.service.waiting import PATIENCE_S
@@ -144,7 +144,7 @@ async def test_no_key_is_let_in_that_differs_in_a_single_character(channel: grpc
 @asynccontextmanager
 async def anothers(stack: Attacked, tokens: int) -> AsyncIterator[TokenStream]:
     """A stream of somebody else, of which the first token is there."""
-    async with GalleyClient(stack.gateway, api_key=GOOD, retries=NO_RETRIES) as client:
+    async with AsyncClient(stack.gateway, api_key=GOOD, retries=NO_RETRIES) as client:
         stream = client.generate("a secret", max_tokens=tokens, ignore_eos=True)
         async for event in stream:
             if event.chunk.token_ids:

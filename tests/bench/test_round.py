@@ -31,7 +31,7 @@ from bench.round import (
 )
 from galley.bench.answers import Answer, Prompt, Rounds
 from galley.bench.gateway import PLAIN, Ask, GatewaySide, speculation_of
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
@@ -305,7 +305,7 @@ async def served(servicer: OneAnswer) -> AsyncIterator[str]:
 async def test_an_answer_of_ours_is_what_the_stream_said() -> None:
     servicer = OneAnswer()
     ask = Ask(Prompt("chat-0", "Hello?"), temperature=0.7, seed=11, max_tokens=8)
-    async with served(servicer) as address, GalleyClient(address) as client:
+    async with served(servicer) as address, AsyncClient(address) as client:
         got = await GatewaySide(client, Cpu([os.getpid()]).seconds).answer("ngram-4", ask)
     assert (got.tokens, got.from_draft, got.prompt_tokens) == ((5, 6, 7), (True, False, False), 31)
     assert len(got.at_s) == 3

@@ -18,8 +18,8 @@ from typing import Any
 
 import grpc.aio
 
-from galley.client.client import GalleyClient, GalleyRpcError, Retries
-from galley.client.options import ClientTls, GenerateOptions
+from galley.client.client import AsyncClient, GalleyRpcError, Retries
+from galley.client.options import GenerateOptions, Tls
 from galley.common.tracing.telemetry import Telemetry
 
 PROMPTS = (
@@ -82,7 +82,7 @@ async def _answer(given: argparse.Namespace, question: int) -> dict[str, Any]:
     )
     told: dict[str, Any] = {"question": question, "began_s": time.monotonic(), "first_s": None, "error": ""}
     longest_s, last_s, changed = 0.0, time.monotonic(), 0
-    async with GalleyClient(given.address, calls, retries, tls=_tls()) as client:
+    async with AsyncClient(given.address, calls, retries, tls=_tls()) as client:
         stream = client.generate(PROMPTS[question // len(TEMPERATURES)], **options)
         try:
             async for event in stream:
@@ -104,11 +104,11 @@ async def _answer(given: argparse.Namespace, question: int) -> dict[str, Any]:
     }
 
 
-def _tls() -> ClientTls | None:
+def _tls() -> Tls | None:
     """As `galley` is told of it."""
     names = ("ca_file", "cert_file", "key_file", "server_name")
     told = {name: os.environ.get(f"GALLEY_TLS_{name.upper()}", "") for name in names}
-    return ClientTls(**told) if any(told.values()) else None
+    return Tls(**told) if any(told.values()) else None
 
 
 def _say(answer: dict[str, Any]) -> None:

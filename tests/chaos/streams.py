@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from random import Random
 
-from galley.client.client import GalleyClient, Retries
+from galley.client.client import AsyncClient, Retries
 from galley.client.options import GenerateOptions, Speculation
 from galley.client.streams import TokenStream
 from galley.core.strategies import NGRAM
@@ -77,8 +77,8 @@ class Stream:
                 await self._hear(client.generate(self.prompt, **self.options))
             self.answers += 1
 
-    def _client(self) -> GalleyClient:
-        return GalleyClient(self.gateways, retries=Retries(PATIENCE_S, PATIENCE_S))
+    def _client(self) -> AsyncClient:
+        return AsyncClient(self.gateways, retries=Retries(PATIENCE_S, PATIENCE_S))
 
     async def _hear(self, stream: TokenStream) -> None:
         async for event in stream:

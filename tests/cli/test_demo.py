@@ -9,7 +9,7 @@ import grpc
 from rich.console import Console
 
 from galley.cli.demo import compare
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.client.fake_gateway import SCRIPT, SESSION, FakeGateway, Said, serving
 
@@ -28,7 +28,7 @@ class Liar(FakeGateway):
 async def _compare(gateway: FakeGateway) -> tuple[bool, str]:
     out = io.StringIO()
     with serving(gateway) as address:
-        async with GalleyClient(address) as client:
+        async with AsyncClient(address) as client:
             same = await compare(client, Console(file=out, width=100), "Say hello", 32)
     return same, out.getvalue()
 

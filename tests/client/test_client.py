@@ -10,8 +10,8 @@ import pytest
 
 from galley.client.client import (
     NO_RETRIES,
+    AsyncClient,
     BadKey,
-    GalleyClient,
     GalleyRpcError,
     Message,
     Speculation,
@@ -29,7 +29,7 @@ async def _text(stream: AsyncIterator[pb.StreamEvent]) -> str:
 
 async def test_a_stream_gives_its_events_in_order_and_knows_what_it_saw() -> None:
     with serving(FakeGateway()) as address:
-        async with GalleyClient(address) as client:
+        async with AsyncClient(address) as client:
             stream = client.generate("Say hello")
             events = [event.WhichOneof("event") async for event in stream]
     assert events == ["started", "chunk", "chunk", "chunk", "finished"]
@@ -44,7 +44,7 @@ async def test_a_key_that_cannot_be_sent_is_told_without_it(
 ) -> None:
     gateway = FakeGateway()
     with serving(gateway) as address:
-        async with GalleyClient(address, api_key=key) as client:
+        async with AsyncClient(address, api_key=key) as client:
             for call in (lambda: _text(client.generate("x")), client.model_info):
                 with pytest.raises(BadKey, match="printable ASCII") as raised:
                     await call()
@@ -56,7 +56,7 @@ async def test_a_key_that_cannot_be_sent_is_told_without_it(
 async def test_what_is_not_asked_for_is_not_sent() -> None:
     gateway = FakeGateway()
     with serving(gateway) as address:
-        async with GalleyClient(address) as client:
+        async with AsyncClient(address) as client:
             await _text(client.generate("x", temperature=None, max_tokens=None, idempotency_key="key"))
     expected = pb.GenerateRequest(
         text="x",
@@ -70,7 +70,7 @@ async def test_what_is_not_asked_for_is_not_sent() -> None:
 async def test_options_reach_the_wire() -> None:
     gateway = FakeGateway()
     with serving(gateway) as address:
-        async with GalleyClient(address) as client:
+        async with AsyncClient(address) as client:
             stream = client.generate(
                 [Message("system", "Be brief."), Message("user", "Hi")],
                 temperature=0.0,
@@ -115,7 +115,7 @@ async def test_options_reach_the_wire() -> None:
 async def test_speculation_modes(speculation: Speculation, mode: pb.Speculation.Mode.ValueType) -> None:
     gateway = FakeGateway()
     with serving(gateway) as address:
-        async with GalleyClient(address) as client:
+        async with AsyncClient(address) as client:
             await _text(client.generate([1, 2], speculation=speculation))
     (request,) = gateway.requests
     assert isinstance(request, pb.GenerateRequest)
@@ -124,7 +124,7 @@ async def test_speculation_modes(speculation: Speculation, mode: pb.Speculation.
 
 
 async def test_a_mixed_prompt_is_refused() -> None:
-    async with GalleyClient("127.0.0.1:1") as client:
+    async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(TypeError, match="mixture"):
             client.generate([Message("user", "Hi"), 1])  # type: ignore[arg-type]  # that is the point
 
@@ -132,7 +132,7 @@ async def test_a_mixed_prompt_is_refused() -> None:
 async def test_a_refusal_names_the_field() -> None:
     gateway = FakeGateway(error=InvalidField("sampling.top_p", "must be in (0, 1], is 2"))
     with serving(gateway) as address:
-        async with GalleyClient(address) as client:
+        async with AsyncClient(address) as client:
             with pytest.raises(GalleyRpcError) as caught:
                 await _text(client.generate("x", top_p=2.0))
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
@@ -142,7 +142,7 @@ async def test_a_refusal_names_the_field() -> None:
 
 async def test_overload_says_when_to_come_back() -> None:
     with serving(FakeGateway(error=Overloaded("too many open sessions", 1.5), silent=True)) as address:
-        async with GalleyClient(address) as client:
+        async with AsyncClient(address) as client:
             with pytest.raises(GalleyRpcError, match=r"retry after 1\.5 s") as caught:
                 await _text(client.generate("x"))
     assert caught.value.retry_after_s == 1.5
@@ -151,7 +151,7 @@ async def test_overload_says_when_to_come_back() -> None:
 async def test_a_stream_that_may_not_go_on_by_itself_can_be_resumed_by_hand() -> None:
     gateway = FakeGateway(error=Unavailable("draining"), fail_at=2)
     with serving(gateway) as address:
-        async with GalleyClient(address, retries=NO_RETRIES) as client:
+        async with AsyncClient(address, retries=NO_RETRIES) as client:
             first = client.generate("x")
             text, error = await _until_broken(first)
             assert error.code is grpc.StatusCode.UNAVAILABLE
@@ -176,7 +176,7 @@ async def _until_broken(stream: TokenStream) -> tuple[str, GalleyRpcError]:
 
 async def test_a_resume_that_knows_no_earlier_tokens_claims_none() -> None:
     with serving(FakeGateway()) as address:
-        async with GalleyClient(address) as client:
+        async with AsyncClient(address) as client:
             stream = client.resume(SESSION, 1)
             assert stream.resume_from() == (SESSION, 1, b"")
             assert await _text(stream) == ", world!\n"
@@ -186,7 +186,7 @@ async def test_a_resume_that_knows_no_earlier_tokens_claims_none() -> None:
 async def test_cancelling_the_reader_cancels_the_call() -> None:
     gateway = FakeGateway(hang=True, fail_at=1)
     with serving(gateway) as address:
-        async with GalleyClient(address) as client:
+        async with AsyncClient(address) as client:
             stream = client.generate("x")
             assert (await anext(stream)).HasField("started")
             assert (await anext(stream)).chunk.text == "Hello"
@@ -201,7 +201,7 @@ async def test_cancelling_the_reader_cancels_the_call() -> None:
 async def test_abort_and_model_info() -> None:
     gateway = FakeGateway()
     with serving(gateway) as address:
-        async with GalleyClient(address) as client:
+        async with AsyncClient(address) as client:
             await client.abort(SESSION)
             assert (await client.model_info()).model == "tiny"
             gateway.error = UnknownSession("nobody")
@@ -215,4 +215,4 @@ async def test_abort_and_model_info() -> None:
 
 async def test_a_client_must_be_opened() -> None:
     with pytest.raises(RuntimeError, match="async with"):
-        GalleyClient("127.0.0.1:1").generate("x")
+        AsyncClient("127.0.0.1:1").generate("x")

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext, TraceFlags
 
-from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, Retries, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, Retries, TokenStream
 from galley.common.tracing.telemetry import telemetry_to, traceparent_of
 from galley.core.content import prefix_hash
 from galley.core.errors import (
@@ -60,7 +60,7 @@ async def test_a_stream_that_breaks_goes_on_at_the_next_gateway(
 ) -> None:
     leaving, staying, addresses = two
     leaving.error, leaving.fail_at = error, fail_at
-    async with GalleyClient(addresses) as client:
+    async with AsyncClient(addresses) as client:
         stream = client.generate("x")
         events, text = await heard(stream)
     assert text == "Hello, world!\n"
@@ -80,7 +80,7 @@ async def test_what_breaks_behind_the_end_of_an_answer_is_nothing_to_its_reader(
 ) -> None:
     leaving, staying, addresses = two
     leaving.error, leaving.fail_at = error, len(leaving.script)
-    async with GalleyClient(addresses) as client:
+    async with AsyncClient(addresses) as client:
         events, text = await heard(client.generate("x"))
     assert text == "Hello, world!\n"
     assert events == ["started", "chunk", "chunk", "chunk", "finished"]
@@ -93,7 +93,7 @@ async def test_it_breaks_as_often_as_it_comes_on(two: tuple[FakeGateway, FakeGat
     for gateway in two[:2]:
         gateway.script, gateway.error = script, Unavailable("again")
     retries = Retries(first_pause_s=0.001)
-    async with GalleyClient(two[2], retries=retries) as client:
+    async with AsyncClient(two[2], retries=retries) as client:
         stream = client.generate("x")
         text = ""
         for index in range(len(script)):
@@ -116,7 +116,7 @@ async def test_what_has_not_begun_is_asked_for_again_with_the_same_key(
 ) -> None:
     first, second, addresses = two
     first.error, first.silent = Unavailable("draining"), True
-    async with GalleyClient(f"{NOWHERE},{addresses}") as client:
+    async with AsyncClient(f"{NOWHERE},{addresses}") as client:
         assert (await heard(client.generate("x")))[1] == "Hello, world!\n"
         assert (await heard(client.generate("x")))[1] == "Hello, world!\n"
     assert len(first.requests) == 1, "who failed is not asked first again"
@@ -131,7 +131,7 @@ async def test_what_has_not_begun_is_asked_for_again_with_the_same_key(
 async def test_one_address_may_come_back_as_another_gateway() -> None:
     gateway = FakeGateway(error=Unavailable("draining"), fail_at=1, failures=3)
     with serving(gateway) as address:
-        async with GalleyClient(address, retries=SOON) as client:
+        async with AsyncClient(address, retries=SOON) as client:
             assert (await heard(client.generate("x")))[1] == "Hello, world!\n"
     assert len(gateway.requests) == 4
 
@@ -152,7 +152,7 @@ async def test_what_another_try_cannot_help_is_raised(
 ) -> None:
     first, second, addresses = two
     first.error, first.fail_at = error, 1
-    async with GalleyClient(addresses) as client:
+    async with AsyncClient(addresses) as client:
         with pytest.raises(GalleyRpcError):
             await heard(client.generate("x"))
     assert not second.requests
@@ -164,7 +164,7 @@ async def test_a_full_gateway_refuses_what_is_new_and_keeps_what_goes_on_waiting
     first, second, addresses = two
     first.error = second.error = Overloaded("full", 0.05)
     first.silent = second.silent = True
-    async with GalleyClient(addresses) as client:
+    async with AsyncClient(addresses) as client:
         with pytest.raises(GalleyRpcError) as caught:
             await heard(client.generate("x"))
         assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -177,7 +177,7 @@ async def test_a_full_gateway_refuses_what_is_new_and_keeps_what_goes_on_waiting
 async def test_it_gives_up_after_its_patience(silent: bool) -> None:
     gateway = FakeGateway(error=Unavailable("for ever"), fail_at=1, silent=silent)
     with serving(gateway) as address:
-        async with GalleyClient(address, retries=SOON) as client:
+        async with AsyncClient(address, retries=SOON) as client:
             began = asyncio.get_running_loop().time()
             with pytest.raises(GalleyRpcError, match="for ever"):
                 await heard(client.generate("x"))
@@ -189,7 +189,7 @@ async def test_it_gives_up_after_its_patience(silent: bool) -> None:
 async def test_without_patience_nothing_is_tried_again() -> None:
     gateway = FakeGateway(error=Unavailable("draining"), fail_at=1)
     with serving(gateway) as address:
-        async with GalleyClient(address, retries=NO_RETRIES) as client:
+        async with AsyncClient(address, retries=NO_RETRIES) as client:
             with pytest.raises(GalleyRpcError):
                 await heard(client.generate("x"))
     assert len(gateway.requests) == 1
@@ -198,7 +198,7 @@ async def test_without_patience_nothing_is_tried_again() -> None:
 async def test_the_deadline_is_of_all_tries_together() -> None:
     gateway = FakeGateway(error=Unavailable("for ever"), fail_at=1)
     with serving(gateway) as address:
-        async with GalleyClient(address) as client:
+        async with AsyncClient(address) as client:
             async with asyncio.timeout(5):
                 with pytest.raises(GalleyRpcError):
                     await heard(client.generate("x", timeout_s=0.5))
@@ -208,7 +208,7 @@ async def test_the_deadline_is_of_all_tries_together() -> None:
 async def test_who_cancels_his_stream_is_not_helped() -> None:
     gateway = FakeGateway(hang=True, fail_at=1)
     with serving(gateway) as address:
-        async with GalleyClient(address) as client:
+        async with AsyncClient(address) as client:
             stream = client.generate("x")
             await _next_chunk(stream)
             stream.cancel()
@@ -226,17 +226,17 @@ async def test_a_gateway_that_skips_tokens_is_not_believed() -> None:
             return super().Resume(request, context)
 
     with serving(Skipping(error=Unavailable("draining"), fail_at=1, failures=1)) as address:
-        async with GalleyClient(address, retries=SOON) as client:
+        async with AsyncClient(address, retries=SOON) as client:
             with pytest.raises(GalleyRpcError, match="went on at token"):
                 await heard(client.generate("x"))
 
 
 async def test_questions_are_asked_of_the_first_gateway_that_is_there() -> None:
     with serving(FakeGateway()) as address:
-        async with GalleyClient([NOWHERE, address]) as client:
+        async with AsyncClient([NOWHERE, address]) as client:
             assert (await client.model_info()).model == "tiny"
             await client.abort(SESSION)
-        async with GalleyClient([NOWHERE]) as client:
+        async with AsyncClient([NOWHERE]) as client:
             with pytest.raises(GalleyRpcError) as caught:
                 await client.model_info()
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
@@ -244,7 +244,7 @@ async def test_questions_are_asked_of_the_first_gateway_that_is_there() -> None:
 
 def test_a_client_needs_an_address() -> None:
     with pytest.raises(ValueError, match="address"):
-        GalleyClient(" , ")
+        AsyncClient(" , ")
 
 
 @pytest.mark.parametrize("by_call", [True, False])
@@ -254,7 +254,7 @@ async def test_a_stream_stays_in_the_trace_that_it_was_asked_for_in(
     """And is forced again where it goes on, whatever its reader does by then."""
     leaving, staying, addresses = two
     leaving.error, leaving.fail_at = Unavailable("draining"), 1
-    async with GalleyClient(addresses, force_trace=not by_call) as client:
+    async with AsyncClient(addresses, force_trace=not by_call) as client:
         with trace.use_span(trace.NonRecordingSpan(CALLER)):
             stream = client.generate("x", force_trace=True) if by_call else client.generate("x")
         with trace.use_span(trace.NonRecordingSpan(READER)):
@@ -271,7 +271,7 @@ async def test_a_stream_stays_in_the_trace_that_it_was_asked_for_in(
 async def test_a_stream_that_was_asked_for_in_no_trace_brings_none() -> None:
     gateway = FakeGateway()
     with serving(gateway) as address:
-        async with GalleyClient(address) as client:
+        async with AsyncClient(address) as client:
             await heard(client.generate("x"))
             with trace.use_span(trace.NonRecordingSpan(CALLER)):
                 await heard(client.resume(SESSION, 0))
@@ -288,7 +288,7 @@ async def test_a_client_with_spans_of_its_own_names_those_and_stays_in_the_trace
     leaving.error, leaving.fail_at = Unavailable("draining"), 1
     kept = InMemorySpanExporter()
     telemetry = telemetry_to(SimpleSpanProcessor(kept), "client")
-    async with GalleyClient(addresses, telemetry) as client:
+    async with AsyncClient(addresses, telemetry) as client:
         with trace.use_span(trace.NonRecordingSpan(CALLER)):
             stream = client.generate("x")
         await heard(stream)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.client.options import GenerateOptions, Prompt, Speculation
 from galley.core import strategies
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -114,7 +114,7 @@ class Answer:
     stats: pb.SpeculationStats
 
 
-async def ask(client: GalleyClient, prompt: Prompt, options: GenerateOptions) -> Answer:
+async def ask(client: AsyncClient, prompt: Prompt, options: GenerateOptions) -> Answer:
     """One answer to its end."""
     tokens: list[int] = []
     text = ""
@@ -131,7 +131,7 @@ async def ask(client: GalleyClient, prompt: Prompt, options: GenerateOptions) ->
 
 
 async def ask_all(
-    client: GalleyClient, prompts: Sequence[Prompt], options: GenerateOptions, case: Case
+    client: AsyncClient, prompts: Sequence[Prompt], options: GenerateOptions, case: Case
 ) -> list[Answer]:
     """The answers to all prompts, `case.concurrency` at a time."""
     places = asyncio.Semaphore(case.concurrency)

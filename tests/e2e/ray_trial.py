@@ -19,7 +19,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.client.options import GenerateOptions, Speculation
 from galley.common.registry.leases import TARGET_POOL, ReplicaRegistry
 from galley.core.routing.choice import TargetLease
@@ -123,7 +123,7 @@ class Trial:
                     begun[index].set()
             return tokens
 
-        async with GalleyClient(stack.gateways[0]) as client, asyncio.TaskGroup() as group:
+        async with AsyncClient(stack.gateways[0]) as client, asyncio.TaskGroup() as group:
             answers = [group.create_task(answer(index)) for index in range(count)]
             await asyncio.gather(*(event.wait() for event in begun))
             assert not any(task.done() for task in answers), "not all were under way"

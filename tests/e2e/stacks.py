@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.core import strategies
 from galley.stack.part import Facts, PartSpec
 from galley.stack.parts import python_module, stack_parts
@@ -26,11 +26,11 @@ class Clients:
     """A client for each draft that answers are compared over; `main` is of the first of two like gateways."""
 
     stack: Stack
-    main: GalleyClient
-    oracles: dict[float, GalleyClient]
+    main: AsyncClient
+    oracles: dict[float, AsyncClient]
     answers: Path
 
-    def of(self, case: Case) -> GalleyClient:
+    def of(self, case: Case) -> AsyncClient:
         """Whose draft can do what the case asks."""
         return self.main if case.spoil is None else self.oracles[case.spoil]
 
@@ -66,9 +66,9 @@ async def running_clients(
 
     async with AsyncExitStack() as cleanup:
         stack = await cleanup.enter_async_context(Stack(options, parts=parts))
-        main = await cleanup.enter_async_context(GalleyClient(stack.address("gateway")))
+        main = await cleanup.enter_async_context(AsyncClient(stack.address("gateway")))
         oracles = {
-            spoil: await cleanup.enter_async_context(GalleyClient(stack.address(_oracle_gateway(spoil))))
+            spoil: await cleanup.enter_async_context(AsyncClient(stack.address(_oracle_gateway(spoil))))
             for spoil in spoils
         }
         yield Clients(stack, main, oracles, answers)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from galley.client.client import GalleyClient, TokenStream
+from galley.client.client import AsyncClient, TokenStream
 from galley.client.options import Message, Speculation
 from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
 from galley.core.routing.choice import DraftLease
@@ -77,7 +77,7 @@ async def registry(stack: Stack) -> AsyncIterator[ReplicaRegistry]:
     await registry.close()
 
 
-def listeners(client: GalleyClient, *, drafted: bool) -> list[Listener]:
+def listeners(client: AsyncClient, *, drafted: bool) -> list[Listener]:
     return [
         Listener(
             functools.partial(ask, client, how if drafted else Speculation(off=True), temperature, prompt)
@@ -86,7 +86,7 @@ def listeners(client: GalleyClient, *, drafted: bool) -> list[Listener]:
     ]
 
 
-def ask(client: GalleyClient, how: Speculation, temperature: float, prompt: str, seed: int) -> TokenStream:
+def ask(client: AsyncClient, how: Speculation, temperature: float, prompt: str, seed: int) -> TokenStream:
     return client.generate(
         [Message("user", prompt)],
         max_tokens=MAX_TOKENS,
@@ -101,7 +101,7 @@ async def test_a_pool_that_is_killed_frozen_and_replaced_costs_its_streams_nothi
     stack: Stack, registry: ReplicaRegistry
 ) -> None:
     """Their plain selves run beside them, so that the tokens can be compared however many there are."""
-    async with GalleyClient(stack.address("gateway")) as client, asyncio.TaskGroup() as group:
+    async with AsyncClient(stack.address("gateway")) as client, asyncio.TaskGroup() as group:
         plain = listeners(client, drafted=False)
         drafted = listeners(client, drafted=True)
         for each, twin in zip(drafted, plain, strict=True):

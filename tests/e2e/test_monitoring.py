@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
-from galley.client.options import ClientTls, Speculation
+from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
+from galley.client.options import Speculation, Tls
 from galley.stack.part import Facts, PartSpec
 from galley.stack.parts import python_module, stack_parts
 from galley.stack.stack import Stack, StackDirs, StackOptions
@@ -66,7 +66,7 @@ async def stack(tmp_path: Path, files: Mounted) -> AsyncIterator[Stack]:
         yield stack
 
 
-async def traffic(client: GalleyClient) -> None:
+async def traffic(client: AsyncClient) -> None:
     """Answers that are drafted and such that are not, one that is resumed, and a request that is refused."""
     # At other temperatures the tiny model may draw the token that poisons it.
     greedy = partial(client.generate, PROMPT, temperature=0.0)
@@ -115,11 +115,11 @@ async def unanswered(prometheus: Prometheus, asked: dict[str, str]) -> dict[str,
 
 @pytest.mark.timeout(150)
 async def test_no_panel_rule_or_alert_is_empty(stack: Stack, files: Mounted, tmp_path: Path) -> None:
-    tls = ClientTls(files.ca)
+    tls = Tls(files.ca)
     told = {part: str(stack.told(part)["metrics"]) for part in SERVICES}
     async with (
         scraping(tmp_path, told, ALERTS / "galley.rules.yaml") as prometheus,
-        GalleyClient(stack.address("gateway"), retries=NO_RETRIES, tls=tls) as client,
+        AsyncClient(stack.address("gateway"), retries=NO_RETRIES, tls=tls) as client,
     ):
         async with asyncio.timeout(PATIENCE_S):
             # What is counted before the first scrape has no rate.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from galley.client.client import GalleyClient, TokenStream
+from galley.client.client import AsyncClient, TokenStream
 from galley.client.options import GenerateOptions, Message, Speculation
 from galley.core.strategies import NGRAM
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -60,7 +60,7 @@ async def test_a_killed_gateway_is_a_pause(clients: Clients) -> None:
 
     cut = Seen()
     addresses = [clients.stack.address(name) for name in ("gateway-2", "gateway")]
-    async with GalleyClient(addresses) as client:
+    async with AsyncClient(addresses) as client:
         stream = client.generate(PROMPT, **OPTIONS)
         await read(stream, cut, until=len(whole.tokens) // 2)
         await clients.stack.kill("gateway-2")

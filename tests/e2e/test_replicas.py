@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from galley.client.client import GalleyClient, TokenStream
+from galley.client.client import AsyncClient, TokenStream
 from galley.client.options import GenerateOptions, Message
 from galley.common.redis.calls import RedisCalls
 from galley.stack.stack import Stack, StackOptions
@@ -36,7 +36,7 @@ async def read(stream: TokenStream, until: int = MAX_TOKENS) -> None:
             return
 
 
-def ask_all(client: GalleyClient) -> list[TokenStream]:
+def ask_all(client: AsyncClient) -> list[TokenStream]:
     options = GenerateOptions(temperature=0.7, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True)
     return [client.generate([Message("user", prompt)], **options) for prompt in PROMPTS]
 
@@ -52,7 +52,7 @@ async def told(stack: Stack, streams: list[TokenStream], field: str) -> list[str
 
 
 async def test_a_target_that_is_killed_costs_its_streams_a_pause(stack: Stack) -> None:
-    async with GalleyClient(stack.address("gateway")) as client:
+    async with AsyncClient(stack.address("gateway")) as client:
         whole = ask_all(client)
         await asyncio.gather(*(read(stream) for stream in whole))
         cut = ask_all(client)

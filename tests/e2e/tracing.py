@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
 from galley.client.options import GenerateOptions, Speculation
 from galley.client.request import generate_request
 from galley.common.tracing.telemetry import Telemetry, start_telemetry, w3c_metadata
@@ -65,7 +65,7 @@ class _Client:
     def __init__(self, telemetry: Telemetry) -> None:
         self._tracer = telemetry.tracer("test")
 
-    async def ask(self, made: list[str], client: GalleyClient, **options: object) -> TokenStream:
+    async def ask(self, made: list[str], client: AsyncClient, **options: object) -> TokenStream:
         """Within a span, whose trace is noted; all of the answer is read."""
         with self._tracer.start_as_current_span(ASK) as span:
             made.append(f"{span.get_span_context().trace_id:032x}")
@@ -85,7 +85,7 @@ class _Client:
                 if cutting.other is None:
                     await _read(stream)
                     return
-            async with GalleyClient(cutting.other, retries=NO_RETRIES) as client:
+            async with AsyncClient(cutting.other, retries=NO_RETRIES) as client:
                 await _read(client.resume_stream(stream))
 
 
@@ -164,7 +164,7 @@ async def _stack(model: Path, endpoint: str) -> AsyncIterator[tuple[Stack, _Clie
 
 
 async def _ask(run: Run, stack: Stack, client: _Client) -> None:
-    async with GalleyClient(stack.address("gateway"), retries=NO_RETRIES) as galley:
+    async with AsyncClient(stack.address("gateway"), retries=NO_RETRIES) as galley:
         asking = (client.ask(run.whole, galley, speculation=FIXED) for _ in range(STREAMS))
         await asyncio.gather(*asking)
         with pytest.raises(GalleyRpcError):

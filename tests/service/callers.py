@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 
 if TYPE_CHECKING:
     from tests.service.world import Gateway, World
@@ -44,5 +44,5 @@ def _entry(name: str, key: str) -> str:
 @asynccontextmanager
 async def calling(gateway: Gateway, key: str) -> AsyncIterator[Gateway]:
     """The gateway as the caller with this key reaches it, over a channel of its own."""
-    async with GalleyClient(gateway.address, api_key=key) as client:
+    async with AsyncClient(gateway.address, api_key=key) as client:
         yield replace(gateway, client=client)

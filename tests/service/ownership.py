@@ -17,7 +17,7 @@ from itertools import pairwise
 import grpc
 from redis.asyncio import Redis
 
-from galley.client.client import GalleyClient, GalleyRpcError, TokenStream
+from galley.client.client import AsyncClient, GalleyRpcError, TokenStream
 from galley.core.content import tokens_of
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.settings import NO_DRAFT
@@ -68,7 +68,7 @@ class Tally:
 class Arena:
     """Two gateways over one store."""
 
-    clients: tuple[GalleyClient, GalleyClient]
+    clients: tuple[AsyncClient, AsyncClient]
     store: Redis
 
     async def contest(self, tally: Tally, *, under_way: bool) -> None:
@@ -148,7 +148,7 @@ async def arena(world: World, *, processes: bool = False) -> AsyncIterator[Arena
                 address = await stack.enter_async_context(gateway_process(world, log, secret, flags))
             else:
                 address = (await world.gateway(**flags)).address
-            clients.append(await stack.enter_async_context(GalleyClient(address)))
+            clients.append(await stack.enter_async_context(AsyncClient(address)))
         store = Redis.from_url(world.redis_url)
         stack.push_async_callback(store.aclose)
         yield Arena((clients[0], clients[1]), store)

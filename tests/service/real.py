@@ -15,8 +15,8 @@ from typing import Any, Self
 import grpc
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-from galley.client.client import NO_RETRIES, GalleyClient, TokenStream
-from galley.client.options import ClientTls
+from galley.client.client import NO_RETRIES, AsyncClient, TokenStream
+from galley.client.options import Tls
 from galley.common.metrics.labels import DRAFT, GATEWAY, TARGET
 from galley.common.metrics.metric import Metric
 from galley.common.metrics.registry import Registry
@@ -96,11 +96,11 @@ class RealTarget:
 
 
 @dataclass(frozen=True)
-class Tls:
+class ServiceTls:
     """Settings of all servers, and what the client is told."""
 
     served: dict[str, Any] = field(default_factory=dict)
-    client: ClientTls | None = None
+    client: Tls | None = None
 
 
 class Real:
@@ -114,14 +114,14 @@ class Real:
         *,
         targets: int = 1,
         drafts: bool = False,
-        tls: Tls | None = None,
+        tls: ServiceTls | None = None,
         **given: Any,
     ) -> None:
         """`given` are settings of the gateway."""
         self._tiny = tiny
         self._store = store
         self._given = given
-        self._tls = tls or Tls()
+        self._tls = tls or ServiceTls()
         self._target_count = targets
         self._file = directory / "traces.jsonl"
         self._registries = {name: [Registry(name)] for name in (GATEWAY, DRAFT)}
@@ -171,7 +171,7 @@ class Real:
             gateway = await self._gateway()
             opened.push_async_callback(gateway.stop)
             client = await opened.enter_async_context(
-                GalleyClient(gateway.address, retries=NO_RETRIES, tls=self._tls.client)
+                AsyncClient(gateway.address, retries=NO_RETRIES, tls=self._tls.client)
             )
             self.gateway = Gateway(gateway, client)
             self._opened = opened.pop_all()

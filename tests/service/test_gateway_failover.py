@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 
-from galley.client.client import GalleyClient, Retries, TokenStream
+from galley.client.client import AsyncClient, Retries, TokenStream
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.service.truth import SEED
 from tests.service.world import (
@@ -27,11 +27,11 @@ STREAMS = 4
 SOON = Retries(patience_s=10.0, first_pause_s=0.01)
 
 
-def client_of(*gateways: Gateway) -> GalleyClient:
-    return GalleyClient([gateway.address for gateway in gateways], retries=SOON)
+def client_of(*gateways: Gateway) -> AsyncClient:
+    return AsyncClient([gateway.address for gateway in gateways], retries=SOON)
 
 
-def ask(client: GalleyClient) -> TokenStream:
+def ask(client: AsyncClient) -> TokenStream:
     return client.generate(PROMPT, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True, logprobs=2)
 
 

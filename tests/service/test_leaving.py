@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import pytest
 
-from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
 from galley.client.request import generate_request
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -222,7 +222,7 @@ async def test_a_session_may_go_on_without_its_client(world: World) -> None:
     for leave in ("cancel", "break"):
         world.target.gate.close()
         world.target.gate.permit(2)
-        client = await GalleyClient(first.address, retries=NO_RETRIES).__aenter__()
+        client = await AsyncClient(first.address, retries=NO_RETRIES).__aenter__()
         stream = client.generate(
             PROMPT, max_tokens=256, seed=SEED, ignore_eos=True, continue_without_client=True
         )

@@ -8,7 +8,7 @@ import pytest
 
 from bench.session_store import read_ms
 from bench.sessions import ARMS
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from tests.service.process import gateway_process
 from tests.service.truth import SEED
 from tests.service.world import MAX_TOKENS, PROMPT, World, hear, must_be_true
@@ -20,7 +20,7 @@ async def test_it_answers_and_times_each_commit(world: World, tmp_path: Path, st
     flags = {"bench-store": store, "bench-timings": str(timings)}
     async with (
         gateway_process(world, tmp_path / "log", {}, flags, module="bench.session_gateway") as address,
-        GalleyClient(address) as client,
+        AsyncClient(address) as client,
     ):
         stream = client.generate(PROMPT, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True)
         must_be_true(await hear(stream))

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.core.admission.principal import Principal
 from tests.gateway.servers import Server
 from tests.service.callers import ALICE, BOB, KeyFile, calling
@@ -293,8 +293,8 @@ async def test_keys_stand_in_no_log_and_no_trace(world: World, tmp_path: Path) -
         }
         async with (
             gateway_process(world, log, environment, flags) as address,
-            GalleyClient(address, api_key=ALICE) as alice,
-            GalleyClient(address, api_key=NOBODY) as nobody,
+            AsyncClient(address, api_key=ALICE) as alice,
+            AsyncClient(address, api_key=NOBODY) as nobody,
         ):
             asked = alice.generate(PROMPT, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True)
             must_be_true(await hear(asked))

@@ -16,8 +16,8 @@ import grpc
 import psutil
 import pytest
 
-from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError
-from galley.client.options import ClientTls
+from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError
+from galley.client.options import Tls
 from tests.gateway.issuers import AUDIENCE, ISSUER, TokenIssuer, write_jwks
 from tests.gateway.servers import Server
 from tests.gateway.tls import Authority, mounted
@@ -82,7 +82,7 @@ def flags_of(world: World, store: Server) -> dict[str, str]:
 
 async def ask(address: str, shown: str) -> str:
     """How a call ends; empty if all went well."""
-    async with GalleyClient(address, retries=NO_RETRIES, api_key=shown) as client:
+    async with AsyncClient(address, retries=NO_RETRIES, api_key=shown) as client:
         try:
             stream = client.generate(PROMPT, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True)
             must_be_true(await hear(stream))
@@ -132,7 +132,7 @@ class Mesh:
     def __init__(self, directory: Path, store: Server, model: Path, opened: AsyncExitStack) -> None:
         authority = Authority(directory, "authority")
         self._files = mounted(directory / "files", authority.ca, authority.issue("all"))
-        self.tls = ClientTls(self._files.ca, self._files.cert, self._files.key)
+        self.tls = Tls(self._files.ca, self._files.cert, self._files.key)
         self.private = Path(self._files.key).read_text().splitlines()[1]
         self.model = str(model)
         self.logs: dict[str, Path] = {}
@@ -211,7 +211,7 @@ async def test_no_service_shows_a_secret_in_log_trace_metrics_command_line_or_er
                 },
             )
             shown.command_lines()
-            async with GalleyClient(gateway, retries=NO_RETRIES, api_key=ALICE, tls=mesh.tls) as client:
+            async with AsyncClient(gateway, retries=NO_RETRIES, api_key=ALICE, tls=mesh.tls) as client:
                 await hear(client.generate([5, 9, 2, 33], max_tokens=8, ignore_eos=True))
                 shown.texts += await mesh.scraped()
                 own_store.kill()
@@ -287,7 +287,7 @@ async def test_a_bearer_of_any_shape_is_refused_in_the_same_words(world: World) 
     )
     told = set()
     for shown in ("canary", "a.b.c", "." * 8000, "eyJ" + "A" * 9000, STRANGER.token(sub="canary-mallory-3a")):
-        async with GalleyClient(gateway.address, api_key=shown) as client:
+        async with AsyncClient(gateway.address, api_key=shown) as client:
             with pytest.raises(GalleyRpcError) as caught:
                 await client.model_info()
         assert caught.value.code is grpc.StatusCode.UNAUTHENTICATED

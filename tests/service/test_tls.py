@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
-from galley.client.client import NO_RETRIES, GalleyClient
-from galley.client.options import ClientTls, Speculation
+from galley.client.client import NO_RETRIES, AsyncClient
+from galley.client.options import Speculation, Tls
 from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY, SERVED_CERTIFICATE_EXPIRY
 from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
@@ -28,7 +28,7 @@ from tests.common.tls_world import credentials_of, tls_settings
 from tests.gateway.servers import Server
 from tests.gateway.tls import DAY, Authority, Mounted, mounted
 from tests.service.fakes import Replica
-from tests.service.real import Real, Tls
+from tests.service.real import Real, ServiceTls
 from tests.service.waiting import PATIENCE_S
 from tests.service.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
 from tests.target.tiny import save_tiny_model
@@ -78,8 +78,8 @@ class Mesh:
     async def calling(self, gateway: Gateway, name: str = "client") -> AsyncIterator[Gateway]:
         """The gateway as one of the parties reaches it, over a connection of its own."""
         files = self[name]
-        tls = ClientTls(files.ca, files.cert, files.key)
-        async with GalleyClient(gateway.address, retries=NO_RETRIES, tls=tls) as client:
+        tls = Tls(files.ca, files.cert, files.key)
+        async with AsyncClient(gateway.address, retries=NO_RETRIES, tls=tls) as client:
             yield replace(gateway, client=client)
 
     def put(self, ca: bytes, issuer: Authority, suffix: str) -> None:
@@ -115,7 +115,7 @@ async def test_real_services_say_over_tls_what_they_say_without(
 ) -> None:
     authority = Authority(tmp_path, "authority")
     files = mounted(tmp_path / "files", authority.ca, authority.issue("all"))
-    tls = Tls(tls_settings(files, mutual=True), ClientTls(files.ca, files.cert, files.key))
+    tls = ServiceTls(tls_settings(files, mutual=True), Tls(files.ca, files.cert, files.key))
     peers: Any = {"peer_ca_file": files.ca, "peer_cert_file": files.cert, "peer_key_file": files.key}
     prompt = list(range(1, 9)) * 3
     answers = []
@@ -215,8 +215,8 @@ async def test_who_does_not_show_a_certificate_gets_no_answer_from_a_gateway(mes
     await mesh.secure_both()
     gateway = await mesh.start_gateway()
     ours, foreign = mesh["client"], mounted(mesh.directory / "x", mesh.authority.ca, mesh.other.issue("x"))
-    for tls in (None, ClientTls(ours.ca), ClientTls(foreign.ca, foreign.cert, foreign.key)):
-        async with GalleyClient(gateway.address, retries=NO_RETRIES, tls=tls) as client:
+    for tls in (None, Tls(ours.ca), Tls(foreign.ca, foreign.cert, foreign.key)):
+        async with AsyncClient(gateway.address, retries=NO_RETRIES, tls=tls) as client:
             assert (await refused(hear(replace(gateway, client=client).ask()))).code.name == "UNAVAILABLE"
     assert not mesh.world.target.calls
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from services.gateway.auth.issuer_keys import FLOOR_S
 from services.gateway.auth.jwt import EXPIRED, NOT_TAKEN
 from tests.common import http2
@@ -98,14 +98,14 @@ async def test_a_client_brings_a_fresh_token_with_each_call(
 ) -> None:
     gateway = await world.gateway(**tokens(world))
     shown = [EC.token(), "stale", EC.token()]
-    async with GalleyClient(gateway.address, api_key=lambda: shown.pop(0)) as client:
+    async with AsyncClient(gateway.address, api_key=lambda: shown.pop(0)) as client:
         await client.model_info()
         assert (await refused(client.model_info())).code is grpc.StatusCode.UNAUTHENTICATED
         await client.model_info()
     file = tmp_path / "token"
     file.write_text("stale")
     monkeypatch.setenv("GALLEY_API_KEY_FILE", str(file))
-    async with GalleyClient(gateway.address) as client:
+    async with AsyncClient(gateway.address) as client:
         assert (await refused(client.model_info())).code is grpc.StatusCode.UNAUTHENTICATED
         file.write_text(EC.token() + "\n")
         await client.model_info()

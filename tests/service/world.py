@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from galley.client.client import NO_RETRIES, GalleyClient, GalleyRpcError, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
 from galley.client.options import Prompt
 from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.common.server.server import Parts, RunningServer, start_server
@@ -104,7 +104,7 @@ class Gateway:
     """A real gateway, and a client of it."""
 
     running: RunningServer
-    client: GalleyClient
+    client: AsyncClient
 
     @property
     def address(self) -> str:
@@ -193,7 +193,7 @@ class World:
         """The same, which uses these parts."""
         settings = self.settings(**given)
         running = await start_server(settings, build(settings), parts, interceptors(settings))
-        client = await GalleyClient(running.address, retries=NO_RETRIES).__aenter__()
+        client = await AsyncClient(running.address, retries=NO_RETRIES).__aenter__()
         self._gateways.append(Gateway(running, client))
         return self._gateways[-1]
 

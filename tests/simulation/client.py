@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from galley.client.client import GalleyClient
+from galley.client.client import AsyncClient
 from galley.client.errors import GalleyRpcError
 from galley.client.streams import TokenStream
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -33,10 +33,10 @@ _MAY_PASS = frozenset(
 )
 
 
-def client_of(world: World, process: Process, principal: str) -> GalleyClient:
+def client_of(world: World, process: Process, principal: str) -> AsyncClient:
     """A client of all gateways, whose calls are `principal`'s."""
     addresses = [gateway.address for gateway in world.gateways]
-    client = GalleyClient(addresses)
+    client = AsyncClient(addresses)
     key = (("authorization", f"Bearer {principal}"),)
     channels: Any = [SimChannel(world.network, world.servers, process, address, key) for address in addresses]
     client._channels = channels
