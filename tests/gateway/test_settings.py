@@ -60,3 +60,7 @@ def test_a_gateway_has_its_clients_connect_anew_now_and_then() -> None:
     told = parse()
     assert (told.max_connection_age_s, told.max_connection_idle_s) == (600.0, 900.0)
     assert parse("--max-connection-age-s", "0").max_connection_age_s == 0
+
+
+def test_every_setting_has_a_long_flag() -> None:
+    assert parse("--k", "3").k == 3

@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
 
 from galley.common.config.limits import ServerLimits
 from galley.common.config.secrets import named, shown_secrets, with_secrets_read
@@ -98,8 +98,9 @@ def parse_settings(cls: type[S], argv: Sequence[str], prog: str, description: st
         model_config = SettingsConfigDict(cli_prog_name=prog)
 
     Parsed.__doc__ = description
+    source: Any = CliSettingsSource(Parsed, add_argument_method=_add_long_flag)
     try:
-        parsed = CliApp.run(Parsed, cli_args=list(argv))
+        parsed = CliApp.run(Parsed, cli_args=list(argv), cli_settings_source=source)
     except ValidationError as error:
         for problem in error.errors():
             _say(prog, _explain(problem, _prefix_of(cls)))
@@ -109,6 +110,12 @@ def parse_settings(cls: type[S], argv: Sequence[str], prog: str, description: st
         _say(prog, f"{flag}: {told}")
         raise SystemExit(2)
     return cls.model_construct(**{name: getattr(parsed, name) for name in cls.model_fields})
+
+
+def _add_long_flag(parser: Any, *flags: str, **options: Any) -> Any:
+    """Name a setting of one letter `--k`: pydantic-settings would accept `-k` only."""
+    long = [flag if flag.startswith("--") or flag == "-h" else f"-{flag}" for flag in flags]
+    return parser.add_argument(*long, **options)
 
 
 def refuse(cls: type[BaseSettings], prog: str, setting: str, problem: str) -> NoReturn:
