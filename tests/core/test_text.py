@@ -43,6 +43,30 @@ def test_any_bytes_concatenate(data: bytes) -> None:
     assert "".join(texts).replace("\ufffd", "") == clean
 
 
+HIDDEN = 256
+
+
+def decode_visible(tokens: Sequence[int]) -> str:
+    """Leave out control tokens, as tokenizers do."""
+    return decode([token for token in tokens if token != HIDDEN])
+
+
+@given(st.text("aé€🚀", max_size=12), st.data())
+def test_control_tokens_do_not_change_the_text(text: str, data: st.DataObject) -> None:
+    tokens: list[int] = []
+    for byte in text.encode():
+        tokens += [HIDDEN] * data.draw(st.sampled_from((0, 0, 1, 13, 20)))
+        tokens.append(byte)
+    stream = TextStream(decode_visible, ())
+    assert "".join(stream.push(token).text for token in tokens) + stream.flush() == decode_visible(tokens)
+
+
+def test_a_character_after_many_control_tokens_stays_whole() -> None:
+    stream = TextStream(decode_visible, (ord("x"),))
+    texts = [stream.push(token).text for token in [HIDDEN] * 13 + list("🚀".encode())]
+    assert texts == [""] * 16 + ["🚀"]
+
+
 @given(st.text("ab<>", max_size=40), st.lists(st.text("ab<>", min_size=1, max_size=4), max_size=3))
 def test_stops_cut_where_the_first_one_starts(text: str, stops: list[str]) -> None:
     texts, stop = pieces(text.encode(), stops)

@@ -14,7 +14,7 @@ _CONTEXT_TOKENS = 5
 """Tokens of the prompt that are decoded along, for decoders that treat the start of a text specially."""
 
 _MAX_HELD_TOKENS = 16
-"""A UTF-8 character has at most four bytes: more tokens than this without one are simply not UTF-8."""
+"""A UTF-8 character has at most four bytes, so this many visible tokens without one are not UTF-8."""
 
 _REPLACEMENT = "�"
 
@@ -91,12 +91,22 @@ class _IncrementalDecoder:
     def push(self, token: int) -> str:
         self._window.append(token)
         text = self._new_text()
-        held = len(self._window) - self._settled
-        if held < _MAX_HELD_TOKENS and (not text or text.endswith(_REPLACEMENT)):
-            return ""
+        if not text or text.endswith(_REPLACEMENT):
+            if self._is_hidden(token):
+                self._window.pop()
+                return ""
+            if len(self._window) - self._settled < _MAX_HELD_TOKENS:
+                return ""
         del self._window[: self._settled]
         self._settled = len(self._window)
         return text
+
+    def _is_hidden(self, token: int) -> bool:
+        """Return True for a control token, which the decoder leaves out.
+
+        A space at the start of a text may decode to nothing too, but not twice.
+        """
+        return not self._decode((token, token))
 
     def flush(self) -> str:
         text = self._new_text()
