@@ -90,6 +90,17 @@ def test_tokens_are_decoded_as_by_transformers(real: Tokenizer, reference: Any) 
 
 
 @pytest.mark.model
+def test_the_default_model_is_found_by_its_name(real: Tokenizer) -> None:
+    assert Tokenizer.load(DEFAULT_MODEL).hash == real.hash
+
+
+def test_the_default_model_needs_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(FileNotFoundError, match=f"model: must be a directory or a hub id.*{DEFAULT_MODEL}"):
+        Tokenizer.load(DEFAULT_MODEL)
+
+
+@pytest.mark.model
 def test_sizes_and_special_tokens_are_those_of_transformers(
     real: Tokenizer, reference: Any, default_model: Path
 ) -> None:

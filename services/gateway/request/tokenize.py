@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
+from galley.common.config.defaults import DEFAULT_MODEL
 from galley.common.models.files import code_asked_for, foreign_file
 from galley.common.models.hub import hub_model
 from galley.common.models.tokenizer_hash import tokenizer_hash
@@ -105,6 +108,8 @@ class Tokenizer:
 
 
 def _directory(model: str) -> Path:
+    if model == DEFAULT_MODEL:
+        return _default_directory()
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -115,6 +120,22 @@ def _directory(model: str) -> Path:
         raise FileNotFoundError(
             f"{model!r} is no directory, and no model that the hub gives: {error}"
         ) from error
+
+
+def _default_directory() -> Path:
+    """Return where the default model was converted to; convert it first if that was not done yet.
+
+    The engine does that in a process of its own, so that the gateway loads no torch.
+    """
+    command = [sys.executable, "-m", "galley.engine.load.resolve", DEFAULT_MODEL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # our own
+    if done.returncode:
+        reason = done.stderr.strip().rpartition("\n")[2]
+        raise FileNotFoundError(
+            f"model: must be a directory or a hub id where the engine is not installed, "
+            f"got {DEFAULT_MODEL!r} ({reason})"
+        )
+    return Path(done.stdout.strip())
 
 
 def _read_json(path: Path) -> dict[str, Any]:
