@@ -201,8 +201,8 @@ trace-picture: setup ## draw docs/images/trace.png from the committed sample of 
 top-picture: setup ## draw docs/images/top.svg anew, of the sample in tests/top/recording
 	@$(BIN)/python -m tests.top.picture
 
-metrics: setup ## write the tables of metrics into docs/telemetry.md anew
-	@$(BIN)/python scripts/metrics_table.py docs/telemetry.md
+metrics: setup ## write the tables of metrics into docs/observe/telemetry.md anew
+	@$(BIN)/python scripts/metrics_table.py docs/observe/telemetry.md
 
 monitoring: setup ## write the dashboards in deploy/dashboards anew
 	@$(BIN)/python -m scripts.monitoring deploy/dashboards

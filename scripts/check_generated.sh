@@ -24,9 +24,9 @@ cp helm/galley/values.schema.json "$fresh/values.schema.json"
 compare helm/galley/values.schema.json "$fresh/values.schema.json" chart-schema
 scripts/chart_files.sh "$fresh/files"
 compare helm/galley/files "$fresh/files" chart-files
-cp docs/telemetry.md "$fresh/telemetry.md"
+cp docs/observe/telemetry.md "$fresh/telemetry.md"
 "${VENV:-.venv}/bin/python" scripts/metrics_table.py "$fresh/telemetry.md"
-compare docs/telemetry.md "$fresh/telemetry.md" metrics
+compare docs/observe/telemetry.md "$fresh/telemetry.md" metrics
 mkdir "$fresh/dashboards"
 "${VENV:-.venv}/bin/python" -m scripts.monitoring "$fresh/dashboards"
 compare deploy/dashboards "$fresh/dashboards" monitoring

@@ -1,1 +1,1 @@
-"""Galley: speculative decoding served as microservices. Start at docs/structures.md."""
+"""Galley: speculative decoding served as microservices. Start at docs/architecture.md."""

@@ -109,7 +109,7 @@ def plan(  # noqa: PLR0913  # a command's options
         Path | None,
         typer.Option(
             help="Instead: how many targets, drafts and gateways the load in this TOML file needs "
-            "(docs/operations.md)."
+            "(docs/operate/scaling.md)."
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the gain into this PNG.")] = None,

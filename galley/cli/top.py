@@ -35,7 +35,7 @@ def top(
         typer.Option(
             envvar="GALLEY_TOP_REDIS_URL",
             callback=not_shown,
-            help="The session store (docs/redis.md): show the targets and drafts that are registered there.",
+            help="The session store: show the targets and drafts registered there (docs/operate/redis.md).",
         ),
     ] = None,
     interval: Annotated[

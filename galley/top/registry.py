@@ -12,7 +12,7 @@ from galley.top.scrape import TIMEOUT_S, shown
 
 
 class Leases:
-    """Of the registry at `redis_url` (docs/redis.md), which may be away; ValueError if it is no such URL."""
+    """Leases in the registry at `redis_url`, which may be away. Raise ValueError for a malformed URL."""
 
     def __init__(self, redis_url: str) -> None:
         self._registry = ReplicaRegistry(redis_url, call_timeout_s=TIMEOUT_S)

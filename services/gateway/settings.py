@@ -35,7 +35,7 @@ class GatewaySettings(TokenSettings):
     redis_url: RedisUrlSetting = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
         description="Session store: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// "
-        "(docs/redis.md); with a password, by environment or by file.",
+        "(docs/operate/redis.md); with a password, by environment or by file.",
     )
     redis_url_file: str = Field("", description="File that holds it instead.")
     redis_wait_replicas: int = Field(
@@ -69,8 +69,8 @@ class GatewaySettings(TokenSettings):
     )
     api_keys_file: str = Field(
         "",
-        description="File of API keys and of limits (docs/principals.md); empty, and no issuer of tokens: "
-        "everyone is the same caller.",
+        description="File of API keys and limits (docs/operate/principals.md). Without it and an issuer of "
+        "tokens everyone is the same caller.",
     )
     default_max_tokens: int = Field(512, ge=1, description="Length of an answer that names none.")
     window: int = Field(64, ge=1, description="Tokens a session may be ahead of its log.")
@@ -107,7 +107,7 @@ class GatewaySettings(TokenSettings):
         description="Where no draft can be asked, guess what followed the session's last tokens before.",
     )
     round_spans: Literal["all", "slow", "none"] = Field(
-        "all", description="Which rounds of a traced request become spans (docs/telemetry.md)."
+        "all", description="Which rounds of a traced request become spans (docs/observe/telemetry.md)."
     )
     slow_round_ms: float = Field(
         250.0, ge=0, description="A round that takes longer is slow, for --round-spans slow."

@@ -1,4 +1,4 @@
-"""The commands of docs/tls.md make certificates that servers and callers take."""
+"""The commands of docs/operate/tls.md make certificates that servers and callers take."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in which the documented commands were run."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
-    text = (ROOT / "docs" / "tls.md").read_text()
+    text = (ROOT / "docs" / "operate" / "tls.md").read_text()
     [commands] = re.findall(r"```sh\n(new_key\(\).*?)```", text, re.DOTALL)
     directory = tmp_path_factory.mktemp("made")
     subprocess.run(["sh", "-euc", commands], cwd=directory, check=True, capture_output=True)

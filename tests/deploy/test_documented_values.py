@@ -39,7 +39,14 @@ def is_known(path: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/deploy.md", "docs/operations.md", "docs/redis.md", "docs/examples/capacity.toml"]
+    "page",
+    [
+        "docs/operate/install.md",
+        "docs/operate/upgrade.md",
+        "docs/operate/scaling.md",
+        "docs/operate/redis.md",
+        "docs/examples/capacity.toml",
+    ],
 )
 def test_a_value_that_a_page_names_is_one_of_the_charts(page: str) -> None:
     roots = "|".join(default_values())

@@ -1,10 +1,10 @@
-"""The users that docs/redis.md tells operators to make."""
+"""The users that docs/operate/redis.md tells operators to make."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-DOC = Path(__file__).parents[2] / "docs" / "redis.md"
+DOC = Path(__file__).parents[2] / "docs" / "operate" / "redis.md"
 
 
 def documented_user(name: str) -> list[str]:

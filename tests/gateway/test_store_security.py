@@ -1,4 +1,4 @@
-"""TLS, and the users of docs/redis.md: enough to work, and no more."""
+"""TLS, and the users of docs/operate/redis.md: enough to work, and no more."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from galley.core import trace_names
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "telemetry.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "observe" / "telemetry.md"
 
 
 def told() -> str:

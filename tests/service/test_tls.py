@@ -266,7 +266,7 @@ class Answering:
 
 
 async def test_authorities_and_certificates_are_replaced_under_a_stream(mesh: Mesh) -> None:
-    """In the order of docs/tls.md: all trust both authorities, all change over, the old one goes."""
+    """In the order of docs/operate/tls.md: all trust both authorities, all change over, the old one goes."""
     old, new = mesh.authority.ca.read_bytes(), mesh.other.ca.read_bytes()
     await mesh.secure_both()
     gateway = await mesh.start_gateway(client_timeout_s=PATIENCE_S)

@@ -56,7 +56,7 @@ def test_as_committed(name: str) -> None:
 
 
 def test_the_page_that_explains_it_shows_what_is_shown() -> None:
-    page = Path(__file__).parents[2] / "docs" / "tracing.md"
+    page = Path(__file__).parents[2] / "docs" / "observe" / "tracing.md"
     assert (GOLDEN / "eventful.txt").read_text(encoding="utf-8") in page.read_text(encoding="utf-8")
 
 

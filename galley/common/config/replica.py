@@ -29,7 +29,7 @@ class ReplicaSettings(ServiceSettings):
     )
     redis_url: RedisUrlSetting = Field(
         default=SecretStr(""),
-        description="Where the replica registers, in a form of docs/redis.md; empty: it does not. "
+        description="Where the replica registers, in a form of docs/operate/redis.md; empty: it does not. "
         "With a password, by environment or by file.",
     )
     redis_url_file: str = Field(default="", description="File that holds it instead.")

@@ -1,4 +1,4 @@
-"""TLS of servers and channels, from PEM files that may be replaced while they are used (docs/tls.md)."""
+"""TLS of servers and channels, from PEM files that may be replaced while in use (docs/operate/tls.md)."""
 
 from __future__ import annotations
 

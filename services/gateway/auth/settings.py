@@ -1,4 +1,4 @@
-"""How a gateway is told whose tokens it takes (docs/principals.md)."""
+"""How a gateway is told whose tokens it takes (docs/operate/principals.md)."""
 
 from __future__ import annotations
 
