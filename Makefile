@@ -105,7 +105,8 @@ prove-ownership: setup ## two gateways told to own one session at once, 1,000 ti
 prove-attacks: setup ## 100,000 fuzzed messages, floods, bombs and idle streams: no crash, hang, leak or disturbance
 	@$(BIN)/python -m bench.prove_attacks
 
-prove-boot: setup helm ## the chart as pods here: boots, rolls, kills and hangs under load, in many combinations
+prove-boot: setup helm ## run the chart as pods: boots, rolls, kills and hangs under load (root, nft, ip, crun)
+	@$(BIN)/python -m pytest tests/proofs/boot
 	@$(BIN)/python -m bench.prove_boot
 
 prove-images: setup ## build the images without a daemon, look into them, and serve with them (Debian, root)

@@ -1,8 +1,8 @@
-"""Prove that the chart boots, rolls and heals, by the long form of tests/boot: `make prove-boot`.
+"""Prove that the chart boots, rolls and heals, by the long form of tests/proofs/boot: `make prove-boot`.
 
 The whole default model: every role rolled again and again under load, with the pauses that the chart itself
 sets; pods of every role killed, stopped until readiness tells, and hung until liveness has them started
-again; caches that are empty at first; the chart on loopback. A few of its layers: targets of several ranks,
+again; caches that are empty at first. A few of its layers: targets of several ranks,
 in a pod and over pods, rolled and killed; TLS, callers, policies, drafts, traces, monitoring and scaling in
 combinations. Writes bench/results/boot/<commit>.json; exits 1 if anything shows, or if there was no time for
 all of it.
@@ -21,13 +21,13 @@ from typing import Any
 from bench.harness import BENCH, commit, machine, result_path, write_record
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
-from tests.boot import verdict
-from tests.boot.machine import why_no_sandbox
-from tests.boot.plan import Plan
-from tests.boot.runs import TrialFailed, run_trial
-from tests.boot.worlds import RANKS, SECURED, SMALL, TWICE, few_layers_of, plan
 from tests.deploy.matrix import SWITCHES, laid_over
 from tests.deploy.render import Manifest
+from tests.proofs.boot import verdict
+from tests.proofs.boot.machine import sandbox_problem
+from tests.proofs.boot.plan import Plan
+from tests.proofs.boot.runs import TrialFailed, run_trial
+from tests.proofs.boot.worlds import RANKS, SECURED, SMALL, TWICE, few_layers_of, plan
 
 _ROLES = ("gateway", "draft", "redis", "target")
 _LEAST_S = 60.0
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="trials whose name begins so; nothing is recorded then")
     parser.add_argument("--results", type=Path, default=BENCH / "results")
     given = parser.parse_args(argv)
-    why = why_no_sandbox()
+    why = sandbox_problem()
     if why is not None:
         print(f"cannot prove it here: {why}")
         return 1
@@ -105,7 +105,6 @@ def _trials(folder: Path, rounds: int) -> dict[str, Plan]:
         "targets over three pods": make("groups", SECURED, TWICE, RANKS, model=few, rolls=("target",)),
         "targets of three ranks": make("ranks", SECURED, _RANKS_IN_A_POD, model=few, killed=("target",)),
         "defaults, empty caches": make("cold", warm=False),
-        "defaults on loopback": make("loopback", isolated=False),
     }
     for number, row in enumerate(_COMBINATIONS):
         given = [SWITCHES[switch][setting] for switch, setting in zip(_SHAPING, row, strict=True) if setting]

@@ -1,0 +1,66 @@
+"""How the pods of a workload are replaced: as each kind of it does, by what the workload says."""
+
+from __future__ import annotations
+
+from tests.proofs.boot.cluster import Cluster
+from tests.proofs.boot.objects import GROUPS, Workload
+from tests.proofs.boot.pod import Pod
+from tests.proofs.boot.quantities import share_of
+
+
+async def roll(cluster: Cluster, name: str) -> None:
+    """Replace all of them, and wait for the end of it; raises ClusterFailed."""
+    workload = cluster.objects.workloads()[name]
+    if workload.kind == "StatefulSet":
+        await _roll_stateful_set(cluster, workload)
+    elif workload.kind == GROUPS:
+        await _roll_groups(cluster, workload)
+    else:
+        await _roll_deployment(cluster, workload)
+    await cluster.until(lambda: cluster.is_ready(workload), f"{name} is ready")
+
+
+async def _roll_stateful_set(cluster: Cluster, workload: Workload) -> None:
+    """One after the other, from the last; the next one once the one before is ready."""
+    for pod in sorted(cluster.pods_of(workload.name), key=_ordinal, reverse=True):
+        await cluster.delete(pod)
+        made = await cluster.make(workload, _ordinal(pod))
+        await cluster.until(lambda made=made: made.ready, f"{made.identity.name} is ready")  # type: ignore[misc]
+
+
+async def _roll_groups(cluster: Cluster, workload: Workload) -> None:
+    """One group after the other, from the last, by its leader: the others are made anew with it."""
+    leaders = [pod for pod in cluster.pods_of(workload.name) if pod.identity.group == pod.identity.name]
+    for leader in sorted(leaders, key=_ordinal, reverse=True):
+        leader.terminate()
+        name = leader.identity.name
+        await cluster.until(lambda leader=leader: leader not in cluster.pods(), f"{name} is gone")  # type: ignore[misc]
+        await cluster.until(lambda: cluster.is_ready(workload), f"the group of {name} is ready")
+
+
+async def _roll_deployment(cluster: Cluster, workload: Workload) -> None:
+    """Never more than the surge allows, and never fewer ready ones than may be unavailable."""
+    told = (workload.spec.get("strategy") or {}).get("rollingUpdate") or {}
+    surge = share_of(told.get("maxSurge", "25%"), workload.replicas, up=True)
+    least = workload.replicas - share_of(told.get("maxUnavailable", "25%"), workload.replicas, up=False)
+    old, new = cluster.pods_of(workload.name), list["Pod"]()
+
+    def one_may_go() -> bool:
+        return sum(pod.ready for pod in (*old, *new)) > least or any(not pod.ready for pod in old)
+
+    while old or len(new) < workload.replicas:
+        while len(new) < workload.replicas and len(old) + len(new) < workload.replicas + surge:
+            new.append(await cluster.make(workload, len(new)))
+        if old:
+            await cluster.until(one_may_go, f"one of {workload.name} may go")
+            leaving = min(old, key=lambda pod: pod.ready)
+            old.remove(leaving)
+            leaving.terminate()
+    await cluster.until(
+        lambda: len(cluster.all_of(workload.name)) == workload.replicas,
+        f"the old ones of {workload.name} are gone",
+    )
+
+
+def _ordinal(pod: Pod) -> int:
+    return int(pod.identity.name.rsplit("-", 1)[1])

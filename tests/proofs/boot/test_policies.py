@@ -1,0 +1,127 @@
+"""What NetworkPolicies mean, by the documentation of Kubernetes' network policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.proofs.boot.policies import Endpoint, Policies, read_policies
+from tests.proofs.boot.ruleset import VirtualAddress, ruleset
+
+SPACES = {"app": {"name": "app"}, "seen": {"name": "seen", "team": "watch"}, "else": {"name": "else"}}
+DENY_ALL = """
+metadata: {name: deny, namespace: app}
+spec: {podSelector: {}, policyTypes: [Ingress, Egress]}
+"""
+TO_SERVER = """
+metadata: {name: server, namespace: app}
+spec:
+  podSelector: {matchLabels: {role: server}}
+  policyTypes: [Ingress]
+  ingress:
+    - from: [{podSelector: {matchLabels: {role: client}}}]
+      ports: [{port: rpc, protocol: TCP}]
+    - from:
+        - namespaceSelector: {matchLabels: {team: watch}}
+          podSelector: {matchExpressions: [{key: scrape, operator: Exists}]}
+      ports: [{port: 9000, endPort: 9002}]
+    - from: [{ipBlock: {cidr: 10.9.0.0/16, except: [10.9.1.0/24]}}]
+"""
+FROM_CLIENT = """
+metadata: {name: client, namespace: app}
+spec:
+  podSelector: {matchLabels: {role: client}}
+  policyTypes: [Egress]
+  egress:
+    - to: [{podSelector: {matchLabels: {role: server}}}]
+      ports: [{port: rpc}]
+"""
+
+
+def pod(role: str, ip: str, space: str = "app", **labels: str) -> Endpoint:
+    return Endpoint(role, ip, space, {"role": role, **labels}, {"rpc": 5000})
+
+
+SERVER, CLIENT, OTHER = pod("server", "10.0.0.1"), pod("client", "10.0.0.2"), pod("other", "10.0.0.3")
+WATCHER = pod("watcher", "10.0.0.4", "seen", scrape="yes")
+
+
+def policies(*texts: str) -> Policies:
+    return read_policies([yaml.safe_load(text) for text in texts], SPACES)
+
+
+def may(given: Policies, source: Endpoint, destination: Endpoint, port: int, protocol: str = "TCP") -> bool:
+    return given.leave(source, destination, protocol, port)[0]
+
+
+def test_without_a_policy_all_is_open() -> None:
+    assert may(policies(), OTHER, SERVER, 1)
+
+
+def test_a_connection_needs_leave_at_both_ends() -> None:
+    assert not may(policies(DENY_ALL, TO_SERVER), CLIENT, SERVER, 5000)
+    assert not may(policies(DENY_ALL, FROM_CLIENT), CLIENT, SERVER, 5000)
+    given = policies(DENY_ALL, TO_SERVER, FROM_CLIENT)
+    leave, through = given.leave(CLIENT, SERVER, "TCP", 5000)
+    assert leave
+    assert [opening.name for opening in through] == ["client.egress.0", "server.ingress.0"]
+    assert not may(given, SERVER, CLIENT, 5000), "answers pass, but no connections back"
+
+
+@pytest.mark.parametrize(("port", "protocol"), [(5001, "TCP"), (5000, "UDP")])
+def test_ports_and_protocols_are_meant(port: int, protocol: str) -> None:
+    assert not may(policies(TO_SERVER), CLIENT, SERVER, port, protocol)
+
+
+@pytest.mark.parametrize(("port", "opened"), [(8999, False), (9000, True), (9002, True), (9003, False)])
+def test_a_range_of_ports_for_pods_of_another_namespace(port: int, opened: bool) -> None:
+    assert may(policies(TO_SERVER), WATCHER, SERVER, port) is opened
+    assert not may(policies(TO_SERVER), pod("watcher", "10.0.0.5", "else", scrape="yes"), SERVER, port)
+    assert not may(policies(TO_SERVER), pod("watcher", "10.0.0.6", "seen"), SERVER, port)
+
+
+@pytest.mark.parametrize(("ip", "opened"), [("10.9.0.1", True), ("10.9.1.1", False), ("10.8.0.1", False)])
+def test_addresses_but_for_their_exceptions(ip: str, opened: bool) -> None:
+    assert may(policies(TO_SERVER), Endpoint(ip, ip), SERVER, 1) is opened
+
+
+def test_an_empty_rule_opens_to_everyone_and_no_rule_to_nobody() -> None:
+    told: Any = yaml.safe_load(TO_SERVER)
+    told["spec"]["ingress"] = [{}]
+    assert may(read_policies([told], SPACES), OTHER, SERVER, 7)
+    told["spec"]["ingress"] = []
+    assert not may(read_policies([told], SPACES), OTHER, SERVER, 7)
+
+
+def test_without_policy_types_egress_is_guarded_only_where_there_are_rules_for_it() -> None:
+    told: Any = yaml.safe_load(FROM_CLIENT)
+    del told["spec"]["policyTypes"]
+    assert not may(read_policies([told], SPACES), CLIENT, OTHER, 5000)
+    assert not may(read_policies([told], SPACES), OTHER, CLIENT, 5000), "ingress is always guarded"
+    del told["spec"]["egress"]
+    assert may(read_policies([told], SPACES), CLIENT, OTHER, 5000)
+
+
+def test_the_filter_is_what_the_policies_say() -> None:
+    text = ruleset([SERVER, CLIENT, OTHER], policies(DENY_ALL, TO_SERVER, FROM_CLIENT), [])
+    assert (
+        f"ip saddr {CLIENT.ip} ip daddr {SERVER.ip} tcp dport 5000 counter name client.egress.0 return"
+        in text
+    )
+    assert (
+        f"ip daddr {SERVER.ip} ip saddr {CLIENT.ip} tcp dport 5000 counter name server.ingress.0 return"
+        in text
+    )
+    assert f"ip daddr {SERVER.ip} ip saddr 10.9.0.0/16 ip saddr != {{ 10.9.1.0/24 }}" in text
+    for guarded in (SERVER, CLIENT, OTHER):
+        assert f"ip saddr {guarded.ip} jump refuse" in text
+        assert f"ip daddr {guarded.ip} jump refuse" in text
+
+
+def test_a_service_draws_evenly_among_its_pods() -> None:
+    address = VirtualAddress("10.96.0.1", 80, (("10.0.0.1", 5000), ("10.0.0.2", 5000)))
+    text = ruleset([], policies(), [address])
+    assert "ip daddr 10.96.0.1 tcp dport 80 numgen random mod 2 == 0 dnat to 10.0.0.1:5000" in text
+    assert "ip daddr 10.96.0.1 tcp dport 80 dnat to 10.0.0.2:5000" in text

@@ -1,0 +1,54 @@
+"""The chart's RayService serves: its pods, started as KubeRay does, pass the rendered probes, and drain."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.render import ROOT, default_values, tool
+from tests.proofs.boot.machine import OWN_NAMESPACES, sandbox_problem, trial_environment
+from tests.proofs.boot.ray_trial import REFUSED
+
+_TRIAL_S = 540.0
+# Half a minute as a rule; Ray on a machine that is busy takes its time.
+pytestmark = pytest.mark.timeout(600)
+Record = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def record(four_heads: Path, tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """What the trial saw."""
+    problem = sandbox_problem()
+    assert problem is None, problem
+    tool("helm")  # fetched from here, if need be: a trial has no way out
+    file = tmp_path_factory.mktemp("ray-pods") / "record.json"
+    trial = [sys.executable, "-P", "-m", "tests.proofs.boot.ray_trial", str(four_heads), str(file)]
+    subprocess.run(
+        [*OWN_NAMESPACES, *trial], cwd=ROOT, env=trial_environment(), timeout=_TRIAL_S, check=False
+    )
+    told: Record = json.loads(file.read_text())
+    assert "failed" not in told, told
+    return told
+
+
+def test_only_who_has_the_token_says_what_is_served(record: Record) -> None:
+    """The probes of Ray's processes ask without one."""
+    assert (record["without_token"], record["with_token"]) == (REFUSED, 200)
+
+
+def test_a_pod_is_ready_once_its_replica_is(record: Record) -> None:
+    assert record["not_ready_before"]
+    assert record["alive"] == [None, None]
+    assert record["registered"] == [f"{record['worker']}:{default_values()['target']['port']}"]
+
+
+def test_a_pod_that_is_deleted_drains(record: Record) -> None:
+    """Its replica leaves the store, and Ray its cluster, before Kubernetes would kill."""
+    assert record["deleted"]["ended"], record["deleted"]
+    assert record["registered_after"] == []
+    assert "finished draining" in record["said"]["worker"]

@@ -1,0 +1,212 @@
+"""One trial of the chart: `python -m tests.proofs.boot.trial --plan FILE --record FILE --folder DIR`.
+
+Boots what a plan's values render, asks for reference answers, keeps streams coming, rolls every workload and
+hurts some pods meanwhile, knocks at every door, and writes down what happened. It judges nothing: that is for
+those who read the record (verdict.py). `runs.py` gives it namespaces of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from galley.engine.load.cache_directory import cache_dir
+from galley.stack.part import log_tail
+from tests.deploy.render import Manifest, render
+from tests.proofs.boot.client import Client, gateway_address
+from tests.proofs.boot.cluster import Cluster
+from tests.proofs.boot.commands import run
+from tests.proofs.boot.doors import knock
+from tests.proofs.boot.images import Models, Registry
+from tests.proofs.boot.launch import Launch, Security
+from tests.proofs.boot.node import Node
+from tests.proofs.boot.objects import Objects, hook_of
+from tests.proofs.boot.plan import Plan
+from tests.proofs.boot.pod import Pod
+from tests.proofs.boot.policies import Policies
+from tests.proofs.boot.records import told_of
+from tests.proofs.boot.rollouts import roll
+from tests.proofs.boot.scraping import scrape
+
+NAMESPACE = "galley"
+FAULTS = "faults"
+"""The phase in which pods are killed and stopped."""
+_FAULT_S = 240.0
+
+
+class Trial:
+    """A plan while it is carried out; `record` is what is known so far."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self._plan, self._folder = plan, folder
+        self.record: dict[str, Any] = {"phases": {}}
+
+    async def run(self) -> None:
+        """All of it."""
+        plan = self._plan
+        rendered = render(plan.values, release=plan.release)
+        objects = Objects([*rendered, *plan.objects], NAMESPACE)
+        work = self._folder / "work"
+        work.mkdir()
+        # It disappears with the namespaces, whatever happens.
+        await run("mount", "-t", "tmpfs", "tmpfs", str(work))
+        registry = Registry(Models.prepared(Path(plan.model), work))
+        kernels = cache_dir() / "kernels"
+        node = Node(work, registry, kernels if plan.warm else None)
+        async with Cluster(node, objects) as cluster:
+            try:
+                await self._carry_out(cluster)
+            finally:
+                self.record |= await told_of(cluster)
+        self.record["events"] = [event.told() for event in cluster.events]
+
+    async def _carry_out(self, cluster: Cluster) -> None:
+        began = cluster.now_s()
+        await cluster.deploy()
+        for pod in cluster.pods():
+            cluster.node.keep_kernels(pod)
+        self._phase("boot", cluster, began)
+        client = Client(cluster, gateway_address(cluster.objects), self._plan)
+        began = cluster.now_s()
+        self.record["reference"] = await client.reference()
+        self._phase("reference", cluster, began)
+        self.record["clients"] = client.ends
+        self.record["hooks"] = [await self._hook(cluster, hook) for hook in cluster.objects.hooks("test")]
+        if self._plan.rolls or self._plan.killed or self._plan.frozen or self._plan.hung:
+            await client.begin()
+            for _ in range(self._plan.rounds):
+                await self._disturb(cluster)
+            self.record["answers"] = await client.finish()
+        self.record["census"] = [container for pod in cluster.pods() for container in pod.census()]
+        self.record["scraped"] = await scrape(cluster)
+        if self._plan.doors:
+            began = cluster.now_s()
+            self.record["doors"] = await knock(cluster)
+            self._phase("doors", cluster, began)
+
+    async def _disturb(self, cluster: Cluster) -> None:
+        for component in self._plan.rolls:
+            for name in _workloads_of(cluster, component):
+                began = cluster.now_s()
+                await roll(cluster, name)
+                self._phase(f"roll {name}", cluster, began)
+        began = cluster.now_s()
+        struck = [
+            (strike, pod)
+            for components, strike in (
+                (self._plan.killed, self._kill),
+                (self._plan.frozen, self._freeze),
+                (self._plan.hung, self._hang),
+            )
+            for component in components
+            for name in _workloads_of(cluster, component)
+            for pod in cluster.pods_of(name)[-1:]
+        ]
+        if struck:
+            await asyncio.gather(*(strike(cluster, pod) for strike, pod in struck))
+            await cluster.until(cluster.all_are_ready, "those struck are back", _FAULT_S)
+            self._phase(FAULTS, cluster, began)
+
+    async def _kill(self, cluster: Cluster, pod: Pod) -> None:
+        restarts = pod.restarts
+        pod.send(signal.SIGKILL)
+        await cluster.until(lambda: pod.restarts > restarts, "the kubelet starts it again")
+        if pod.identity.group:
+            await cluster.until(lambda: pod not in cluster.pods(), "its group goes", _FAULT_S)
+
+    async def _freeze(self, cluster: Cluster, pod: Pod) -> None:
+        pod.send(signal.SIGSTOP)
+        try:
+            await cluster.until(lambda: not pod.ready, "its readiness probe tells", _FAULT_S)
+        finally:
+            pod.send(signal.SIGCONT)
+
+    async def _hang(self, cluster: Cluster, pod: Pod) -> None:
+        restarts = pod.restarts
+        pod.send(signal.SIGSTOP)
+        await cluster.until(lambda: pod.restarts > restarts, "its liveness probe tells", _FAULT_S)
+
+    async def _hook(self, cluster: Cluster, hook: Manifest) -> dict[str, Any]:
+        """What `helm test` runs, to its end."""
+        status, said = await Client.run_hook(cluster, hook)
+        return {
+            "name": hook["metadata"]["name"],
+            "on": hook_of(hook),
+            "status": status,
+            "output": said[-2000:],
+        }
+
+    def _phase(self, name: str, cluster: Cluster, began: float) -> None:
+        told = {"began_s": round(began, 3), "seconds": round(cluster.now_s() - began, 3)}
+        self.record["phases"].setdefault(name, []).append(told)
+
+
+def _workloads_of(cluster: Cluster, component: str) -> list[str]:
+    label = "app.kubernetes.io/component"
+    return [
+        name
+        for name, workload in cluster.objects.workloads().items()
+        if workload.template.labels.get(label) == component and workload.replicas
+    ]
+
+
+async def _check(folder: Path) -> None:
+    """Whether a container can be run, with all that one is given here; raises what went wrong."""
+    work = folder / "work"
+    work.mkdir()
+    node = Node(work, Registry(Models(work, work)), None)
+    await node.open()
+    ip = node.next_ip()
+    await node.attach(ip)
+    await node.serve([], Policies((), (), {}), [], [])
+    security = Security(10001, 10001, (), True, True, (), True)
+    image, log = node.image("valkey"), node.logs / "check"
+    launch = Launch(
+        "check",
+        image,
+        ["valkey-server", "--version"],
+        image.stage.env,
+        "/",
+        [],
+        security,
+        work / "check",
+        log,
+        ip,
+        "check",
+    )
+    launch.folder.mkdir()
+    running = await node.start(launch)
+    if await running.ended() != 0:
+        raise RuntimeError(log_tail(log))
+
+
+def main() -> int:
+    """Exit status 1, with the reason, where the trial came to no end."""
+    parser = argparse.ArgumentParser(prog="python -m tests.proofs.boot.trial", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only see whether a container can be run")
+    parser.add_argument("--plan", type=Path)
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--folder", type=Path, required=True)
+    given = parser.parse_args()
+    if given.check:
+        asyncio.run(_check(given.folder))
+        return 0
+    trial = Trial(Plan.read(given.plan), given.folder)
+    status = 0
+    try:
+        asyncio.run(trial.run())
+    except Exception as error:  # noqa: BLE001  # whatever it was, what is known by then is written down
+        trial.record["failed"] = "".join(traceback.format_exception(error))
+        status = 1
+    given.record.write_text(json.dumps(trial.record, indent=1, default=str))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Values to try the chart with, and what its user makes before: certificates, keys, Secrets, a collector."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from galley.engine.load.truncate import truncate_model
+from tests.deploy.matrix import SWITCHES, laid_over
+from tests.deploy.render import Manifest
+from tests.gateway.tls import Authority, Certificate
+from tests.proofs.boot.objects import secret
+from tests.proofs.boot.plan import Plan
+
+NAMESPACE = "galley"
+# Small pools and one kernel thread each: what is tried here is the chart.
+SMALL: Manifest = {"target": {"settings": {"kv_memory_mb": 256}}}
+SECURED = laid_over([SMALL, SWITCHES["tls"]["callers too"], SWITCHES["callers"]["keys"]])
+"""TLS on every hop with certificates of both sides, and callers with keys."""
+RANKS: Manifest = {"target": {"kind": "leaderworkerset", "nodes": 3, "tensorParallel": 3}}
+"""A target over three pods, each with a third of the default model's heads."""
+TWICE: Manifest = {"gateway": {"replicas": 2}, "target": {"replicas": 2}}
+
+_LAYERS = (0, 1, 28, 29)
+_CLIENT_TLS = "/etc/trial/tls"
+_COLLECTOR, _OBSERVABILITY = "collector", "observability"
+
+
+def few_layers_of(model: Path, folder: Path) -> Path:
+    """A model of some of its layers: for what does not depend on how fast it starts and computes."""
+    few = truncate_model(model, list(_LAYERS), folder)
+    for path in few.iterdir():
+        path.chmod(0o644)  # as what lies in an image
+    return few
+
+
+def plan(model: Path, folder: Path, values: Manifest, **told: Any) -> Plan:
+    """A trial of `values` with the Secrets that the matrix names, and clients that know them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    key = secrets.token_hex(32)
+    environment: dict[str, str] = {}
+    mounted: dict[str, str] = {}
+    if values.get("auth", {}).get("apiKeys"):
+        environment["GALLEY_API_KEY"] = key
+    if values.get("tls", {}).get("enabled"):
+        mounted[_CLIENT_TLS] = "caller"
+        environment["GALLEY_TLS_CA_FILE"] = f"{_CLIENT_TLS}/ca.crt"
+        environment["GALLEY_TLS_SERVER_NAME"] = _name("gateway")
+        if values["tls"]["gateway"].get("clientCaSecretName"):
+            environment["GALLEY_TLS_CERT_FILE"] = f"{_CLIENT_TLS}/tls.crt"
+            environment["GALLEY_TLS_KEY_FILE"] = f"{_CLIENT_TLS}/tls.key"
+    objects = [*_secrets(folder, key)]
+    if values.get("otel", {}).get("endpoint"):
+        objects += _collector()
+    return Plan(
+        model=str(model),
+        values=values,
+        objects=tuple(objects),
+        client_secrets=mounted,
+        client_environment=environment,
+        **told,
+    )
+
+
+def _name(role: str) -> str:
+    """What the chart expects in a role's certificate, where nothing else is said."""
+    return f"galley-{role}.{NAMESPACE}.svc"
+
+
+def _secrets(folder: Path, key: str) -> Iterator[Manifest]:
+    """All that the combinations of the chart's switches name."""
+    # One authority for both sides where gateways show their own certificate, and another for callers.
+    ours, callers = Authority(folder, "ours"), Authority(folder, "callers")
+    keys = f'[[keys]]\nprincipal = "trial"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n'
+    for role in ("gateway", "draft", "target"):
+        yield _pair(f"{role}-tls", ours.issue(_name(role)), ours.ca)
+    yield _pair("peer-tls", ours.issue("peer"), ours.ca)
+    yield secret("callers", NAMESPACE, {"ca.crt": callers.ca.read_bytes()})
+    yield _pair("caller", callers.issue("caller"), ours.ca)
+    yield secret("keys", NAMESPACE, {"keys.toml": keys.encode()})
+    yield secret("test-key", NAMESPACE, {"api-key": key.encode()})
+    yield secret("ids", NAMESPACE, {"id-secret": secrets.token_hex(32).encode()})
+
+
+def _pair(name: str, pair: Certificate, ca: Path) -> Manifest:
+    """As cert-manager writes it."""
+    return secret(
+        name,
+        NAMESPACE,
+        {"tls.crt": pair.cert.read_bytes(), "tls.key": pair.key.read_bytes(), "ca.crt": ca.read_bytes()},
+    )
+
+
+def _collector() -> list[Manifest]:
+    """Somebody who takes traces at collector.observability:4317: our own small collector."""
+    labels = {"app.kubernetes.io/component": _COLLECTOR}
+    metadata = {"name": _COLLECTOR, "namespace": _OBSERVABILITY, "labels": labels}
+    command = ["python", "-m", "galley.trace", "--host", "0.0.0.0", "--port", "4317"]
+    container = {
+        "name": _COLLECTOR,
+        "image": "galley-gateway:trial",
+        "command": [*command, "--file", "/tmp/traces.jsonl"],
+        "ports": [{"name": "otlp", "containerPort": 4317}],
+        "readinessProbe": {"grpc": {"port": 4317}, "periodSeconds": 1},
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    }
+    spec = {"containers": [container], "volumes": [{"name": "tmp", "emptyDir": {}}]}
+    template = {"metadata": {"labels": labels}, "spec": spec}
+    return [
+        {
+            "kind": "Service",
+            "metadata": metadata,
+            "spec": {"selector": labels, "ports": [{"name": "otlp", "port": 4317, "targetPort": "otlp"}]},
+        },
+        {"kind": "Deployment", "metadata": metadata, "spec": {"replicas": 1, "template": template}},
+    ]
