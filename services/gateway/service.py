@@ -36,7 +36,7 @@ from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import Streams
 from services.gateway.session.timeouts import SECOND, Timeouts, patiently
-from services.gateway.settings import NO_DRAFT, GatewaySettings
+from services.gateway.settings import MAX_DRAFT_TOKENS, NO_DRAFT, TUNING, GatewaySettings, Tuning
 from services.gateway.store.redis import RedisStore
 from services.gateway.telemetry.interceptor import RequestSpans
 from services.gateway.telemetry.meter import GatewayMeter
@@ -46,6 +46,9 @@ from services.gateway.telemetry.round_spans import TraceOptions
 _log = get_logger(__name__)
 _HAND_OVER_SHARE = 0.6
 """Share of the drain timeout in which streams may end by themselves before they are handed over."""
+_CLOCK = MonotonicClock()
+_COPY_TIMEOUT_S = 1.0
+"""Longest time that one commit waits for the store's replicas; it is repeated for `store_timeout_s`."""
 
 
 class GatewayService:
@@ -107,7 +110,7 @@ ChannelOpener: TypeAlias = "Callable[[str], grpc.aio.Channel]"
 
 
 def build(
-    settings: GatewaySettings, open_store: StoreOpener = open_redis
+    settings: GatewaySettings, open_store: StoreOpener = open_redis, tuning: Tuning = TUNING
 ) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
     """How `galley.common.server.server` makes a gateway of its settings; measurements pass another store.
 
@@ -117,14 +120,14 @@ def build(
     peers = Peers(settings)
 
     async def build_gateway(server: grpc.aio.Server, parts: Parts) -> GatewayService:
-        return await _build(settings, peers, open_store, server, parts)
+        return await _build(settings, tuning, peers, open_store, server, parts)
 
     return build_gateway
 
 
-def interceptors(settings: GatewaySettings) -> Interceptors:
+def interceptors(settings: GatewaySettings, tuning: Tuning = TUNING) -> Interceptors:
     """Its own. Raises BadFile if a file of keys is of no use."""
-    callers = callers_of(settings)
+    callers = callers_of(settings, tuning)
 
     def of_process(parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
         callers.begin()
@@ -132,34 +135,38 @@ def interceptors(settings: GatewaySettings) -> Interceptors:
         principals = PrincipalInterceptor(callers.authenticator)
         if scope is None:
             return (principals,)
-        return (RequestSpans(scope, _trace_options(settings), MonotonicClock()), principals)
+        return (RequestSpans(scope, _trace_options(settings, tuning), _CLOCK), principals)
 
     return of_process
 
 
 async def _build(
-    settings: GatewaySettings, peers: Peers, open_store: StoreOpener, server: grpc.aio.Server, parts: Parts
+    settings: GatewaySettings,
+    tuning: Tuning,
+    peers: Peers,
+    open_store: StoreOpener,
+    server: grpc.aio.Server,
+    parts: Parts,
 ) -> GatewayService:
     parts.readiness.stage("loading the tokenizer")
     tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
-    clock = MonotonicClock()
     async with AsyncExitStack() as opened:
-        targets = _targets(settings, tokenizer, clock, lambda address: peers.open_target(address, parts))
+        targets = _targets(settings, tokenizer, lambda address: peers.open_target(address, parts))
         opened.push_async_callback(targets.close)
         parts.readiness.stage("waiting for a target")
         await targets.start(settings.startup_timeout_s)
         parts.readiness.stage("pairing with the drafts")
-        drafts = _drafts(settings, tokenizer, clock, lambda address: peers.open_draft(address, parts))
+        drafts = _drafts(settings, tokenizer, lambda address: peers.open_draft(address, parts))
         opened.push_async_callback(drafts.close)
         await _meet_drafts(settings, drafts)
         parts.readiness.stage("connecting to the session store")
         store = open_store(settings)
         opened.push_async_callback(store.close)
-        until_ns = clock.now_ns() + int(settings.startup_timeout_s * SECOND)
-        await patiently("ping", store.ping, until_ns, clock)
+        until_ns = _CLOCK.now_ns() + int(settings.startup_timeout_s * SECOND)
+        await patiently("ping", store.ping, until_ns, _CLOCK)
         model = _served_model(settings, tokenizer, targets, drafts)
-        meter = None if parts.metrics is None else CountingGatewayMeter(parts.metrics, clock, model.name)
-        streams = _streams(settings, store, drafts, targets, clock, tokenizer, meter)
+        meter = None if parts.metrics is None else CountingGatewayMeter(parts.metrics, _CLOCK, model.name)
+        streams = _streams(settings, tuning, store, drafts, targets, tokenizer, meter)
         if parts.metrics is not None:
             observe_peers(parts.metrics, peers.files)
         if meter is not None:
@@ -168,7 +175,7 @@ async def _build(
             GenerationServicer(
                 streams,
                 model,
-                clock,
+                _CLOCK,
                 _id_secret(settings),
                 int(settings.client_timeout_s * SECOND),
                 parts.address,
@@ -180,33 +187,33 @@ async def _build(
 
 def _streams(
     settings: GatewaySettings,
+    tuning: Tuning,
     store: SessionStore,
     drafts: Drafts,
     targets: Targets,
-    clock: MonotonicClock,
     tokenizer: Tokenizer,
     meter: GatewayMeter | None,
 ) -> Streams:
-    may_look_up = settings.lookup_fallback and settings.draft != NO_DRAFT
+    may_look_up = tuning.lookup_fallback and settings.draft != NO_DRAFT
 
     def ports_of(stored: StoredSession, session: Session) -> Ports:
         target = SessionTarget(targets, session.answer.fingerprint or "", stored.directory.target)
         draft = SessionDraft(drafts, stored.directory.draft, may_look_up=may_look_up)
-        return Ports(draft, target, clock)
+        return Ports(draft, target, _CLOCK)
 
     return Streams(
         store,
-        clock,
+        _CLOCK,
         ports_of,
         tokenizer.decode,
         SessionLimits(
-            window=settings.window,
+            window=tuning.window,
             buffer=settings.buffer,
             credit=settings.credit,
-            item_drafts=min(settings.max_draft_tokens, targets.info.max_draft_tokens),
+            item_drafts=min(MAX_DRAFT_TOKENS, targets.info.max_draft_tokens),
             target_timeout_ns=int(settings.target_timeout_s * SECOND),
         ),
-        _timeouts(settings),
+        _timeouts(settings, tuning),
         settings.max_sessions,
         meter=meter,
     )
@@ -219,31 +226,26 @@ def _id_secret(settings: GatewaySettings) -> bytes:
     return given or secrets.token_bytes(32)
 
 
-def _targets(
-    settings: GatewaySettings, tokenizer: Tokenizer, clock: MonotonicClock, open_channel: ChannelOpener
-) -> Targets:
+def _targets(settings: GatewaySettings, tokenizer: Tokenizer, open_channel: ChannelOpener) -> Targets:
     told = _addresses(settings.target)
     source = Told(told) if told else Registered(_registry(settings), TARGET_POOL)
     return Targets(
         source,
         tokenizer.hash,
         open_channel,
-        clock,
-        settings.max_draft_tokens,
-        settings.slow_factor,
-        settings.hedge_quantile,
+        _CLOCK,
+        MAX_DRAFT_TOKENS,
+        hedge_quantile=settings.hedge_quantile,
     )
 
 
-def _drafts(
-    settings: GatewaySettings, tokenizer: Tokenizer, clock: MonotonicClock, open_channel: ChannelOpener
-) -> Drafts:
+def _drafts(settings: GatewaySettings, tokenizer: Tokenizer, open_channel: ChannelOpener) -> Drafts:
     if settings.draft:
         source: Source = Told([] if settings.draft == NO_DRAFT else _addresses(settings.draft))
     else:
         source = Registered(_registry(settings), DRAFT_POOL)
     timeout_ns = int(settings.draft_timeout_s * SECOND)
-    return Drafts(source, tokenizer.hash, open_channel, clock, timeout_ns)
+    return Drafts(source, tokenizer.hash, open_channel, _CLOCK, timeout_ns)
 
 
 async def _meet_drafts(settings: GatewaySettings, drafts: Drafts) -> None:
@@ -266,19 +268,17 @@ def _registry(settings: GatewaySettings) -> ReplicaRegistry:
 def _copies(settings: GatewaySettings) -> Copies | None:
     if not settings.redis_wait_replicas:
         return None
-    return Copies(settings.redis_wait_replicas, settings.redis_wait_timeout_s)
+    return Copies(settings.redis_wait_replicas, _COPY_TIMEOUT_S)
 
 
-def _trace_options(settings: GatewaySettings) -> TraceOptions:
-    return TraceOptions(
-        settings.round_spans, round(settings.slow_round_ms * 1_000_000), settings.trace_content
-    )
+def _trace_options(settings: GatewaySettings, tuning: Tuning) -> TraceOptions:
+    return TraceOptions(settings.round_spans, round(tuning.slow_round_ms * 1_000_000), settings.trace_content)
 
 
-def _timeouts(settings: GatewaySettings) -> Timeouts:
+def _timeouts(settings: GatewaySettings, tuning: Tuning) -> Timeouts:
     return Timeouts(
         store_ns=int(settings.store_timeout_s * SECOND),
-        verify_ns=int(settings.verify_timeout_s * SECOND),
+        verify_ns=int(tuning.verify_timeout_s * SECOND),
         draft_ns=int(settings.draft_timeout_s * SECOND),
         renew_ns=int(min(settings.session_ttl_s, settings.finished_ttl_s) * SECOND / 3),
         client_ns=int(settings.client_timeout_s * SECOND),
@@ -288,12 +288,9 @@ def _timeouts(settings: GatewaySettings) -> Timeouts:
 def _served_model(
     settings: GatewaySettings, tokenizer: Tokenizer, targets: Targets, drafts: Drafts
 ) -> ServedModel:
-    max_draft_tokens = min(settings.max_draft_tokens, targets.info.max_draft_tokens)
+    max_draft_tokens = min(MAX_DRAFT_TOKENS, targets.info.max_draft_tokens)
     name = settings.model_name or targets.info.model
-    limits = Limits(
-        default_max_tokens=settings.default_max_tokens,
-        max_draft_tokens=max_draft_tokens,
-    )
+    limits = Limits(max_draft_tokens=max_draft_tokens)
     k = 0 if settings.draft == NO_DRAFT else min(settings.k, max_draft_tokens)
     return ServedModel(
         name=name,

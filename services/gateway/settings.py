@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, SecretStr, model_validator
 
@@ -10,12 +10,31 @@ from galley.common.config.defaults import DEFAULT_MODEL
 from galley.common.config.limits import connection_age, connection_idle
 from galley.common.config.settings import settings_config
 from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
-from galley.core.routing.lateness import SLOW_FACTOR
 from galley.core.store import FINISHED_TTL_S, SESSION_TTL_S
-from services.gateway.auth.settings import TokenSettings
+from services.gateway.auth.settings import JWT_LEEWAY_S, TokenSettings
 
+MAX_DRAFT_TOKENS = 64
+"""The largest number of draft tokens in a round; targets and drafts have limits of their own."""
 NO_DRAFT = "none"
 """In place of a draft's address: there is none."""
+
+
+class Tuning(NamedTuple):
+    """Values that operators need not change; tests and measurements do."""
+
+    window: int = 64
+    """Tokens that a session may be ahead of its log."""
+    verify_timeout_s: float = 120.0
+    """Longest time for one verification, the prefill of a long prompt included."""
+    lookup_fallback: bool = True
+    """Draft by lookup in the session's own tokens while no draft replica is available."""
+    slow_round_ms: float = 250.0
+    """A round that takes longer is slow, for `round_spans` "slow"."""
+    jwt_leeway_s: float = JWT_LEEWAY_S
+    """Accepted difference between the token issuer's clock and this one."""
+
+
+TUNING = Tuning()
 
 
 class GatewaySettings(TokenSettings):
@@ -41,9 +60,6 @@ class GatewaySettings(TokenSettings):
     redis_wait_replicas: int = Field(
         0, ge=0, description="Replicas of the store that must have a commit before its tokens leave."
     )
-    redis_wait_timeout_s: float = Field(
-        1.0, gt=0, description="How long one commit waits for them; it is repeated for --store-timeout-s."
-    )
     peer_ca_file: str = Field(
         "",
         description="PEM of the authorities of targets and drafts, which are spoken to over TLS then; "
@@ -62,8 +78,9 @@ class GatewaySettings(TokenSettings):
         "", description="Name under which clients ask for the model; empty: the target's."
     )
     strategy: str = Field("", description="Draft strategy of AUTO; empty: the draft's default.")
-    k: int = Field(16, ge=0, le=64, description="The most draft tokens a round under AUTO; as many as pay.")
-    max_draft_tokens: int = Field(16, ge=0, le=64, description="The most draft tokens a round may ask for.")
+    k: int = Field(
+        16, ge=0, le=MAX_DRAFT_TOKENS, description="The most draft tokens a round under AUTO; as many as pay."
+    )
     max_sessions: int = Field(
         64, ge=1, description="Open streams; more are refused. No more than the target keeps sessions."
     )
@@ -72,8 +89,6 @@ class GatewaySettings(TokenSettings):
         description="File of API keys and limits (docs/operate/principals.md). Without it and an issuer of "
         "tokens everyone is the same caller.",
     )
-    default_max_tokens: int = Field(512, ge=1, description="Length of an answer that names none.")
-    window: int = Field(64, ge=1, description="Tokens a session may be ahead of its log.")
     credit: int = Field(
         32, ge=0, description="Tokens that the target may confirm unasked; 0: it is asked for each round."
     )
@@ -81,15 +96,6 @@ class GatewaySettings(TokenSettings):
     store_timeout_s: float = Field(10.0, gt=0, description="How long streams wait for the store.")
     target_timeout_s: float = Field(
         10.0, gt=0, description="How long streams wait for a target that refuses, fails or is away."
-    )
-    verify_timeout_s: float = Field(
-        120.0, gt=0, description="How long one verification may take, a long prompt's prefill included."
-    )
-    slow_factor: float = Field(
-        SLOW_FACTOR,
-        ge=2,
-        description="How many times as long as predicted, and a second at least, a verdict may take before "
-        "its session goes to another target of its build.",
     )
     hedge_quantile: float = Field(
         0.0,
@@ -102,15 +108,8 @@ class GatewaySettings(TokenSettings):
     client_timeout_s: float = Field(
         60.0, gt=0, description="How long a client may leave its stream unread before it ends, resumable."
     )
-    lookup_fallback: bool = Field(
-        True,
-        description="Where no draft can be asked, guess what followed the session's last tokens before.",
-    )
     round_spans: Literal["all", "slow", "none"] = Field(
         "all", description="Which rounds of a traced request become spans (docs/observe/telemetry.md)."
-    )
-    slow_round_ms: float = Field(
-        250.0, ge=0, description="A round that takes longer is slow, for --round-spans slow."
     )
     trace_content: bool = Field(
         False, description="Whether traces hold prompts, answers and stop strings. Nothing else ever does."

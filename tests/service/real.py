@@ -37,7 +37,7 @@ from services.draft.strategies.base import DraftJob, Guess
 from services.draft.strategies.model import ModelStrategy
 from services.draft.strategies.steps import ModelSteps
 from services.gateway.service import build, interceptors
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import GatewaySettings, Tuning
 from services.target.engine.paged import PagedEngine
 from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
@@ -214,10 +214,10 @@ class Real:
                 "model": str(self._tiny),
                 "model_name": "tiny",
                 "draft_timeout_s": 10,
-                "lookup_fallback": False,
                 "drain_timeout_s": _DRAIN_S,
                 **self._tls.served,
                 **self._given,
             }
         )
-        return await start_server(settings, build(settings), self._parts(GATEWAY), interceptors(settings))
+        built = build(settings, tuning=Tuning(lookup_fallback=False))
+        return await start_server(settings, built, self._parts(GATEWAY), interceptors(settings))

@@ -346,10 +346,10 @@ async def test_the_largest_request_that_fits_is_served(world: World) -> None:
 
 
 async def test_model_info_tells_the_bounds(world: World) -> None:
-    gateway = await world.gateway(max_sessions=3, max_draft_tokens=9)
+    gateway = await world.gateway(max_sessions=3)
     async with asyncio.timeout(5):
         info = await gateway.client.model_info("tiny")
-    assert (info.context_window, info.vocab_size, info.max_draft_tokens) == (CONTEXT, VOCAB, 9)
+    assert (info.context_window, info.vocab_size, info.max_draft_tokens) == (CONTEXT, VOCAB, 16)
     assert (info.max_sessions, list(info.strategies)) == (3, ["model", "ngram"])
     assert (info.tokenizer_hash, info.fingerprint) == (world.tokenizer_hash, "build-1")
     assert (await refused(gateway.client.model_info("other"))).code is INVALID

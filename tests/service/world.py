@@ -19,7 +19,7 @@ from galley.common.server.server import Parts, RunningServer, start_server
 from galley.core.records import PositionLogprobs
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.service import build, interceptors
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import GatewaySettings, Tuning
 from tests.service.fakes import FakeDraft, FakeTarget
 from tests.service.truth import SEED, text_of, true_output
 from tests.service.waiting import PATIENCE_S
@@ -174,10 +174,7 @@ class World:
                 "max_message_bytes": 1 << 16,
                 # Generous: machines of tests are slow, and what is late is tested on purpose.
                 "draft_timeout_s": 10,
-                # So that a test can tell by the origin of tokens whether a draft was asked.
-                "lookup_fallback": False,
                 "drain_timeout_s": 5,
-                "window": 1000,
                 "buffer": 1000,
                 "credit": self._credit,
                 "id_secret": "the same at all gateways",
@@ -191,8 +188,11 @@ class World:
 
     async def gateway_of(self, parts: Parts, /, **given: object) -> Gateway:
         """The same, which uses these parts."""
+        tuning = tuning_of(given)
         settings = self.settings(**given)
-        running = await start_server(settings, build(settings), parts, interceptors(settings))
+        running = await start_server(
+            settings, build(settings, tuning=tuning), parts, interceptors(settings, tuning)
+        )
         client = await AsyncClient(running.address, retries=NO_RETRIES).__aenter__()
         self._gateways.append(Gateway(running, client))
         return self._gateways[-1]
@@ -215,6 +215,15 @@ class World:
         logging.getLogger().removeHandler(self._errors)
         assert not self._unhandled, "an exception that nobody handled"
         assert not self._errors.lines, "errors in the log"
+
+
+def tuning_of(given: dict[str, Any]) -> Tuning:
+    """Take what is no setting out of `given`.
+
+    Without lookup, the origin of a token says whether the draft proposed it.
+    """
+    values = {name: given.pop(name) for name in Tuning._fields if name in given}
+    return Tuning(**{"window": 1000, "lookup_fallback": False, **values})
 
 
 def field_of(error: GalleyRpcError) -> str:

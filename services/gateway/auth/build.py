@@ -18,7 +18,7 @@ from services.gateway.auth.issuer_keys import FetchedKeys, KeyFile
 from services.gateway.auth.jwks import read_jwks
 from services.gateway.auth.principals_file import Principals, read_principals
 from services.gateway.auth.settings import listed
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import TUNING, GatewaySettings, Tuning
 
 _T = TypeVar("_T")
 EITHER_NEEDED = "an API key or a token is needed: `authorization: Bearer KEY OR TOKEN`, or `x-api-key: KEY`"
@@ -51,7 +51,7 @@ class Callers:
     begin: Callable[[], None] = lambda: None
 
 
-def callers_of(settings: GatewaySettings) -> Callers:
+def callers_of(settings: GatewaySettings, tuning: Tuning = TUNING) -> Callers:
     """Raises BadFile if a file that the settings name is of no use."""
     file: WatchedFiles[Principals] | None = None
     if settings.api_keys_file:
@@ -59,7 +59,7 @@ def callers_of(settings: GatewaySettings) -> Callers:
     if not settings.jwt_issuer:
         return Callers(Everyone() if file is None else api_keys.ApiKeys(file.current))
     keys = _key_source(settings)
-    signed = tokens.Tokens(_expected(settings), keys, partial(_named, file))
+    signed = tokens.Tokens(_expected(settings, tuning.jwt_leeway_s), keys, partial(_named, file))
     return Callers(
         signed if file is None else KeysOrTokens(api_keys.ApiKeys(file.current), signed),
         keys.begin if isinstance(keys, FetchedKeys) else lambda: None,
@@ -75,13 +75,13 @@ def _named(file: WatchedFiles[Principals] | None, name: str) -> Principal:
     return Principal(name, PrincipalLimits(max_priority=0)) if file is None else file.current().named(name)
 
 
-def _expected(settings: GatewaySettings) -> tokens.Expected:
+def _expected(settings: GatewaySettings, leeway_s: float) -> tokens.Expected:
     return tokens.Expected(
         settings.jwt_issuer,
         listed(settings.jwt_audience),
         listed(settings.jwt_algorithms),
         settings.jwt_principal_claim,
-        settings.jwt_leeway_s,
+        leeway_s,
     )
 
 
@@ -90,4 +90,4 @@ def _key_source(settings: GatewaySettings) -> KeyFile | FetchedKeys:
         return KeyFile(_watched(NamedFile("jwt_jwks_file", settings.jwt_jwks_file), read_jwks))
     issuer = Issuer(settings.jwt_issuer, settings.jwt_jwks_url, settings.jwt_ca_file)
     issuer.trust()
-    return FetchedKeys(issuer.keys, settings.jwt_refresh_s, settings.jwt_stale_s)
+    return FetchedKeys(issuer.keys)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 FLOOR_S = 10.0
+REFRESH_S = 300.0
+STALE_S = 21_600.0
 
 
 class KeySource(Protocol):
@@ -64,8 +66,8 @@ class FetchedKeys(KeySource):
     def __init__(
         self,
         fetch: Callable[[], Awaitable[KeySet]],
-        refresh_s: float,
-        stale_s: float,
+        refresh_s: float = REFRESH_S,
+        stale_s: float = STALE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fetch = fetch

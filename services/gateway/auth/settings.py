@@ -12,6 +12,8 @@ from galley.common.config.settings import ServiceSettings
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 """Signatures by a key that only the issuer has. No "none", and no HMAC: who can check one can make one."""
 
+JWT_LEEWAY_S = 30.0
+
 
 def listed(text: str) -> tuple[str, ...]:
     """What stands between the commas."""
@@ -61,15 +63,6 @@ class TokenSettings(ServiceSettings):
         "RS256,ES256", description="Signatures that are taken, with commas."
     )
     jwt_principal_claim: str = Field("sub", min_length=1, description="The claim that names the principal.")
-    jwt_leeway_s: float = Field(
-        30.0, ge=0, le=300, description="By how much the issuer's clock may differ from ours."
-    )
-    jwt_refresh_s: float = Field(
-        300.0, ge=10, le=86_400, description="How old fetched keys may be before they are fetched again."
-    )
-    jwt_stale_s: float = Field(
-        21_600.0, ge=10, le=7 * 86_400, description="How old they may be while the issuer cannot be reached."
-    )
 
     @model_validator(mode="after")
     def _tokens_fit_together(self) -> Self:
@@ -88,8 +81,6 @@ class TokenSettings(ServiceSettings):
                 raise ValueError(
                     f"jwt_issuer {error}, or jwt_jwks_file or jwt_jwks_url say where its keys are"
                 ) from None
-        if self.jwt_stale_s < self.jwt_refresh_s:
-            raise ValueError(f"jwt_stale_s must be >= jwt_refresh_s, {self.jwt_refresh_s:g}")
         return self
 
 
