@@ -166,6 +166,8 @@ lint: setup ## style, types, import walls, the wire
 	@$(BIN)/mypy
 	@echo "== import walls"
 	@$(BIN)/lint-imports
+	@echo "== words"
+	@$(BIN)/python scripts/words.py --count
 	@echo "== buf"
 	@$(BIN)/buf lint
 
