@@ -185,7 +185,7 @@ checkov: helm ## have checkov read what the chart renders (makes its environment
 
 # --------------------------------------------------------------------------------- generated files --
 
-.PHONY: proto manifests chart-files chart-schema metrics monitoring trace-picture top-picture check-generated
+.PHONY: proto manifests chart-files chart-schema metrics configuration monitoring trace-picture top-picture check-generated
 proto: setup ## write the stubs in galley/pb anew
 	@scripts/proto.sh .
 
@@ -204,8 +204,11 @@ trace-picture: setup ## draw docs/images/trace.png from the committed sample of 
 top-picture: setup ## draw docs/images/top.svg anew, of the sample in tests/top/recording
 	@$(BIN)/python -m tests.top.picture
 
-metrics: setup ## write the tables of metrics into docs/observe/telemetry.md anew
-	@$(BIN)/python scripts/metrics_table.py docs/observe/telemetry.md
+metrics: setup ## write the tables of metrics into docs/observe/metrics.md anew
+	@$(BIN)/python scripts/metrics_table.py docs/observe/metrics.md
+
+configuration: setup ## write the tables of settings into docs/configuration.md anew
+	@$(BIN)/python -m scripts.configuration_page docs/configuration.md
 
 monitoring: setup ## write the dashboards in deploy/dashboards anew
 	@$(BIN)/python -m scripts.monitoring deploy/dashboards

@@ -24,9 +24,12 @@ cp helm/galley/values.schema.json "$fresh/values.schema.json"
 compare helm/galley/values.schema.json "$fresh/values.schema.json" chart-schema
 scripts/chart_files.sh "$fresh/files"
 compare helm/galley/files "$fresh/files" chart-files
-cp docs/observe/telemetry.md "$fresh/telemetry.md"
-"${VENV:-.venv}/bin/python" scripts/metrics_table.py "$fresh/telemetry.md"
-compare docs/observe/telemetry.md "$fresh/telemetry.md" metrics
+cp docs/observe/metrics.md "$fresh/metrics.md"
+"${VENV:-.venv}/bin/python" scripts/metrics_table.py "$fresh/metrics.md"
+compare docs/observe/metrics.md "$fresh/metrics.md" metrics
+cp docs/configuration.md "$fresh/configuration.md"
+"${VENV:-.venv}/bin/python" -m scripts.configuration_page "$fresh/configuration.md"
+compare docs/configuration.md "$fresh/configuration.md" configuration
 mkdir "$fresh/dashboards"
 "${VENV:-.venv}/bin/python" -m scripts.monitoring "$fresh/dashboards"
 compare deploy/dashboards "$fresh/dashboards" monitoring

@@ -1,4 +1,4 @@
-"""The names of what traces hold, for writers and readers; docs/observe/telemetry.md explains each."""
+"""The names of what traces hold, for writers and readers; docs/observe/spans.md explains each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every metric that there is: the one table. `make metrics` writes it into docs/observe/telemetry.md.
+"""Every metric that there is: the one table. `make metrics` writes it into docs/observe/metrics.md.
 
 Names follow OpenTelemetry; Prometheus sees dots as underscores, `_seconds`, and `_total` on counters. Those
 of `gen_ai` are the semantic conventions' own, with their buckets.
