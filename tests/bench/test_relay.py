@@ -14,7 +14,6 @@ import pytest
 from bench.link import RESEND_S, Link
 from bench.relay import Relay
 
-
 DELAY_S = 0.05
 PIECES = [bytes([at]) * (at + 1) for at in range(200)]
 
