@@ -20,7 +20,7 @@ from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import SessionStore, StoredSession
 from galley.core.trace_names import SCHEMA_URL
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.gateway.auth.build import callers_of
+from services.gateway.auth.build import build_authentication
 from services.gateway.auth.interceptor import PrincipalInterceptor
 from services.gateway.clock import MonotonicClock
 from services.gateway.replicas.draft_session import SessionDraft
@@ -127,12 +127,12 @@ def build(
 
 def interceptors(settings: GatewaySettings, tuning: Tuning = TUNING) -> Interceptors:
     """Its own. Raises BadFile if a file of keys is of no use."""
-    callers = callers_of(settings, tuning)
+    authentication = build_authentication(settings, tuning)
 
     def of_process(parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
-        callers.begin()
+        authentication.start()
         scope = parts.telemetry.scope("galley.gateway", SCHEMA_URL)
-        principals = PrincipalInterceptor(callers.authenticator)
+        principals = PrincipalInterceptor(authentication.authenticator)
         if scope is None:
             return (principals,)
         return (RequestSpans(scope, _trace_options(settings, tuning), _CLOCK), principals)

@@ -23,9 +23,9 @@ from galley.core.session.ports import Clock
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.auth.interceptor import caller
-from services.gateway.auth.session_key import session_id_for
 from services.gateway.request import respond as events_pb
 from services.gateway.request.served_model import ServedModel
+from services.gateway.request.session_id import session_id_for
 from services.gateway.request.validate import (
     check_model,
     check_priority,

@@ -12,8 +12,8 @@ import pytest
 from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
 from galley.core.admission.principal import Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
-from services.gateway.auth.api_keys import ApiKeys
-from services.gateway.auth.interceptor import Presented
+from services.gateway.auth.api_keys import ApiKeyAuthenticator
+from services.gateway.auth.interceptor import Credentials
 from services.gateway.auth.principals_file import read_principals
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
@@ -36,11 +36,11 @@ class Watched:
         file = WatchedFiles(
             [named], lambda: read_principals(named), look_every_s=1.0, clock=lambda: self.now_s
         )
-        self.keys = ApiKeys(file.current, lambda: self.today)
+        self.keys = ApiKeyAuthenticator(file.current, lambda: self.today)
 
     async def who(self, **metadata: str) -> Principal:
         named = {name.replace("_", "-"): value for name, value in metadata.items()}
-        return await self.keys.authenticate(Presented(named))
+        return await self.keys.authenticate(Credentials(named))
 
     async def refusal(self, **metadata: str) -> str:
         with pytest.raises(Unauthenticated) as caught:
@@ -125,12 +125,12 @@ async def test_a_file_that_cannot_be_read_anew_leaves_what_was_read(
         ("[[keys]]\nprincipal = 'a'", r"keys\[0\].sha256: Field required"),
         (entry(KEY, "a") + entry("b", "a b"), r"keys\[1\].principal"),
         ("[[keys]]\nprincipal = 'a'\nsha256 = 'abc'", r"keys\[0\].sha256"),
-        (entry(KEY, "anonymous"), r"keys\[0\].principal: 'anonymous'"),
-        (entry(KEY, "a") + entry(KEY, "b"), r"keys\[1\].sha256: is that of keys\[0\]"),
-        (entry(KEY, "jwt:a"), r"keys\[0\].principal: 'jwt:' begins names of those with tokens"),
-        (entry(KEY, "a", "expires = 2027-01-01T00:00:00"), r"keys\[0\].expires: needs a time zone"),
+        (entry(KEY, "anonymous"), r"keys\[0\].principal: must not be 'anonymous'"),
+        (entry(KEY, "a") + entry(KEY, "b"), r"keys\[1\].sha256: must be unique, is also that of keys\[0\]"),
+        (entry(KEY, "jwt:a"), r"keys\[0\].principal: must not begin with 'jwt:'"),
+        (entry(KEY, "a", "expires = 2027-01-01T00:00:00"), r"keys\[0\].expires: must have a time zone"),
         (entry(KEY, "a", "key = 'plain'"), r"keys\[0\].key: Extra inputs"),
-        (entry(KEY, "a") + "[principals.b]\nmax_sessions = 1", "principals.b: has no key"),
+        (entry(KEY, "a") + "[principals.b]\nmax_sessions = 1", "principals.b: must have a key"),
         (entry(KEY, "a") + "[principals.a]\nmax_sessions = 0", "principals.a.max_sessions"),
         (entry(KEY, "a") + "[principals.a]\ntokens_per_s = nan", "principals.a.tokens_per_s"),
         ("[[keys]]\nprincipal = a", "line 2"),

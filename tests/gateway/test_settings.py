@@ -17,22 +17,31 @@ def parse(*argv: str) -> GatewaySettings:
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (("--jwt-audience", "galley"), "jwt_audience says nothing without jwt_issuer"),
-        (("--jwt-jwks-file", "keys.json"), "jwt_jwks_file says nothing without jwt_issuer"),
-        (("--jwt-issuer", "https://issuer.test"), "jwt_issuer needs jwt_audience"),
-        (("--jwt-issuer", "https://issuer.test", "--jwt-audience", " , "), "jwt_issuer needs jwt_audience"),
+        (("--jwt-audience", "galley"), "jwt_audience: needs jwt_issuer"),
+        (("--jwt-jwks-file", "keys.json"), "jwt_jwks_file: needs jwt_issuer"),
+        (("--jwt-issuer", "https://issuer.test"), "jwt_audience: required with jwt_issuer"),
+        (
+            ("--jwt-issuer", "https://issuer.test", "--jwt-audience", " , "),
+            "jwt_audience: required with jwt_issuer",
+        ),
         (
             ("--jwt-issuer", "issuer", "--jwt-audience", "galley"),
-            "jwt_issuer must be an https:// URL, or jwt_jwks_file",
+            "jwt_issuer: must be an https:// URL, unless jwt_jwks_file",
         ),
-        (("--jwt-issuer", "http://a.test", "--jwt-audience", "galley"), "jwt_issuer must be an https:// URL"),
+        (
+            ("--jwt-issuer", "http://a.test", "--jwt-audience", "galley"),
+            "jwt_issuer: must be an https:// URL",
+        ),
         ((*ISSUER, "--jwt-jwks-url", "http://a.test/k"), "--jwt-jwks-url (or GALLEY_GATEWAY_JWT_JWKS_URL)"),
-        ((*ISSUER, "--jwt-jwks-url", "https://u:p@a.test/k"), "must not hold a user's name or a password"),
+        ((*ISSUER, "--jwt-jwks-url", "https://u:p@a.test/k"), "must not contain a user name or password"),
         ((*ISSUER, "--jwt-jwks-url", "https:///k"), "must be an https:// URL"),
-        ((*ISSUER, "--jwt-jwks-url", "https://a.test", "--jwt-jwks-file", "k"), "one of them is enough"),
-        ((*ISSUER, "--jwt-algorithms", "none"), "'none' is not taken: some of RS256"),
-        ((*ISSUER, "--jwt-algorithms", "RS256,HS256"), "'HS256' is not taken"),
-        ((*ISSUER, "--jwt-algorithms", ","), "must name some of RS256"),
+        (
+            (*ISSUER, "--jwt-jwks-url", "https://a.test", "--jwt-jwks-file", "k"),
+            "jwt_jwks_url: must be empty if jwt_jwks_file is set",
+        ),
+        ((*ISSUER, "--jwt-algorithms", "none"), "must be some of RS256"),
+        ((*ISSUER, "--jwt-algorithms", "RS256,HS256"), "got 'HS256'"),
+        ((*ISSUER, "--jwt-algorithms", ","), "got none"),
     ],
 )
 def test_tokens_that_cannot_be_checked_are_refused_at_the_start(

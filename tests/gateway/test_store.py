@@ -37,7 +37,7 @@ from galley.core.store import (
     SessionStore,
     StoredSession,
 )
-from services.gateway.auth.session_key import session_id_for
+from services.gateway.request.session_id import session_id_for
 from services.gateway.store.redis import LONGEST_PAUSE_S, RedisStore, retrying
 from tests.fakes.store import MemoryStore
 from tests.gateway.clusters import Cluster, free_port

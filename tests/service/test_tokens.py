@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from galley.client.client import AsyncClient
-from services.gateway.auth.issuer_keys import FLOOR_S
-from services.gateway.auth.jwt import EXPIRED, NOT_TAKEN
+from services.gateway.auth.jwks import MIN_FETCH_INTERVAL_S
+from services.gateway.auth.jwt import JWT_EXPIRED, JWT_REFUSED
 from tests.common import http2
 from tests.gateway.issuers import AUDIENCE, ISSUER, IssuerServer, TokenIssuer, issuer_server, jwks, write_jwks
 from tests.service.callers import ALICE, KeyFile, calling
@@ -52,9 +52,9 @@ async def test_a_token_is_as_good_as_a_key_and_names_somebody_else(world: World)
 async def test_a_token_that_is_not_taken_is_refused_before_anything_is_done(world: World) -> None:
     gateway = await world.gateway(**tokens(world))
     for shown, told in (
-        (TokenIssuer().token(), NOT_TAKEN),
-        (EC.token(aud="other"), NOT_TAKEN),
-        (EC.token(exp=int(time.time()) - 60), EXPIRED),
+        (TokenIssuer().token(), JWT_REFUSED),
+        (EC.token(aud="other"), JWT_REFUSED),
+        (EC.token(exp=int(time.time()) - 60), JWT_EXPIRED),
         ("", "needed"),
     ):
         async with calling(gateway, shown) as caller:
@@ -86,7 +86,7 @@ async def test_a_stream_goes_on_though_its_token_has_expired(world: World) -> No
         stream = caller.ask()
         heard = await hear(stream, until=1)
         await asyncio.sleep(expires + 0.1 - time.time())  # what the test is about
-        assert EXPIRED in (await refused(caller.client.model_info())).message
+        assert JWT_EXPIRED in (await refused(caller.client.model_info())).message
         world.target.gate.open()
         must_be_true(await heard.listen(stream))
     async with calling(gateway, EC.token()) as caller:
@@ -147,8 +147,8 @@ async def test_keys_are_fetched_from_the_issuer_and_made_up_ids_do_not_pester_it
     assert issuer.asked == ["/keys"]
     for number in range(50):
         async with calling(gateway, EC.token({"kid": f"made-up-{number}"})) as caller:
-            assert (await refused(caller.client.model_info())).message.endswith(NOT_TAKEN)
-    assert len(issuer.asked) <= 1 + (time.monotonic() - began_s) // FLOOR_S
+            assert (await refused(caller.client.model_info())).message.endswith(JWT_REFUSED)
+    assert len(issuer.asked) <= 1 + (time.monotonic() - began_s) // MIN_FETCH_INTERVAL_S
 
 
 async def test_while_the_issuer_is_away_a_token_is_neither_taken_nor_refused(
@@ -163,7 +163,7 @@ async def test_while_the_issuer_is_away_a_token_is_neither_taken_nor_refused(
     async with calling(gateway, EC.token(iss=issuer.url)) as caller:
         error = await refused(caller.client.model_info())
         assert error.code is grpc.StatusCode.UNAVAILABLE
-        assert "issuer cannot be had at present" in error.message
+        assert "issuer cannot be fetched" in error.message
         assert issuer.url not in error.message
     async with calling(gateway, ALICE) as caller:
         must_be_true(await hear(caller.ask(max_tokens=MAX_TOKENS)))

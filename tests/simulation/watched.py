@@ -20,7 +20,7 @@ from galley.core.errors import Broken, GalleyError, InvalidField
 from galley.core.routing.breaker import LONGEST_PAUSE_NS, Breaker
 from galley.core.session import events as ev
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.auth.interceptor import Presented, PrincipalInterceptor
+from services.gateway.auth.interceptor import Credentials, PrincipalInterceptor
 from services.gateway.replicas.draft_session import SessionDraft
 from services.gateway.replicas.drafts import Draft, Drafts
 from services.gateway.replicas.target_session import SessionTarget
@@ -55,9 +55,9 @@ class _Keys:
     def __init__(self, world: World) -> None:
         self._known = {principal.name: principal for principal in world.schedule.principals}
 
-    async def authenticate(self, presented: Presented) -> Principal:
+    async def authenticate(self, credentials: Credentials) -> Principal:
         """See `services.gateway.auth.interceptor.Authenticator`."""
-        return self._known[presented.key]
+        return self._known[credentials.key]
 
 
 class _Watch(WrappingInterceptor):

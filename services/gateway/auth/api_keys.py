@@ -1,4 +1,4 @@
-"""API keys: the principals' file holds their SHA-256, and never the keys themselves."""
+"""API keys: the principals file holds their SHA-256, never the keys themselves."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from datetime import UTC, datetime
 
 from galley.core.admission.principal import Principal
 from galley.core.errors import Unauthenticated
-from services.gateway.auth.interceptor import Authenticator, Presented
+from services.gateway.auth.interceptor import Authenticator, Credentials
 from services.gateway.auth.principals_file import Principals
 
-NEEDED = "an API key is needed: `authorization: Bearer KEY` or `x-api-key: KEY`"
-UNKNOWN = "this API key is not known"
+KEY_NEEDED = "an API key is needed: `authorization: Bearer KEY` or `x-api-key: KEY`"
+KEY_UNKNOWN = "this API key is not known"
 
 
-class ApiKeys(Authenticator):
-    """Those that `principals` tells of at the time."""
+class ApiKeyAuthenticator(Authenticator):
+    """Accepts the keys in the current `principals`."""
 
     def __init__(
         self,
         principals: Callable[[], Principals],
-        today: Callable[[], datetime] = lambda: datetime.now(UTC),
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._principals = principals
-        self._today = today
+        self._now = now
 
-    async def authenticate(self, presented: Presented) -> Principal:
-        """See `Authenticator`."""
-        if not presented.key:
-            raise Unauthenticated(NEEDED)
-        found = self.find(presented)
-        if found is None:
-            raise Unauthenticated(UNKNOWN)
-        return found
+    async def authenticate(self, credentials: Credentials) -> Principal:
+        """Return the principal of the key. Raise Unauthenticated if it is missing, unknown or expired."""
+        if not credentials.key:
+            raise Unauthenticated(KEY_NEEDED)
+        principal = self.find(credentials)
+        if principal is None:
+            raise Unauthenticated(KEY_UNKNOWN)
+        return principal
 
-    def find(self, presented: Presented) -> Principal | None:
-        """Whose key it is; None if it is not known. Raises Unauthenticated if it has expired."""
-        return self._principals().by_key(presented.key, self._today())
+    def find(self, credentials: Credentials) -> Principal | None:
+        """Return the principal of the key, None if it is unknown. Raise Unauthenticated if it has expired."""
+        return self._principals().by_key(credentials.key, self._now())

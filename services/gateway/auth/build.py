@@ -1,4 +1,4 @@
-"""From a gateway's settings to who decides who calls."""
+"""Build the authenticator that the settings ask for."""
 
 from __future__ import annotations
 
@@ -10,59 +10,61 @@ from typing import TypeVar
 from galley.common.tls.files import LOOK_EVERY_S, NamedFile, WatchedFiles
 from galley.core.admission.principal import Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
-from services.gateway.auth import api_keys
-from services.gateway.auth import jwt as tokens
-from services.gateway.auth.interceptor import Authenticator, Everyone, Presented
-from services.gateway.auth.issuer import Issuer
-from services.gateway.auth.issuer_keys import FetchedKeys, KeyFile
-from services.gateway.auth.jwks import read_jwks
+from services.gateway.auth.api_keys import KEY_UNKNOWN, ApiKeyAuthenticator
+from services.gateway.auth.interceptor import Authenticator, Credentials, NoAuthentication
+from services.gateway.auth.jwks import CachedJwks, JwksClient, JwksFile, read_jwks
+from services.gateway.auth.jwt import JwtAuthenticator, TokenRules
 from services.gateway.auth.principals_file import Principals, read_principals
-from services.gateway.auth.settings import listed
+from services.gateway.auth.settings import comma_separated
 from services.gateway.settings import TUNING, GatewaySettings, Tuning
 
 _T = TypeVar("_T")
 EITHER_NEEDED = "an API key or a token is needed: `authorization: Bearer KEY OR TOKEN`, or `x-api-key: KEY`"
 
 
-class KeysOrTokens(Authenticator):
-    """What is no key that is known may be a token."""
+class KeyOrTokenAuthenticator(Authenticator):
+    """Accepts API keys and tokens: a bearer that is no known key is checked as a token."""
 
-    def __init__(self, keys: api_keys.ApiKeys, signed: tokens.Tokens) -> None:
+    def __init__(self, keys: ApiKeyAuthenticator, tokens: JwtAuthenticator) -> None:
         self._keys = keys
-        self._signed = signed
+        self._tokens = tokens
 
-    async def authenticate(self, presented: Presented) -> Principal:
-        """See `Authenticator`."""
-        if not presented.key:
+    async def authenticate(self, credentials: Credentials) -> Principal:
+        """Return the principal of the key or token. Raise Unauthenticated or CallerUnknown."""
+        if not credentials.key:
             raise Unauthenticated(EITHER_NEEDED)
-        found = self._keys.find(presented)
-        if found is not None:
-            return found
-        if not presented.bearer:
-            raise Unauthenticated(api_keys.UNKNOWN)
-        return await self._signed.authenticate(presented)
+        principal = self._keys.find(credentials)
+        if principal is not None:
+            return principal
+        if not credentials.bearer:
+            raise Unauthenticated(KEY_UNKNOWN)
+        return await self._tokens.authenticate(credentials)
 
 
 @dataclass(frozen=True, slots=True)
-class Callers:
-    """`begin` is called once, in the event loop, before the first call is authenticated."""
+class Authentication:
+    """An authenticator; call `start` once in the event loop, before the first call."""
 
     authenticator: Authenticator
-    begin: Callable[[], None] = lambda: None
+    start: Callable[[], None] = lambda: None
 
 
-def callers_of(settings: GatewaySettings, tuning: Tuning = TUNING) -> Callers:
-    """Raises BadFile if a file that the settings name is of no use."""
-    file: WatchedFiles[Principals] | None = None
+def build_authentication(settings: GatewaySettings, tuning: Tuning = TUNING) -> Authentication:
+    """Build it from the settings. Raise BadFile if a file that they name is unusable."""
+    principals: WatchedFiles[Principals] | None = None
     if settings.api_keys_file:
-        file = _watched(NamedFile("api_keys_file", settings.api_keys_file), read_principals)
+        principals = _watched(NamedFile("api_keys_file", settings.api_keys_file), read_principals)
     if not settings.jwt_issuer:
-        return Callers(Everyone() if file is None else api_keys.ApiKeys(file.current))
+        return Authentication(
+            NoAuthentication() if principals is None else ApiKeyAuthenticator(principals.current)
+        )
     keys = _key_source(settings)
-    signed = tokens.Tokens(_expected(settings, tuning.jwt_leeway_s), keys, partial(_named, file))
-    return Callers(
-        signed if file is None else KeysOrTokens(api_keys.ApiKeys(file.current), signed),
-        keys.begin if isinstance(keys, FetchedKeys) else lambda: None,
+    tokens = JwtAuthenticator(_rules(settings, tuning.jwt_leeway_s), keys, partial(_principal, principals))
+    return Authentication(
+        tokens
+        if principals is None
+        else KeyOrTokenAuthenticator(ApiKeyAuthenticator(principals.current), tokens),
+        keys.start if isinstance(keys, CachedJwks) else lambda: None,
     )
 
 
@@ -70,24 +72,26 @@ def _watched(file: NamedFile, read: Callable[[NamedFile], _T]) -> WatchedFiles[_
     return WatchedFiles([file], lambda: read(file), look_every_s=LOOK_EVERY_S)
 
 
-def _named(file: WatchedFiles[Principals] | None, name: str) -> Principal:
-    """With its limits; without a file there are none, but that nobody comes before others."""
-    return Principal(name, PrincipalLimits(max_priority=0)) if file is None else file.current().named(name)
+def _principal(principals: WatchedFiles[Principals] | None, name: str) -> Principal:
+    """Return the principal with its limits; without a file the only limit is priority 0."""
+    if principals is None:
+        return Principal(name, PrincipalLimits(max_priority=0))
+    return principals.current().named(name)
 
 
-def _expected(settings: GatewaySettings, leeway_s: float) -> tokens.Expected:
-    return tokens.Expected(
+def _rules(settings: GatewaySettings, leeway_s: float) -> TokenRules:
+    return TokenRules(
         settings.jwt_issuer,
-        listed(settings.jwt_audience),
-        listed(settings.jwt_algorithms),
+        comma_separated(settings.jwt_audience),
+        comma_separated(settings.jwt_algorithms),
         settings.jwt_principal_claim,
         leeway_s,
     )
 
 
-def _key_source(settings: GatewaySettings) -> KeyFile | FetchedKeys:
+def _key_source(settings: GatewaySettings) -> JwksFile | CachedJwks:
     if settings.jwt_jwks_file:
-        return KeyFile(_watched(NamedFile("jwt_jwks_file", settings.jwt_jwks_file), read_jwks))
-    issuer = Issuer(settings.jwt_issuer, settings.jwt_jwks_url, settings.jwt_ca_file)
-    issuer.trust()
-    return FetchedKeys(issuer.keys)
+        return JwksFile(_watched(NamedFile("jwt_jwks_file", settings.jwt_jwks_file), read_jwks))
+    client = JwksClient(settings.jwt_issuer, settings.jwt_jwks_url, settings.jwt_ca_file)
+    client.ssl_context()  # refuses an unusable CA file at once
+    return CachedJwks(client.fetch)

@@ -1,6 +1,6 @@
-"""Who makes a call: an interceptor asks an `Authenticator` and hands its answer on to the servicer.
+"""Authentication: an interceptor asks an `Authenticator` for the principal and hands it to the servicer.
 
-Health and reflection stay open. What was presented is never logged, traced or repeated in a status.
+Health and reflection stay open. Credentials are never logged, traced or repeated in a status.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _BEARER = "bearer "
 
 
 @dataclass(frozen=True, slots=True)
-class Presented:
-    """What a call says of its caller. Metadata by lower-case name; of a repeated one, the last."""
+class Credentials:
+    """The metadata of a call, by lower-case name; of a repeated name, the last value."""
 
     metadata: Mapping[str, str]
 
     @property
     def bearer(self) -> str:
-        """Of `authorization: Bearer …`; empty if there is none."""
+        """Return the token of `authorization: Bearer …`, or an empty string."""
         authorization = self.metadata.get("authorization", "")
         if authorization[: len(_BEARER)].lower() == _BEARER:
             return authorization[len(_BEARER) :].strip()
@@ -36,34 +36,34 @@ class Presented:
 
     @property
     def key(self) -> str:
-        """The same, or else of `x-api-key: KEY`."""
+        """Return the bearer, or else the value of `x-api-key`."""
         return self.bearer or self.metadata.get("x-api-key", "")
 
 
 class Authenticator(Protocol):
-    """Decides who asks. Another way to say who one is, such as a certificate, is another of these."""
+    """Determines the principal of a call."""
 
-    async def authenticate(self, presented: Presented) -> Principal:
-        """Raises Unauthenticated, without repeating anything of what was presented; or CallerUnknown."""
+    async def authenticate(self, credentials: Credentials) -> Principal:
+        """Return the principal. Raise Unauthenticated, which repeats no credential, or CallerUnknown."""
         ...
 
 
-class Everyone(Authenticator):
-    """Tells nobody apart."""
+class NoAuthentication(Authenticator):
+    """Gives all callers one principal."""
 
-    async def authenticate(self, presented: Presented) -> Principal:  # noqa: ARG002  # whatever it is
-        """ANONYMOUS."""
+    async def authenticate(self, credentials: Credentials) -> Principal:  # noqa: ARG002  # whatever it is
+        """Return ANONYMOUS."""
         return ANONYMOUS
 
 
 class PrincipalInterceptor(WrappingInterceptor):
-    """Gives each call its principal, or refuses it before anything else is done; inside StatusInterceptor."""
+    """Sets the principal of each call, or refuses the call. Runs inside StatusInterceptor."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
 
     def wrap(self, handler: Handler, method: str) -> Handler:  # noqa: ARG002  # the same for all
-        """Authenticate, then go on."""
+        """Authenticate before the handler runs."""
         return wrap_handler(handler, unary=self._unary, stream=self._stream)
 
     def _unary(self, behavior: Behavior) -> Behavior:
@@ -85,19 +85,19 @@ class PrincipalInterceptor(WrappingInterceptor):
         return authenticated
 
     async def _identify(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Each call runs in a task, and so a context, of its own: what is set there ends with it."""
+        """Set the context variable; each call runs in a task, and so in a context, of its own."""
         metadata = {
             name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)
         }
-        _PRINCIPAL.set(await self._authenticator.authenticate(Presented(metadata)))
+        _PRINCIPAL.set(await self._authenticator.authenticate(Credentials(metadata)))
 
 
 _PRINCIPAL: ContextVar[Principal] = ContextVar("principal")
 
 
 def caller() -> Principal:
-    """The principal of the call that is being served. Raises Broken where no interceptor has set one."""
+    """Return the principal of the current call. Raise Broken if no interceptor has set one."""
     try:
         return _PRINCIPAL.get()
     except LookupError as error:
-        raise Broken("a call came by without a principal") from error
+        raise Broken("the call has no principal") from error

@@ -1,34 +1,60 @@
-"""An issuer's public keys as it publishes them, a JWKS (RFC 7517): what can be used of it."""
+"""The public keys that a token issuer publishes as a JWKS (RFC 7517): fetch, parse and cache them.
+
+The keys come from a watched file (`JwksFile`) or over https (`CachedJwks` over `JwksClient`). The cache is
+refreshed when a call meets keys older than `refresh_s`, or a token with an unknown key id, and at most every
+MIN_FETCH_INTERVAL_S, so that forged key ids do not flood the issuer. A call waits for a fetch only if there
+are no keys, none with the token's id, or none that were checked recently. While the issuer is unreachable,
+the cached keys stay valid for `stale_s`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import httpx2
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from jwt import PyJWK
 from jwt.exceptions import PyJWTError
 
-from galley.common.tls.files import NamedFile
+from galley.common.server.logs import get_logger
+from galley.common.tls.files import NamedFile, WatchedFiles
+from galley.core.errors import CallerUnknown
+from services.gateway.auth.settings import check_https
 
+_C = TypeVar("_C")
+_T = TypeVar("_T")
+_log = get_logger(__name__)
+
+MIN_FETCH_INTERVAL_S = 10.0
+REFRESH_S = 300.0
+STALE_S = 21_600.0
+FETCH_TIMEOUT_S = 5.0
 MAX_BYTES = 256 * 1024
 _MAX_KEYS = 100
-_LEAST_RSA_BITS = 2048
-_OF_RSA = frozenset({"RS256", "RS384", "RS512", "PS256", "PS384", "PS512"})
-_OF_CURVE = {
+_MIN_RSA_BITS = 2048
+_CONFIGURATION = "/.well-known/openid-configuration"
+_RSA_ALGORITHMS = frozenset({"RS256", "RS384", "RS512", "PS256", "PS384", "PS512"})
+_CURVE_ALGORITHMS = {
     "secp256r1": frozenset({"ES256"}),
     "secp384r1": frozenset({"ES384"}),
     "secp521r1": frozenset({"ES512"}),
 }
 
 
+# -------------------------------------------------------------------------------------- key sets --
+
+
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """A public key, and the signatures that it may check."""
+    """A public key and the signature algorithms that it may verify."""
 
     key_id: str | None
     algorithms: frozenset[str]
@@ -36,13 +62,13 @@ class SigningKey:
 
 
 class KeySet:
-    """What an issuer signs with."""
+    """The public keys of an issuer."""
 
     def __init__(self, keys: Sequence[SigningKey]) -> None:
         self.keys = tuple(keys)
 
     def find(self, key_id: str | None, algorithm: str) -> SigningKey | None:
-        """The key of this id; of a token that names none, the only one that its signature can be of."""
+        """Return the key with this id; without an id, the only key for the algorithm if there is just one."""
         fitting = [key for key in self.keys if algorithm in key.algorithms]
         if key_id is not None:
             return next((key for key in fitting if key.key_id == key_id), None)
@@ -50,7 +76,7 @@ class KeySet:
 
 
 def read_jwks(file: NamedFile) -> KeySet:
-    """Raises BadFile, which says what is wrong with it."""
+    """Read a JWKS file. Raise BadFile, which names the problem."""
     content = file.read()
     try:
         return parse_jwks(content)
@@ -59,33 +85,31 @@ def read_jwks(file: NamedFile) -> KeySet:
 
 
 def parse_jwks(content: bytes) -> KeySet:
-    """Raises ValueError if it is no JWKS, or of no use.
+    """Parse a JWKS. Raise ValueError if it is malformed or has no usable key.
 
-    Keys for other purposes or of other kinds are passed over, as the RFC asks for; so is what is secret: that
-    everybody knows by now.
+    Keys for other purposes or of unknown kinds are skipped, as the RFC demands. Secret and private keys are
+    skipped too: whoever can read the JWKS could sign with them.
     """
     entries = parse_object(content).get("keys")
     if not isinstance(entries, list) or len(entries) > _MAX_KEYS:
         raise ValueError(f"is no JWKS: `keys` must be a list of at most {_MAX_KEYS}")
     keys = [key for entry in entries if isinstance(entry, dict) and (key := _signing_key(entry)) is not None]
     if not keys:
-        raise ValueError(
-            "holds no public key that could check a signature of RSA (2048 bits), ECDSA or EdDSA"
-        )
+        raise ValueError("has no public key for RSA (2048 bits or more), ECDSA or EdDSA signatures")
     return KeySet(keys)
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """Raises ValueError unless it is a JSON object of at most MAX_BYTES."""
+    """Parse a JSON object. Raise ValueError if it is none, or larger than MAX_BYTES."""
     if len(content) > MAX_BYTES:
         raise ValueError(f"is larger than {MAX_BYTES} bytes")
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise ValueError("is no JSON object")  # noqa: TRY004  # the content is at fault, not a type
-    return found
+    return value
 
 
 def _signing_key(entry: dict[str, Any]) -> SigningKey | None:
@@ -108,7 +132,192 @@ def _signing_key(entry: dict[str, Any]) -> SigningKey | None:
 
 def _algorithms(public: object) -> frozenset[str]:
     if isinstance(public, RSAPublicKey):
-        return _OF_RSA if public.key_size >= _LEAST_RSA_BITS else frozenset()
+        return _RSA_ALGORITHMS if public.key_size >= _MIN_RSA_BITS else frozenset()
     if isinstance(public, EllipticCurvePublicKey):
-        return _OF_CURVE.get(public.curve.name, frozenset())
+        return _CURVE_ALGORITHMS.get(public.curve.name, frozenset())
     return frozenset({"EdDSA"}) if isinstance(public, Ed25519PublicKey) else frozenset()
+
+
+# --------------------------------------------------------------------------------------- sources --
+
+
+class KeySource(Protocol):
+    """Gives the current keys of an issuer."""
+
+    async def current(self) -> KeySet:
+        """Return the known keys. Raise CallerUnknown if there are none, or they are too old."""
+        ...
+
+    async def refreshed(self) -> KeySet:
+        """Return the keys after a new fetch, if one is due. Raise CallerUnknown as `current` does."""
+        ...
+
+
+class JwksFile(KeySource):
+    """Keys from a watched file."""
+
+    def __init__(self, file: WatchedFiles[KeySet]) -> None:
+        self._file = file
+
+    async def current(self) -> KeySet:
+        """Return the keys in the file."""
+        return self._file.current()
+
+    async def refreshed(self) -> KeySet:
+        """Return the same keys: the file has just been checked for changes."""
+        return self._file.current()
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    keys: KeySet
+    at_s: float
+
+
+class CachedJwks(KeySource):
+    """A cache over `fetch`, which raises ValueError or OSError where it fails."""
+
+    def __init__(
+        self,
+        fetch: Callable[[], Awaitable[KeySet]],
+        refresh_s: float = REFRESH_S,
+        stale_s: float = STALE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`refresh_s` is the age at which keys are fetched again, `stale_s` their age limit."""
+        self._fetch = fetch
+        self._refresh_s = refresh_s
+        self._stale_s = stale_s
+        self._clock = clock
+        self._fetched: _Fetched | None = None
+        self._tried_s: float | None = None
+        self._failed = False
+        self._fetching: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the first fetch. Call it in the event loop."""
+        self._start_fetch()
+
+    async def current(self) -> KeySet:
+        """Return the cached keys; wait for a fetch if they are missing or long unchecked."""
+        age_s = self._age_s()
+        if age_s > self._refresh_s:
+            self._start_fetch()
+        unchecked = age_s > 2 * self._refresh_s and not self._failed
+        if unchecked or age_s > self._stale_s:
+            await self._wait()
+        return self._keys()
+
+    async def refreshed(self) -> KeySet:
+        """Return the keys after a fetch, unless the last one was just now."""
+        self._start_fetch()
+        await self._wait()
+        return self._keys()
+
+    def _keys(self) -> KeySet:
+        if self._fetched is None or self._age_s() > self._stale_s:
+            raise CallerUnknown("the keys of the token issuer cannot be fetched; try again later")
+        return self._fetched.keys
+
+    def _age_s(self) -> float:
+        return float("inf") if self._fetched is None else self._clock() - self._fetched.at_s
+
+    def _start_fetch(self) -> None:
+        """Start a fetch unless one is running or was started just now."""
+        if self._fetching is not None:
+            return
+        if self._tried_s is None or self._clock() - self._tried_s >= MIN_FETCH_INTERVAL_S:
+            self._tried_s = self._clock()
+            self._fetching = asyncio.create_task(self._refresh())
+
+    async def _wait(self) -> None:
+        """Wait for the running fetch, which goes on if the waiting call is cancelled."""
+        if self._fetching is not None:
+            await asyncio.wait({self._fetching})
+
+    async def _refresh(self) -> None:
+        started_s = self._clock()
+        try:
+            self._fetched = _Fetched(await self._fetch(), started_s)
+        except (OSError, ValueError) as error:
+            self._failed = True
+            _log.error("jwks fetch failed", problem=str(error))
+        else:
+            self._failed = False
+            _log.debug("jwks fetched", keys=len(self._fetched.keys.keys))
+        finally:
+            self._fetching = None
+
+
+# ----------------------------------------------------------------------------------------- https --
+
+
+@dataclass(frozen=True, slots=True)
+class JwksClient:
+    """Fetches the keys of an issuer over https, with bounds on size and time, and without redirects.
+
+    An empty `jwks_url` is looked up in the issuer's OpenID configuration. An empty `ca_file` means the
+    system's authorities.
+    """
+
+    issuer: str
+    jwks_url: str = ""
+    ca_file: str = ""
+    timeout_s: float = FETCH_TIMEOUT_S
+
+    async def fetch(self) -> KeySet:
+        """Return the published keys. Raise ValueError or OSError, within `timeout_s` or little more."""
+        url = self.jwks_url
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                # In a thread: reading the system's authorities takes tens of ms. Each time: they change.
+                context = await asyncio.to_thread(self.ssl_context)
+                async with httpx2.AsyncClient(verify=context, timeout=self.timeout_s) as client:
+                    url = url or await self._discover(client)
+                    return _parsed(url, parse_jwks, await _get(client, url))
+        except TimeoutError:
+            raise OSError(f"{url or self.issuer}: no answer in {self.timeout_s:g} s") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:
+            raise OSError(f"{url or self.issuer}: {str(error) or type(error).__name__}") from None
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """Return the context that verifies the issuer's host. Raise BadFile if `ca_file` is unusable."""
+        try:
+            return ssl.create_default_context(cafile=self.ca_file or None)
+        except OSError as error:
+            raise NamedFile("jwt_ca_file", self.ca_file).bad(error.strerror or str(error)) from None
+
+    async def _discover(self, client: httpx2.AsyncClient) -> str:
+        url = self.issuer.removesuffix("/") + _CONFIGURATION
+        configuration = _parsed(url, parse_object, await _get(client, url))
+        if configuration.get("issuer") != self.issuer:
+            raise ValueError(f"{url}: is of another issuer")
+        jwks_uri = configuration.get("jwks_uri")
+        if not isinstance(jwks_uri, str) or not jwks_uri:
+            raise ValueError(f"{url}: names no jwks_uri")
+        return _parsed(url, check_https, jwks_uri)
+
+
+async def _get(client: httpx2.AsyncClient, url: str) -> bytes:
+    """Return the body of a 200 response, cut a little after MAX_BYTES. Raise OSError."""
+    # A compressed body could expand to any size.
+    headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+    async with client.stream("GET", url, headers=headers) as response:
+        if response.status_code != httpx2.codes.OK:
+            raise OSError(f"{url}: HTTP {response.status_code}")
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise OSError(f"{url}: the response is compressed, though identity was requested")
+        content = b""
+        async for piece in response.aiter_raw():
+            content += piece
+            if len(content) > MAX_BYTES:
+                break
+        return content
+
+
+def _parsed(url: str, parse: Callable[[_C], _T], content: _C) -> _T:
+    """Return what `parse` makes of `content`. Raise ValueError that names the URL."""
+    try:
+        return parse(content)
+    except ValueError as error:
+        raise ValueError(f"{url}: {error}") from None

@@ -1,8 +1,7 @@
-"""Signed tokens (JWT, RFC 7519) of one issuer, as callers show them: who calls is what its claim says.
+"""Signed tokens (JWT, RFC 7519) of one issuer: a claim names the principal.
 
-A caller whose token is not taken is told no more than that, whatever was wrong with it; but that it has
-expired, or is not valid yet, where the issuer's signature is on it. The log counts the reasons, and holds
-nothing of the tokens.
+A refused caller learns no reason, except that a token with a valid signature has expired or is not valid yet.
+The log counts the reasons and contains nothing of the tokens.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ import jwt
 from galley.common.server.logs import get_logger
 from galley.core.admission.principal import TOKEN_PREFIX, Principal
 from galley.core.errors import Unauthenticated
-from services.gateway.auth.interceptor import Authenticator, Presented
-from services.gateway.auth.issuer_keys import KeySource
+from services.gateway.auth.interceptor import Authenticator, Credentials
+from services.gateway.auth.jwks import KeySource
 
-NEEDED = "a token is needed: `authorization: Bearer TOKEN`"
-NOT_TAKEN = "this token is not taken"
-EXPIRED = "this token has expired"
-EARLY = "this token is not valid yet"
+JWT_NEEDED = "a token is needed: `authorization: Bearer TOKEN`"
+JWT_REFUSED = "this token is not accepted"
+JWT_EXPIRED = "this token has expired"
+JWT_EARLY = "this token is not valid yet"
 MAX_CHARS = 8192
 MAX_NAME_CHARS = 256
 _SAFE_IN_NAMES = "@:/|"
-_PAUSE_S = 10.0
+_LOG_INTERVAL_S = 10.0
 
 _log = get_logger(__name__)
 
@@ -41,12 +40,12 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
     (jwt.InvalidAudienceError, "audience"),
     (jwt.MissingRequiredClaimError, "a claim is missing"),
 )
-_TOLD = {"expired": EXPIRED, "not valid yet": EARLY}
+_MESSAGES = {"expired": JWT_EXPIRED, "not valid yet": JWT_EARLY}
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """What a token must say: by whom, for whom (one of them), with which signatures; who is in `claim`."""
+class TokenRules:
+    """The accepted issuer, audiences (one must match) and algorithms; `claim` names the principal."""
 
     issuer: str
     audiences: tuple[str, ...]
@@ -56,59 +55,62 @@ class Expected:
 
 
 class _Refused(Exception):
-    """A token is not taken, for a reason in a word or two."""
+    """A token is refused; the message is the reason in a word or two."""
 
 
-class Tokens(Authenticator):
-    """Tokens as `expected`, signed by one of `keys`; `named` gives a principal of this name its limits."""
+class JwtAuthenticator(Authenticator):
+    """Accepts tokens that match `rules` and are signed by one of `keys`.
+
+    `principal` returns the principal of a name, with its limits.
+    """
 
     def __init__(
         self,
-        expected: Expected,
+        rules: TokenRules,
         keys: KeySource,
-        named: Callable[[str], Principal],
+        principal: Callable[[str], Principal],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._expected = expected
+        self._rules = rules
         self._keys = keys
-        self._named = named
+        self._principal = principal
         self._clock = clock
         self._refusals: Counter[str] = Counter()
-        self._logged_s: dict[str, float] = {}
+        self._logged_at_s: dict[str, float] = {}
 
-    async def authenticate(self, presented: Presented) -> Principal:
-        """See `Authenticator`."""
-        if not presented.bearer:
-            raise Unauthenticated(NEEDED)
+    async def authenticate(self, credentials: Credentials) -> Principal:
+        """Return the principal of the bearer token. Raise Unauthenticated or CallerUnknown."""
+        if not credentials.bearer:
+            raise Unauthenticated(JWT_NEEDED)
         try:
-            return self._named(self._name(await self._claims(presented.bearer)))
+            return self._principal(self._name(await self._claims(credentials.bearer)))
         except _Refused as refused:
             reason = str(refused)
-        self._count(reason)
-        raise Unauthenticated(_TOLD.get(reason, NOT_TAKEN))
+        self._log_refusal(reason)
+        raise Unauthenticated(_MESSAGES.get(reason, JWT_REFUSED))
 
     async def _claims(self, token: str) -> dict[str, Any]:
         key_id, algorithm = self._header(token)
         key = (await self._keys.current()).find(key_id, algorithm)
         if key is None:
-            key = (await self._keys.newer()).find(key_id, algorithm)
+            key = (await self._keys.refreshed()).find(key_id, algorithm)
         if key is None:
-            raise _Refused("no such key")
+            raise _Refused("unknown key")
         try:
             return jwt.decode(
                 token,
                 key.public,
                 algorithms=[algorithm],
-                issuer=self._expected.issuer,
-                audience=self._expected.audiences,
-                leeway=self._expected.leeway_s,
-                options={"require": ["exp", "iss", "aud", self._expected.claim]},
+                issuer=self._rules.issuer,
+                audience=self._rules.audiences,
+                leeway=self._rules.leeway_s,
+                options={"require": ["exp", "iss", "aud", self._rules.claim]},
             )
         except (jwt.PyJWTError, ValueError, TypeError, ArithmeticError) as error:
             raise _Refused(_reason(error)) from None
 
     def _header(self, token: str) -> tuple[str | None, str]:
-        """The id of its key and how it is signed, as far as that may be."""
+        """Return the key id and the algorithm, if the algorithm is accepted."""
         if len(token) > MAX_CHARS:
             raise _Refused("too long")
         try:
@@ -116,32 +118,32 @@ class Tokens(Authenticator):
         except (jwt.PyJWTError, ValueError, TypeError):
             raise _Refused("malformed") from None
         algorithm, key_id = header.get("alg"), header.get("kid")
-        if algorithm not in self._expected.algorithms:
+        if algorithm not in self._rules.algorithms:
             raise _Refused("algorithm")
-        if "crit" in header:  # what we must understand, and do not
+        if "crit" in header:  # an extension that must be understood, and is not
             raise _Refused("critical header")
         return key_id, algorithm
 
     def _name(self, claims: dict[str, Any]) -> str:
-        """As the claim says, made of characters that names of principals have."""
-        said = claims[self._expected.claim]
-        if not isinstance(said, str) or not said:
+        """Return the claim as the name of a principal, with other characters percent-encoded."""
+        value = claims[self._rules.claim]
+        if not isinstance(value, str) or not value:
             raise _Refused("claim")
         try:
-            name = TOKEN_PREFIX + quote(said, safe=_SAFE_IN_NAMES)
+            name = TOKEN_PREFIX + quote(value, safe=_SAFE_IN_NAMES)
         except UnicodeError:
             raise _Refused("claim") from None
         if len(name) > MAX_NAME_CHARS:
             raise _Refused("claim")
         return name
 
-    def _count(self, reason: str) -> None:
-        """In the log now and then: strangers decide how often."""
+    def _log_refusal(self, reason: str) -> None:
+        """Log each reason at most every _LOG_INTERVAL_S: unauthenticated callers could flood the log."""
         self._refusals[reason] += 1
         now_s = self._clock()
-        if now_s - self._logged_s.get(reason, -_PAUSE_S) >= _PAUSE_S:
-            self._logged_s[reason] = now_s
-            _log.info("tokens were not taken", reason=reason, so_far=self._refusals[reason])
+        if now_s - self._logged_at_s.get(reason, -_LOG_INTERVAL_S) >= _LOG_INTERVAL_S:
+            self._logged_at_s[reason] = now_s
+            _log.info("tokens refused", reason=reason, total=self._refusals[reason])
 
 
 def _reason(error: Exception) -> str:

@@ -1,17 +1,17 @@
-"""The file of principals: their API keys, as hashes, and their limits.
+"""The principals file: API keys, as hashes, and the limits of principals.
 
-[[keys]]                          # one entry a key; a principal may have several
+[[keys]]                          # one entry a key; several keys may name one principal
 principal = "team-a"
-sha256 = "9f86d0…"                # of the key's bytes, in hex
-expires = 2027-01-31T00:00:00Z    # may be left out
+sha256 = "9f86d0…"                # SHA-256 of the key, in hex
+expires = 2027-01-31T00:00:00Z    # optional
 
-[principals.team-a]               # limits of one principal; [defaults] holds them for all others
+[principals.team-a]               # limits of one principal; [defaults] holds those of all others
 max_sessions = 8
 tokens_per_s = 500
 burst_tokens = 20000
-max_priority = 10                 # 0 where it is not said
+max_priority = 10                 # default: 0
 
-[principals."jwt:alice@example.com"]    # of one who brings a token
+[principals."jwt:alice@example.com"]    # a principal with a token
 max_sessions = 2
 """
 
@@ -45,10 +45,10 @@ class _Limits(_Strict):
     burst_tokens: int | None = Field(default=None, ge=1)
     max_priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
 
-    def over(self, defaults: Self) -> PrincipalLimits:
-        """Where these say nothing, those do."""
-        said = defaults.model_dump(exclude_none=True) | self.model_dump(exclude_none=True)
-        return PrincipalLimits(**{"max_priority": 0, **said})
+    def or_defaults(self, defaults: Self) -> PrincipalLimits:
+        """Return these limits, with `defaults` for those that are not set."""
+        values = defaults.model_dump(exclude_none=True) | self.model_dump(exclude_none=True)
+        return PrincipalLimits(**{"max_priority": 0, **values})
 
 
 class _Key(_Strict):
@@ -64,65 +64,69 @@ class _File(_Strict):
 
 
 class Principals:
-    """One reading of the file: keys by a keyed hash, so that the time of a look-up tells nothing of them."""
+    """The parsed file. Keys are indexed by a keyed hash, so that lookup time reveals nothing about them."""
 
-    def __init__(self, read: _File) -> None:
+    def __init__(self, file: _File) -> None:
         self._secret = secrets.token_bytes(32)
-        self._keys = {self._tag(bytes.fromhex(key.sha256)): key for key in read.keys}
-        self._defaults = read.defaults
-        self._limits: Mapping[str, _Limits] = read.principals
+        self._keys = {self._tag(bytes.fromhex(key.sha256)): key for key in file.keys}
+        self._defaults = file.defaults
+        self._limits: Mapping[str, _Limits] = file.principals
 
     def by_key(self, key: str, now: datetime) -> Principal | None:
-        """Whose `key` it is; None if it is not known. Raises Unauthenticated if it has expired."""
+        """Return the principal of `key`, None if it is unknown. Raise Unauthenticated if it has expired."""
         presented = key.encode()
         if len(presented) > _MAX_KEY_BYTES:
             return None
         digest = sha256(presented).digest()
-        found = self._keys.get(self._tag(digest))
-        if found is None or not hmac.compare_digest(digest, bytes.fromhex(found.sha256)):
+        entry = self._keys.get(self._tag(digest))
+        if entry is None or not hmac.compare_digest(digest, bytes.fromhex(entry.sha256)):
             return None
-        if found.expires is not None and now >= found.expires:
+        if entry.expires is not None and now >= entry.expires:
             raise Unauthenticated("this API key has expired")
-        return self.named(found.principal)
+        return self.named(entry.principal)
 
     def named(self, name: str) -> Principal:
-        """With the limits of its own, or the defaults."""
-        return Principal(name, self._limits.get(name, _Limits()).over(self._defaults))
+        """Return the principal with its own limits, or the defaults."""
+        return Principal(name, self._limits.get(name, _Limits()).or_defaults(self._defaults))
 
     def _tag(self, digest: bytes) -> bytes:
         return blake2b(digest, key=self._secret, digest_size=16).digest()
 
 
 def read_principals(file: NamedFile) -> Principals:
-    """Raises BadFile, which says what is wrong with it."""
+    """Read and check the file. Raise BadFile, which names the problem."""
     content = file.read()
     try:
-        read = _File.model_validate(tomllib.loads(content.decode()))
-        _check(read)
+        parsed = _File.model_validate(tomllib.loads(content.decode()))
+        _check(parsed)
     except ValidationError as error:
         problems = "; ".join(f"{_place(problem['loc'])}: {problem['msg']}" for problem in error.errors())
         raise file.bad(problems) from None
     except ValueError as error:
         raise file.bad(str(error)) from None
-    return Principals(read)
+    return Principals(parsed)
 
 
-def _check(read: _File) -> None:
-    """What a single entry does not show."""
-    hashes = [key.sha256.lower() for key in read.keys]
+def _check(file: _File) -> None:
+    """Raise ValueError for problems between entries, which the model does not show."""
+    hashes = [key.sha256.lower() for key in file.keys]
     first = {digest: index for index, digest in reversed(list(enumerate(hashes)))}
-    for index, key in enumerate(read.keys):
+    for index, key in enumerate(file.keys):
         if key.principal == ANONYMOUS_NAME:
-            raise ValueError(f"keys[{index}].principal: {ANONYMOUS_NAME!r} is whoever has no key")
+            raise ValueError(f"keys[{index}].principal: must not be {ANONYMOUS_NAME!r}, which means no key")
         if key.principal.startswith(TOKEN_PREFIX):
-            raise ValueError(f"keys[{index}].principal: {TOKEN_PREFIX!r} begins names of those with tokens")
+            raise ValueError(
+                f"keys[{index}].principal: must not begin with {TOKEN_PREFIX!r}, which means a token"
+            )
         if key.expires is not None and key.expires.tzinfo is None:
-            raise ValueError(f"keys[{index}].expires: needs a time zone, such as Z")
+            raise ValueError(f"keys[{index}].expires: must have a time zone, such as Z")
         if first[hashes[index]] != index:
-            raise ValueError(f"keys[{index}].sha256: is that of keys[{first[hashes[index]]}] too")
-    known = {key.principal for key in read.keys}
-    if unused := {name for name in read.principals if not name.startswith(TOKEN_PREFIX)} - known:
-        raise ValueError(f"principals.{min(unused)}: has no key")
+            raise ValueError(
+                f"keys[{index}].sha256: must be unique, is also that of keys[{first[hashes[index]]}]"
+            )
+    known = {key.principal for key in file.keys}
+    if unused := {name for name in file.principals if not name.startswith(TOKEN_PREFIX)} - known:
+        raise ValueError(f"principals.{min(unused)}: must have a key")
 
 
 def _place(loc: tuple[int | str, ...]) -> str:

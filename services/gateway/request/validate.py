@@ -13,7 +13,7 @@ from galley.core.content import HASH_BYTES
 from galley.core.errors import InvalidField, Unimplemented, UnknownSession
 from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.auth.session_key import SESSION_ID_HEX
+from services.gateway.request.session_id import SESSION_ID_HEX
 
 Mode = Literal["auto", "off", "fixed"]
 

@@ -1,4 +1,4 @@
-"""Which session an idempotency key of a principal names."""
+"""Session ids: random, or derived from a principal's idempotency key."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ SESSION_ID_HEX = 32
 
 
 def session_id_for(principal: str, key: str, secret: bytes) -> str:
-    """A 128-bit session id in hex: random, or for a key that is not empty a keyed hash of (principal, key).
+    """Return a 128-bit session id in hex: random, or an HMAC of (principal, key) if `key` is not empty.
 
-    The hash lets `create` arbitrate between repeats of one request without a second record, and does not
-    let one principal name another's session.
+    The HMAC makes repeats of one request meet in `create` without a second record, and keeps principals from
+    naming each other's sessions.
     """
     if not key:
         return secrets.token_hex(SESSION_ID_HEX // 2)

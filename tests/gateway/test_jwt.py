@@ -1,4 +1,4 @@
-"""Signed tokens: which are taken, as whom; and that the others are told apart by nobody but the log."""
+"""Signed tokens: which are accept, as whom; and that the others are told apart by nobody but the log."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ from structlog.testing import capture_logs
 from galley.common.tls.files import NamedFile, WatchedFiles
 from galley.core.admission.principal import Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
-from services.gateway.auth.build import callers_of
-from services.gateway.auth.interceptor import Presented
-from services.gateway.auth.issuer_keys import KeyFile
-from services.gateway.auth.jwks import read_jwks
-from services.gateway.auth.jwt import EARLY, EXPIRED, MAX_CHARS, NEEDED, NOT_TAKEN, Expected, Tokens
+from services.gateway.auth.build import build_authentication
+from services.gateway.auth.interceptor import Credentials
+from services.gateway.auth.jwks import JwksFile, read_jwks
+from services.gateway.auth.jwt import (
+    JWT_EARLY,
+    JWT_EXPIRED,
+    JWT_NEEDED,
+    JWT_REFUSED,
+    MAX_CHARS,
+    JwtAuthenticator,
+    TokenRules,
+)
 from services.gateway.settings import GatewaySettings
 from tests.gateway.issuers import AUDIENCE, ISSUER, TokenIssuer, claims, ec_key, jwks, rsa_key, write_jwks
 from tests.gateway.test_api_keys import KEY, entry
@@ -45,7 +52,7 @@ def unsigned(header: object, signature: bytes = b"") -> str:
 
 
 def signed_by_public_key() -> str:
-    """HMAC, whose secret is what everybody knows: taken by who lets the token choose how it is checked."""
+    """HMAC, whose secret is what everybody knows: accept by who lets the token choose how it is checked."""
     public = RSA.private.public_key()
     pem = public.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     body = unsigned({"alg": "HS256", "typ": "JWT", "kid": "rsa"}).rpartition(".")[0]
@@ -67,15 +74,15 @@ BAD: dict[str, tuple[Callable[[], str], str]] = {
     "alg of a list": (lambda: unsigned({"alg": ["ES256"], "kid": "ec"}), "algorithm"),
     "hmac by the public key": (signed_by_public_key, "algorithm"),
     "alg that is not allowed": (lambda: TokenIssuer("rsa", RSA.private, "RS512").token(), "algorithm"),
-    "alg of another kind of key": (lambda: RSA.token({"kid": "ec"}), "no such key"),
-    "unknown kid": (lambda: EC.token({"kid": "nobody"}), "no such key"),
+    "alg of another kind of key": (lambda: RSA.token({"kid": "ec"}), "unknown key"),
+    "unknown kid": (lambda: EC.token({"kid": "nobody"}), "unknown key"),
     "kid of a number": (lambda: unsigned({"alg": "ES256", "kid": 7}), "malformed"),
     "anothers signature": (OTHER.token, "signature"),
     "no signature": (lambda: EC.token().rpartition(".")[0] + ".", "signature"),
     "tampered": (tampered, "signature"),
     "a key of its own": (
         lambda: OTHER.token({"jwk": OTHER.published, "kid": "nobody", "jku": "https://evil.test"}),
-        "no such key",
+        "unknown key",
     ),
     "critical header": (lambda: EC.token({"crit": ["exp"], "exp": 1}), "malformed"),
     "critical b64": (
@@ -112,13 +119,13 @@ class Gate:
         file = path / "jwks.json"
         file.write_bytes(content or jwks(*(issuers or (RSA, EC))))
         told = {"jwt_issuer": ISSUER, "jwt_audience": AUDIENCE, "jwt_jwks_file": str(file), **more}
-        self._callers = callers_of(GatewaySettings.model_validate(told))
+        self._callers = build_authentication(GatewaySettings.model_validate(told))
 
     async def who(self, **metadata: str) -> Principal:
         named = {name.replace("_", "-"): value for name, value in metadata.items()}
-        return await self._callers.authenticator.authenticate(Presented(named))
+        return await self._callers.authenticator.authenticate(Credentials(named))
 
-    async def taken(self, token: str) -> Principal:
+    async def accept(self, token: str) -> Principal:
         return await self.who(authorization=f"Bearer {token}")
 
     async def refusal(self, **metadata: str) -> str:
@@ -135,7 +142,7 @@ def gate(tmp_path: Path) -> Gate:
 async def test_a_token_names_its_principal(gate: Gate) -> None:
     nobodys = PrincipalLimits(max_priority=0)
     for issuer in (RSA, EC):
-        assert await gate.taken(issuer.token()) == Principal("jwt:alice", nobodys)
+        assert await gate.accept(issuer.token()) == Principal("jwt:alice", nobodys)
     assert (await gate.who(authorization=f"bearer {EC.token(sub='bob')}")).name == "jwt:bob"
 
 
@@ -144,9 +151,9 @@ async def test_what_is_wrong_with_a_token_is_for_the_log_alone(
     gate: Gate, make: Callable[[], str], reason: str
 ) -> None:
     with capture_logs() as logs:
-        assert await gate.refusal(authorization=f"Bearer {make()}") == NOT_TAKEN
+        assert await gate.refusal(authorization=f"Bearer {make()}") == JWT_REFUSED
     assert logs == [
-        {"event": "tokens were not taken", "reason": reason, "so_far": 1, "log_level": "info"},
+        {"event": "tokens refused", "reason": reason, "total": 1, "log_level": "info"},
     ]
 
 
@@ -159,29 +166,29 @@ async def test_strangers_do_not_fill_the_log(gate: Gate) -> None:
 
 
 async def test_who_had_a_good_one_is_told_about_its_time(gate: Gate) -> None:
-    assert await gate.refusal(authorization=f"Bearer {EC.token(exp=now(-LEEWAY_S - 2))}") == EXPIRED
+    assert await gate.refusal(authorization=f"Bearer {EC.token(exp=now(-LEEWAY_S - 2))}") == JWT_EXPIRED
     for early in (EC.token(nbf=now(LEEWAY_S + 60)), EC.token(iat=now(LEEWAY_S + 60))):
-        assert await gate.refusal(authorization=f"Bearer {early}") == EARLY
+        assert await gate.refusal(authorization=f"Bearer {early}") == JWT_EARLY
     forged = OTHER.token(exp=now(-LEEWAY_S - 2))
-    assert await gate.refusal(authorization=f"Bearer {forged}") == NOT_TAKEN
-    await gate.taken(EC.token(exp=now(-LEEWAY_S // 2), iat=now(LEEWAY_S // 2), nbf=now(LEEWAY_S // 2)))
+    assert await gate.refusal(authorization=f"Bearer {forged}") == JWT_REFUSED
+    await gate.accept(EC.token(exp=now(-LEEWAY_S // 2), iat=now(LEEWAY_S // 2), nbf=now(LEEWAY_S // 2)))
 
 
 async def test_where_a_token_must_stand(gate: Gate) -> None:
     for metadata in ({}, {"x_api_key": EC.token()}, {"authorization": f"Basic {EC.token()}"}):
-        assert await gate.refusal(**metadata) == NEEDED
+        assert await gate.refusal(**metadata) == JWT_NEEDED
 
 
 async def test_one_of_several_audiences_is_enough(tmp_path: Path) -> None:
     gate = Gate(tmp_path, jwt_audience="galley, other")
     for audience in ("galley", ["else", "other"]):
-        await gate.taken(EC.token(aud=audience))
+        await gate.accept(EC.token(aud=audience))
 
 
 async def test_a_token_without_the_id_of_a_key_needs_one_that_is_the_only_one(tmp_path: Path) -> None:
-    assert (await Gate(tmp_path).taken(EC.token({"kid": None}))).name == "jwt:alice"
+    assert (await Gate(tmp_path).accept(EC.token({"kid": None}))).name == "jwt:alice"
     several = Gate(tmp_path, EC, TokenIssuer("two"))
-    assert await several.refusal(authorization=f"Bearer {EC.token({'kid': None})}") == NOT_TAKEN
+    assert await several.refusal(authorization=f"Bearer {EC.token({'kid': None})}") == JWT_REFUSED
 
 
 @pytest.mark.parametrize(
@@ -195,7 +202,7 @@ async def test_a_token_without_the_id_of_a_key_needs_one_that_is_the_only_one(tm
 )
 async def test_names_are_told_apart_whatever_they_are_made_of(tmp_path: Path, said: str, name: str) -> None:
     gate = Gate(tmp_path, jwt_principal_claim="who")
-    assert (await gate.taken(EC.token(who=said))).name == name
+    assert (await gate.accept(EC.token(who=said))).name == name
 
 
 async def test_keys_are_read_anew_where_their_file_has_changed(tmp_path: Path) -> None:
@@ -203,24 +210,24 @@ async def test_keys_are_read_anew_where_their_file_has_changed(tmp_path: Path) -
     path = write_jwks(tmp_path / "jwks.json", EC)
     named = NamedFile("jwt_jwks_file", str(path))
     file = WatchedFiles([named], lambda: read_jwks(named), look_every_s=1.0, clock=lambda: clock_s)
-    expected = Expected(ISSUER, (AUDIENCE,), ("RS256", "ES256"))
-    tokens = Tokens(expected, KeyFile(file), Principal)
+    rules = TokenRules(ISSUER, (AUDIENCE,), ("RS256", "ES256"))
+    tokens = JwtAuthenticator(rules, JwksFile(file), Principal)
 
-    async def taken(issuer: TokenIssuer) -> bool:
+    async def accept(issuer: TokenIssuer) -> bool:
         try:
-            await tokens.authenticate(Presented({"authorization": f"Bearer {issuer.token()}"}))
+            await tokens.authenticate(Credentials({"authorization": f"Bearer {issuer.token()}"}))
         except Unauthenticated:
             return False
         return True
 
     path.write_bytes(jwks(RSA))
-    assert await taken(EC)  # no sooner than after a second
+    assert await accept(EC)  # no sooner than after a second
     clock_s = 2.0
-    assert (await taken(RSA), await taken(EC)) == (True, False)
+    assert (await accept(RSA), await accept(EC)) == (True, False)
     path.write_text("{}")
     clock_s = 4.0
     with capture_logs() as logs:
-        assert await taken(RSA)
+        assert await accept(RSA)
     assert [log["log_level"] for log in logs] == ["error"]
 
 
@@ -232,12 +239,12 @@ async def test_a_token_and_a_key_each_say_who_calls(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(entry(KEY, "alice") + limits)
     gate = Gate(tmp_path, api_keys_file=str(keys))
-    assert await gate.taken(KEY) == Principal("alice", PrincipalLimits(5, None, None, 0))
+    assert await gate.accept(KEY) == Principal("alice", PrincipalLimits(5, None, None, 0))
     assert (await gate.who(x_api_key=KEY)).name == "alice"
-    assert await gate.taken(EC.token()) == Principal("jwt:alice", PrincipalLimits(2, None, None, 3))
-    assert (await gate.taken(EC.token(sub="bob"))).limits.max_sessions == 5
-    assert await gate.refusal(authorization="Bearer what") == NOT_TAKEN
-    assert await gate.refusal(authorization=f"Bearer {OTHER.token()}") == NOT_TAKEN
+    assert await gate.accept(EC.token()) == Principal("jwt:alice", PrincipalLimits(2, None, None, 3))
+    assert (await gate.accept(EC.token(sub="bob"))).limits.max_sessions == 5
+    assert await gate.refusal(authorization="Bearer what") == JWT_REFUSED
+    assert await gate.refusal(authorization=f"Bearer {OTHER.token()}") == JWT_REFUSED
     assert "not known" in await gate.refusal(x_api_key=EC.token())
     assert "an API key or a token" in await gate.refusal()
 
@@ -246,7 +253,7 @@ async def test_limits_alone_need_no_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text("keys = []\n[defaults]\nmax_sessions = 1")
     gate = Gate(tmp_path, api_keys_file=str(keys))
-    assert (await gate.taken(EC.token())).limits.max_sessions == 1
+    assert (await gate.accept(EC.token())).limits.max_sessions == 1
 
 
 # ---------------------------------------------------------------------------------- the issuer's keys --
@@ -259,7 +266,7 @@ async def test_limits_alone_need_no_key(tmp_path: Path) -> None:
         (b"[]", "is no JSON object"),
         (b"[" * 100_000, "is no JSON object"),
         (b"{}", "`keys` must be a list"),
-        (b'{"keys": []}', "holds no public key"),
+        (b'{"keys": []}', "has no public key"),
         (json.dumps({"keys": [{}] * 101}).encode(), "at most 100"),
         (b" " * (256 * 1024 + 1), "larger than 262144 bytes"),
     ],
@@ -293,7 +300,7 @@ def _entry(**more: Any) -> dict[str, Any]:
     ids=["enc", "ops", "alg", "kid", "curve", "point", "private", "oct", "no modulus", "short", "k1"],
 )
 def test_keys_for_other_purposes_are_passed_over(tmp_path: Path, useless: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="holds no public key"):
+    with pytest.raises(ValueError, match="has no public key"):
         Gate(tmp_path, content=json.dumps({"keys": [useless, 7]}).encode())
 
 
@@ -306,8 +313,8 @@ async def test_other_signatures_are_taken_where_they_are_allowed(tmp_path: Path,
         "PS256": lambda: RSA.private,
     }
     issuer = TokenIssuer("k", make[algorithm](), algorithm)
-    assert (await Gate(tmp_path, issuer, jwt_algorithms=algorithm).taken(issuer.token())).name == "jwt:alice"
-    assert await Gate(tmp_path, issuer).refusal(authorization=f"Bearer {issuer.token()}") == NOT_TAKEN
+    assert (await Gate(tmp_path, issuer, jwt_algorithms=algorithm).accept(issuer.token())).name == "jwt:alice"
+    assert await Gate(tmp_path, issuer).refusal(authorization=f"Bearer {issuer.token()}") == JWT_REFUSED
 
 
 def test_the_tests_tokens_are_what_jwt_says_they_are() -> None:

@@ -8,8 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from galley.core.errors import CallerUnknown
-from services.gateway.auth.issuer_keys import FLOOR_S, FetchedKeys
-from services.gateway.auth.jwks import KeySet
+from services.gateway.auth.jwks import MIN_FETCH_INTERVAL_S, CachedJwks, KeySet
 from tests.service.waiting import Gate
 
 REFRESH_S, STALE_S = 300.0, 3600.0
@@ -24,7 +23,7 @@ class Issuer:
         self.asked = 0
         self.gate = Gate()
         self.now_s = 1000.0
-        self.keys = FetchedKeys(self._fetch, REFRESH_S, STALE_S, lambda: self.now_s)
+        self.keys = CachedJwks(self._fetch, REFRESH_S, STALE_S, lambda: self.now_s)
 
     async def _fetch(self) -> KeySet:
         self.asked += 1
@@ -49,7 +48,7 @@ async def issuer() -> Issuer:
 async def test_the_first_call_waits_for_the_keys_and_the_others_with_it() -> None:
     issuer = Issuer()
     issuer.gate.close()
-    issuer.keys.begin()
+    issuer.keys.start()
     calls = [asyncio.ensure_future(issuer.keys.current()) for _ in range(5)]
     await issuer.gate.has_somebody()
     assert not any(call.done() for call in calls)
@@ -85,12 +84,12 @@ async def test_keys_that_nobody_has_looked_after_are_not_gone_by(issuer: Issuer)
 async def test_an_unknown_id_has_them_fetched_but_never_often(issuer: Issuer) -> None:
     issuer.told = NEW
     for _ in range(1000):
-        assert await issuer.keys.newer() is OLD  # they have just come
+        assert await issuer.keys.refreshed() is OLD  # they have just come
     assert issuer.asked == 1
-    issuer.now_s += FLOOR_S
-    assert await issuer.keys.newer() is NEW
+    issuer.now_s += MIN_FETCH_INTERVAL_S
+    assert await issuer.keys.refreshed() is NEW
     for _ in range(1000):
-        assert await issuer.keys.newer() is NEW
+        assert await issuer.keys.refreshed() is NEW
     assert issuer.asked == 2
 
 
@@ -101,7 +100,7 @@ async def test_an_issuer_that_fails_is_not_asked_more_often(issuer: Issuer) -> N
         for _ in range(100):
             assert await issuer.keys.current() is OLD
             await issuer.settled()
-            assert await issuer.keys.newer() is OLD
+            assert await issuer.keys.refreshed() is OLD
     assert issuer.asked == 2
     [failure] = logs
     assert (failure["log_level"], failure["problem"]) == ("error", "the issuer is away")
@@ -119,11 +118,11 @@ async def test_while_the_issuer_is_away_nobody_waits_and_old_keys_serve_for_a_ti
     assert await issuer.keys.current() is OLD
     issuer.gate.open()
     await issuer.settled()
-    issuer.now_s += FLOOR_S + 2
-    for ask in (issuer.keys.current, issuer.keys.newer):
+    issuer.now_s += MIN_FETCH_INTERVAL_S + 2
+    for ask in (issuer.keys.current, issuer.keys.refreshed):
         with pytest.raises(CallerUnknown):
             await ask()
-    issuer.now_s += FLOOR_S
+    issuer.now_s += MIN_FETCH_INTERVAL_S
     issuer.told = NEW
     assert await issuer.keys.current() is NEW
 
@@ -131,11 +130,11 @@ async def test_while_the_issuer_is_away_nobody_waits_and_old_keys_serve_for_a_ti
 async def test_without_keys_nobody_is_taken_for_anybody() -> None:
     issuer = Issuer()
     issuer.told = None
-    issuer.keys.begin()
+    issuer.keys.start()
     for _ in range(3):
         with pytest.raises(CallerUnknown, match="try again"):
             await issuer.keys.current()
     assert issuer.asked == 1
-    issuer.now_s += FLOOR_S
+    issuer.now_s += MIN_FETCH_INTERVAL_S
     issuer.told = OLD
     assert await issuer.keys.current() is OLD
