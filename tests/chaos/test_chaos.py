@@ -27,7 +27,7 @@ from tests.chaos.model import save_model
 from tests.chaos.run import DEFAULT_COUNT
 from tests.chaos.trial import Measured, Trial, trial
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 STREAMS = 6
@@ -50,9 +50,9 @@ async def under(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
 
 
 @on_one_loop
-async def test_a_target_that_hangs_is_left_before_its_lease_ends(under: Trial) -> None:
-    measured = await under.disturb(Disturbance(("target",), STOP, 5.0))
-    assert measured.worst_s < 4.5
+async def test_a_target_that_hangs_is_left_before_it_goes_on(under: Trial) -> None:
+    measured = await under.disturb(Disturbance(("target",), STOP, 8.0))
+    assert measured.worst_s < 7.5
 
 
 @on_one_loop
@@ -63,8 +63,8 @@ async def test_a_link_to_a_target_that_is_bad_costs_no_token(under: Trial, what:
 
 @on_one_loop
 async def test_a_gateway_leaves_a_target_that_only_it_cannot_reach(under: Trial) -> None:
-    measured = await under.disturb(Disturbance(("gateway", "target"), PARTITION, 5.0))
-    assert measured.worst_s < 4.5
+    measured = await under.disturb(Disturbance(("gateway", "target"), PARTITION, 8.0))
+    assert measured.worst_s < 7.5
 
 
 @on_one_loop
@@ -81,8 +81,8 @@ async def test_a_client_is_heard_again_after_a_partition(under: Trial) -> None:
 
 @on_one_loop
 async def test_a_draft_that_cannot_be_reached_is_done_without(under: Trial) -> None:
-    measured = await under.disturb(Disturbance(("gateway", "draft"), PARTITION, 4.0))
-    assert measured.worst_s < 3.5
+    measured = await under.disturb(Disturbance(("gateway", "draft"), PARTITION, 8.0))
+    assert measured.worst_s < 7.5
 
 
 @on_one_loop

@@ -37,7 +37,9 @@ SPEC = SessionSpec(
     vocab_size=VOCAB,
 )
 K = 4
-TIMEOUT_S = 0.3
+# Long enough that a draft answers in time on a busy machine.
+TIMEOUT_S = 1.0
+TIMED_OUT = "no answer in time"
 
 
 class Here:
@@ -59,7 +61,7 @@ class Here:
             async with asyncio.timeout(TIMEOUT_S):
                 return await session.propose(spec, request, int(TIMEOUT_S * SECOND))
         except TimeoutError:
-            return ev.Failed(self._requests, "no answer in time")
+            return ev.Failed(self._requests, TIMED_OUT)
 
     async def proposed(self, session: SessionDraft, spec: SessionSpec = SPEC) -> None:
         """It is drafted for, once the machine has the time for it."""
@@ -215,9 +217,7 @@ async def test_one_that_comes_is_used_though_there_was_none(world: World) -> Non
         drafts = drafts_of(world)
         await drafts.start()
         here, session = Here(fleet, drafts), SessionDraft(drafts)
-        began = asyncio.get_running_loop().time()
         failed = await here.ask(session)
-        assert asyncio.get_running_loop().time() - began < TIMEOUT_S / 2, "nobody waits for nobody"
         assert isinstance(failed, ev.Failed)
         assert "no draft in the registry" in failed.message
         assert session.replica is None
@@ -397,9 +397,9 @@ async def test_proposals_that_come_too_late_open_the_breaker_too(here: Here) -> 
     asking = [here.ask(SessionDraft(here.drafts), named(str(number))) for number in range(FAILURES)]
     await asyncio.gather(*asking)
     asked = len(slow.fake.calls)
-    began = asyncio.get_running_loop().time()
-    assert isinstance(await here.ask(SessionDraft(here.drafts)), ev.Failed)
-    assert asyncio.get_running_loop().time() - began < TIMEOUT_S / 2, "nobody waits for it any more"
+    failed = await here.ask(SessionDraft(here.drafts))
+    assert isinstance(failed, ev.Failed)
+    assert failed.message != TIMED_OUT
     assert len(slow.fake.calls) == asked
 
 

@@ -228,7 +228,7 @@ async def test_a_session_that_moves_to_another_build_says_so_on_resume(world: Wo
 @any_credit
 async def test_a_target_that_comes_back_unnoticed_is_met_before_it_is_asked(world: World) -> None:
     """No item was open when it went, so that none has failed."""
-    gateway = await world.gateway(target_timeout_s=1)
+    gateway = await world.gateway(target_timeout_s=3)
     must_be_true(await hear(gateway.ask()))
     await world.target.stop()
     world.target.fingerprint = "build-2"

@@ -55,7 +55,7 @@ async def held_up(world: World, gateway: Gateway, stream: TokenStream) -> int:
 
 @any_credit
 async def test_streams_left_unread_end_say_so_and_stay_resumable(world: World) -> None:
-    gateway = await world.gateway(client_timeout_s=0.5, buffer=BUFFER, max_sessions=STREAMS)
+    gateway = await world.gateway(client_timeout_s=1, buffer=BUFFER, max_sessions=STREAMS)
     other = await world.gateway()
     async with left_unread(gateway, LONG, STREAMS) as streams:
         await gateway.has_places()
@@ -68,7 +68,7 @@ async def test_streams_left_unread_end_say_so_and_stay_resumable(world: World) -
             heard = Heard()
             error = await refused(heard.listen(stream))
             assert error.code is grpc.StatusCode.UNAVAILABLE
-            assert "left unread for 0.5 s; resume" in error.message
+            assert "left unread for 1 s; resume" in error.message
             enough = len(heard.tokens) + 3 * BUFFER
             resumed = other.client.resume_stream(stream)
             await heard.listen(resumed, until=enough)

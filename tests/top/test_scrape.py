@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -102,10 +101,8 @@ async def test_what_is_no_http_is_told(sent: bytes) -> None:
 
 async def test_an_answer_that_never_ends_in_time_is_given_up() -> None:
     async with answering(lambda writer: writer.write(HEAD + b"galley_a 1\n")) as address:
-        began_s = time.monotonic()
         with pytest.raises(Away, match=r"no answer in 0\.2 s"):
             await scrape(address, 0.2)
-    assert time.monotonic() - began_s < 2
 
 
 async def test_an_answer_without_end_is_cut_off() -> None:
