@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from galley.core.content import prefix_hash
-from galley.core.cost.model import PassTimes
+from galley.core.cost.model import StepTimes
 from galley.core.errors import Broken
 from galley.core.kv.table import KvTable
 from galley.core.sampling_params import SamplingParams
-from galley.core.scheduler.messages import Answer, Confirmed, VerifyRequest
+from galley.core.scheduler.messages import Confirmed, Response, VerifyRequest
 from galley.core.scheduler.scheduler import Scheduler
 from galley.core.step import StepPlan
 from services.target.engine.protocol import TargetEngine
 
 # The curve matters only where drafts are offered; here are none.
-_ANY_TIMES = PassTimes.measured([(1, 1_000_000)])
+_ANY_TIMES = StepTimes.measured([(1, 1_000_000)])
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class EngineAlone:
             self._note(answer)
         return PassTime(time.perf_counter() - began_s, engine_s)
 
-    def _note(self, answer: Answer) -> None:
+    def _note(self, answer: Response) -> None:
         outcome = answer.outcome
         heard = self._heard[answer.item]
         if isinstance(outcome, Confirmed):

@@ -13,7 +13,7 @@ from bench.engine_sides import Case, OurStep, TransformersModel, some_tokens
 from bench.paired import alternate, fastest
 from galley.core.errors import GalleyError
 from galley.core.sampling_params import SamplingParams
-from galley.core.step import Chunk, Draw, Sampled
+from galley.core.step import Draw, Sampled, StepChunk
 from galley.engine.sampling.draw import draw_all
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ def _text_step(
         table = range(first, first + count)
         first += count
         start = len(prompt) - SAMPLED.tokens
-        model.run([Chunk(0, prompt[:start], table, 0)])
-        chunks.append(Chunk(start, prompt[start:], table, SAMPLED.tokens))
+        model.run([StepChunk(0, prompt[:start], table, 0)])
+        chunks.append(StepChunk(start, prompt[start:], table, SAMPLED.tokens))
         histories.append(list(prompt))
     return (lambda: model.run(chunks)), histories
 
@@ -203,7 +203,7 @@ def prefill(model: CausalModel, peer: TransformersModel, pairs: int) -> dict[str
     """Seconds of a prompt of 182 tokens, logits of the last one."""
     tokens = some_tokens(PREFILL_TOKENS, model.info.vocab_size)
     table = range(-(-PREFILL_TOKENS // model.kv.block_tokens))
-    chunk = Chunk(0, tokens, table, 1)
+    chunk = StepChunk(0, tokens, table, 1)
     times = alternate({"ours": lambda: model.run([chunk]), "peer": lambda: peer.prefill(tokens)}, pairs)
     return {name: list(timed.wall_s) for name, timed in times.items()}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from galley.core.step import Chunk
+from galley.core.step import StepChunk
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel
@@ -57,7 +57,7 @@ class OurStep:
         self._fill(some_tokens(case.context, vocab), tables)
         fed = some_tokens(case.rows, vocab, seed=1)
         self.chunks = [
-            Chunk(case.context, fed[at * case.tokens : (at + 1) * case.tokens], table, case.tokens)
+            StepChunk(case.context, fed[at * case.tokens : (at + 1) * case.tokens], table, case.tokens)
             for at, table in enumerate(tables)
         ]
 
@@ -66,11 +66,11 @@ class OurStep:
         first = tables[0]
         piece = 256
         for start in range(0, len(context), piece):
-            self._model.run([Chunk(start, context[start : start + piece], first, 0)])
+            self._model.run([StepChunk(start, context[start : start + piece], first, 0)])
         copies = [pair for table in tables[1:] for pair in zip(first, table, strict=True)]
         if context and copies:
             # The last token once more: a pass that copies must feed something.
-            again = Chunk(len(context) - 1, context[-1:], first, 0)
+            again = StepChunk(len(context) - 1, context[-1:], first, 0)
             self._model.run([again], copies)
 
     def __call__(self) -> Tensor:

@@ -31,7 +31,7 @@ from galley.bench.workloads import load_prompts
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.sampling_params import SamplingParams
-from galley.core.step import Chunk, Draw, Sampled
+from galley.core.step import Draw, Sampled, StepChunk
 from galley.engine.cuda.options import DeviceOptions
 from galley.engine.load.resolve import resolve_model
 from galley.engine.model import CausalModel
@@ -130,7 +130,7 @@ def _fed(
             start = len(drawn[i])
             fed = texts[i][start : start + sizes[step % len(sizes)]]
             step += 1
-            chunks.append(Chunk(start, fed, tables[i], len(fed)))
+            chunks.append(StepChunk(start, fed, tables[i], len(fed)))
         rows = torch.split(model.run(chunks), [len(chunk.tokens) for chunk in chunks])
         for i, chunk, logits in zip(going, chunks, rows, strict=True):
             drawn[i] += _drawn(logits, texts[i], chunk.start)

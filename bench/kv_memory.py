@@ -19,7 +19,7 @@ import torch
 
 from bench.harness import BENCH, Goal
 from galley.common.server.process import hand_back_free_memory
-from galley.core.step import Chunk
+from galley.core.step import StepChunk
 from galley.engine.model import CausalModel
 
 FIRST_BLOCKS, ALL_BLOCKS = 64, 320
@@ -64,7 +64,7 @@ def _fill(model: CausalModel, first: int, last: int) -> None:
     """Compute KV into the blocks [first, last), a session of _SESSION_BLOCKS after another."""
     tokens = [7] * (_SESSION_BLOCKS * model.kv.block_tokens)
     for block in range(first, last, _SESSION_BLOCKS):
-        model.run([Chunk(0, tokens, list(range(block, block + _SESSION_BLOCKS)), 0)])
+        model.run([StepChunk(0, tokens, list(range(block, block + _SESSION_BLOCKS)), 0)])
 
 
 def _resident() -> int:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.prove_noise import commit
-from galley.core.cost.model import PassTimes
+from galley.core.cost.model import StepTimes
 from tests.core.pool_world import MS, Pool, Scenario
 
 RESULTS = Path(__file__).parent / "results" / "drafting"
@@ -78,7 +78,7 @@ def compare(rows: str, alpha: str, draft: str, sessions: int, *, seeds: int) -> 
     for seed in range(seeds):
         scenario = Scenario(
             ALPHAS[alpha],
-            PassTimes.measured([(count, round(ms * MS)) for count, ms in ROWS[rows]]),
+            StepTimes.measured([(count, round(ms * MS)) for count, ms in ROWS[rows]]),
             partial(_draft_ns, DRAFT_MS[draft]),
             sessions,
             TOKENS[sessions],

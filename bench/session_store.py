@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from galley.core.errors import UnknownSession
-from galley.core.store import UNCHANGED, Directory, NewSession, Ownership, SessionStore, StoredSession
+from galley.core.store import UNCHANGED, KvDirectory, NewSession, Ownership, SessionStore, StoredSession
 
 if TYPE_CHECKING:
     from services.gateway.service import OpenedStore
@@ -64,7 +64,7 @@ class InstantStore(SessionStore):
         expected_len: int,  # noqa: ARG002  # nobody else writes
         tokens: Sequence[int],
         meta: bytes,
-        directory: Directory = UNCHANGED,  # noqa: ARG002  # nobody resumes
+        directory: KvDirectory = UNCHANGED,  # noqa: ARG002  # nobody resumes
     ) -> int:
         """Append."""
         log = self._logs[owner.session_id]
@@ -119,7 +119,7 @@ class TimedStore(SessionStore):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
-        directory: Directory = UNCHANGED,
+        directory: KvDirectory = UNCHANGED,
     ) -> int:
         """The other's, timed."""
         began_ns = time.perf_counter_ns()

@@ -27,7 +27,7 @@ from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core import trace_names as names
 from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.sampling_params import SamplingParams
-from galley.core.scheduler.messages import PassFacts
+from galley.core.scheduler.messages import BatchInfo
 from galley.core.scheduler.scheduler import Scheduler
 from galley.core.session import events as ev
 from galley.core.session import round as rounds
@@ -146,7 +146,7 @@ def of_target(scope: SpanScope | None, telemetry: Telemetry, *, sampled: bool) -
     for number in range(_SESSIONS):
         item = pb.VerifyItem(slice=_slice(number, sampled=sampled))
         batches.joins(number, target.VerifySpan(scope, item).span)
-    facts = PassFacts(tuple(range(_SESSIONS)), 80, 64, 0, 1000, _SESSIONS, (), ())
+    facts = BatchInfo(tuple(range(_SESSIONS)), 80, 64, 0, 1000, _SESSIONS, (), ())
 
     class Under:
         under_way = facts

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from galley.bench.closed_loop import LoopBlock
 from galley.bench.summary import Speculated, speculated
-from galley.core.cost.model import PassTimes, best_k
+from galley.core.cost.model import StepTimes, best_k
 
 
-def pass_times(blocks: Sequence[LoopBlock]) -> PassTimes | None:
+def pass_times(blocks: Sequence[LoopBlock]) -> StepTimes | None:
     """What the target's passes took by their rows, from the rounds of these blocks; None without any.
 
     The rows of a round are the streams, each with one token and its verified draft tokens.
@@ -33,10 +33,10 @@ def pass_times(blocks: Sequence[LoopBlock]) -> PassTimes | None:
         return None
     points = [(rows, sum(took) // len(took)) for rows, took in sorted(measured.items())]
     # Where no load has so few rows, a smaller pass is taken to cost as much as the smallest seen.
-    return PassTimes.measured(points if points[0][0] == 1 else [(1, points[0][1]), *points])
+    return StepTimes.measured(points if points[0][0] == 1 else [(1, points[0][1]), *points])
 
 
-def predicted_gain(of: Speculated, streams: int, times: PassTimes) -> float:
+def predicted_gain(of: Speculated, streams: int, times: StepTimes) -> float:
     """How many times as fast as plain decoding these rounds should have been; 1 where nothing was verified.
 
     Tokens a round times the plain pass, over the round: the draft's computing, then the verifying pass
@@ -48,7 +48,7 @@ def predicted_gain(of: Speculated, streams: int, times: PassTimes) -> float:
     return of.tokens_per_round * times(streams) / (times(_rows(of, streams)) + draft_ns)
 
 
-def predicted_best_k(of: Speculated, streams: int, times: PassTimes, max_k: int) -> int | None:
+def predicted_best_k(of: Speculated, streams: int, times: StepTimes, max_k: int) -> int | None:
     """The k at which the model's gain peaks for this acceptance of the first draft token; None if unknown."""
     if not (of.verified_at and of.verified_at[0] and of.proposed):
         return None

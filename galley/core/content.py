@@ -101,7 +101,7 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return words.tobytes()
 
 
-def tokens_of(data: bytes) -> list[int]:
+def tokens_from_bytes(data: bytes) -> list[int]:
     """The inverse of `token_bytes`; raises ValueError if `data` is not whole tokens."""
     words = array("I")
     words.frombytes(data)
@@ -144,10 +144,10 @@ def look_up(
         return Miss(len(held), hasher.of(held, len(held)))
     if hasher.of(held, start) != prefix:
         return Miss(0, hasher.of(held, 0))
-    return Hit(start + agreement(held[start : start + len(tokens)], tokens))
+    return Hit(start + common_prefix_len(held[start : start + len(tokens)], tokens))
 
 
-def agreement(ours: Sequence[int], theirs: Sequence[int]) -> int:
+def common_prefix_len(ours: Sequence[int], theirs: Sequence[int]) -> int:
     """How many tokens from the first on are equal in both."""
     shared = min(len(ours), len(theirs))
     if ours[:shared] == theirs[:shared]:  # by far the most frequent, and fast

@@ -83,19 +83,19 @@ class Cancelled(CallerFault):
     """The caller went away: CANCELLED."""
 
 
-class Unread(CallerFault):
+class ClientStalled(CallerFault):
     """The client has left its stream unread for too long; the session stays resumable: UNAVAILABLE."""
 
 
-class OurFault(GalleyError):
+class ServerFault(GalleyError):
     """Something of ours failed."""
 
 
-class Unavailable(OurFault):
+class Unavailable(ServerFault):
     """A part is away or draining; the session stays resumable: UNAVAILABLE."""
 
 
-class CallerUnknown(Unavailable):
+class AuthenticationUnavailable(Unavailable):
     """Who calls cannot be told at present: what would show it is away."""
 
 
@@ -119,15 +119,15 @@ class TargetUnavailable(Unavailable):
     """No target replica has answered for target_timeout."""
 
 
-class LogLost(OurFault):
+class LogLost(ServerFault):
     """The log no longer agrees with what the client has seen: DATA_LOSS."""
 
 
-class Broken(OurFault):
+class Broken(ServerFault):
     """An invariant does not hold: INTERNAL."""
 
 
-class TokenizerMismatch(OurFault):
+class TokenizerMismatch(ServerFault):
     """Two parts do not share a tokenizer: FAILED_PRECONDITION, with both hashes."""
 
     def __init__(self, part_hash: str, target_hash: str, part: str = "draft") -> None:

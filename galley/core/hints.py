@@ -44,18 +44,18 @@ class Hint:
         before = self.survival[index - 1] if index else 1.0
         return min(1.0, self.survival[index] / before) if before > 0.0 else 0.0
 
-    def after(self, passed: int, *, shaken: bool = False) -> Rest:
+    def after(self, passed: int, *, shaken: bool = False) -> HintTail:
         """What it offers once its first `passed` tokens have been and gone."""
         survival = self.survival
         if passed and survival:
             # The chance of all that is left, given that the first have survived.
             sure = survival[passed - 1]
             survival = tuple(min(1.0, chance / sure) if sure > 0.0 else 0.0 for chance in survival[passed:])
-        return Rest(self.draft_tokens[passed:], survival, shaken)
+        return HintTail(self.draft_tokens[passed:], survival, shaken)
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class HintTail:
     """What a hint offers at the session's present position; `survival` is given that it agreed so far.
 
     `shaken`: the token just before was not the hint's.
@@ -66,10 +66,10 @@ class Rest:
     shaken: bool = False
 
 
-NOTHING = Rest()
+NOTHING = HintTail()
 
 
-class Listener(Protocol):
+class HintObserver(Protocol):
     """Learns how good hints are from what was confirmed, whether it was verified or not."""
 
     def saw(self, *, right: bool, told: float | None) -> None:
@@ -84,7 +84,7 @@ class PendingHint:
 
     __slots__ = ("_followed", "_listener", "_rooted", "_shaken", "hint", "useless")
 
-    def __init__(self, hint: Hint, listener: Listener, *, rooted: bool = False) -> None:
+    def __init__(self, hint: Hint, listener: HintObserver, *, rooted: bool = False) -> None:
         """`rooted`: the prefix is known to agree, so that nothing need be hashed."""
         self.hint = hint
         self.useless = not hint.draft_tokens
@@ -93,7 +93,7 @@ class PendingHint:
         self._followed = 0
         self._shaken = False
 
-    def follow(self, tokens: Sequence[int], hasher: PrefixHasher) -> Rest:
+    def follow(self, tokens: Sequence[int], hasher: PrefixHasher) -> HintTail:
         """What is left of it for a session of these confirmed tokens, which only grow from call to call.
 
         Nothing while the session has not come to its anchor; once it disagrees for good or is used up it is

@@ -10,7 +10,7 @@ K = TypeVar("K", bound="Hashable")
 V = TypeVar("V")
 
 
-class LastUsed(Generic[K, V]):
+class LruCache(Generic[K, V]):
     """What is kept by key, such as a tenant's workload: made when first asked for, the last used stay."""
 
     def __init__(self, make: Callable[[], V], most: int) -> None:

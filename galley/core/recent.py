@@ -7,7 +7,7 @@ from collections.abc import Hashable
 RECENT_NS = 3_000_000_000
 
 
-class Recent:
+class RecentKeys:
     """Keys by when they were last noted; times in nanoseconds, never falling."""
 
     def __init__(self, window_ns: int = RECENT_NS) -> None:

@@ -34,7 +34,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StepChunk:
     """One sequence's part of a pass: feed `tokens` at positions [start, start + len(tokens)).
 
     Its keys and values lie in `blocks`: position p in block blocks[p // block_tokens]. The blocks cover
@@ -53,7 +53,7 @@ class Chunk:
 class StepPlan:
     """The chunks of one pass, of different sequences; `copies` (from, to) of whole blocks come first."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StepChunk, ...]
     copies: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -74,7 +74,7 @@ class Sampled:
 
 
 @dataclass(slots=True)
-class Watch:
+class StepTrace:
     """Has a pass say what its forward took; only of one that is traced, as span `span` (trace id, span id).
 
     The engine fills in `forward_ns`, and `rank_ns`: called once the pass is over, it gives what each rank

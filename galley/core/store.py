@@ -72,7 +72,7 @@ class Ownership:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class CacheLocation:
     """Where a pool caches the session: the replica, which of its lives, and KV for positions [0, kv_len)."""
 
     replica: str
@@ -81,14 +81,14 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Directory:
+class KvDirectory:
     """Who holds KV of a session. In a commit, a pool that is None keeps the entry that it has."""
 
-    draft: Held | None = None
-    target: Held | None = None
+    draft: CacheLocation | None = None
+    target: CacheLocation | None = None
 
 
-UNCHANGED = Directory()
+UNCHANGED = KvDirectory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class StoredSession:
     finish: bytes = b""
     created_ms: int = 0
     body_hash: bytes = b""
-    directory: Directory = field(default_factory=Directory)
+    directory: KvDirectory = field(default_factory=KvDirectory)
 
     def as_new(self) -> NewSession:
         """As it was asked for."""
@@ -147,7 +147,7 @@ class SessionStore(Protocol):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
-        directory: Directory = UNCHANGED,
+        directory: KvDirectory = UNCHANGED,
     ) -> int:
         """Append `tokens` and `meta` to a log of `expected_len` tokens; returns its length thereafter.
 

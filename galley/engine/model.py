@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from galley.core.errors import Broken
-from galley.core.step import Chunk, Watch
+from galley.core.step import StepChunk, StepTrace
 from galley.engine import probe
 from galley.engine.batch import ModelInfo, Rows
 from galley.engine.cache import FreeBlocks, SessionCache
@@ -43,7 +43,7 @@ _AS_USUAL = DeviceOptions()
 class _Piece:
     """Tokens [first, last) of a chunk."""
 
-    chunk: Chunk
+    chunk: StepChunk
     first: int
     last: int
 
@@ -144,9 +144,9 @@ class CausalModel:
     @torch.inference_mode()
     def run(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[StepChunk],
         copies: Sequence[tuple[int, int]] = (),
-        watch: Watch | None = None,
+        watch: StepTrace | None = None,
     ) -> Tensor:
         """Copy blocks, feed the chunks, and put their keys and values into their blocks.
 
@@ -161,7 +161,7 @@ class CausalModel:
         return logits if self.head is None else self.head.spread(logits)
 
     @torch.inference_mode()
-    def _run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
+    def _run(self, chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
         """See `run`; the logits are of the tokens that the head knows."""
         self._check(chunks)
         self._check_blocks(chunks, copies)
@@ -183,7 +183,7 @@ class CausalModel:
             spans.append(Span(piece.chunk.start + piece.first, piece.last - piece.first, piece.chunk.blocks))
         return self._forward(self._forward.attention.lay_out(spans), tokens, wanted)
 
-    def _check(self, chunks: Sequence[Chunk]) -> None:
+    def _check(self, chunks: Sequence[StepChunk]) -> None:
         for chunk in chunks:
             rows = len(chunk.tokens)
             if not 0 <= chunk.want_logits <= rows:
@@ -193,7 +193,7 @@ class CausalModel:
             if rows and not 0 <= min(chunk.tokens) <= max(chunk.tokens) < self.info.vocab_size:
                 raise Broken(f"a token id is not in [0, {self.info.vocab_size})")
 
-    def _check_blocks(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> None:
+    def _check_blocks(self, chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]]) -> None:
         """The kernels check no bounds: a wrong block would be another sequence's, or nobody's memory."""
         for chunk in chunks:
             if len(chunk.blocks) * self.kv.block_tokens < chunk.start + len(chunk.tokens):
@@ -229,7 +229,8 @@ class CausalModel:
         if len({id(item.cache) for item in batch}) < len(batch):
             raise Broken("a session's cache is twice in one batch")
         chunks = [
-            Chunk(len(item.cache.tokens), item.tokens, item.cache.blocks, item.want_logits) for item in batch
+            StepChunk(len(item.cache.tokens), item.tokens, item.cache.blocks, item.want_logits)
+            for item in batch
         ]
         self._check(chunks)
         try:
@@ -245,7 +246,7 @@ class CausalModel:
         return logits
 
 
-def _passes(chunks: Sequence[Chunk], most: int) -> Iterator[list[_Piece]]:
+def _passes(chunks: Sequence[StepChunk], most: int) -> Iterator[list[_Piece]]:
     """The rows of the chunks in order, cut into passes of at most `most` rows."""
     pieces: list[_Piece] = []
     room = most

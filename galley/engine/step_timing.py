@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from galley.core.step import Watch
+from galley.core.step import StepTrace
 from galley.engine.parallel.ranks import Ranks
 
 
-def watched(forward: Callable[[], Tensor], ranks: Ranks, watch: Watch) -> Tensor:
+def watched(forward: Callable[[], Tensor], ranks: Ranks, watch: StepTrace) -> Tensor:
     """What `forward` returns, once it is there: a device is waited for. `watch` is told of this rank."""
     began_ns = time.perf_counter_ns()
     with ranks.waits() as waits:

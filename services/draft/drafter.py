@@ -17,7 +17,7 @@ from galley.common.wire.slices import Slice
 from galley.common.wire.status import log_internal
 from galley.core.content import Miss, SessionKey, look_up, prefix_hash
 from galley.core.errors import Broken, GalleyError
-from galley.core.scheduler.messages import Overtaken
+from galley.core.scheduler.messages import Superseded
 from services.draft.strategies.base import DraftJob, DraftSession, Guess, Strategy
 
 
@@ -47,7 +47,7 @@ class Proposed:
 
 
 # An error is the outcome of its own job alone.
-ProposeOutcome: TypeAlias = "Proposed | Miss | Overtaken | GalleyError"
+ProposeOutcome: TypeAlias = "Proposed | Miss | Superseded | GalleyError"
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class Drafter:
         """Let it stand for its session, whose tokens are set to its own, or answer why it cannot."""
         asked = job.slice
         if (before := self._standing.get(asked.key)) is not None:
-            stepped.answers[before.item] = Overtaken(before.job.slice.position, before.hash)
+            stepped.answers[before.item] = Superseded(before.job.slice.position, before.hash)
             self._close(before)
         session = self._sessions.peek(asked.key)
         found = look_up(session.tokens if session else (), asked.start, asked.tokens, asked.prefix_hash)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from galley.common.wire.slices import read_slice
 from galley.core.content import Miss
 from galley.core.errors import GalleyError, InvalidField, Unimplemented
-from galley.core.scheduler.messages import Overtaken
+from galley.core.scheduler.messages import Superseded
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.drafter import ProposeJob
 from services.draft.loop import Done
@@ -59,7 +59,7 @@ def answer_of(item: pb.ProposeItem, done: Done) -> pb.ProposeAnswer:
         answer.cache_miss.have = outcome.have
         answer.cache_miss.prefix_hash = outcome.prefix_hash
         return answer
-    if isinstance(outcome, Overtaken):
+    if isinstance(outcome, Superseded):
         answer.superseded.position = outcome.position
         answer.superseded.prefix_hash = outcome.prefix_hash
         return answer

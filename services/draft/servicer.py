@@ -12,7 +12,7 @@ from galley.common.metrics.registry import Registry
 from galley.common.registry.leases import draft_lease
 from galley.common.server.requests import answer_all, answer_or_status, answer_stream
 from galley.common.tracing.light_spans import SpanScope
-from galley.core.recent import Recent
+from galley.core.recent import RecentKeys
 from galley.core.routing.choice import DraftLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -39,7 +39,7 @@ class DraftService(rpc.DraftServicer):
         self._info = info
         self._spans = spans
         self._incarnation = secrets.token_hex(8)
-        self._recent = Recent()
+        self._recent = RecentKeys()
         self._loop = DraftLoop(drafter, spans, max_waiting=max_waiting, metrics=metrics)
         self._loop.meter.expect(info.strategies)
 

@@ -15,7 +15,7 @@ from galley.common.tracing.light_spans import LeanSpan, SpanScope
 from galley.core import trace_names as names
 from galley.core.content import Miss
 from galley.core.errors import GalleyError
-from galley.core.scheduler.messages import Overtaken
+from galley.core.scheduler.messages import Superseded
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.drafter import ProposeJob
 
@@ -45,7 +45,7 @@ class ProposeSpan(ItemSpan):
         self._done, outcome = done, done.outcome
         if isinstance(outcome, Miss):
             self.missed(POOL, outcome, job.slice.start)
-        elif isinstance(outcome, Overtaken):
+        elif isinstance(outcome, Superseded):
             self.outcome = SUPERSEDED
         elif not isinstance(outcome, GalleyError):
             self.outcome = RESULT
@@ -65,7 +65,7 @@ def _tell_item(asked: tuple[int, str] | None, done: Done | None, span: LeanSpan)
     told[names.QUEUE_NS] = done.queue_ns
     told[names.COMPUTE_NS] = done.compute_ns
     told[names.BATCH_SESSIONS] = done.sessions
-    if not isinstance(done.outcome, Miss | Overtaken | GalleyError):
+    if not isinstance(done.outcome, Miss | Superseded | GalleyError):
         told[names.DRAFTED] = len(done.outcome.draft_tokens)
         told[names.KV_LEN] = done.outcome.kv_len
 

@@ -14,7 +14,7 @@ import grpc
 from structlog.contextvars import bind_contextvars
 
 from galley.common.server.logs import get_logger, level_of
-from galley.core.admission.admission import Place
+from galley.core.admission.admission import AdmissionSlot
 from galley.core.admission.principal import Principal
 from galley.core.answer.answer import Ending
 from galley.core.errors import Broken
@@ -149,7 +149,7 @@ class GenerationServicer(rpc.GenerationServicer):
     async def _stream(
         self,
         runner: SessionRunner,
-        place: Place,
+        place: AdmissionSlot,
         context: grpc.aio.ServicerContext[Any, Any],
         call: CallMeter,
     ) -> AsyncGenerator[pb.StreamEvent, None]:

@@ -9,7 +9,7 @@ from galley.common.wire.slices import check_token_ids, read_slice
 from galley.core.content import HASH_BYTES, Miss
 from galley.core.errors import GalleyError, InvalidField, Unimplemented
 from galley.core.hints import MAX_HINT_TOKENS, Hint
-from galley.core.scheduler.messages import Confirmed, Extend, Outcome, Overtaken, VerifyRequest
+from galley.core.scheduler.messages import Confirmed, Extend, Outcome, Superseded, VerifyRequest
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.target.engine.protocol import EngineInfo
 
@@ -94,7 +94,7 @@ def answer_of(item: pb.VerifyItem, outcome: Outcome, fingerprint: str) -> pb.Ver
     if isinstance(outcome, Miss):
         answer.cache_miss.have = outcome.have
         answer.cache_miss.prefix_hash = outcome.prefix_hash
-    elif isinstance(outcome, Overtaken):
+    elif isinstance(outcome, Superseded):
         answer.superseded.position = outcome.position
         answer.superseded.prefix_hash = outcome.prefix_hash
     else:

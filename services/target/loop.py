@@ -17,7 +17,7 @@ from opentelemetry.trace import INVALID_SPAN, use_span
 from galley.common.tracing.light_spans import LeanSpan, SpanScope
 from galley.common.wire.status import log_internal
 from galley.core.errors import GalleyError, Unavailable
-from galley.core.scheduler.messages import Answer, Confirmed, Extend, VerifyRequest
+from galley.core.scheduler.messages import Confirmed, Extend, Response, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
 from galley.core.step import StepOutcome, StepPlan
 from services.target.engine.protocol import TargetEngine
@@ -30,11 +30,11 @@ class Ticket:
 
     def __init__(self, item: int) -> None:
         self.item = item
-        self._answers: deque[Answer] = deque()
+        self._answers: deque[Response] = deque()
         self._there = asyncio.Event()
         self.ended = False
 
-    async def next(self) -> Answer:
+    async def next(self) -> Response:
         """The next answer; to be called until `ended`."""
         while not self._answers:
             self._there.clear()
@@ -43,7 +43,7 @@ class Ticket:
         self.ended = answer.last
         return answer
 
-    def put(self, answer: Answer) -> None:
+    def put(self, answer: Response) -> None:
         """Hand one over."""
         self._answers.append(answer)
         self._there.set()
@@ -101,7 +101,7 @@ class StepLoop:
         """Close the item with an error of its caller's."""
         if ticket.item in self._tickets:
             self.cancel(ticket)
-            ticket.put(Answer(ticket.item, error))
+            ticket.put(Response(ticket.item, error))
 
     def cancel(self, ticket: Ticket) -> None:
         """Give the item up, if it has not ended."""
@@ -225,6 +225,6 @@ class StepLoop:
     def _stop(self, error: Unavailable) -> None:
         self._stopped = error
         for ticket in self._tickets.values():
-            ticket.put(Answer(ticket.item, error))
+            ticket.put(Response(ticket.item, error))
         self._tickets.clear()
         self._idle.set()

@@ -12,7 +12,7 @@ from typing import Any
 from galley.common.metrics.registry import Registry
 from galley.common.server.requests import answer_all, answer_or_status, answers_stream
 from galley.common.tracing.light_spans import SpanScope
-from galley.core.cost.model import PassTimes
+from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError
 from galley.core.kv.table import KvTable
 from galley.core.scheduler.messages import VerifyRequest
@@ -51,7 +51,7 @@ class TargetService(rpc.TargetServicer):
     def __init__(
         self,
         engine: TargetEngine,
-        times: PassTimes,
+        times: StepTimes,
         spans: SpanScope | None,
         limits: Limits,
         metrics: Registry | None = None,

@@ -23,9 +23,9 @@ from galley.common.tracing.span_names import packed, unpacked
 from galley.core import trace_names as names
 from galley.core.content import Miss
 from galley.core.errors import GalleyError
-from galley.core.scheduler.messages import Answer, Confirmed, Overtaken, PassFacts
+from galley.core.scheduler.messages import BatchInfo, Confirmed, Response, Superseded
 from galley.core.scheduler.scheduler import Scheduler
-from galley.core.step import Watch
+from galley.core.step import StepTrace
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 POOL = "target"
@@ -44,7 +44,7 @@ class VerifySpan(ItemSpan):
         self._accepted = 0
         self._reused = 0
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: Response) -> None:
         """One more answer; what it raises as an error is for `failed`."""
         if self.span is None:
             return
@@ -56,7 +56,7 @@ class VerifySpan(ItemSpan):
             self.span.add_event(names.KV_PREEMPTED, {names.POOL: POOL, names.HAVE: outcome.have})
         elif isinstance(outcome, Miss):
             self.missed(POOL, outcome, self._start)
-        elif isinstance(outcome, Overtaken):
+        elif isinstance(outcome, Superseded):
             self.outcome = SUPERSEDED
 
     def _count(self, verdict: Confirmed) -> None:
@@ -115,10 +115,10 @@ class BatchSpans:
 class Batch:
     """The span of a pass; `packed` is its name in messages."""
 
-    def __init__(self, span: LeanSpan, items: Sequence[LeanSpan], facts: PassFacts) -> None:
+    def __init__(self, span: LeanSpan, items: Sequence[LeanSpan], facts: BatchInfo) -> None:
         """`items` are the spans of those that are traced."""
         self.packed = packed(span.trace_id, span.span_id)
-        self.watch = Watch(self.packed)
+        self.watch = StepTrace(self.packed)
         self._span = span
         self._items = items
         self._facts = facts
@@ -160,7 +160,7 @@ class Batch:
             span.attributes[names.RANK_FORWARD_NS] = tuple(self._rank_ns)
 
 
-def tell_rank(spans: SpanScope | None, rank: int, watch: Watch) -> None:
+def tell_rank(spans: SpanScope | None, rank: int, watch: StepTrace) -> None:
     """A span of what a rank other than the first did in the pass of this watch, which is over."""
     batch = unpacked(watch.span)
     if spans is None or not batch.is_valid:

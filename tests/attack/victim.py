@@ -32,8 +32,8 @@ from galley.common.server.logs import start_logging
 from galley.common.server.process import die_with_parent, hand_back_free_memory
 from galley.common.server.server import Interceptors, Parts, RunningServer, start_server
 from galley.common.tracing.telemetry import start_telemetry
-from galley.core.cost.model import PassTimes
-from galley.core.step import StepOutcome, StepPlan, Watch
+from galley.core.cost.model import StepTimes
+from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.trace.collector import CollectorSettings
 from galley.trace.collector import build as build_collector
@@ -50,7 +50,7 @@ from tests.simulation.replicas import SimEngine
 
 _BLOCK_TOKENS, _BLOCKS, _WINDOW = 8, 1024, 1024
 _PASS_S = 0.002
-_TIMES = PassTimes.measured([(1, 2_000_000), (1024, 2_000_001)])
+_TIMES = StepTimes.measured([(1, 2_000_000), (1024, 2_000_001)])
 
 
 class Engine(SimEngine):
@@ -67,7 +67,7 @@ class Engine(SimEngine):
             kv_blocks=_BLOCKS,
         )
 
-    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         time.sleep(_PASS_S)
         return super().run(plan, watch)
 

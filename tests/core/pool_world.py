@@ -15,14 +15,14 @@ from itertools import count
 
 from galley.core.answer.answer import Answer, Chunk, SessionSpec
 from galley.core.content import prefix_hash
-from galley.core.cost.model import PassTimes
+from galley.core.cost.model import StepTimes
 from galley.core.hints import Hint
 from galley.core.kv.table import KvTable
 from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Confirmed, Extend, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
 from galley.core.session import events as ev
-from galley.core.session.draft_statistics import Book
+from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.step import Sampled, StepOutcome, StepPlan
 
@@ -42,7 +42,7 @@ class Scenario:
     """
 
     alpha: Callable[[int], float]
-    times: PassTimes
+    times: StepTimes
     draft_ns: Callable[[int], int]
     sessions: int = 1
     tokens: int = 400
@@ -115,7 +115,7 @@ class _Stream:
                 case ev.Emit():
                     last = effect.items[-1]
                     assert isinstance(last, Chunk)
-                    pool.later(0, self.tell, ev.Taken(last.index + len(last.tokens)))
+                    pool.later(0, self.tell, ev.Sent(last.index + len(last.tokens)))
                 case ev.StoreFinish():
                     pool.later(_COMMIT_NS, self.tell, ev.FinishStored())
                 case ev.End():
@@ -163,7 +163,7 @@ class Pool:
     def __init__(self, scenario: Scenario, k: int, *, auto: bool) -> None:
         self.scenario = scenario
         self.now = 0
-        self.book = Book()
+        self.book = SharedStatistics()
         self._order = count()
         self._events: list[tuple[int, int, Callable[..., None], tuple[object, ...]]] = []
         blocks = scenario.sessions * (2 + (_PROMPT + scenario.tokens) // 32 + 4)

@@ -8,20 +8,20 @@ from dataclasses import replace
 from zlib import crc32
 
 from galley.core.content import Miss, prefix_hash, token_bytes
-from galley.core.cost.model import PassTimes
+from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError, Overloaded, Unavailable
 from galley.core.hints import Hint
 from galley.core.kv.table import KvTable
 from galley.core.sampling_params import SamplingParams
-from galley.core.scheduler.messages import Answer, Confirmed, Extend, Overtaken, VerifyRequest
+from galley.core.scheduler.messages import Confirmed, Extend, Response, Superseded, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
-from galley.core.step import Chunk, Sampled, StepOutcome, StepPlan
+from galley.core.step import Sampled, StepChunk, StepOutcome, StepPlan
 
 VOCAB = 7
 MS = 1_000_000
-FLAT = PassTimes.measured([(1, 10 * MS), (512, 10 * MS + 511)])
-STEEP = PassTimes.measured([(1, 10 * MS), (2, 20 * MS)])
-RISING = PassTimes.measured([(1, 10 * MS), (64, 11 * MS)])
+FLAT = StepTimes.measured([(1, 10 * MS), (512, 10 * MS + 511)])
+STEEP = StepTimes.measured([(1, 10 * MS), (2, 20 * MS)])
+RISING = StepTimes.measured([(1, 10 * MS), (64, 11 * MS)])
 
 
 def truth(tokens: Sequence[int]) -> int:
@@ -55,10 +55,10 @@ class KnownEngine:
                 self.kv[self._place(chunk, chunk.start + i)] = token
         return [self._draw(chunk) for chunk in plan.chunks]
 
-    def _place(self, chunk: Chunk, position: int) -> tuple[int, int]:
+    def _place(self, chunk: StepChunk, position: int) -> tuple[int, int]:
         return chunk.blocks[position // self.block_tokens], position % self.block_tokens
 
-    def _draw(self, chunk: Chunk) -> StepOutcome:
+    def _draw(self, chunk: StepChunk) -> StepOutcome:
         if chunk.draw is None:
             return None
         end = chunk.start + len(chunk.tokens)
@@ -82,7 +82,7 @@ class Bench:
         blocks: int = 64,
         block_tokens: int = 4,
         max_sessions: int = 16,
-        times: PassTimes = FLAT,
+        times: StepTimes = FLAT,
         max_rows: int = 64,
         max_waiting: int = 64,
         max_linger_ns: int = 0,
@@ -106,17 +106,17 @@ class Bench:
         assert isinstance(plan, StepPlan), plan
         return plan
 
-    def finish(self, plan: StepPlan) -> list[Answer]:
+    def finish(self, plan: StepPlan) -> list[Response]:
         return self.finish_as(plan, b"")
 
-    def finish_as(self, plan: StepPlan, batch_span: bytes) -> list[Answer]:
+    def finish_as(self, plan: StepPlan, batch_span: bytes) -> list[Response]:
         """As a pass that has this span."""
         self.now += self.times(plan.rows)
         self.scheduler.conclude(plan, self.engine.run(plan), self.now, batch_span)
         self.table.check()
         return self.scheduler.take_answers()
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[Response]:
         """One pass; all answers since the last."""
         return self.finish(self.begin())
 
@@ -130,7 +130,7 @@ class Bench:
         return got
 
 
-def result_of(answer: Answer) -> Confirmed:
+def result_of(answer: Response) -> Confirmed:
     """Its outcome, which is tokens."""
     assert isinstance(answer.outcome, Confirmed), answer
     return answer.outcome
@@ -216,7 +216,7 @@ class Gateway:
             hint_due=rng.random() < 0.5,
         )
 
-    def hear(self, answer: Answer) -> None:
+    def hear(self, answer: Response) -> None:
         """Check and take an answer to the item that stands."""
         outcome = answer.outcome
         if answer.last:
@@ -241,7 +241,7 @@ class Gateway:
             self.refused += 1
             self.held = 0
         else:
-            assert isinstance(outcome, Overtaken)
+            assert isinstance(outcome, Superseded)
 
 
 class Load:

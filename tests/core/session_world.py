@@ -154,7 +154,7 @@ class World:
                     self.waiting["commit"] = effect
                 case ev.StoreFinish():
                     self.waiting["finish"] = effect
-                case ev.WakeAt():
+                case ev.SetTimer():
                     self.waiting["wake"] = effect
                 case RoundEnded():
                     self.accepted_counts.add(effect.accepted)
@@ -395,13 +395,13 @@ class World:
     def take(self) -> None:
         """The client's transport takes what was emitted."""
         self.taken = len(self.seen)
-        self.tell(ev.Taken(self.taken))
+        self.tell(ev.Sent(self.taken))
 
     def wake(self) -> None:
         effect = self.waiting.pop("wake")
-        assert isinstance(effect, ev.WakeAt)
+        assert isinstance(effect, ev.SetTimer)
         self.now = max(self.now, effect.at_ns)
-        self.tell(ev.Woken())
+        self.tell(ev.TimerFired())
 
     def interrupt(self, kind: str) -> None:
         """The stream ends early; the session stays where its log is."""

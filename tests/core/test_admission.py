@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from galley.core.admission.admission import Admission, Place
+from galley.core.admission.admission import Admission, AdmissionSlot
 from galley.core.admission.principal import ANONYMOUS, Principal, PrincipalLimits
 from galley.core.admission.token_bucket import TokenBucket
 from galley.core.errors import Overloaded
@@ -28,7 +28,7 @@ def refused(admission: Admission, principal: Principal, tokens: int = 1, now: in
     return caught.value
 
 
-def entered(admission: Admission, principal: Principal, count: int, now: int = 0) -> list[Place]:
+def entered(admission: Admission, principal: Principal, count: int, now: int = 0) -> list[AdmissionSlot]:
     return [admission.enter(principal, 1, now) for _ in range(count)]
 
 
@@ -172,7 +172,7 @@ def test_callers_who_are_sent_away_come_back_when_there_is_room() -> None:
     events = [(rng.randrange(SECOND), caller, "asks") for caller in range(200)]
     heapq.heapify(events)
     attempts = served = 0
-    places: dict[int, Place] = {}
+    places: dict[int, AdmissionSlot] = {}
     while events:
         now, caller, what = heapq.heappop(events)
         if what == "leaves":

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galley.core.last_used import LastUsed
+from galley.core.last_used import LruCache
 from galley.core.lookup.calibration import MEMORY, Calibration
 
 CHANCES = st.floats(0, 1)
@@ -53,7 +53,7 @@ def test_nonsense_is_refused(buckets: int, prior: list[float], strength: float) 
 
 
 def test_the_last_used_are_kept() -> None:
-    recent: LastUsed[str, list[str]] = LastUsed(list, 2)
+    recent: LruCache[str, list[str]] = LruCache(list, 2)
     recent.of("a").append("1")
     recent.of("b")
     assert recent.of("a") == ["1"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from galley.core.answer.answer import MAX_CHUNK_TOKENS, Answer, Chunk, Ending, Reason, SessionSpec
 from galley.core.answer.codec import decode_spec, encode_spec
 from galley.core.answer.finish import decode_ending, encode_ending
-from galley.core.content import Hit, Miss, look_up, prefix_hash, token_bytes, tokens_of
+from galley.core.content import Hit, Miss, look_up, prefix_hash, token_bytes, tokens_from_bytes
 from galley.core.records import PositionLogprobs, TokenRecord, decode_records, encode_records
 from galley.core.sampling_params import SamplingParams
 
@@ -50,7 +50,7 @@ def test_cut_records_are_refused() -> None:
 def test_tokens(given_tokens: list[int]) -> None:
     data = token_bytes(given_tokens)
     assert data == b"".join(struct.pack("<I", token) for token in given_tokens)
-    assert tokens_of(data) == given_tokens
+    assert tokens_from_bytes(data) == given_tokens
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from galley.core.hints import Hint
 from galley.core.records import TokenRecord
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
-from galley.core.session.drafting import Asked, Drafting, rest_of
+from galley.core.session.drafting import Drafting, PendingProposal, rest_of
 
 PROMPT = (1, 2, 3)
 
@@ -35,17 +35,17 @@ def drafting(judge: Judge) -> tuple[Drafting, Answer]:
     here.hint = Hint(3, prefix_hash(PROMPT), (4, 5, 6, 7, 8, 9), (0.9, 0.8, 0.7, 0.6, 0.5, 0.4))
     here.cache_len = 9
     guessed = prefix_hash((*PROMPT, 4, 5, 6, 7, 8, 9))
-    here.asked = Asked(1, 9, guessed, 4, 0)
+    here.asked = PendingProposal(1, 9, guessed, 4, 0)
     return here, answer
 
 
-def confirm(here: Drafting, answer: Answer, *tokens: int) -> Asked | None:
+def confirm(here: Drafting, answer: Answer, *tokens: int) -> PendingProposal | None:
     for token in tokens:
         answer.absorb(token, TokenRecord(from_draft=False))
     return here.confirm(answer.tokens)
 
 
-def proposed(asked: Asked, *tokens: int) -> ev.Proposed:
+def proposed(asked: PendingProposal, *tokens: int) -> ev.Proposed:
     return ev.Proposed(asked.request_id, asked.position, asked.prefix_hash, tokens, cache_len=13)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from galley.core.lookup.proposal_outcomes import Hindsight
+from galley.core.lookup.proposal_outcomes import ProposalOutcomes
 
 
 class Seen(list[tuple[int, bool]]):
@@ -13,7 +13,7 @@ class Seen(list[tuple[int, bool]]):
 
 
 def test_each_is_told_as_it_is_confirmed_up_to_the_first_wrong_one() -> None:
-    seen, hindsight = Seen(), Hindsight()
+    seen, hindsight = Seen(), ProposalOutcomes()
     hindsight.expect(2, [], [5, 6, 7, 8], seen)
     hindsight.confirm([1, 2])
     assert seen == []
@@ -25,7 +25,7 @@ def test_each_is_told_as_it_is_confirmed_up_to_the_first_wrong_one() -> None:
 
 
 def test_nothing_is_told_of_a_proposal_after_wrong_guesses() -> None:
-    right, wrong, hindsight = Seen(), Seen(), Hindsight()
+    right, wrong, hindsight = Seen(), Seen(), ProposalOutcomes()
     hindsight.expect(1, [2, 3], [4, 5], right)
     hindsight.expect(1, [2, 9], [3, 4], wrong)
     hindsight.confirm([1, 2, 3, 4, 9])
@@ -35,7 +35,7 @@ def test_nothing_is_told_of_a_proposal_after_wrong_guesses() -> None:
 
 
 def test_a_proposal_may_grow_until_it_is_compared() -> None:
-    seen, hindsight, proposed = Seen(), Hindsight(), [2]
+    seen, hindsight, proposed = Seen(), ProposalOutcomes(), [2]
     hindsight.expect(1, [], proposed, seen)
     proposed.append(3)
     hindsight.confirm([1, 2, 3, 4])
@@ -43,7 +43,7 @@ def test_a_proposal_may_grow_until_it_is_compared() -> None:
 
 
 def test_those_that_wait_are_bounded() -> None:
-    seens, hindsight = [Seen() for _ in range(100)], Hindsight()
+    seens, hindsight = [Seen() for _ in range(100)], ProposalOutcomes()
     for seen in seens:
         hindsight.expect(1, [], [2], seen)
     hindsight.confirm([1, 2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from galley.core.routing.lateness import LEAST_NS, Patience, VerdictTimes
+from galley.core.routing.lateness import LEAST_NS, VerdictTimeout, VerdictTimes
 
 MS = 1_000_000
 CURVE = ((1, 20 * MS), (64, 40 * MS), (512, 200 * MS))
@@ -44,7 +44,7 @@ def test_verdicts_that_take_longer_than_predicted_are_expected_to() -> None:
 
 
 def test_patience_doubles_with_each_move_and_comes_down_with_verdicts_in_time() -> None:
-    patience = Patience(factor=8)
+    patience = VerdictTimeout(factor=8)
     assert patience.limit_ns(0) == LEAST_NS
     assert patience.limit_ns(LEAST_NS) == 8 * LEAST_NS
     limits = []

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 
 from galley.core.content import prefix_hash
-from galley.core.cost.live import LivePassTimes
+from galley.core.cost.live import LiveStepTimes
 from galley.core.hints import Hint
-from galley.core.scheduler.linger import PRIOR_ALPHA, Acceptance, Due, HintHabits, linger_until
+from galley.core.scheduler.linger import (
+    PRIOR_ALPHA,
+    AcceptanceEstimate,
+    ExpectedHint,
+    HintTiming,
+    linger_until,
+)
 from galley.core.scheduler.scheduler import Linger
 from galley.core.step import StepPlan
 from tests.core.scheduler_world import FLAT, MS, Bench, request, result_of, true_answer
@@ -118,22 +124,22 @@ def test_it_waits_no_longer_than_it_may() -> None:
 
 
 def test_the_wait_must_pay_for_all_sessions_of_the_pass() -> None:
-    due = Due(at_ns=4 * MS, mean_ns=4 * MS, length=4, alpha=0.8, trust=1.0)
+    due = ExpectedHint(at_ns=4 * MS, mean_ns=4 * MS, length=4, alpha=0.8, trust=1.0)
 
     def until(sessions: int) -> int | None:
-        return linger_until([due], sessions=sessions, now=0, latest=50 * MS, pass_ns=LivePassTimes(FLAT))
+        return linger_until([due], sessions=sessions, now=0, latest=50 * MS, pass_ns=LiveStepTimes(FLAT))
 
     assert until(1) == 4 * MS
     assert until(16) is None
     many = [due] * 16
-    assert linger_until(many, sessions=16, now=0, latest=50 * MS, pass_ns=LivePassTimes(FLAT)) == 4 * MS
+    assert linger_until(many, sessions=16, now=0, latest=50 * MS, pass_ns=LiveStepTimes(FLAT)) == 4 * MS
 
 
 def test_it_waits_for_the_rest_where_some_hints_are_here() -> None:
     def until(coming: int, at_ns: int) -> int | None:
-        due = [Due(at_ns=at_ns, mean_ns=at_ns, length=4, alpha=0.8, trust=1.0)] * coming
+        due = [ExpectedHint(at_ns=at_ns, mean_ns=at_ns, length=4, alpha=0.8, trust=1.0)] * coming
         here = [0.8, 0.64, 0.5, 0.4] * (16 - coming)
-        return linger_until(due, sessions=16, now=0, latest=50 * MS, pass_ns=LivePassTimes(FLAT), here=here)
+        return linger_until(due, sessions=16, now=0, latest=50 * MS, pass_ns=LiveStepTimes(FLAT), here=here)
 
     assert until(8, 1 * MS) == 1 * MS
     assert until(1, 1 * MS) is None, "all others pay for it"
@@ -154,7 +160,7 @@ def test_the_pass_begins_once_all_that_are_awaited_are_here() -> None:
 
 
 def test_acceptance_follows_what_is_seen() -> None:
-    acceptance = Acceptance()
+    acceptance = AcceptanceEstimate()
     assert acceptance.alpha == PRIOR_ALPHA
     for _ in range(80):
         acceptance.saw(right=False)
@@ -168,7 +174,7 @@ def test_acceptance_follows_what_is_seen() -> None:
 
 
 def test_no_correction_makes_a_draft_certain_so_that_other_sessions_have_their_rows() -> None:
-    lucky = Acceptance()
+    lucky = AcceptanceEstimate()
     for _ in range(200):
         lucky.saw(right=True, told=0.8)
     far = lucky.corrected([0.8**i for i in range(1, 9)])
@@ -177,7 +183,7 @@ def test_no_correction_makes_a_draft_certain_so_that_other_sessions_have_their_r
 
 
 def test_the_delay_is_learnt_with_a_margin() -> None:
-    habits = HintHabits()
+    habits = HintTiming()
     assert habits.expected_at(0) == (float("inf"), float("inf"))
     for delay in (10, 12, 8, 10, 11, 9) * 5:
         habits.came(delay, 4)
@@ -186,14 +192,14 @@ def test_the_delay_is_learnt_with_a_margin() -> None:
 
 
 def test_what_drafts_say_of_their_chances_is_corrected_by_what_became_of_them() -> None:
-    boasting = Acceptance()
+    boasting = AcceptanceEstimate()
     for i in range(200):
         boasting.saw(right=i % 5 == 0, told=0.9)
     assert [round(chance, 1) for chance in boasting.corrected([0.9, 0.81])] == [0.2, 0.0]
-    modest = Acceptance()
+    modest = AcceptanceEstimate()
     for _ in range(200):
         modest.saw(right=True, told=0.5)
     assert modest.corrected([0.5, 0.25]) == pytest.approx([0.975, 0.95], abs=0.01)
     assert modest.corrected([0.99, 0.98]) == pytest.approx([0.99, 0.98]), "a draft may be surer itself"
-    fair = Acceptance()
+    fair = AcceptanceEstimate()
     assert fair.corrected([0.5, 0.2, 0.0, 0.0]) == pytest.approx([0.5, 0.2, 0.0, 0.0])

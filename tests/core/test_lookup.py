@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galley.core.lookup.lookup import NOTHING, AnswerLookup, Found, RecentAnswers, SessionLookup
+from galley.core.lookup.lookup import NOTHING, AnswerLookup, LookupResult, RecentAnswers, SessionLookup
 
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
 FEW = settings(max_examples=120, derandomize=True, deadline=None)
@@ -56,7 +56,7 @@ def test_it_does_not_matter_in_which_pieces_it_came(tokens: list[int], cut: int)
 
 def test_a_period_is_carried_on_through_what_is_ahead() -> None:
     assert session([7, 1, 2, 3, 1, 2, 3]).find((), 5).tokens == (1, 2, 3, 1, 2)
-    assert session([5, 5, 5]).find([5], 3) == Found((5, 5, 5), 3)
+    assert session([5, 5, 5]).find([5], 3) == LookupResult((5, 5, 5), 3)
     assert session([5, 5, 5]).find([5, 5], 3).tokens == (5, 5, 5)
     assert session([7, 1, 2, 3, 1]).find([2, 3], 5).tokens == (1, 2, 3, 1, 2)
 
@@ -80,27 +80,27 @@ class TestRecentAnswers:
     def test_another_sessions_answer_is_found_while_it_is_given(self) -> None:
         answers = RecentAnswers()
         first, second = answered(answers, [10, 11, 12, 13, 14]), answered(answers, [50, 10, 11])
-        assert second.find((), 8) == Found((12, 13, 14), 2)
-        assert second.find([12], 8) == Found((13, 14), 3)
+        assert second.find((), 8) == LookupResult((12, 13, 14), 2)
+        assert second.find([12], 8) == LookupResult((13, 14), 3)
         first.follow([*PROMPT, 10, 11, 12, 13, 14, 15], len(PROMPT))
-        assert second.find([12, 13], 8) == Found((14, 15), 4)
+        assert second.find([12, 13], 8) == LookupResult((14, 15), 4)
 
     def test_the_first_token_of_an_answer_follows_the_end_of_the_prompt(self) -> None:
         answers = RecentAnswers()
         answered(answers, [10, 11], [1, 2, *PROMPT])
-        assert answered(answers, [], [3, *PROMPT]).find((), 2) == Found((10, 11), 3)
+        assert answered(answers, [], [3, *PROMPT]).find((), 2) == LookupResult((10, 11), 3)
 
     def test_of_the_prompt_no_more_is_kept(self) -> None:
         answers = RecentAnswers()
         answered(answers, [10, 11], list(range(60, 90)))
-        assert answered(answers, [70, 71]).find((), 2) == Found()
+        assert answered(answers, [70, 71]).find((), 2) == LookupResult()
 
     def test_nothing_is_found_across_the_end_of_an_answer(self) -> None:
         answers = RecentAnswers()
         answered(answers, [10, 11], [1])
         answered(answers, [20, 21], [2])
-        assert answered(answers, [11]).find((), 4) == Found()
-        assert answered(answers, [10]).find((), 4) == Found((11,), 1)
+        assert answered(answers, [11]).find((), 4) == LookupResult()
+        assert answered(answers, [10]).find((), 4) == LookupResult((11,), 1)
 
     def test_what_is_older_is_found_until_it_is_two_generations_back(self) -> None:
         answers = RecentAnswers(limit=80)
@@ -110,7 +110,7 @@ class TestRecentAnswers:
             assert answered(answers, [10]).find((), 2).tokens == found, generation
             answered(answers, [generation] * 27)
         reader.follow([*PROMPT, 10], len(PROMPT))
-        assert reader.find((), 2) == Found()
+        assert reader.find((), 2) == LookupResult()
 
     def test_a_session_that_lasts_finds_what_came_after_the_turn(self) -> None:
         answers = RecentAnswers(limit=80)
@@ -118,8 +118,8 @@ class TestRecentAnswers:
         answered(answers, [0] * 30)
         answered(answers, [10, 11, 12])
         reader.follow([*PROMPT, 5, 6, 10], len(PROMPT))
-        assert reader.find((), 2) == Found((11, 12), 1)
-        assert answered(answers, [5, 6]).find((), 1) == Found((10,), 5)
+        assert reader.find((), 2) == LookupResult((11, 12), 1)
+        assert answered(answers, [5, 6]).find((), 1) == LookupResult((10,), 5)
 
     @FEW
     @given(st.lists(st.lists(st.integers(0, 3), max_size=30), max_size=12))

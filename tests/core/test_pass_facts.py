@@ -6,7 +6,7 @@ import pytest
 
 from galley.core.content import Miss
 from galley.core.errors import Broken
-from galley.core.scheduler.messages import PassFacts
+from galley.core.scheduler.messages import BatchInfo
 from tests.core.scheduler_world import Bench, request
 
 PROMPT = [3, 5, 7, 11]
@@ -16,7 +16,7 @@ def prompt(count: int, seed: int) -> list[int]:
     return [(7 * i + 13 * seed) % 97 for i in range(count)]
 
 
-def facts_of(bench: Bench) -> PassFacts:
+def facts_of(bench: Bench) -> BatchInfo:
     return bench.scheduler.under_way
 
 
@@ -26,7 +26,7 @@ def test_rows_are_told_apart_by_what_they_are_for() -> None:
     feeding = bench.submit(request(prompt(80, 1), session="feeding", arrival_ns=2))
     bench.begin()
     # Of 64 rows: a prompt of 4 with 2 draft tokens, and a part of another prompt.
-    assert bench.scheduler.under_way == PassFacts(
+    assert bench.scheduler.under_way == BatchInfo(
         items=(drafting, feeding),
         rows=64,
         draft_rows=2,

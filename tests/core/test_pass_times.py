@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galley.core.cost.live import LivePassTimes
-from galley.core.cost.model import PassTimes, rows_that_pay
+from galley.core.cost.live import LiveStepTimes
+from galley.core.cost.model import StepTimes, rows_that_pay
 from galley.core.errors import InvalidField
 
-CURVE = PassTimes.measured([(1, 10_000), (8, 12_000), (16, 30_000), (64, 60_000)])
+CURVE = StepTimes.measured([(1, 10_000), (8, 12_000), (16, 30_000), (64, 60_000)])
 
 
 def test_it_gives_the_measured_times_and_lines_between_them() -> None:
@@ -27,14 +27,14 @@ def test_it_gives_the_measured_times_and_lines_between_them() -> None:
 
 
 def test_noise_never_makes_more_rows_cheaper() -> None:
-    times = PassTimes.measured([(1, 10), (2, 8), (4, 12)])
+    times = StepTimes.measured([(1, 10), (2, 8), (4, 12)])
     assert [times(rows) for rows in (1, 2, 3, 4)] == [10, 10, 11, 12]
 
 
 @pytest.mark.parametrize("points", [[], [(2, 10)], [(1, 0)], [(1, 10), (1, 11)], [(1, 10), (4, 11), (2, 12)]])
 def test_nonsense_is_refused(points: list[tuple[int, int]]) -> None:
     with pytest.raises(InvalidField):
-        PassTimes.measured(points)
+        StepTimes.measured(points)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -48,7 +48,7 @@ def test_no_other_number_of_rows_confirms_more_tokens_per_time(
     worth: list[float], sessions: int, prompt_rows: int, room: int
 ) -> None:
     rows = sessions + prompt_rows
-    chosen = rows_that_pay(worth, tokens=sessions, rows=rows, pass_ns=LivePassTimes(CURVE), room=room)
+    chosen = rows_that_pay(worth, tokens=sessions, rows=rows, pass_ns=LiveStepTimes(CURVE), room=room)
 
     def rate(count: int) -> float:
         return (sessions + sum(worth[:count])) / CURVE(rows + count)
@@ -70,7 +70,7 @@ def test_a_row_never_makes_a_pass_shorter() -> None:
 
 
 def test_what_is_not_contradicted_is_as_measured() -> None:
-    live = LivePassTimes(CURVE)
+    live = LiveStepTimes(CURVE)
     for rows in (1, 2, 3, 8, 100, 5000):
         live.saw(rows, 0, CURVE(rows))
         live.saw(rows, 2, CURVE(rows))
@@ -82,20 +82,20 @@ def test_what_is_not_contradicted_is_as_measured() -> None:
 
 def test_a_bad_start_is_made_good() -> None:
     # The machine was busy when one row was measured: more rows looked free.
-    noisy = PassTimes.measured([(1, 30_000), (8, 30_000), (64, 60_000)])
-    live = LivePassTimes(noisy)
+    noisy = StepTimes.measured([(1, 30_000), (8, 30_000), (64, 60_000)])
+    live = LiveStepTimes(noisy)
     for _ in range(200):
         live.saw(1, 0, 10_000)
         live.saw(8, 0, 12_000)
     assert live(1, 0) == pytest.approx(10_000, rel=0.02)
     assert live(8, 0) == pytest.approx(12_000, rel=0.02)
     worth = [0.02] * 7
-    assert rows_that_pay(worth, tokens=1, rows=1, pass_ns=LivePassTimes(noisy), room=7) == 7
+    assert rows_that_pay(worth, tokens=1, rows=1, pass_ns=LiveStepTimes(noisy), room=7) == 7
     assert rows_that_pay(worth, tokens=1, rows=1, pass_ns=live, room=7) == 0
 
 
 def test_what_was_never_seen_goes_along_and_what_was_seen_stays() -> None:
-    live = LivePassTimes(CURVE)
+    live = LiveStepTimes(CURVE)
     for _ in range(200):
         live.saw(64, 0, 120_000)
     assert live(1, 0) == pytest.approx(20_000, rel=0.02), "all of the machine may be slower"
@@ -106,13 +106,13 @@ def test_what_was_never_seen_goes_along_and_what_was_seen_stays() -> None:
 
 
 def test_one_pass_that_was_interrupted_changes_little() -> None:
-    live = LivePassTimes(CURVE)
+    live = LiveStepTimes(CURVE)
     live.saw(1, 0, 10_000_000_000)
     assert live(1, 0) < 1.2 * CURVE(1)
 
 
 def test_what_draft_rows_cost_is_told_from_what_others_do() -> None:
-    live = LivePassTimes(CURVE)
+    live = LiveStepTimes(CURVE)
     for _ in range(200):
         live.saw(64, 0, 90_000)
         live.saw(64, 16, 110_000)
@@ -122,7 +122,7 @@ def test_what_draft_rows_cost_is_told_from_what_others_do() -> None:
 
 
 def test_draft_rows_that_were_dear_are_tried_again() -> None:
-    live = LivePassTimes(CURVE)
+    live = LiveStepTimes(CURVE)
     for _ in range(100):
         live.saw(8, 0, CURVE(8))
         live.saw(8, 4, 3 * CURVE(8))
@@ -133,6 +133,6 @@ def test_draft_rows_that_were_dear_are_tried_again() -> None:
 
 
 def test_a_row_costs_what_it_does_where_a_step_is_filled() -> None:
-    steps = LivePassTimes(PassTimes.measured([(1, 10_000), (8, 10_007), (9, 18_000), (40, 18_031)]))
+    steps = LiveStepTimes(StepTimes.measured([(1, 10_000), (8, 10_007), (9, 18_000), (40, 18_031)]))
     assert steps.of_a_row(1) <= 1, "the others of the first step are free"
     assert steps.of_a_row(8) == (18_031 - 10_007) // 32

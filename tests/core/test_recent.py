@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galley.core.recent import Recent
+from galley.core.recent import RecentKeys
 
 WINDOW = 10
 STEPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 6), st.booleans()), max_size=30)
@@ -14,7 +14,7 @@ STEPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 6), st.boolea
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(steps=STEPS)
 def test_each_counts_once_for_as_long_as_the_window(steps: list[tuple[str, int, bool]]) -> None:
-    recent, last, now = Recent(WINDOW), dict[str, int](), 0
+    recent, last, now = RecentKeys(WINDOW), dict[str, int](), 0
     for key, passed, drops in steps:
         now += passed
         if drops:

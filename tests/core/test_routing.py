@@ -9,12 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galley.core.content import block_hashes
-from galley.core.routing.choice import LOAD_TOKENS, Candidate, TargetLease, Wanted, cached_tokens, choose
-from galley.core.store import Held
+from galley.core.routing.choice import (
+    LOAD_TOKENS,
+    RoutingRequest,
+    TargetCandidate,
+    TargetLease,
+    cached_tokens,
+    choose_target,
+)
+from galley.core.store import CacheLocation
 
 BLOCK = 4
 TOKENS = tuple(range(100, 140))
-WANTED = Wanted(tokens=TOKENS, max_position=64)
+WANTED = RoutingRequest(tokens=TOKENS, max_position=64)
 
 
 def lease(address: str, **facts: object) -> TargetLease:
@@ -37,9 +44,11 @@ def caching(address: str, tokens: Sequence[int], salt: bytes = b"", **facts: obj
     return lease(address, cached_prefixes=frozenset(block_hashes(salt, tokens, BLOCK)), **facts)
 
 
-def chosen(wanted: Wanted, *candidates: Candidate | TargetLease, avoid: Sequence[str] = ()) -> str | None:
-    all_of_them = [c if isinstance(c, Candidate) else Candidate(c) for c in candidates]
-    picked = choose(wanted, all_of_them, avoid)
+def chosen(
+    wanted: RoutingRequest, *candidates: TargetCandidate | TargetLease, avoid: Sequence[str] = ()
+) -> str | None:
+    all_of_them = [c if isinstance(c, TargetCandidate) else TargetCandidate(c) for c in candidates]
+    picked = choose_target(wanted, all_of_them, avoid)
     return None if picked is None else picked.lease.address
 
 
@@ -72,11 +81,14 @@ def test_without_a_prefix_the_least_loaded_wins_then_the_one_with_more_room() ->
 
 
 def test_ones_own_sessions_count_before_the_lease_tells_of_them() -> None:
-    assert chosen(WANTED, Candidate(lease("a"), sessions=2), Candidate(lease("b"), sessions=1)) == "b"
+    assert (
+        chosen(WANTED, TargetCandidate(lease("a"), sessions=2), TargetCandidate(lease("b"), sessions=1))
+        == "b"
+    )
 
 
 def test_a_prefix_is_worth_some_crowding_and_no_more() -> None:
-    long = Wanted(tokens=tuple(range(1, 2 * LOAD_TOKENS + 2)), max_position=512)
+    long = RoutingRequest(tokens=tuple(range(1, 2 * LOAD_TOKENS + 2)), max_position=512)
     home = caching("home", long.tokens)
     assert chosen(long, replace(home, queue_depth=1), lease("empty")) == "home"
     assert chosen(long, replace(home, queue_depth=20, kv_blocks_free=0), lease("empty")) == "empty"
@@ -91,7 +103,7 @@ def test_a_replica_without_room_is_left_for_one_that_has_it() -> None:
 
 def test_the_directory_names_who_holds_the_kv() -> None:
     holder = lease("b")
-    held = Held("b", holder.incarnation, kv_len=30)
+    held = CacheLocation("b", holder.incarnation, kv_len=30)
     assert chosen(replace(WANTED, held=held), lease("a"), holder, lease("c")) == "b"
     assert chosen(replace(WANTED, held=held), lease("c"), replace(holder, incarnation="another life")) == "c"
 
@@ -100,7 +112,7 @@ def test_its_own_build_comes_before_all_others() -> None:
     wanted = replace(WANTED, fingerprint="build-1")
     other = caching("other", TOKENS, fingerprint="build-2")
     assert chosen(wanted, other, lease("own", queue_depth=50)) == "own"
-    assert chosen(wanted, other, Candidate(lease("own"), up=False)) == "other"
+    assert chosen(wanted, other, TargetCandidate(lease("own"), up=False)) == "other"
     assert chosen(wanted, other, lease("own"), avoid=["own"]) == "own", "while one lives"
     assert chosen(WANTED, other, lease("own")) == "other", "a new session has no build yet"
 
@@ -108,7 +120,7 @@ def test_its_own_build_comes_before_all_others() -> None:
 def test_one_that_failed_the_session_is_asked_only_when_there_is_no_other() -> None:
     assert chosen(WANTED, caching("a", TOKENS), lease("b", queue_depth=9), avoid=["a"]) == "b"
     assert chosen(WANTED, lease("a"), avoid=["a"]) == "a"
-    assert chosen(WANTED, Candidate(lease("a"), up=False)) == "a", "it may be back by then"
+    assert chosen(WANTED, TargetCandidate(lease("a"), up=False)) == "a", "it may be back by then"
 
 
 def test_one_that_is_too_small_for_the_answer_is_not_asked() -> None:
@@ -135,7 +147,7 @@ leases = st.builds(
     st.sampled_from(["build-1", "build-2"]),
 )
 candidates = st.lists(
-    st.builds(Candidate, leases, st.integers(0, 20), st.booleans()),
+    st.builds(TargetCandidate, leases, st.integers(0, 20), st.booleans()),
     max_size=6,
     unique_by=lambda candidate: candidate.lease.address,
 )
@@ -143,15 +155,17 @@ candidates = st.lists(
 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(candidates, st.sets(st.text("abcdef", min_size=1, max_size=4)), st.sampled_from(["", "build-1"]))
-def test_whoever_is_there(found: list[Candidate], avoid: set[str], fingerprint: str) -> None:
+def test_whoever_is_there(found: list[TargetCandidate], avoid: set[str], fingerprint: str) -> None:
     wanted = replace(WANTED, fingerprint=fingerprint)
-    picked = choose(wanted, found, avoid)
+    picked = choose_target(wanted, found, avoid)
     able = [c for c in found if not c.lease.draining and c.lease.context_window >= wanted.max_position]
     assert (picked is None) == (not able), "nobody is refused who could be served"
     if picked is None:
         return
     assert picked in able
-    assert choose(wanted, found[::-1], avoid) is picked, "the order in which they were found says nothing"
+    assert choose_target(wanted, found[::-1], avoid) is picked, (
+        "the order in which they were found says nothing"
+    )
     assert picked.up or not any(c.up for c in able)
     own = [c for c in able if c.up == picked.up and c.lease.fingerprint == fingerprint]
     assert not own or picked in own

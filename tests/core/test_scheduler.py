@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 
 from galley.core.content import Miss, prefix_hash
-from galley.core.cost.model import PassTimes
+from galley.core.cost.model import StepTimes
 from galley.core.errors import Broken, DeadlinePassed, InvalidField, Overloaded, Unavailable
 from galley.core.hints import Hint
-from galley.core.scheduler.messages import Answer, Confirmed, Overtaken
+from galley.core.scheduler.messages import Confirmed, Response, Superseded
 from galley.core.step import Sampled
 from tests.core.scheduler_world import (
     FLAT,
@@ -37,7 +37,7 @@ def prompt(length: int, salt: int = 0) -> list[int]:
     return [(salt + i * i) % VOCAB for i in range(length)]
 
 
-def only(answers: list[Answer]) -> Confirmed:
+def only(answers: list[Response]) -> Confirmed:
     (answer,) = answers
     return result_of(answer)
 
@@ -74,7 +74,7 @@ def test_a_hint_confirms_up_to_the_limit_and_no_further() -> None:
 
 def test_the_rest_of_a_hint_stays_while_it_agrees() -> None:
     # Two rows cost what one does, a third as much as a whole pass: one draft token a pass.
-    times = PassTimes.measured([(1, 10 * MS), (2, 10 * MS), (3, 30 * MS)])
+    times = StepTimes.measured([(1, 10 * MS), (2, 10 * MS), (3, 30 * MS)])
     bench = Bench(times=times)
     item = bench.submit(request(PROMPT[:1], credit=20))
     true = true_answer(PROMPT[:1], 8)
@@ -98,7 +98,7 @@ def test_a_hint_that_is_wrong_twice_running_is_dropped() -> None:
 
 def test_where_hints_recover_from_refused_tokens_more_of_the_rest_is_verified() -> None:
     """What follows a refused token is at first seldom worth a row; where it proves right, it is."""
-    times = PassTimes.measured([(rows, (10 + 2 * rows) * MS) for rows in range(1, 64)])
+    times = StepTimes.measured([(rows, (10 + 2 * rows) * MS) for rows in range(1, 64)])
     bench = Bench(times=times)
     item = bench.submit(request(PROMPT, credit=30))
     first = only(bench.step())  # beside a prompt other rows pay
@@ -176,7 +176,7 @@ def test_draft_rows_pay_on_a_flat_curve_and_not_on_a_steep_one() -> None:
 
 def test_rows_go_to_the_drafts_that_are_likeliest_to_survive() -> None:
     # Up to four rows cost the same, each beyond as much as the whole pass.
-    times = PassTimes.measured([(1, 10 * MS), (4, 10 * MS), (5, 20 * MS)])
+    times = StepTimes.measured([(1, 10 * MS), (4, 10 * MS), (5, 20 * MS)])
     bench = Bench(times=times)
     for name in ("good", "bad"):
         bench.submit(request(PROMPT, session=name))
@@ -194,7 +194,7 @@ def test_rows_go_to_the_drafts_that_are_likeliest_to_survive() -> None:
 
 def test_a_doubtful_draft_pays_no_more_beside_a_long_prompt() -> None:
     """The prompt has to be fed anyhow: what a row takes is weighed against the pass without it."""
-    times = PassTimes.measured([(1, 12 * MS), (101, 212 * MS)])
+    times = StepTimes.measured([(1, 12 * MS), (101, 212 * MS)])
     bench = Bench(times=times, max_rows=128, blocks=128)
     bench.submit(request(PROMPT, session="a"))
     bench.step()
@@ -210,7 +210,7 @@ def test_a_doubtful_draft_pays_no_more_beside_a_long_prompt() -> None:
 
 def test_a_session_whose_drafts_fail_is_given_no_rows_until_they_are_seen_to_be_right_again() -> None:
     # A second row costs a third of a pass: it pays from an acceptance of a third on.
-    times = PassTimes.measured([(1, 30 * MS), (2, 40 * MS)])
+    times = StepTimes.measured([(1, 30 * MS), (2, 40 * MS)])
     bench = Bench(times=times)
     tokens = list(PROMPT)
     tried = []
@@ -287,7 +287,7 @@ def test_a_newer_item_overtakes_an_older_one() -> None:
     bench.step()
     new = bench.submit(request([*PROMPT, ANSWER[0]], start=5))
     over, result = bench.step()
-    assert (over.item, over.outcome) == (old, Overtaken(6, prefix_hash([*PROMPT, ANSWER[0]])))
+    assert (over.item, over.outcome) == (old, Superseded(6, prefix_hash([*PROMPT, ANSWER[0]])))
     assert result.item == new
 
 
@@ -311,8 +311,8 @@ def test_what_comes_in_mid_pass_waits_for_its_end() -> None:
     answers = bench.finish(plan)
     assert [(answer.item, type(answer.outcome)) for answer in answers] == [
         (first, Confirmed),
-        (first, Overtaken),
-        (second, Overtaken),
+        (first, Superseded),
+        (second, Superseded),
     ]
     assert [answer.item for answer in bench.step()] == [third]
 

@@ -8,20 +8,20 @@ from dataclasses import replace
 import pytest
 
 from galley.core.answer.answer import SessionSpec
-from galley.core.cost.model import PassTimes
+from galley.core.cost.model import StepTimes
 from galley.core.sampling_params import SamplingParams
-from galley.core.session.draft_statistics import Book
+from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.speculation import Speculation
 from tests.core.pool_world import MS, Pool, Scenario
 
-MEASURED = PassTimes.measured(
+MEASURED = StepTimes.measured(
     [
         (rows, round(ms * MS))
         for rows, ms in ((1, 17), (4, 18), (8, 21), (16, 29), (32, 46), (64, 80), (128, 150), (256, 290))
     ]
 )
-FLAT = PassTimes.measured([(1, 20 * MS), (512, 20 * MS + 511)])
-STEPS = PassTimes.measured(
+FLAT = StepTimes.measured([(1, 20 * MS), (512, 20 * MS + 511)])
+STEPS = StepTimes.measured(
     [
         (rows, round(ms * MS))
         for rows, ms in (
@@ -36,8 +36,8 @@ STEPS = PassTimes.measured(
         )
     ]
 )
-SHORT = PassTimes.measured([(1, 10 * MS), (16, 10 * MS + 15)])
-LINEAR = PassTimes.measured([(1, 10 * MS), (2, 20 * MS)])
+SHORT = StepTimes.measured([(1, 10 * MS), (16, 10 * MS + 15)])
+LINEAR = StepTimes.measured([(1, 10 * MS), (2, 20 * MS)])
 
 FIXED = (0, 2, 4, 8, 16)
 SEEDS = (1, 2)
@@ -128,13 +128,19 @@ def test_where_drafts_are_of_no_use_the_draft_is_hardly_asked() -> None:
     assert stats.verified <= 0.1 * stats.rounds
 
 
-def session_of(book: Book, name: str = "s") -> Speculation:
+def session_of(book: SharedStatistics, name: str = "s") -> Speculation:
     spec = SessionSpec(name, (1, 2, 3), SamplingParams(), 400, 1 << 16, k=16, auto=True)
     return Speculation(spec, book)
 
 
 def taught(
-    book: Book, alpha: float, *, pass_ms: float, token_ms: float, sharing: int = 1, row_ms: float = 0
+    book: SharedStatistics,
+    alpha: float,
+    *,
+    pass_ms: float,
+    token_ms: float,
+    sharing: int = 1,
+    row_ms: float = 0,
 ) -> Speculation:
     """A session of many such passes and drafts."""
     chance = random.Random(1)
@@ -148,7 +154,7 @@ def taught(
 
 def test_where_sessions_are_alike_what_sets_one_apart_is_not_believed() -> None:
     chance = random.Random(1)
-    book = Book()
+    book = SharedStatistics()
     alike = [session_of(book, f"s{i}") for i in range(16)]
     for _ in range(60):
         for session in alike:
@@ -160,7 +166,7 @@ def test_where_sessions_are_alike_what_sets_one_apart_is_not_believed() -> None:
 
 def test_where_sessions_differ_each_is_taken_for_what_it_is() -> None:
     chance = random.Random(1)
-    book = Book()
+    book = SharedStatistics()
     sessions = [session_of(book, f"s{i}") for i in range(16)]
     for _ in range(60):
         for i, session in enumerate(sessions):
@@ -171,7 +177,7 @@ def test_where_sessions_differ_each_is_taken_for_what_it_is() -> None:
 
 def test_a_session_whose_drafts_are_of_no_use_is_soon_known_among_good_ones() -> None:
     chance = random.Random(1)
-    book = Book()
+    book = SharedStatistics()
     for i in range(16):
         session = session_of(book, f"s{i}")
         for _ in range(60):
@@ -185,7 +191,7 @@ def test_a_session_whose_drafts_are_of_no_use_is_soon_known_among_good_ones() ->
 
 def test_a_run_of_bad_luck_does_not_move_what_all_sessions_are_like() -> None:
     chance = random.Random(1)
-    book = Book()
+    book = SharedStatistics()
     sessions = [session_of(book, f"s{i}") for i in range(32)]
     far = 0.0
     for round_ in range(120):
@@ -198,7 +204,7 @@ def test_a_run_of_bad_luck_does_not_move_what_all_sessions_are_like() -> None:
 
 def test_a_workload_that_collapses_is_soon_noticed_by_its_sessions_and_its_return_too() -> None:
     chance = random.Random(1)
-    book = Book()
+    book = SharedStatistics()
     sessions = [session_of(book, f"s{i}") for i in range(8)]
 
     def after(rounds: int, alpha: float) -> float:
@@ -214,21 +220,21 @@ def test_a_workload_that_collapses_is_soon_noticed_by_its_sessions_and_its_retur
 
 def test_rows_ahead_of_a_guess_are_spent_only_if_it_comes_true() -> None:
     """What is drafted there is worth it at the price that rows have then, however doubtful the guess."""
-    session = taught(Book(), 0.8, pass_ms=20, token_ms=1, row_ms=12)
+    session = taught(SharedStatistics(), 0.8, pass_ms=20, token_ms=1, row_ms=12)
     assert session.wanted(0, 1.0, 60, 0) > 0
     assert session.wanted(1, 0.5, 60, 0) > 0
 
 
 def test_no_more_is_asked_for_at_once_than_is_drafted_in_a_pass() -> None:
-    long = taught(Book(), 0.98, pass_ms=40, token_ms=1.5).wanted(0, 1.0, 60, 0)
-    short = taught(Book(), 0.98, pass_ms=9, token_ms=1.5).wanted(0, 1.0, 60, 0)
+    long = taught(SharedStatistics(), 0.98, pass_ms=40, token_ms=1.5).wanted(0, 1.0, 60, 0)
+    short = taught(SharedStatistics(), 0.98, pass_ms=9, token_ms=1.5).wanted(0, 1.0, 60, 0)
     assert long >= 16
     assert 6 <= short <= 8, "and what is confirmed while messages are on their way"
 
 
 def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
     """While drafting is as cheap as ever, and worth it for whom the draft has read already."""
-    book = Book()
+    book = SharedStatistics()
     session = taught(book, 0.8, pass_ms=20, token_ms=1)
     session.saw_proposal(4, 500, 5 * MS + 500 * MS, 4 * MS + 500 * MS, 1)
     new = session_of(book, "new")
@@ -240,7 +246,7 @@ def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
 
 def test_where_drafts_are_of_no_use_few_sessions_have_their_prompts_read() -> None:
     """Of many short answers, one now and again finds out for all whether drafts have become good."""
-    book = Book()
+    book = SharedStatistics()
     taught(book, 0.0, pass_ms=20, token_ms=1).saw_proposal(4, 500, 205 * MS, 204 * MS, 1)
     asked = 0
     for i in range(200):
@@ -253,7 +259,7 @@ def test_where_drafts_are_of_no_use_few_sessions_have_their_prompts_read() -> No
 
 def test_ahead_of_a_doubtful_guess_a_draft_works_if_nobody_else_wants_it() -> None:
     def ahead(sharing: int) -> int:
-        session = taught(Book(), 0.5, pass_ms=10, token_ms=4, sharing=sharing)
+        session = taught(SharedStatistics(), 0.5, pass_ms=10, token_ms=4, sharing=sharing)
         return session.wanted(1, 0.2, 60, 0)
 
     assert ahead(1) > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from galley.common.wire.slices import Slice
-from galley.core.content import agreement, prefix_hash
+from galley.core.content import common_prefix_len, prefix_hash
 from galley.core.sampling_params import SamplingParams
 from services.draft.strategies.base import DraftJob, DraftSession
 
@@ -20,7 +20,7 @@ def job_of(
     stop_token_ids: frozenset[int] = frozenset(),
 ) -> DraftJob:
     """The session is given these tokens, of which it lacks all after those that it agrees with."""
-    start = min(agreement(session.tokens, tokens), len(tokens) - 1)
+    start = min(common_prefix_len(session.tokens, tokens), len(tokens) - 1)
     own = Slice(
         key=(salt, "s"),
         start=start,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galley.core.content import agreement
+from galley.core.content import common_prefix_len
 from services.draft.strategies.base import DraftSession
 from services.draft.strategies.drafted import Drafted
 
@@ -35,7 +35,7 @@ def test_every_guess_is_judged_once_and_rightly(
         for _ in range(ahead):
             tokens = [*tokens, 8 if astray else guess(tokens)]
         session.tokens, session.confirmed = tokens, confirmed
-        for position, guessed, right in drafted.compare(session, agreement(fed, tokens)):
+        for position, guessed, right in drafted.compare(session, common_prefix_len(fed, tokens)):
             assert position < confirmed
             assert position not in judged
             judged[position] = guessed == right

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from galley.core.kv.blocks import BLOCK_TOKENS
-from galley.core.step import Chunk
+from galley.core.step import StepChunk
 from galley.engine import probe
 from galley.engine.cuda import flex_layout
 from galley.engine.cuda.flat_pool import FlatPool
@@ -81,7 +81,7 @@ def _run(model: CausalModel, rng: random.Random) -> list[Tensor]:
             rows = 40 if step % 11 == 0 else rng.choice([1, 1, 3, 5])
             lengths[i] = 0 if lengths[i] + rows > 6 * BLOCK_TOKENS else lengths[i]
             wanted = 0 if step % 5 == 1 else rng.choice([1, rows])
-            chunks.append(Chunk(lengths[i], tokens_of(rng, rows), blocks[i], wanted))
+            chunks.append(StepChunk(lengths[i], tokens_of(rng, rows), blocks[i], wanted))
             lengths[i] += rows
         answers.append(model.run(chunks))
     return answers
@@ -124,9 +124,9 @@ def test_the_model_says_what_the_cpus_own_attention_says(
 
 def test_logits_of_one_pass_outlive_the_next(make_model: Callable[[Any], Path]) -> None:
     model = _model(make_model(CONFIGS["llama"]()), Shapes(), Graphs(Again(), CPU, sights=1))
-    first = model.run([Chunk(0, [1, 2, 3, 4], [0], 4)])
+    first = model.run([StepChunk(0, [1, 2, 3, 4], [0], 4)])
     kept = first.clone()
-    second = model.run([Chunk(0, [9, 8, 7, 6], [1], 4)])
+    second = model.run([StepChunk(0, [9, 8, 7, 6], [1], 4)])
     assert torch.equal(first, kept)
     assert not torch.equal(first, second)
 
@@ -179,7 +179,7 @@ def test_where_bits_must_be_the_same_every_pass_has_one_shape(make_model: Callab
     model = _model(make_model(CONFIGS["llama"]()), Watched(fixed=16), max_rows=16)
     rng = random.Random(6)
     for rows in (1, 5, 16, 50):
-        model.run([Chunk(0, tokens_of(rng, rows), [0, 1], rows), Chunk(0, tokens_of(rng, 2), [2], 1)])
+        model.run([StepChunk(0, tokens_of(rng, rows), [0, 1], rows), StepChunk(0, tokens_of(rng, 2), [2], 1)])
     assert len(seen) == 1
     with pytest.raises(ValueError, match="a pass of 17 rows"):
         Shapes(fixed=16).of(model._forward.attention.lay_out([Span(0, 17, [0])]), 1, 16)

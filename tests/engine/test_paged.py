@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from galley.common.server.process import in_passing_thread
 from galley.core.errors import Broken, Overloaded
 from galley.core.kv.blocks import BLOCK_TOKENS
-from galley.core.step import Chunk
+from galley.core.step import StepChunk
 from galley.engine import paged
 from galley.engine.cpu import llama
 from galley.engine.cpu.kernels import openmp
@@ -173,7 +173,7 @@ def _fed(model: CausalModel, prompts: list[list[int]], rng: random.Random) -> li
                 copies.append((blocks[i][0], free[0]))
                 free[0], blocks[i][0] = blocks[i][0], free[0]
             fed = right + wrong
-            chunks.append(Chunk(done[i], fed, list(blocks[i]), len(fed)))
+            chunks.append(StepChunk(done[i], fed, list(blocks[i]), len(fed)))
             wrongs.append(len(wrong))
         logits = torch.split(model.run(chunks, copies), [len(chunk.tokens) for chunk in chunks])
         for i, mine, wrong_rows in zip(chosen, logits, wrongs, strict=True):
@@ -195,7 +195,7 @@ def test_no_bit_depends_on_blocks_chunks_company_or_the_past(
     alone = []
     for prompt in prompts:
         needed = -(-len(prompt) // BLOCK_TOKENS)
-        alone.append(model.run([Chunk(0, prompt, list(range(needed)), len(prompt))]))
+        alone.append(model.run([StepChunk(0, prompt, list(range(needed)), len(prompt))]))
     model.kv.keys.fill_(torch.nan)
     model.kv.values.fill_(torch.nan)
     for _ in range(4):
@@ -212,8 +212,8 @@ def test_a_row_that_is_not_finite_stays_alone(kind: str, make_model: MakeModel) 
     poisoned.save_pretrained(directory)
     model = load(directory, kv_blocks=BLOCKS)
     prompt = [1, 2, 3, 4, 5]
-    expected = model.run([Chunk(0, prompt, [0], 5)])
-    got = model.run([Chunk(0, [VOCAB - 1, 2], [1], 2), Chunk(0, [*prompt, VOCAB - 1], [2], 6)])
+    expected = model.run([StepChunk(0, prompt, [0], 5)])
+    got = model.run([StepChunk(0, [VOCAB - 1, 2], [1], 2), StepChunk(0, [*prompt, VOCAB - 1], [2], 6)])
     assert got[:2].isnan().all()
     assert torch.equal(got[2:7], expected)
     assert got[7].isnan().all()
@@ -222,15 +222,15 @@ def test_a_row_that_is_not_finite_stays_alone(kind: str, make_model: MakeModel) 
 def test_what_is_out_of_bounds_is_refused_before_any_work(make_model: MakeModel) -> None:
     model = load(make_model(CONFIGS["llama"]()), kv_blocks=BLOCKS)
     model.kv.keys.zero_()
-    good = Chunk(0, [1], [0], 1)
+    good = StepChunk(0, [1], [0], 1)
     for chunks, copies in (
-        ([good, Chunk(0, [1, 2], [1], 3)], []),
-        ([good, Chunk(0, [VOCAB], [1], 1)], []),
-        ([good, Chunk(1024, [1], list(range(33)), 1)], []),
-        ([good, Chunk(-1, [1], [1], 1)], []),
-        ([good, Chunk(31, [1, 2], [1], 1)], []),
-        ([good, Chunk(0, [1], [BLOCKS], 1)], []),
-        ([good, Chunk(0, [1], [-1], 1)], []),
+        ([good, StepChunk(0, [1, 2], [1], 3)], []),
+        ([good, StepChunk(0, [VOCAB], [1], 1)], []),
+        ([good, StepChunk(1024, [1], list(range(33)), 1)], []),
+        ([good, StepChunk(-1, [1], [1], 1)], []),
+        ([good, StepChunk(31, [1, 2], [1], 1)], []),
+        ([good, StepChunk(0, [1], [BLOCKS], 1)], []),
+        ([good, StepChunk(0, [1], [-1], 1)], []),
         ([good], [(0, BLOCKS)]),
     ):
         with pytest.raises(Broken):

@@ -11,7 +11,7 @@ from galley.core.store import (
     SESSION_TTL_S,
     UNCHANGED,
     ClaimLost,
-    Directory,
+    KvDirectory,
     LogBehind,
     NewSession,
     Ownership,
@@ -36,7 +36,7 @@ class _Record:
     meta: bytes = b""
     state: State = "live"
     finish: bytes = b""
-    directory: Directory = field(default_factory=Directory)
+    directory: KvDirectory = field(default_factory=KvDirectory)
 
 
 class MemoryStore(SessionStore):
@@ -99,7 +99,7 @@ class MemoryStore(SessionStore):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
-        directory: Directory = UNCHANGED,
+        directory: KvDirectory = UNCHANGED,
     ) -> int:
         record = self._owned(owner)
         have = len(record.tokens)
@@ -114,7 +114,7 @@ class MemoryStore(SessionStore):
         else:
             record.tokens += tokens
             record.meta += meta
-        record.directory = Directory(
+        record.directory = KvDirectory(
             directory.draft or record.directory.draft, directory.target or record.directory.target
         )
         self._touch(record)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from galley.core.errors import CallerUnknown
+from galley.core.errors import AuthenticationUnavailable
 from services.gateway.auth.jwks import MIN_FETCH_INTERVAL_S, CachedJwks, KeySet
 from tests.service.waiting import Gate
 
@@ -120,7 +120,7 @@ async def test_while_the_issuer_is_away_nobody_waits_and_old_keys_serve_for_a_ti
     await issuer.settled()
     issuer.now_s += MIN_FETCH_INTERVAL_S + 2
     for ask in (issuer.keys.current, issuer.keys.refreshed):
-        with pytest.raises(CallerUnknown):
+        with pytest.raises(AuthenticationUnavailable):
             await ask()
     issuer.now_s += MIN_FETCH_INTERVAL_S
     issuer.told = NEW
@@ -132,7 +132,7 @@ async def test_without_keys_nobody_is_taken_for_anybody() -> None:
     issuer.told = None
     issuer.keys.start()
     for _ in range(3):
-        with pytest.raises(CallerUnknown, match="try again"):
+        with pytest.raises(AuthenticationUnavailable, match="try again"):
             await issuer.keys.current()
     assert issuer.asked == 1
     issuer.now_s += MIN_FETCH_INTERVAL_S

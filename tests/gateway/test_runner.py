@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from galley.core.answer.answer import Answer, SessionSpec
-from galley.core.errors import Cancelled, Unread
+from galley.core.errors import Cancelled, ClientStalled
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.session.ports import Replica
-from galley.core.store import UNCHANGED, Directory, NewSession, Ownership
+from galley.core.store import UNCHANGED, KvDirectory, NewSession, Ownership
 from services.gateway.clock import MonotonicClock
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.session.timeouts import SECOND, Timeouts
@@ -70,7 +70,7 @@ class Store(MemoryStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[Directory] = []
+        self.said: list[KvDirectory] = []
 
     async def commit(
         self,
@@ -78,7 +78,7 @@ class Store(MemoryStore):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
-        directory: Directory = UNCHANGED,
+        directory: KvDirectory = UNCHANGED,
     ) -> int:
         self.said.append(directory)
         return await super().commit(owner, expected_len, tokens, meta, directory)
@@ -134,7 +134,7 @@ async def test_what_is_left_of_the_deadline_goes_with_each_verification() -> Non
 
 async def test_a_client_that_does_not_read_ends_the_session_and_not_its_log() -> None:
     async def unread(_: object) -> None:
-        raise Unread("left unread")
+        raise ClientStalled("left unread")
 
     end = await (await runner_of(Targets(), Store())).run(unread)
-    assert isinstance(end.error, Unread)
+    assert isinstance(end.error, ClientStalled)

@@ -13,6 +13,7 @@ from galley.common.metrics.registry import Registry
 from galley.core.errors import (
     Broken,
     Cancelled,
+    ClientStalled,
     DeadlinePassed,
     Fenced,
     InvalidField,
@@ -22,10 +23,9 @@ from galley.core.errors import (
     StoreUnavailable,
     TargetUnavailable,
     TokenizerMismatch,
-    Unread,
 )
 from galley.core.session.stats import SpeculationStats
-from galley.core.store import UNCHANGED, Directory, Ownership
+from galley.core.store import UNCHANGED, KvDirectory, Ownership
 from services.gateway.telemetry.call_metrics import end_of
 from services.gateway.telemetry.session_metrics import ByPosition, CountingStreamMeter, Sessions
 from tests.common.readings import count, number
@@ -57,7 +57,7 @@ class Away(Store):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
-        directory: Directory = UNCHANGED,
+        directory: KvDirectory = UNCHANGED,
     ) -> int:
         if self.left:
             self.left -= 1
@@ -117,7 +117,7 @@ def test_positions_are_counted_one_by_one_and_together_beyond_the_last() -> None
         (KeyReused(), "already_exists", "caller"),
         (Fenced("s"), "failed_precondition", "caller"),
         (DeadlinePassed("late"), "deadline_exceeded", "caller"),
-        (Unread("not read"), "unavailable", "caller"),
+        (ClientStalled("not read"), "unavailable", "caller"),
         (Overloaded("all", 1, "own_streams"), "resource_exhausted", "caller"),
         (Overloaded("all", 1, "own_tokens"), "resource_exhausted", "caller"),
         (Overloaded("all", 1, "streams"), "resource_exhausted", "ours"),

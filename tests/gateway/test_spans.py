@@ -20,7 +20,7 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.session.ports import Replica
-from galley.core.store import UNCHANGED, Directory, NewSession, Ownership
+from galley.core.store import UNCHANGED, KvDirectory, NewSession, Ownership
 from services.gateway.replicas.drafts import Drafts
 from services.gateway.replicas.membership import Told
 from services.gateway.session.runner import Ports, Send, SessionRunner
@@ -60,7 +60,7 @@ class Store(MemoryStore):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
-        directory: Directory = UNCHANGED,
+        directory: KvDirectory = UNCHANGED,
     ) -> int:
         self._now.now += self.commit_ns
         if self.failures:

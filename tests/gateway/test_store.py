@@ -27,9 +27,9 @@ from galley.core.errors import (
 )
 from galley.core.store import (
     SESSION_TTL_S,
+    CacheLocation,
     ClaimLost,
-    Directory,
-    Held,
+    KvDirectory,
     LogBehind,
     NewSession,
     Ownership,
@@ -116,14 +116,16 @@ async def test_create_returns_what_was_stored(store: RedisStore) -> None:
 
 async def test_commits_append_to_log_meta_and_directory(store: RedisStore) -> None:
     owner = (await store.create(a_session())).ownership
-    where = Directory(draft=Held("d:1", "x", 4), target=Held("t:1", "y", 5))
+    where = KvDirectory(draft=CacheLocation("d:1", "x", 4), target=CacheLocation("t:1", "y", 5))
     assert await store.commit(owner, 3, [7, 8], b"ab", where) == 5
-    assert await store.commit(owner, 5, [9], b"\x00", Directory(target=Held("t:2", "z", 6))) == 6
+    assert await store.commit(owner, 5, [9], b"\x00", KvDirectory(target=CacheLocation("t:2", "z", 6))) == 6
     seen = await store.claim(owner.session_id, ALICE)
     assert seen.tokens == [*PROMPT, 7, 8, 9]
     assert seen.meta == b"ab\x00"
     assert seen.prompt_len == 3
-    assert seen.directory == Directory(draft=Held("d:1", "x", 4), target=Held("t:2", "z", 6))
+    assert seen.directory == KvDirectory(
+        draft=CacheLocation("d:1", "x", 4), target=CacheLocation("t:2", "z", 6)
+    )
     assert seen.ownership.epoch == 2
 
 
@@ -383,9 +385,9 @@ async def test_a_short_log_says_how_far_it_reaches(store: RedisStore) -> None:
 
 async def test_a_commit_may_be_empty(store: RedisStore) -> None:
     owner = (await store.create(a_session())).ownership
-    assert await store.commit(owner, 3, [], b"", Directory(target=Held("t", "i", 3))) == 3
+    assert await store.commit(owner, 3, [], b"", KvDirectory(target=CacheLocation("t", "i", 3))) == 3
     assert await store.commit(owner, 2, [], b"") == 3
-    assert (await store.claim(owner.session_id, ALICE)).directory.target == Held("t", "i", 3)
+    assert (await store.claim(owner.session_id, ALICE)).directory.target == CacheLocation("t", "i", 3)
 
 
 @pytest.mark.parametrize("part", ["log", "meta"])
@@ -700,7 +702,11 @@ _owners = st.integers(0, 3)
 _lengths = st.integers(0, 8)
 _tokens = st.lists(st.integers(1, 2), max_size=3)
 _directories = st.sampled_from(
-    [Directory(), Directory(draft=Held("d", "i", 2)), Directory(target=Held("t", "j", 3))]
+    [
+        KvDirectory(),
+        KvDirectory(draft=CacheLocation("d", "i", 2)),
+        KvDirectory(target=CacheLocation("t", "j", 3)),
+    ]
 )
 _operations = st.one_of(
     st.tuples(
@@ -760,14 +766,14 @@ class Driver:
         return self._owners.get((name, who), Ownership(name + self._salt, 1, b"?" * 16))
 
     async def _commit(
-        self, name: str, who: int, length: int, tokens: list[int], directory: Directory
+        self, name: str, who: int, length: int, tokens: list[int], directory: KvDirectory
     ) -> object:
         meta = bytes(tokens)
         reached = await self._store.commit(self._owner(name, who), length, tokens, meta, directory)
         self._lengths[name] = reached
         return reached
 
-    async def _commit_next(self, name: str, who: int, tokens: list[int], directory: Directory) -> object:
+    async def _commit_next(self, name: str, who: int, tokens: list[int], directory: KvDirectory) -> object:
         return await self._commit(name, who, self._lengths.get(name, 0), tokens, directory)
 
     async def _finish(self, name: str, who: int, length: int, finish: bytes) -> None:

@@ -13,7 +13,7 @@ from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry, draft_lea
 from galley.common.tls import files as files_module
 from galley.common.tls.files import BadFile
 from galley.core.errors import Broken, GalleyError, StoreUnavailable
-from galley.core.store import Directory, Held
+from galley.core.store import CacheLocation, KvDirectory
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.store.redis import RedisStore
 from tests.common.logged import logged
@@ -62,7 +62,7 @@ async def serve_sessions(url: str) -> None:
         await store.ping()
         new = a_session()
         owner = (await store.create(new)).ownership
-        where = Directory(draft=Held("d:1", "x", 4))
+        where = KvDirectory(draft=CacheLocation("d:1", "x", 4))
         assert await store.commit(owner, 3, [7, 8], b"..", where) == 5
         assert await store.commit(owner, 3, [7, 8], b"..", where) == 5
         await store.renew(owner)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from galley.common.server.process import die_with_parent
-from galley.core.step import Chunk
+from galley.core.step import StepChunk
 from galley.engine.model import CausalModel
 from galley.engine.parallel.process_group import Meeting, join
 from galley.engine.parallel.ranks import Ranks
@@ -79,7 +79,7 @@ def run(work: Work, ranks: Ranks) -> dict[str, Any]:
     )
     trials = [InvarianceTrial(model, SEQUENCES, work.longest, seed).run(work.passes) for seed in work.seeds]
     return {
-        "logits": model.run([Chunk(0, PROMPT, range(4), len(PROMPT))]),
+        "logits": model.run([StepChunk(0, PROMPT, range(4), len(PROMPT))]),
         "greedy": greedy(model, work.new_tokens),
         "trials": [
             {"seed": seed, **dataclasses.asdict(trial)}
@@ -97,7 +97,7 @@ def greedy(model: CausalModel, count: int) -> list[int]:
     tokens: list[int] = list(PROMPT)
     fed = 0
     for _ in range(count):
-        logits = model.run([Chunk(fed, tokens[fed:], range(8, 16), 1)])
+        logits = model.run([StepChunk(fed, tokens[fed:], range(8, 16), 1)])
         fed = len(tokens)
         tokens.append(int(logits[0].argmax()))
     return tokens[len(PROMPT) :]

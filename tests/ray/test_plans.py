@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from galley.core.errors import Broken
-from galley.core.step import Chunk, Watch
+from galley.core.step import StepChunk, StepTrace
 from galley.engine.model import CausalModel
 from galley.engine.parallel.process_group import RankLost
 from services.target.ranks.plan_codec import Pass, decode, encode
@@ -27,14 +27,16 @@ def lists(most: int) -> st.SearchStrategy[list[int]]:
     return st.lists(NUMBERS, max_size=most)
 
 
-CHUNKS = st.builds(Chunk, NUMBERS, lists(9), lists(5), NUMBERS)
+CHUNKS = st.builds(StepChunk, NUMBERS, lists(9), lists(5), NUMBERS)
 COPIES = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=3)
 SPANS = st.just(b"") | st.binary(min_size=24, max_size=24)
 
 
 @settings(max_examples=100, derandomize=True)
 @given(st.lists(CHUNKS, max_size=4), COPIES, SPANS)
-def test_a_plan_arrives_as_it_was(chunks: list[Chunk], copies: list[tuple[int, int]], span: bytes) -> None:
+def test_a_plan_arrives_as_it_was(
+    chunks: list[StepChunk], copies: list[tuple[int, int]], span: bytes
+) -> None:
     sent = torch.tensor(encode(chunks, copies, span), dtype=torch.int32)
     assert decode(sent.tolist()) == Pass(tuple(chunks), tuple(copies), span)
 
@@ -42,7 +44,7 @@ def test_a_plan_arrives_as_it_was(chunks: list[Chunk], copies: list[tuple[int, i
 @settings(max_examples=100, derandomize=True)
 @given(st.lists(CHUNKS, min_size=1, max_size=3), COPIES, SPANS, st.data())
 def test_a_plan_cut_short_is_refused(
-    chunks: list[Chunk], copies: list[tuple[int, int]], span: bytes, data: st.DataObject
+    chunks: list[StepChunk], copies: list[tuple[int, int]], span: bytes, data: st.DataObject
 ) -> None:
     whole = encode(chunks, copies, span)
     with pytest.raises(Broken):
@@ -103,7 +105,7 @@ class StandIn:
         self.failure = failure
 
     def run(
-        self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]], watch: Watch | None = None
+        self, chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]], watch: StepTrace | None = None
     ) -> Tensor:
         self.ran.append(Pass(tuple(chunks), tuple(copies)))
         if self.failure is not None:
@@ -115,11 +117,11 @@ def model_of(stand_in: StandIn) -> CausalModel:
     return cast("CausalModel", stand_in)
 
 
-def untold(watch: Watch) -> None:
+def untold(watch: StepTrace) -> None:
     pytest.fail(f"no pass was traced, and this was heard: {watch}")
 
 
-CHUNK = Chunk(3, [5, 6], [0, 1], 1)
+CHUNK = StepChunk(3, [5, 6], [0, 1], 1)
 
 
 def test_all_ranks_run_what_rank_0_runs_until_it_stops() -> None:
@@ -132,8 +134,8 @@ def test_all_ranks_run_what_rank_0_runs_until_it_stops() -> None:
     assert other.ran == first.ran == [Pass((CHUNK,), ((1, 2),)), Pass((CHUNK,), ())]
 
 
-@pytest.mark.parametrize("watch", [None, Watch(bytes(range(24)))], ids=["untraced", "traced"])
-def test_a_refused_pass_is_refused_by_all_and_the_next_one_runs(watch: Watch | None) -> None:
+@pytest.mark.parametrize("watch", [None, StepTrace(bytes(range(24)))], ids=["untraced", "traced"])
+def test_a_refused_pass_is_refused_by_all_and_the_next_one_runs(watch: StepTrace | None) -> None:
     wire, first, other = Wire(), StandIn(Broken("no")), StandIn(Broken("no"))
     model = ShardedModel(model_of(first), wire, on_loss=lambda: pytest.fail("nothing was lost"))
     for _ in range(2):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from galley.core.step import Chunk, Watch
+from galley.core.step import StepChunk, StepTrace
 from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -45,7 +45,10 @@ class Other:
         self.watched = 0
 
     def run(
-        self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]] = (), watch: Watch | None = None
+        self,
+        chunks: Sequence[StepChunk],
+        copies: Sequence[tuple[int, int]] = (),
+        watch: StepTrace | None = None,
     ) -> Tensor:
         self.ran += 1
         if watch is not None:

@@ -18,7 +18,7 @@ import grpc
 from redis.asyncio import Redis
 
 from galley.client.client import AsyncClient, GalleyRpcError, TokenStream
-from galley.core.content import tokens_of
+from galley.core.content import tokens_from_bytes
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.settings import NO_DRAFT
 from tests.service.fakes import FakeTarget
@@ -94,7 +94,7 @@ class Arena:
     async def _output(self, session_id: str) -> list[int]:
         log = await self.store.get(f"galley:{{{session_id}}}:log")
         assert isinstance(log, bytes)
-        return tokens_of(log)[len(PROMPT_TOKENS) :]
+        return tokens_from_bytes(log)[len(PROMPT_TOKENS) :]
 
     def _judge(self, tally: Tally, told: list[_Told], log: list[int]) -> None:
         tally.rounds += 1

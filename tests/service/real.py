@@ -22,7 +22,7 @@ from galley.common.metrics.metric import Metric
 from galley.common.metrics.registry import Registry
 from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.common.server.server import Parts, RunningServer, start_server
-from galley.core.step import StepOutcome, StepPlan, Watch
+from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.core.strategies import MODEL
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.trace.read.build import stories_of
@@ -55,7 +55,7 @@ class Priced(Recording):
 
     pass_s = row_s = company_s = 0.0
 
-    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         time.sleep(self.pass_s + self.row_s * plan.rows + self.company_s * (len(plan.chunks) - 1))
         return super().run(plan, watch)
 

@@ -16,7 +16,7 @@ from galley.core.content import prefix_hash
 from galley.core.routing.breaker import FAILURES
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
-from galley.core.store import Held
+from galley.core.store import CacheLocation
 from galley.core.strategies import MODEL, NGRAM
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import MonotonicClock
@@ -277,12 +277,12 @@ async def test_a_draft_whose_stream_broke_is_met_again_at_once(
 
 async def test_a_session_that_goes_on_finds_the_draft_that_has_its_tokens(here: Here) -> None:
     for home in here.fleet.drafts:
-        held = Held(home.fake.address, home.fake.info().incarnation, len(SPEC.prompt))
+        held = CacheLocation(home.fake.address, home.fake.info().incarnation, len(SPEC.prompt))
         for number in range(3):
             name = f"{home.fake.address}-{number}"
             must_be_right(await here.ask(SessionDraft(here.drafts, held), named(name)))
         assert len(home.sessions) == 3
-    held = Held(here.fleet.drafts[0].fake.address, "an earlier life", len(SPEC.prompt))
+    held = CacheLocation(here.fleet.drafts[0].fake.address, "an earlier life", len(SPEC.prompt))
     here.fleet.drafts[0].busy = 9
     await here.fleet.until(lambda leases: any(lease.sessions == 9 for lease in leases))
     await here.drafts.refresh()

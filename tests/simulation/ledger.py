@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any, NoReturn
 
 from galley.core.answer.answer import SessionSpec
-from galley.core.content import agreement
+from galley.core.content import common_prefix_len
 from galley.core.records import decode_records
 from galley.core.store import Ownership, StoredSession
 from tests.simulation.truth import is_over, true_token
@@ -177,7 +177,7 @@ class Ledger:
     def _is_true(self, session_id: str, log: Sequence[int], meta: bytes) -> None:
         """The log is a prefix of the one true answer; what was checked before is not computed again."""
         book = self._books[session_id]
-        same = agreement(book.log, log)
+        same = common_prefix_len(book.log, log)
         if same < len(book.log):
             if not self.roll_backs:
                 self.violate(f"{session_id}: the log has lost or changed what it held")

@@ -16,7 +16,7 @@ from galley.core.kv.session import KvSession
 from galley.core.routing.breaker import Breaker
 from galley.core.session.drafting import Drafting
 from galley.core.session.machine import Session
-from galley.core.store import UNCHANGED, Directory, Ownership, SessionEnded
+from galley.core.store import UNCHANGED, KvDirectory, Ownership, SessionEnded
 from services.gateway.replicas.drafts import Draft
 from services.gateway.store.session_log import StoreWrites
 from tests.simulation.redis import Sessions
@@ -64,7 +64,7 @@ class AppendsTwice(Sessions):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
-        directory: Directory = UNCHANGED,
+        directory: KvDirectory = UNCHANGED,
     ) -> int:
         length = len(self._owned(owner).tokens)
         return await super().commit(owner, max(expected_len, length), tokens, meta, directory)
@@ -79,7 +79,7 @@ class RefusesRepeats(Sessions):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
-        directory: Directory = UNCHANGED,
+        directory: KvDirectory = UNCHANGED,
     ) -> int:
         if len(self._owned(owner).tokens) > expected_len:
             raise LogLost(_REFUSED)

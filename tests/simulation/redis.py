@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from galley.common.registry.leases import LeasePool
 from galley.core.errors import GalleyError, StoreUnavailable
 from galley.core.routing.choice import ReplicaLease
-from galley.core.store import UNCHANGED, Directory, NewSession, Ownership, SessionStore, StoredSession
+from galley.core.store import UNCHANGED, KvDirectory, NewSession, Ownership, SessionStore, StoredSession
 from tests.fakes.store import MemoryStore
 from tests.simulation.leases import Leases
 from tests.simulation.ledger import Ledger
@@ -177,7 +177,7 @@ class SimStore(SessionStore):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
-        directory: Directory = UNCHANGED,
+        directory: KvDirectory = UNCHANGED,
     ) -> int:
         def work() -> int:
             length = at_once(self._redis.sessions.commit(owner, expected_len, tokens, meta, directory))

@@ -9,9 +9,9 @@ from zlib import crc32
 
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, target_lease
 from galley.common.registry.registration import Registration
-from galley.core.cost.model import PassTimes
+from galley.core.cost.model import StepTimes
 from galley.core.records import PositionLogprobs
-from galley.core.step import Chunk, Sampled, StepOutcome, StepPlan, Watch
+from galley.core.step import Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
 from services.draft.servicer import DraftService
@@ -33,7 +33,7 @@ BLOCK_TOKENS = 8
 BLOCKS = 24
 WINDOW = BLOCKS * BLOCK_TOKENS
 _MS = 1_000_000
-PASS_TIMES = PassTimes.measured([(1, 50 * _MS), (512, 60 * _MS)])
+PASS_TIMES = StepTimes.measured([(1, 50 * _MS), (512, 60 * _MS)])
 _RIGHT = 0.8
 
 
@@ -59,7 +59,7 @@ class SimEngine:
         self.passes = 0
         self._kv: dict[int, list[int]] = {}
 
-    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         """See `services.target.engine.protocol.TargetEngine`."""
         if self.failing:
             raise OSError("the device is lost")
@@ -68,7 +68,7 @@ class SimEngine:
             self._kv[copy] = list(self._kv.get(source, ()))
         return [self._compute(chunk) for chunk in plan.chunks]
 
-    def _compute(self, chunk: Chunk) -> StepOutcome:
+    def _compute(self, chunk: StepChunk) -> StepOutcome:
         for i, token in enumerate(chunk.tokens):
             block, offset = divmod(chunk.start + i, BLOCK_TOKENS)
             held = self._kv.setdefault(chunk.blocks[block], [])
@@ -81,7 +81,7 @@ class SimEngine:
             seen += self._kv.get(block, ())
         return self._draw(chunk, [max(0, token) for token in seen[: chunk.start + len(chunk.tokens)]])
 
-    def _draw(self, chunk: Chunk, seen: list[int]) -> Sampled:
+    def _draw(self, chunk: StepChunk, seen: list[int]) -> Sampled:
         draw = chunk.draw
         assert draw is not None
         tokens: list[int] = []

@@ -19,9 +19,9 @@ from redis import asyncio as redis_asyncio
 from galley.core.errors import Fenced, GalleyError, KeyReused, LogLost, UnknownSession
 from galley.core.store import (
     UNCHANGED,
+    CacheLocation,
     ClaimLost,
-    Directory,
-    Held,
+    KvDirectory,
     LogBehind,
     NewSession,
     Ownership,
@@ -82,7 +82,7 @@ class Recorded(Sessions):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
-        directory: Directory = UNCHANGED,
+        directory: KvDirectory = UNCHANGED,
     ) -> int:
         arguments = (owner, expected_len, tuple(tokens), meta, directory)
         return await self._noted("commit", super().commit(*arguments), *arguments)
@@ -254,7 +254,7 @@ class Random:
                 self._do(self.store.claim(self._name(), self._principal(), self._nonce()))
             case "commit":
                 tokens = tuple(rng.choices([1, 2], k=rng.randrange(4)))
-                where = Directory(draft=rng.choice([None, Held("d", "i", 3)]))
+                where = KvDirectory(draft=rng.choice([None, CacheLocation("d", "i", 3)]))
                 expected = max(0, self._length + rng.choice([0, 0, 0, -1, -2, 1]))
                 self._do(self.store.commit(self._owner(), expected, tokens, bytes(tokens), where))
             case "finish":

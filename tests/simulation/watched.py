@@ -13,7 +13,7 @@ import grpc
 
 from galley.common.server.interceptors import Behavior, Handler, WrappingInterceptor, wrap_handler
 from galley.common.wire.status import StatusInterceptor
-from galley.core.admission.admission import Admission, Place
+from galley.core.admission.admission import Admission, AdmissionSlot
 from galley.core.admission.principal import Principal
 from galley.core.answer.answer import SessionSpec
 from galley.core.errors import Broken, GalleyError, InvalidField
@@ -139,12 +139,12 @@ class CheckedAdmission(Admission):
 
     ledger: Ledger
 
-    def enter(self, principal: Principal, tokens: int, now: int) -> Place:
+    def enter(self, principal: Principal, tokens: int, now: int) -> AdmissionSlot:
         place = super().enter(principal, tokens, now)
         self._check()
         return place
 
-    def leave(self, place: Place, now: int) -> None:
+    def leave(self, place: AdmissionSlot, now: int) -> None:
         super().leave(place, now)
         self._check()
 
@@ -167,7 +167,7 @@ class CountedStreams(Streams):
             checked.ledger = ledger
             setattr(self, name, checked)
 
-    def keep(self, work: asyncio.Task[None], place: Place, used: Callable[[], int]) -> None:
+    def keep(self, work: asyncio.Task[None], place: AdmissionSlot, used: Callable[[], int]) -> None:
         self._ledger.met["went on alone"] += 1
         super().keep(work, place, used)
 

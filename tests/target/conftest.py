@@ -12,8 +12,8 @@ import pytest
 from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts, start_server
 from galley.common.tracing.light_spans import SpanScope
-from galley.core.cost.model import PassTimes
-from galley.core.step import StepOutcome, StepPlan, Watch
+from galley.core.cost.model import StepTimes
+from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.paged import PagedEngine
@@ -23,7 +23,7 @@ from services.target.settings import TargetSettings
 from tests.target.tiny import load_tiny_model, save_tiny_model
 
 # A pass takes what it takes however many rows it has, so that drafts always pay.
-FLAT = PassTimes.measured([(1, 1_000_000), (1024, 1_000_001)])
+FLAT = StepTimes.measured([(1, 1_000_000), (1024, 1_000_001)])
 KV_BLOCKS = 32
 
 
@@ -61,7 +61,7 @@ class Recording:
         """How many shared each pass."""
         return [len(plan.chunks) for plan in self.passes]
 
-    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         self.passes.append(plan)
         self.begun.release()
         if not self.gate.wait(10):

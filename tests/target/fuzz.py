@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 
 from galley.core.content import Miss, SessionKey, prefix_hash
-from galley.core.cost.model import PassTimes
-from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, OurFault, Overloaded
+from galley.core.cost.model import StepTimes
+from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded, ServerFault
 from galley.core.hints import Hint
 from galley.core.kv.table import KvTable
 from galley.core.sampling_params import SamplingParams
-from galley.core.scheduler.messages import Answer, Confirmed, Extend, VerifyRequest
+from galley.core.scheduler.messages import Confirmed, Extend, Response, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
-from galley.core.step import Chunk, Draw, Sampled, StepOutcome, StepPlan
+from galley.core.step import Draw, Sampled, StepChunk, StepOutcome, StepPlan
 from galley.engine.model import CausalModel
 from services.target.engine.paged import PagedEngine
 from tests.target.tiny import CONTEXT, POISON, STOP, VOCAB, random_llama, save
@@ -97,7 +97,7 @@ class FuzzWorld:
         self._model, self._fresh, self._size = model, fresh, size
         self._random = random.Random(seed)
         self._table = KvTable(size.blocks, model.kv.block_tokens, 2 * size.sessions)
-        times = PassTimes.measured([(1, TICK_NS), (8, TICK_NS * 11 // 10), (64, TICK_NS * 3)])
+        times = StepTimes.measured([(1, TICK_NS), (8, TICK_NS * 11 // 10), (64, TICK_NS * 3)])
         self._scheduler = Scheduler(self._table, times, max_rows=size.max_rows, max_linger_ns=TICK_NS)
         self._stems = [self._some(size.prompt_tokens) for _ in range(3)]
         self._sessions: dict[SessionKey, _Session] = {}
@@ -305,7 +305,7 @@ class FuzzWorld:
             self.counts.happened["failed passes"] += 1
             if self._random.random() < 0.5:
                 self._run(plan)
-            self._scheduler.fail(plan, OurFault("a pass that came to nothing"))
+            self._scheduler.fail(plan, ServerFault("a pass that came to nothing"))
             return
         self._scheduler.conclude(plan, self._run(plan), self._now)
 
@@ -321,7 +321,7 @@ class FuzzWorld:
             if session is not None:
                 self._hear(session, answer)
 
-    def _hear(self, session: _Session, answer: Answer) -> None:
+    def _hear(self, session: _Session, answer: Response) -> None:
         current = session.item == answer.item
         if answer.last:
             del self._by_item[answer.item]
@@ -356,7 +356,7 @@ class FuzzWorld:
             raise AssertionError("confirmed beyond max_position")
 
     def _hear_error(self, session: _Session, error: GalleyError) -> None:
-        if not isinstance(error, Broken | Overloaded | DeadlinePassed) and type(error) is not OurFault:
+        if not isinstance(error, Broken | Overloaded | DeadlinePassed) and type(error) is not ServerFault:
             raise AssertionError(f"an error of another kind: {error!r}") from error
         if isinstance(error, Broken):
             if not self._comes_to_nothing(session):
@@ -447,7 +447,7 @@ def fresh_outcome(model: CausalModel, draw: Draw) -> StepOutcome:
     """The draw of one sequence, in one chunk, from nothing."""
     tokens = [*draw.history, *draw.guesses]
     blocks = range(-(-len(tokens) // model.kv.block_tokens))
-    chunk = Chunk(0, tokens, blocks, 1 + len(draw.guesses), draw)
+    chunk = StepChunk(0, tokens, blocks, 1 + len(draw.guesses), draw)
     return run_plan(model, StepPlan((chunk,)))[0]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from galley.core.step import Chunk
+from galley.core.step import StepChunk
 from galley.engine.model import CausalModel
 
 _CHUNKS = (1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64)
@@ -66,7 +66,7 @@ class InvarianceTrial:
     def _sequence(self, longest: int) -> _Sequence:
         tokens = self._some(self._random.randint(longest // 4, longest))
         blocks = self._free[: self._needed(len(tokens))]
-        alone = self._model.run([Chunk(0, tokens, blocks, len(tokens))]).clone()
+        alone = self._model.run([StepChunk(0, tokens, blocks, len(tokens))]).clone()
         return _Sequence(tokens, alone)
 
     def _disturb(self, sequence: _Sequence) -> None:
@@ -103,7 +103,7 @@ class InvarianceTrial:
                 sequence.blocks.append(self._free.pop())
             fed = [*sequence.tokens[sequence.done : sequence.done + count], *drafts]
             want = self._random.choice((0, len(fed), len(fed), min(len(fed), 1 + len(drafts))))
-            chunks.append(Chunk(sequence.done, fed, list(sequence.blocks), want))
+            chunks.append(StepChunk(sequence.done, fed, list(sequence.blocks), want))
             wanted.append((sequence, sequence.done, count, len(fed) - want))
             self.counts.drafts_fed += len(drafts)
             sequence.done += count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from galley.core.content import agreement, prefix_hash
+from galley.core.content import common_prefix_len, prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.target.tiny import CONTEXT
@@ -52,7 +52,7 @@ async def generate(
         assert answer.WhichOneof("outcome") == "result", answer
         result = answer.result
         assert result.position == len(tokens)
-        assert result.accepted == agreement(guesses[: result.verified], result.tokens)
+        assert result.accepted == common_prefix_len(guesses[: result.verified], result.tokens)
         tokens += result.tokens
         held = result.kv_len
         assert held == len(tokens) - 1

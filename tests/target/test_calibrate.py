@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from galley.core.step import StepOutcome, StepPlan, Watch
+from galley.core.step import StepOutcome, StepPlan, StepTrace
 from services.target.engine.calibrate import ROWS, measure
 from services.target.engine.paged import PagedEngine
 from services.target.engine.protocol import EngineInfo
@@ -25,7 +25,7 @@ class Timed:
         self.rows: list[int] = []
         self._row_ms = row_ms
 
-    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         noise = 1000 * MS if not self.rows else 5 * MS if self.rows[-1] != plan.rows else 0
         self.now += round((10 + self._row_ms * plan.rows) * MS) + noise
         self.rows.append(plan.rows)

@@ -33,7 +33,7 @@ def test_whatever_comes_every_answer_is_that_of_a_fresh_run(
     assert counts.passes > STEPS / 3
     assert counts.tokens_checked > STEPS / 2
     assert counts.accepted > 0
-    for what in ("Miss", "Overtaken", "cancelled", "extended", "Confirmed", "failed passes"):
+    for what in ("Miss", "Superseded", "cancelled", "extended", "Confirmed", "failed passes"):
         assert counts.happened[what] > 0, counts
 
 

@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar, cast
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, RedisCalls, script_of
 from galley.common.server.logs import get_logger
 from galley.core.content import HASH_BYTES
-from galley.core.errors import OurFault
+from galley.core.errors import ServerFault
 from galley.core.routing.choice import DraftLease, ReplicaLease, TargetLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 
@@ -90,7 +90,7 @@ return facts
 """)
 
 
-class Replaced(OurFault):
+class Replaced(ServerFault):
     """A later life of the replica has registered at the same address; this one may not speak for it."""
 
     def __init__(self, address: str) -> None:

@@ -57,7 +57,7 @@ class _Account:
 
 
 @dataclass(slots=True)
-class Place:
+class AdmissionSlot:
     """One call's place. `reserved` output tokens were taken for it; `used` came, None if no session did.
 
     It is `kept` beyond the call until its session has stopped, or is done where it goes on without a client.
@@ -81,7 +81,7 @@ class Admission:
         self._accounts: dict[str, _Account] = {}
         self.held = 0
 
-    def enter(self, principal: Principal, tokens: int, now: int) -> Place:
+    def enter(self, principal: Principal, tokens: int, now: int) -> AdmissionSlot:
         """A place for a call that asks for at most so many output tokens. Raises Overloaded."""
         account = self._account(principal, now)
         self._check_own(principal, account, now)
@@ -95,13 +95,13 @@ class Admission:
         account.waits_until_ns = 0
         account.held += 1
         self.held += 1
-        return Place(principal, now, tokens)
+        return AdmissionSlot(principal, now, tokens)
 
-    def charge(self, place: Place, prompt_tokens: int, now: int) -> None:
+    def charge(self, place: AdmissionSlot, prompt_tokens: int, now: int) -> None:
         """A session was made of this prompt."""
         _spend(self._accounts[place.principal.name], prompt_tokens, now)
 
-    def leave(self, place: Place, now: int) -> None:
+    def leave(self, place: AdmissionSlot, now: int) -> None:
         """The call is over. Told again, nothing changes: the place is another's by then."""
         if place.left:
             return

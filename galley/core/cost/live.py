@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from galley.core.cost.model import PassTimes
+from galley.core.cost.model import StepTimes
 
 # The powers of two for which a factor is kept, and the share of it that one pass decides.
 _FACTORS = 11
@@ -16,8 +16,8 @@ _MOST = 4.0
 _MORE_ROWS = range(4, 36, 4)
 
 
-class LivePassTimes:
-    """`PassTimes` corrected by what passes really take, so that a bad start is made good while it runs.
+class LiveStepTimes:
+    """`StepTimes` corrected by what passes really take, so that a bad start is made good while it runs.
 
     The factor between the two is kept for 1, 2, 4, ... rows, and lies on lines between them. One pass moves
     the nearest two; those that no pass has come near yet go along, as all of the machine may be slower.
@@ -28,7 +28,7 @@ class LivePassTimes:
 
     __slots__ = ("_drafted", "_measured", "_plain", "_seen")
 
-    def __init__(self, measured: PassTimes) -> None:
+    def __init__(self, measured: StepTimes) -> None:
         self._measured = measured
         self._plain = [1.0] * _FACTORS
         self._seen = [False] * _FACTORS

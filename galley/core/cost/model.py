@@ -197,7 +197,7 @@ def _check_ratio(draft_cost_ratio: float) -> None:
         raise InvalidField("draft_cost_ratio", f"must be > 0, is {draft_cost_ratio:g}")
 
 
-class PassNs(Protocol):
+class StepNs(Protocol):
     """What a pass takes, in nanoseconds."""
 
     def __call__(self, rows: int, drafts: int) -> float:
@@ -205,7 +205,7 @@ class PassNs(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PassTimes:
+class StepTimes:
     """What a pass over so many rows takes on a replica, in nanoseconds; looked up, so cheap in a loop."""
 
     one_row_ns: int
@@ -215,7 +215,7 @@ class PassTimes:
     _TABLED: ClassVar[int] = 1024
 
     @classmethod
-    def measured(cls, points: Sequence[tuple[int, int]]) -> PassTimes:
+    def measured(cls, points: Sequence[tuple[int, int]]) -> StepTimes:
         """From measured (rows, ns), the first of them for one row. More rows never cost less: noise is cut.
 
         Raises InvalidField unless rows rise from 1 and the times are positive.
@@ -250,7 +250,7 @@ def rows_that_pay(
     *,
     tokens: float,
     rows: int,
-    pass_ns: PassNs,
+    pass_ns: StepNs,
     room: int,
     prompts_ns: float = 0.0,
 ) -> int:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from galley.core.content import (
     PrefixHasher,
     SessionKey,
-    agreement,
     block_hashes,
     chain_start,
+    common_prefix_len,
     next_block_hash,
 )
 from galley.core.errors import Broken
@@ -106,7 +106,7 @@ class KvSession:
     def keep_or_attach(self, tokens: Sequence[int]) -> None:
         """Stands at as many of `tokens`, but the last, as its own blocks hold or cached ones would."""
         most = max(0, len(tokens) - 1)
-        self.cut(min(agreement(self.tokens, tokens), most))
+        self.cut(min(common_prefix_len(self.tokens, tokens), most))
         own = len(self.hashes)
         found = self._find_after_own(tokens)
         reach = min((own + len(found)) * self._block_tokens, most)

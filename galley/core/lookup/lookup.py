@@ -19,14 +19,14 @@ _MOST_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LookupResult:
     """Tokens that followed where the last `matched` tokens stood before."""
 
     tokens: tuple[int, ...] = ()
     matched: int = 0
 
 
-NOTHING = Found()
+NOTHING = LookupResult()
 
 
 class SessionLookup:
@@ -50,7 +50,7 @@ class SessionLookup:
         for token in tokens:
             self._automaton.append(self._text, token)
 
-    def find(self, ahead: Sequence[int], count: int) -> Found:
+    def find(self, ahead: Sequence[int], count: int) -> LookupResult:
         """At most `count` tokens that followed the longest suffix of the session's tokens and `ahead`."""
         match = _go_on(self._automaton, self._text.match, ahead)
         if not match.length:
@@ -59,7 +59,7 @@ class SessionLookup:
         found = [*self._text.tokens[end : end + count], *ahead[max(0, end - len(self)) :]][:count]
         # All that there is runs into what was found of it, as a period is carried on.
         found += (found * count)[: count - len(found)]
-        return Found(tuple(found), match.length)
+        return LookupResult(tuple(found), match.length)
 
 
 class RecentAnswers:
@@ -100,12 +100,12 @@ class AnswerLookup:
             self._older_match = self._older.step(self._older_match, token)
         self._length = len(tokens)
 
-    def find(self, ahead: Sequence[int], count: int) -> Found:
+    def find(self, ahead: Sequence[int], count: int) -> LookupResult:
         """At most `count` tokens that followed the longest suffix of the session's tokens and `ahead`."""
         newer = self._newer.place(_go_on(self._newer, self._text.match, ahead))
         older = self._older.place(_go_on(self._older, self._older_match, ahead))
         place = older if older.length > newer.length else newer
-        return Found(tuple(place.tokens[place.end : place.end + count]), place.length)
+        return LookupResult(tuple(place.tokens[place.end : place.end + count]), place.length)
 
     def _begin(self) -> None:
         self._newer, self._older = self._answers.newer, self._answers.older

@@ -35,7 +35,7 @@ class _Proposal:
         return True
 
 
-class Hindsight:
+class ProposalOutcomes:
     """The proposals of one session that wait to be compared; whether they were ever verified is all one."""
 
     def __init__(self) -> None:

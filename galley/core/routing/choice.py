@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from galley.core.content import block_hashes
 from galley.core.session.ports import Replica
-from galley.core.store import Held
+from galley.core.store import CacheLocation
 
 LOAD_TOKENS = 64
 """What a session that is being served costs a newcomer, in tokens of prefill."""
@@ -70,7 +70,7 @@ class DraftLease(ReplicaLease):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class TargetCandidate:
     """A target that could be asked; `sessions` is how many of the caller's own are there now.
 
     A lease is some time old: the caller's own sessions are counted so that those that come at once do not all
@@ -88,7 +88,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RoutingRequest:
     """A session in search of a target.
 
     `tokens` are what it has so far, as far as they are known from position 0. `fingerprint` is the build that
@@ -99,7 +99,7 @@ class Wanted:
     max_position: int
     tenant_salt: bytes = b""
     fingerprint: str = ""
-    held: Held | None = None
+    held: CacheLocation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,9 @@ def _draft_rank(candidate: DraftCandidate) -> tuple[int, int, str]:
     return max(lease.sessions, candidate.sessions), lease.queue_depth, lease.address
 
 
-def choose(wanted: Wanted, candidates: Sequence[Candidate], avoid: Collection[str] = ()) -> Candidate | None:
+def choose_target(
+    wanted: RoutingRequest, candidates: Sequence[TargetCandidate], avoid: Collection[str] = ()
+) -> TargetCandidate | None:
     """The best of those that can serve the session; None if none can, and never one that drains.
 
     While one of the session's own fingerprint is up, it is one of those, whatever their load (rule 3).
@@ -162,7 +164,7 @@ def choose(wanted: Wanted, candidates: Sequence[Candidate], avoid: Collection[st
     return max(able, key=lambda candidate: _rank(wanted, candidate))
 
 
-def cached_tokens(wanted: Wanted, lease: TargetLease) -> int:
+def cached_tokens(wanted: RoutingRequest, lease: TargetLease) -> int:
     """How many of the first tokens the replica need not compute; the last one's logits it always must."""
     held = wanted.held
     known = 0
@@ -172,19 +174,19 @@ def cached_tokens(wanted: Wanted, lease: TargetLease) -> int:
     return min(max(known, cached), max(0, len(wanted.tokens) - 1))
 
 
-def score(wanted: Wanted, candidate: Candidate) -> int:
+def score(wanted: RoutingRequest, candidate: TargetCandidate) -> int:
     """What the replica is worth to the session, in tokens of prefill; see the module."""
     saved = cached_tokens(wanted, candidate.lease)
     return saved - LOAD_TOKENS * candidate.load - _short_tokens(wanted, candidate.lease, saved)
 
 
-def _rank(wanted: Wanted, candidate: Candidate) -> tuple[int, int, int, str]:
+def _rank(wanted: RoutingRequest, candidate: TargetCandidate) -> tuple[int, int, int, str]:
     """Ties go to the less busy, then to the one with more room; then any fixed order will do."""
     lease = candidate.lease
     return score(wanted, candidate), -candidate.load, lease.kv_blocks_free, lease.address
 
 
-def _cached_prefix(wanted: Wanted, lease: TargetLease) -> int:
+def _cached_prefix(wanted: RoutingRequest, lease: TargetLease) -> int:
     if not lease.cached_prefixes or lease.kv_block_tokens < 1:
         return 0
     hashes = block_hashes(wanted.tenant_salt, wanted.tokens, lease.kv_block_tokens)
@@ -195,7 +197,7 @@ def _cached_prefix(wanted: Wanted, lease: TargetLease) -> int:
     return 0
 
 
-def _short_tokens(wanted: Wanted, lease: TargetLease, saved: int) -> int:
+def _short_tokens(wanted: RoutingRequest, lease: TargetLease, saved: int) -> int:
     """The tokens in blocks that must be taken from others; none where the replica does not tell of blocks."""
     if lease.kv_block_tokens < 1:
         return 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from galley.core.cost.model import PassTimes
+from galley.core.cost.model import StepTimes
 from galley.core.errors import InvalidField
 
 SLOW_FACTOR = 8.0
@@ -37,12 +37,12 @@ class VerdictTimes:
 
     def __init__(self, row_costs: Sequence[tuple[int, int]] = ()) -> None:
         """`row_costs` is the replica's own curve, (rows, ns of a pass); one that is none predicts nothing."""
-        self._times: PassTimes | None = None
+        self._times: StepTimes | None = None
         self._slower = 1.0
         self._firsts: deque[int] = deque(maxlen=_MOST_FIRSTS)
         if row_costs:
             try:
-                self._times, self._most_rows = PassTimes.measured(row_costs), row_costs[-1][0]
+                self._times, self._most_rows = StepTimes.measured(row_costs), row_costs[-1][0]
             except InvalidField:
                 return  # a replica may say anything
 
@@ -78,7 +78,7 @@ class VerdictTimes:
             self._slower += _WEIGHT * (slower - self._slower)
 
 
-class Patience:
+class VerdictTimeout:
     """Of one session: how long it waits for a verdict before it looks for another replica."""
 
     def __init__(self, factor: float) -> None:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Self
 
 from galley.core.content import SessionKey
-from galley.core.cost.live import LivePassTimes
-from galley.core.scheduler.messages import PassFacts
+from galley.core.cost.live import LiveStepTimes
+from galley.core.scheduler.messages import BatchInfo
 from galley.core.scheduler.rows import Grant
-from galley.core.step import Chunk, Draw, StepPlan
+from galley.core.step import Draw, StepChunk, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class BatchTimes:
     """What the results of a pass have in common; see `Confirmed`. `drafts_ns` is what draft rows added."""
 
     sessions: int
@@ -26,10 +26,10 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class ActiveBatch:
     """The pass under way; `grants[i]` is what chunk i of the plan is for.
 
-    After `drawn_rows` a token is drawn: after `draft_rows` draft tokens, and one a session. See `PassFacts`.
+    After `drawn_rows` a token is drawn: after `draft_rows` draft tokens, and one a session. See `BatchInfo`.
     """
 
     plan: StepPlan
@@ -54,9 +54,9 @@ class Pass:
         drawn = drafts + sum(grant.final for grant in grants.values())
         return cls(plan, grants, now, drafts, drawn, preempted, evicted)
 
-    def facts(self, free_blocks: int, queue_depth: int) -> PassFacts:
+    def facts(self, free_blocks: int, queue_depth: int) -> BatchInfo:
         """What there is to tell of it."""
-        return PassFacts(
+        return BatchInfo(
             items=tuple(grant.item.id for grant in self.grants.values()),
             rows=self.plan.rows,
             draft_rows=self.draft_rows,
@@ -67,7 +67,7 @@ class Pass:
             evicted=tuple(session_id for _, session_id in self.evicted),
         )
 
-    def learn(self, times: LivePassTimes, took_ns: int, batch_span: bytes) -> Shared:
+    def learn(self, times: LiveStepTimes, took_ns: int, batch_span: bytes) -> BatchTimes:
         """It is over: tell `times`, and what its results say of it.
 
         Rows of prompts cost less, for nothing is drawn from them: what a row costs is learnt without them.
@@ -79,7 +79,7 @@ class Pass:
         else:
             prefill_ns = max(0, took_ns - times(drawn, drafts)) if drawn else took_ns
         drafts_ns = max(0, times(drawn, drafts) - times(drawn - drafts, 0)) if drafts else 0
-        return Shared(
+        return BatchTimes(
             sessions=sessions,
             rows=self.plan.rows,
             row_ns=times.of_a_row(sessions),
@@ -89,13 +89,13 @@ class Pass:
         )
 
 
-def chunk_of(grant: Grant, blocks: Sequence[int]) -> Chunk:
+def chunk_of(grant: Grant, blocks: Sequence[int]) -> StepChunk:
     """What is fed of the item, and what is drawn after it."""
     item, request = grant.item, grant.item.request
     start = item.kv_len or 0
     confirmed = item.tokens[start : start + grant.rows]
     if not grant.final:
-        return Chunk(start, confirmed, blocks, want_logits=0)
+        return StepChunk(start, confirmed, blocks, want_logits=0)
     draw = Draw(
         params=request.sampling,
         history=item.tokens,
@@ -105,4 +105,4 @@ def chunk_of(grant: Grant, blocks: Sequence[int]) -> Chunk:
         guesses=grant.draft_tokens,
         logprobs=request.logprobs,
     )
-    return Chunk(start, [*confirmed, *grant.draft_tokens], blocks, 1 + len(grant.draft_tokens), draw)
+    return StepChunk(start, [*confirmed, *grant.draft_tokens], blocks, 1 + len(grant.draft_tokens), draw)

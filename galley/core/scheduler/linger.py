@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from galley.core.cost.model import PassNs
+from galley.core.cost.model import StepNs
 
 if TYPE_CHECKING:
-    from galley.core.scheduler.request import Item
+    from galley.core.scheduler.request import ActiveRequest
 
 # Of a session whose drafts have not been seen yet: optimistic, so that they are tried.
 PRIOR_ALPHA = 0.7
@@ -44,7 +44,7 @@ _MOST_ROWS = 16
 _TRIED_ROWS = 32
 
 
-class Acceptance:
+class AcceptanceEstimate:
     """A session's chance that a draft token is right if all before it were, as measured: `alpha`.
 
     `recovery` is the chance that the token after a wrong one is right. Learnt from all that is hinted, be it
@@ -54,7 +54,7 @@ class Acceptance:
 
     __slots__ = ("_overall", "_seen", "alpha", "bias", "recovery")
 
-    def __init__(self, overall: Acceptance | None = None) -> None:
+    def __init__(self, overall: AcceptanceEstimate | None = None) -> None:
         """A session begins with what `overall`, those of all sessions, are like."""
         self._overall = overall
         self.alpha: float = overall.alpha if overall else PRIOR_ALPHA
@@ -101,7 +101,7 @@ class Acceptance:
         return [self.alpha ** (i + 1) for i in range(count)]
 
 
-class HintHabits:
+class HintTiming:
     """How long after a result a session's hints come, how long they are, and whether they come at all.
 
     `delay_ns` is the mean, `deviation_ns` the mean distance from it. A session begins with what `overall`,
@@ -110,7 +110,7 @@ class HintHabits:
 
     __slots__ = ("_first", "_overall", "delay_ns", "deviation_ns", "length", "trust")
 
-    def __init__(self, overall: HintHabits | None = None) -> None:
+    def __init__(self, overall: HintTiming | None = None) -> None:
         self._overall = overall
         self._first = overall is not None
         self.delay_ns: float | None = overall.delay_ns if overall else None
@@ -157,7 +157,7 @@ class HintHabits:
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class ExpectedHint:
     """A session whose hint should be here at `at_ns`: `length` tokens, if it comes, with chance `trust`.
 
     In the mean it comes at `mean_ns`. It takes the place of draft tokens of these chances (`instead`).
@@ -176,12 +176,12 @@ class Due:
 
 
 def linger_until(
-    due: Sequence[Due],
+    due: Sequence[ExpectedHint],
     *,
     sessions: int,
     now: int,
     latest: int,
-    pass_ns: PassNs,
+    pass_ns: StepNs,
     here: Sequence[float] = (),
 ) -> int | None:
     """Until when a pass of `sessions` rows had better wait for some of the `due`; None: not at all.
@@ -207,10 +207,10 @@ def _counts(most: int) -> list[int]:
 
 
 def _gain(
-    due: Sequence[Due],
+    due: Sequence[ExpectedHint],
     wait_ns: float,
     sessions: int,
-    pass_ns: PassNs,
+    pass_ns: StepNs,
     here: Sequence[float],
 ) -> float:
     """How many times as many tokens per time lingering confirms as going on does."""
@@ -223,12 +223,12 @@ def _gain(
     return lingering / ((late * tokens + last) / (late * took_ns + last_ns))
 
 
-def _left(due: Sequence[Due], late: int) -> list[float]:
+def _left(due: Sequence[ExpectedHint], late: int) -> list[float]:
     """The chances of the tokens that are left of these hints when they are so many passes late."""
     return [chance for one in due for chance in one.survival(late)]
 
 
-def _pass(chances: Sequence[float], sessions: int, pass_ns: PassNs) -> tuple[float, float]:
+def _pass(chances: Sequence[float], sessions: int, pass_ns: StepNs) -> tuple[float, float]:
     """The tokens of a pass with such of these draft rows as pay, and its time; not every count is tried."""
     tokens = list(accumulate(sorted(chances, reverse=True), initial=float(sessions)))
     most = len(chances)
@@ -237,13 +237,13 @@ def _pass(chances: Sequence[float], sessions: int, pass_ns: PassNs) -> tuple[flo
     return tokens[rows], pass_ns(sessions + rows, rows)
 
 
-class Lingering:
+class LingerPolicy:
     """Whether to wait, from plan to plan: no pass is put off twice, nor longer than `max_ns` in all.
 
     `waited_ns` is how long the last pass asked about has been put off so far.
     """
 
-    def __init__(self, max_ns: int, pass_ns: PassNs) -> None:
+    def __init__(self, max_ns: int, pass_ns: StepNs) -> None:
         self._max_ns = max_ns
         self._pass_ns = pass_ns
         self.waited_ns = 0
@@ -251,7 +251,7 @@ class Lingering:
         self._until_ns = 0
         self._awaited: set[int] = set()
 
-    def until(self, items: Sequence[Item], now: int) -> int | None:
+    def until(self, items: Sequence[ActiveRequest], now: int) -> int | None:
         """Until when the pass of these items had better wait; None: begin it. Their hints were looked at.
 
         That is made out once a pass: then it begins as soon as all that are awaited are here.
@@ -274,7 +274,7 @@ class Lingering:
         self._forget()
         return None
 
-    def _worth_until(self, items: Sequence[Item], now: int) -> int | None:
+    def _worth_until(self, items: Sequence[ActiveRequest], now: int) -> int | None:
         due = {item.id: _due(item) for item in items if _awaits(item)}
         if not due:
             return None
@@ -294,14 +294,14 @@ class Lingering:
         self._awaited = set()
 
 
-def _awaits(item: Item) -> bool:
+def _awaits(item: ActiveRequest) -> bool:
     """Has it no hint, but one is due?"""
     return item.hint_due and item.room > 0 and not item.hinted
 
 
-def _due(item: Item) -> Due:
+def _due(item: ActiveRequest) -> ExpectedHint:
     habits, acceptance = item.memory.habits, item.memory.acceptance
     length = min(round(habits.length), item.room)
     mean_ns, at_ns = habits.expected_at(item.result_ns)
     instead = tuple(item.survival()[:_MOST_ROWS])
-    return Due(at_ns, mean_ns, length, acceptance.alpha, habits.trust, instead)
+    return ExpectedHint(at_ns, mean_ns, length, acceptance.alpha, habits.trust, instead)

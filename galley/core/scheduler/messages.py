@@ -94,7 +94,7 @@ class Confirmed:
 
 
 @dataclass(frozen=True, slots=True)
-class Overtaken:
+class Superseded:
     """A newer item of the session came: it stood at `position`, with this hash of all tokens before."""
 
     position: int
@@ -102,11 +102,11 @@ class Overtaken:
 
 
 # All but a Confirmed with `more` close their item. An error is the outcome of its own item alone.
-Outcome: TypeAlias = "Confirmed | Overtaken | Miss | GalleyError"
+Outcome: TypeAlias = "Confirmed | Superseded | Miss | GalleyError"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """An outcome of the item that `Scheduler.submit` named `item`.
 
     `preempted`: a cache miss because its blocks went to an older session, or there were none for it.
@@ -123,7 +123,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class PassFacts:
+class BatchInfo:
     """What is worth telling of a pass that is under way: which `items` share it, and what its rows are for.
 
     Of its `rows`, `draft_rows` are draft tokens, and after `prefill_rows` nothing is drawn: those of prompts,

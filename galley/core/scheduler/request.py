@@ -6,26 +6,26 @@ from collections import deque
 from itertools import accumulate
 
 from galley.core.content import PrefixHasher, SessionKey
-from galley.core.hints import NOTHING, Hint, PendingHint, Rest
-from galley.core.scheduler.linger import Acceptance, HintHabits
+from galley.core.hints import NOTHING, Hint, HintTail, PendingHint
+from galley.core.scheduler.linger import AcceptanceEstimate, HintTiming
 from galley.core.scheduler.messages import Extend, VerifyRequest
 
 # Results that a hint may still be anchored at when it tells how long hints take.
 _ANCHORS = 8
 
 
-class SessionMemory:
+class SessionStatistics:
     """What is worth knowing of a session beyond its items: how good its drafts are, and how late."""
 
     __slots__ = ("acceptance", "habits")
 
-    def __init__(self, overall: SessionMemory | None = None) -> None:
+    def __init__(self, overall: SessionStatistics | None = None) -> None:
         """A session begins with what `overall`, those of all sessions, are like."""
-        self.acceptance: Acceptance = Acceptance(overall.acceptance if overall else None)
-        self.habits: HintHabits = HintHabits(overall.habits if overall else None)
+        self.acceptance: AcceptanceEstimate = AcceptanceEstimate(overall.acceptance if overall else None)
+        self.habits: HintTiming = HintTiming(overall.habits if overall else None)
 
 
-class Item:
+class ActiveRequest:
     """One item; `tokens` are all that are confirmed, from absolute position 0, of which [0, kv_len) have KV.
 
     `kv_len` is None until the session's blocks are opened, when `kv_reused` had KV; of that the first result
@@ -33,7 +33,7 @@ class Item:
     position, as `look` found it.
     """
 
-    def __init__(self, item_id: int, request: VerifyRequest, memory: SessionMemory, now: int) -> None:
+    def __init__(self, item_id: int, request: VerifyRequest, memory: SessionStatistics, now: int) -> None:
         self.id = item_id
         self.request = request
         self.memory = memory
@@ -102,9 +102,9 @@ class Item:
         self._hint, offered = self._followed(self._hint)
         self._former, formerly = self._followed(self._former)
         rest = offered if offered.draft_tokens else formerly
-        self.rest = Rest(rest.draft_tokens[: self.room], rest.survival[: self.room], rest.shaken)
+        self.rest = HintTail(rest.draft_tokens[: self.room], rest.survival[: self.room], rest.shaken)
 
-    def _followed(self, hint: PendingHint | None) -> tuple[PendingHint | None, Rest]:
+    def _followed(self, hint: PendingHint | None) -> tuple[PendingHint | None, HintTail]:
         """What it offers; and the hint itself, as long as it may be of use."""
         if hint is None:
             return None, NOTHING

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from galley.core.cost.model import PassNs, rows_that_pay
-from galley.core.scheduler.request import Item
+from galley.core.cost.model import StepNs, rows_that_pay
+from galley.core.scheduler.request import ActiveRequest
 
 # Of the budget, what a waiting prefill gets at least, however much there is to verify.
 _PREFILL_SHARE = 4
@@ -16,7 +16,7 @@ _PREFILL_SHARE = 4
 class Grant:
     """`rows` confirmed tokens of the item are fed, and after the last of them these draft tokens."""
 
-    item: Item
+    item: ActiveRequest
     rows: int
     draft_tokens: tuple[int, ...] = ()
 
@@ -26,7 +26,7 @@ class Grant:
         return self.rows == self.item.missing
 
 
-def share_rows(items: Sequence[Item], pass_ns: PassNs, max_rows: int) -> list[Grant]:
+def share_rows(items: Sequence[ActiveRequest], pass_ns: StepNs, max_rows: int) -> list[Grant]:
     """What each of the items, oldest first, gets of a pass of about `max_rows` rows, in that order.
 
     Every item whose KV reaches its position gets its one row, whatever the budget. Draft rows come next, as
@@ -42,7 +42,7 @@ def share_rows(items: Sequence[Item], pass_ns: PassNs, max_rows: int) -> list[Gr
     return _grants(items, counts, max(max_rows - used, reserved))
 
 
-def _reaching(items: Sequence[Item], prefill: int) -> list[Item]:
+def _reaching(items: Sequence[ActiveRequest], prefill: int) -> list[ActiveRequest]:
     """The items that come to their position with so many rows of prefill."""
     reaching = []
     for item in items:
@@ -53,7 +53,7 @@ def _reaching(items: Sequence[Item], prefill: int) -> list[Item]:
     return reaching
 
 
-def _draft_counts(offering: Sequence[Item], rows: int, room: int, pass_ns: PassNs) -> dict[int, int]:
+def _draft_counts(offering: Sequence[ActiveRequest], rows: int, room: int, pass_ns: StepNs) -> dict[int, int]:
     """How many draft tokens of each item, by its id, are verified beside `rows` other rows."""
     worth = [(chance, item.id) for item in offering for chance in item.survival()]
     # Of one session the chances fall, so that the best of all are the first of each.
@@ -70,7 +70,7 @@ def _draft_counts(offering: Sequence[Item], rows: int, room: int, pass_ns: PassN
     return counts
 
 
-def _grants(items: Sequence[Item], counts: dict[int, int], prefill: int) -> list[Grant]:
+def _grants(items: Sequence[ActiveRequest], counts: dict[int, int], prefill: int) -> list[Grant]:
     grants = []
     for item in items:
         rows = 1 if item.missing == 1 else min(item.missing, prefill)

@@ -25,23 +25,23 @@ from dataclasses import dataclass
 
 from galley.core.acceptance import confirm
 from galley.core.content import Miss, SessionKey
-from galley.core.cost.live import LivePassTimes
-from galley.core.cost.model import PassTimes
+from galley.core.cost.live import LiveStepTimes
+from galley.core.cost.model import StepTimes
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
 from galley.core.kv.table import KvTable, Reservation
-from galley.core.scheduler.batch import Pass, Shared, chunk_of
+from galley.core.scheduler.batch import ActiveBatch, BatchTimes, chunk_of
 from galley.core.scheduler.counts import SchedulerCounts
-from galley.core.scheduler.linger import Lingering
+from galley.core.scheduler.linger import LingerPolicy
 from galley.core.scheduler.messages import (
-    Answer,
+    BatchInfo,
     Confirmed,
     Extend,
     Outcome,
-    Overtaken,
-    PassFacts,
+    Response,
+    Superseded,
     VerifyRequest,
 )
-from galley.core.scheduler.request import Item, SessionMemory
+from galley.core.scheduler.request import ActiveRequest, SessionStatistics
 from galley.core.scheduler.rows import Grant, share_rows
 from galley.core.step import Sampled, StepOutcome, StepPlan
 
@@ -66,7 +66,7 @@ class Scheduler:
     def __init__(
         self,
         table: KvTable,
-        times: PassTimes,
+        times: StepTimes,
         *,
         max_rows: int = MAX_ROWS,
         max_waiting: int = 1024,
@@ -79,18 +79,18 @@ class Scheduler:
         self.counts = SchedulerCounts()
         self.waits_ns: Sequence[int] = ()
         self._table = table
-        self._times = LivePassTimes(times)
+        self._times = LiveStepTimes(times)
         self._max_rows = max_rows
         self._max_waiting = max_waiting
-        self._lingering = Lingering(max_linger_ns, self._times)
-        self._items: dict[int, Item] = {}
-        self._standing: dict[SessionKey, Item] = {}
-        self._arriving: dict[SessionKey, list[Item]] = {}
-        self._memories: OrderedDict[SessionKey, SessionMemory] = OrderedDict()
-        self._overall = SessionMemory()
-        self._under_way: Pass | None = None
+        self._lingering = LingerPolicy(max_linger_ns, self._times)
+        self._items: dict[int, ActiveRequest] = {}
+        self._standing: dict[SessionKey, ActiveRequest] = {}
+        self._arriving: dict[SessionKey, list[ActiveRequest]] = {}
+        self._memories: OrderedDict[SessionKey, SessionStatistics] = OrderedDict()
+        self._overall = SessionStatistics()
+        self._under_way: ActiveBatch | None = None
         self._preempted: deque[str] = deque(maxlen=_NAMED)
-        self._answers: list[Answer] = []
+        self._answers: list[Response] = []
         self._last_id = 0
         self._draining = False
 
@@ -102,14 +102,14 @@ class Scheduler:
         return len(self._items)
 
     @property
-    def under_way(self) -> PassFacts:
+    def under_way(self) -> BatchInfo:
         """What there is to tell of the pass under way. Raises Broken if there is none."""
         now = self._under_way
         if now is None:
             raise Broken("no pass is under way")
         return now.facts(self._table.free, self.queue_depth)
 
-    def take_answers(self) -> list[Answer]:
+    def take_answers(self) -> list[Response]:
         """All answers since the last time."""
         answers, self._answers = self._answers, []
         return answers
@@ -128,7 +128,7 @@ class Scheduler:
                 f"must end within the {capacity} tokens that the KV memory holds, at {request.position}",
             )
         self._last_id += 1
-        item = Item(self._last_id, request, self._memory(request.key), now)
+        item = ActiveRequest(self._last_id, request, self._memory(request.key), now)
         self._make_room(item)
         self._items[item.id] = item
         if self._is_busy(item.key):
@@ -137,7 +137,7 @@ class Scheduler:
             self._admit(item)
         return item.id
 
-    def _make_room(self, item: Item) -> None:
+    def _make_room(self, item: ActiveRequest) -> None:
         """Refuse the youngest that waits where too many do; raises Overloaded if that is this item."""
         waiting = [other for other in self._items.values() if not other.begun]
         if len(waiting) < self._max_waiting:
@@ -186,17 +186,17 @@ class Scheduler:
 
         No pass may be under way in the engine.
         """
-        self._answers += [Answer(item_id, error) for item_id in self._items]
+        self._answers += [Response(item_id, error) for item_id in self._items]
         self._items.clear()
         self._standing.clear()
         self._arriving.clear()
         self._under_way = None
         self._table.clear()
 
-    def _admit(self, item: Item) -> None:
+    def _admit(self, item: ActiveRequest) -> None:
         """Let it stand for its session, if the cache holds what it builds on."""
         if (before := self._standing.get(item.key)) is not None:
-            self._answer(before, Overtaken(before.position, before.prefix_hash()))
+            self._answer(before, Superseded(before.position, before.prefix_hash()))
         request = item.request
         found = self._table.look_up(item.key, request.start, request.tokens, request.prefix_hash)
         if isinstance(found, Miss):
@@ -206,8 +206,8 @@ class Scheduler:
         item.tokens = [*self._table.tokens_of(item.key)[: request.start], *request.tokens]
         self._standing[item.key] = item
 
-    def _memory(self, key: SessionKey) -> SessionMemory:
-        memory = self._memories.pop(key, None) or SessionMemory(self._overall)
+    def _memory(self, key: SessionKey) -> SessionStatistics:
+        memory = self._memories.pop(key, None) or SessionStatistics(self._overall)
         self._memories[key] = memory
         if len(self._memories) > _MEMORIES:
             self._memories.popitem(last=False)
@@ -216,7 +216,7 @@ class Scheduler:
     def _is_busy(self, key: SessionKey) -> bool:
         return self._under_way is not None and key in self._under_way.grants
 
-    def _takes_part(self, item: Item) -> bool:
+    def _takes_part(self, item: ActiveRequest) -> bool:
         return self._is_busy(item.key) and self._standing.get(item.key) is item
 
     # --------------------------------------------------------------------------------- the plan --
@@ -236,7 +236,7 @@ class Scheduler:
                 return self._begin(grants, copies, now)
         return None
 
-    def _opened(self) -> list[Item]:
+    def _opened(self) -> list[ActiveRequest]:
         """The standing items, oldest first, with their blocks opened."""
         for item in sorted(self._standing.values(), key=_age):
             # One may have made place for an older one already.
@@ -244,7 +244,7 @@ class Scheduler:
                 self._open(item)
         return sorted(self._standing.values(), key=_age)
 
-    def _open(self, item: Item) -> None:
+    def _open(self, item: ActiveRequest) -> None:
         """Where there is no place left for a session, the youngest makes it, if it is younger than this."""
         try:
             self._hold(item)
@@ -257,7 +257,7 @@ class Scheduler:
             self._preempt(youngest)
             self._hold(item)
 
-    def _hold(self, item: Item) -> None:
+    def _hold(self, item: ActiveRequest) -> None:
         """Raises Overloaded."""
         is_new = not self._table.has_blocks(item.key)
         item.kv_len = item.kv_reused = self._open_blocks(item)
@@ -265,7 +265,7 @@ class Scheduler:
             self.counts.prompt_tokens += len(item.tokens)
             self.counts.reused_tokens += item.kv_reused
 
-    def _open_blocks(self, item: Item) -> int:
+    def _open_blocks(self, item: ActiveRequest) -> int:
         """How far they hold it already. Raises Overloaded."""
         request = item.request
         return self._table.open(item.key, request.arrival_ns, item.tokens, request.priority)
@@ -295,7 +295,7 @@ class Scheduler:
             copies += reservation.copies
         return grants, copies
 
-    def _preempt(self, item: Item) -> None:
+    def _preempt(self, item: ActiveRequest) -> None:
         """It cannot go on; its caller is told what of it is left."""
         self.counts.preempted += 1
         self._preempted.append(item.key[1])
@@ -325,7 +325,7 @@ class Scheduler:
         chunks = tuple(chunk_of(grant, self._table.blocks_of(key)) for key, grant in grants.items())
         plan = StepPlan(chunks, tuple(copies))
         preempted, evicted = tuple(self._preempted), self._table.take_evicted()
-        self._under_way = Pass.begun(plan, grants, now, preempted, evicted)
+        self._under_way = ActiveBatch.begun(plan, grants, now, preempted, evicted)
         self._preempted.clear()
         return plan
 
@@ -356,19 +356,19 @@ class Scheduler:
             self._answer(grant.item, error)
         self._admit_arrived(done)
 
-    def _end(self, plan: StepPlan) -> Pass:
+    def _end(self, plan: StepPlan) -> ActiveBatch:
         done = self._under_way
         if done is None or done.plan is not plan:
             raise Broken("this pass is not under way")
         self._under_way = None
         return done
 
-    def _admit_arrived(self, done: Pass) -> None:
+    def _admit_arrived(self, done: ActiveBatch) -> None:
         for key in done.grants:
             for item in self._arriving.pop(key, ()):
                 self._admit(item)
 
-    def _settle(self, grant: Grant, outcome: StepOutcome, shared: Shared, now: int) -> None:
+    def _settle(self, grant: Grant, outcome: StepOutcome, shared: BatchTimes, now: int) -> None:
         """One session's outcome; an error costs it what the pass computed, and no other anything."""
         item = grant.item
         if grant.final and (outcome is None or (isinstance(outcome, Sampled) and not outcome.tokens)):
@@ -386,13 +386,13 @@ class Scheduler:
         if item.cancelled:
             self._close(item)
 
-    def _computed(self, item: Item, length: int) -> None:
+    def _computed(self, item: ActiveRequest, length: int) -> None:
         """The item's first `length` tokens have their KV now."""
         self._table.computed(item.key, item.tokens[item.kv_len or 0 : length])
         self._table.truncate(item.key, length)
         item.kv_len = length
 
-    def _confirm(self, grant: Grant, sampled: Sampled, shared: Shared, now: int) -> None:
+    def _confirm(self, grant: Grant, sampled: Sampled, shared: BatchTimes, now: int) -> None:
         item, request, position = grant.item, grant.item.request, grant.item.position
         verdict = confirm(
             grant.draft_tokens,
@@ -431,18 +431,18 @@ class Scheduler:
             ),
         )
 
-    def _goes_on(self, item: Item, *, stopped: bool) -> bool:
+    def _goes_on(self, item: ActiveRequest, *, stopped: bool) -> bool:
         return not (stopped or self._draining) and item.request.credit > 0 and item.position < item.limit
 
-    def _answer(self, item: Item, outcome: Outcome, *, preempted: bool = False) -> None:
+    def _answer(self, item: ActiveRequest, outcome: Outcome, *, preempted: bool = False) -> None:
         """Say it, unless the item was given up; close the item unless more follows."""
-        answer = Answer(item.id, outcome, preempted)
+        answer = Response(item.id, outcome, preempted)
         if not item.cancelled:
             self._answers.append(answer)
         if answer.last:
             self._close(item)
 
-    def _close(self, item: Item) -> None:
+    def _close(self, item: ActiveRequest) -> None:
         self._items.pop(item.id, None)
         if item in (arriving := self._arriving.get(item.key, [])):
             arriving.remove(item)
@@ -451,7 +451,7 @@ class Scheduler:
             self._table.idle(item.key)
 
 
-def _age(item: Item) -> tuple[int, int, int]:
+def _age(item: ActiveRequest) -> tuple[int, int, int]:
     return item.age
 
 

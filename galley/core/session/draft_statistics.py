@@ -1,14 +1,14 @@
 """What is remembered of drafts and of the load: by session, by workload, and of all.
 
-What is measured of a workload is what its next session begins with (`Book`). No clock: times are arguments,
-in nanoseconds.
+What is measured of a workload is what its next session begins with (`SharedStatistics`). No clock: times are
+arguments, in nanoseconds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from galley.core.last_used import LastUsed
+from galley.core.last_used import LruCache
 
 # Weight of what was seen last, in the load.
 _LOAD = 0.05
@@ -20,7 +20,7 @@ _WORKLOADS = 1024
 
 
 @dataclass(slots=True)
-class Habits:
+class DraftStatistics:
     """What drafts are like: running means over what was seen, of which `tokens` were judged.
 
     alpha: the chance that a draft token is right if all before it were, be it verified or not; recovery: that
@@ -99,7 +99,7 @@ def _mean(before: float, seen: float, weight: float) -> float:
     return before + weight * (seen - before) if before else seen
 
 
-class Book:
+class SharedStatistics:
     """What a gateway remembers beyond its sessions: the habits of each workload's drafts, and the load.
 
     `pass_ns` is what a pass of the target takes now, `share_ns` what each of its sessions has to bear,
@@ -114,9 +114,11 @@ class Book:
         self.confirmed = 1.0
         self.latency_ns = 0.0
         self.message_ns = 0.0
-        self._habits: LastUsed[tuple[str, str | None], Habits] = LastUsed(Habits, _WORKLOADS)
+        self._habits: LruCache[tuple[str, str | None], DraftStatistics] = LruCache(
+            DraftStatistics, _WORKLOADS
+        )
 
-    def habits(self, strategy: str, workload: str) -> Habits:
+    def habits(self, strategy: str, workload: str) -> DraftStatistics:
         """Of a strategy's drafts for a workload; those not met for long are forgotten.
 
         A workload begins with what the strategy's drafts are like whatever the workload.
@@ -124,7 +126,7 @@ class Book:
         overall = self.overall(strategy)
         return self._habits.of((strategy, workload), lambda: replace(overall, tokens=0))
 
-    def overall(self, strategy: str) -> Habits:
+    def overall(self, strategy: str) -> DraftStatistics:
         """Of a strategy's drafts, whatever they are for."""
         return self._habits.of((strategy, None))
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from galley.core.answer.answer import Answer
-from galley.core.content import agreement
-from galley.core.hints import MAX_HINT_TOKENS, NOTHING, Hint, Rest
+from galley.core.content import common_prefix_len
+from galley.core.hints import MAX_HINT_TOKENS, NOTHING, Hint, HintTail
 from galley.core.session.events import Proposed
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PendingProposal:
     """A proposal under way, asked for at `at_ns`: up to `k` tokens from `position` on.
 
     The prefix, of this hash, may end with guesses.
@@ -26,7 +26,7 @@ class Asked:
     at_ns: int
 
 
-class Judge(Protocol):
+class ProposalObserver(Protocol):
     """Learns how good proposals are, and says what is to be made of that."""
 
     @property
@@ -49,11 +49,11 @@ class Drafting:
     `spent`: it had less to say than was asked for, so that there is no more to be had after this hint.
     """
 
-    def __init__(self, cooldown_ns: int, max_cooldown_ns: int, judge: Judge) -> None:
+    def __init__(self, cooldown_ns: int, max_cooldown_ns: int, judge: ProposalObserver) -> None:
         self._judge = judge
         self._after_wrong: tuple[int, int] | None = None
         self._wrong_from: int | None = None
-        self.asked: Asked | None = None
+        self.asked: PendingProposal | None = None
         self.hint: Hint | None = None
         self.hint_since_ns = 0
         self.silent = False
@@ -99,7 +99,7 @@ class Drafting:
         self.confirm(answer.tokens)
         return len(came.draft_tokens)
 
-    def confirm(self, tokens: Sequence[int]) -> Asked | None:
+    def confirm(self, tokens: Sequence[int]) -> PendingProposal | None:
         """These are confirmed: a hint that they contradict or reach beyond is of no more use.
 
         But where drafts recover, what is left of it after a wrong token stays, by position. Returns what is
@@ -112,7 +112,7 @@ class Drafting:
         if hint is None:
             return None
         reached = len(tokens) - hint.position
-        agreeing = agreement(hint.draft_tokens, tokens[hint.position :])
+        agreeing = common_prefix_len(hint.draft_tokens, tokens[hint.position :])
         refused = agreeing < min(reached, len(hint.draft_tokens))
         for right in (*[True] * agreeing, *[False] * refused):
             self._judge.saw_token(right)
@@ -122,7 +122,7 @@ class Drafting:
             self.hint = _rerooted(hint, reached)
         return None
 
-    def _refuse(self, hint: Hint, tokens: Sequence[int], agreeing: int) -> Asked | None:
+    def _refuse(self, hint: Hint, tokens: Sequence[int], agreeing: int) -> PendingProposal | None:
         """The hint's token `agreeing` was wrong."""
         wrong, reached = hint.position + agreeing, len(tokens) - hint.position
         self.cache_len = min(self.cache_len, wrong)
@@ -145,7 +145,7 @@ class Drafting:
             self._judge.saw_shaken(tokens[position] == guess)
             self._after_wrong = None
 
-    def give_up(self) -> Asked | None:
+    def give_up(self) -> PendingProposal | None:
         """What is asked is not wanted any more; whether the draft's cache came to hold it is not known."""
         asked, self.asked = self.asked, None
         self.misses = 0
@@ -195,7 +195,7 @@ def _read_hint(event: Proposed, k: int, vocab_size: int, alpha: float) -> Hint:
     return Hint(event.position, event.prefix_hash, tokens, survival)
 
 
-def rest_of(hint: Hint, confirmed: Sequence[int]) -> Rest:
+def rest_of(hint: Hint, confirmed: Sequence[int]) -> HintTail:
     """What is left of a hint whose prefix agrees, once these tokens (from position 0) are confirmed."""
     reached = len(confirmed) - hint.position
     if not 0 <= reached < len(hint.draft_tokens):

@@ -130,15 +130,15 @@ class FinishStored:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Sent:
     """The client's transport took all output tokens below `index`."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Woken:
-    """The time asked for by WakeAt has come."""
+class TimerFired:
+    """The time asked for by SetTimer has come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,8 @@ Event = (
     | Committed
     | StoreFailed
     | FinishStored
-    | Taken
-    | Woken
+    | Sent
+    | TimerFired
     | Draining
     | Interrupted
     | Aborted
@@ -268,7 +268,7 @@ class StoreFinish:
 
 
 @dataclass(frozen=True, slots=True)
-class WakeAt:
+class SetTimer:
     """Tell the machine when this time has come."""
 
     at_ns: int
@@ -283,6 +283,6 @@ class End:
 
 
 Effect: TypeAlias = (
-    "Propose | CancelPropose | Verify | ExtendVerify | CancelVerify | Commit | Emit | StoreFinish | WakeAt"
+    "Propose | CancelPropose | Verify | ExtendVerify | CancelVerify | Commit | Emit | StoreFinish | SetTimer"
     " | RoundEnded | End"
 )

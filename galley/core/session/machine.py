@@ -33,13 +33,13 @@ from typing import Any, ClassVar
 
 from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec
 from galley.core.errors import Broken, GalleyError, LogLost, TargetUnavailable, Unavailable
-from galley.core.hints import NOTHING, Hint, Rest
+from galley.core.hints import NOTHING, Hint, HintTail
 from galley.core.records import TokenRecord
 from galley.core.session import events as ev
 from galley.core.session.delivery import Delivery
-from galley.core.session.draft_statistics import Book
-from galley.core.session.drafting import Asked, Drafting, rest_of
-from galley.core.session.open_verify import Standing
+from galley.core.session.draft_statistics import SharedStatistics
+from galley.core.session.drafting import Drafting, PendingProposal, rest_of
+from galley.core.session.open_verify import OpenVerify
 from galley.core.session.round import NO_STRATEGY, Round
 from galley.core.session.speculation import Speculation
 from galley.core.session.stats import SpeculationStats
@@ -96,7 +96,7 @@ class Session:
         stream_from: int = 0,
         seen_hash: bytes = b"",
         finished: Ending | None = None,
-        book: Book | None = None,
+        book: SharedStatistics | None = None,
     ) -> None:
         """`answer` holds what the log holds already; `finished` is the stored end of a session that has one.
 
@@ -114,14 +114,14 @@ class Session:
         self._draining = False
         self._request_id = 0
         self._credit = min(self._limits.credit, self._limits.window)
-        self._speculation = Speculation(answer.spec, book or Book())
+        self._speculation = Speculation(answer.spec, book or SharedStatistics())
         self._drafting = Drafting(
             self._limits.draft_cooldown_ns, self._limits.max_draft_cooldown_ns, self._speculation
         )
         self._hint_due = False
         self._k = 0
         self._strategy = NO_STRATEGY
-        self._standing: Standing | None = None
+        self._standing: OpenVerify | None = None
         self._target_misses = 0
         self._target_cache_len = 0
         self._retry = self._limits.retry_ns
@@ -234,24 +234,24 @@ class Session:
         coming = drafting.asked is not None and not drafting.silent
         self._hint_due = coming or (bool(rest.draft_tokens) and not drafting.resting(now))
 
-    def _wanted(self, rest: Rest) -> int:
+    def _wanted(self, rest: HintTail) -> int:
         ready = len(rest.draft_tokens)
         sure = rest.survival[-1] if ready else 1.0
         unread = len(self.answer.tokens) - self._drafting.cache_len
         return self._speculation.wanted(ready, sure, self._room() - 1 - ready, unread)
 
-    def _ask_draft(self, k: int, rest: Rest, now: int) -> None:
+    def _ask_draft(self, k: int, rest: HintTail, now: int) -> None:
         """For what follows the confirmed tokens and the `rest` of the hint."""
         guesses = rest.draft_tokens
         part = self._slice(self._drafting.cache_len)
         part = ev.Slice(part.start, part.tokens + guesses, part.prefix_hash)
         position, prefix = len(self.answer.tokens) + len(guesses), self.answer.hash_beyond(guesses)
-        asked = Asked(self._next_request(), position, prefix, k, now)
+        asked = PendingProposal(self._next_request(), position, prefix, k, now)
         self._drafting.asked = asked
         self._k = k
         self._emit_effect(ev.Propose(asked.request_id, part, k, self.spec.strategy, len(guesses)))
 
-    def _give_up_draft(self, asked: Asked | None) -> None:
+    def _give_up_draft(self, asked: PendingProposal | None) -> None:
         if asked is not None:
             self.stats.cancelled += 1
             self._emit_effect(ev.CancelPropose(asked.request_id))
@@ -290,12 +290,12 @@ class Session:
         if self.phase is Phase.VERIFYING:
             self._tell_target(hint, came)
 
-    def _present_hint(self, rest: Rest) -> Hint:
+    def _present_hint(self, rest: HintTail) -> Hint:
         """The rest of the hint, from here on."""
         position = len(self.answer.tokens)
         return Hint(position, self.answer.prefix_hash(position), rest.draft_tokens, rest.survival)
 
-    def _rest_of_hint(self) -> Rest:
+    def _rest_of_hint(self) -> HintTail:
         """What the last proposal says of the tokens that follow."""
         hint = self._drafting.hint
         return NOTHING if hint is None else rest_of(hint, self.answer.tokens)
@@ -339,7 +339,7 @@ class Session:
         due = self._credit > 0 and self._hint_due
         request_id = self._next_request()
         part = self._slice(self._target_cache_len)
-        self._standing = Standing(
+        self._standing = OpenVerify(
             request_id, position + asked_for + credit, credit, hint_due=due, prefills=len(part.tokens) > 1
         )
         if tokens:
@@ -372,7 +372,7 @@ class Session:
         standing.hint_due = due
         self._emit_effect(ev.ExtendVerify(standing.request_id, standing.limit, hint, due))
 
-    def _needs_credit(self, standing: Standing, limit: int) -> bool:
+    def _needs_credit(self, standing: OpenVerify, limit: int) -> bool:
         """Less than half is left, and there is enough to give, or all that will ever be needed."""
         left = standing.limit - len(self.answer.tokens)
         gain = limit - standing.limit
@@ -399,7 +399,7 @@ class Session:
         self._after_verdict(event, now)  # first, because the next round is what the client waits for
         self._commit()
 
-    def _confirm(self, event: ev.Verified, standing: Standing, now: int) -> None:
+    def _confirm(self, event: ev.Verified, standing: OpenVerify, now: int) -> None:
         offered = self._was_offered(event, now)
         confirmed = self._absorb(event)
         self._target_cache_len = min(max(0, event.cache_len), len(self.answer.tokens))
@@ -496,10 +496,10 @@ class Session:
             self._end_with(TargetUnavailable(f"no verdict from the target: {event.message}"))
         else:
             self.phase = Phase.BACKING_OFF
-            self._emit_effect(ev.WakeAt(now + self._retry))
+            self._emit_effect(ev.SetTimer(now + self._retry))
             self._retry = min(2 * self._retry, self._limits.max_retry_ns)
 
-    def _on_retry(self, _event: ev.Woken, now: int) -> None:
+    def _on_retry(self, _event: ev.TimerFired, now: int) -> None:
         self._ask_target_again(now)
 
     def _ask_target_again(self, now: int) -> None:
@@ -542,7 +542,7 @@ class Session:
             self._emit_effect(emit)
         return True
 
-    def _on_taken(self, event: ev.Taken, now: int) -> None:
+    def _on_taken(self, event: ev.Sent, now: int) -> None:
         self._delivery.taken(event.index)
         self._advance(now)
 
@@ -642,10 +642,10 @@ class Session:
         **dict.fromkeys([(phase, ev.CacheMissed) for phase in _WORKING], _on_missed),
         **dict.fromkeys([(phase, ev.Failed) for phase in _WORKING], _on_failed),
         (Phase.VERIFYING, ev.Verified): _on_verified,
-        (Phase.BACKING_OFF, ev.Woken): _on_retry,
+        (Phase.BACKING_OFF, ev.TimerFired): _on_retry,
         (Phase.FINISHING, ev.FinishStored): _on_finish_stored,
         **dict.fromkeys([(phase, ev.Committed) for phase in _LIVE], _on_committed),
-        **dict.fromkeys([(phase, ev.Taken) for phase in _LIVE], _on_taken),
+        **dict.fromkeys([(phase, ev.Sent) for phase in _LIVE], _on_taken),
         **dict.fromkeys([(phase, ev.Draining) for phase in _LIVE], _on_draining),
         **dict.fromkeys([(phase, ev.StoreFailed) for phase in _LIVE], _on_store_failed),
         **dict.fromkeys([(phase, ev.Interrupted) for phase in _LIVE], _on_interrupted),

@@ -8,7 +8,7 @@ from galley.core.session.drafting import valid_prefix
 from galley.core.session.events import Verified
 
 
-class Standing:
+class OpenVerify:
     """No token may be confirmed at or beyond position `limit`; without credit, there is one verdict.
 
     `hint_due` is what the target has been told last. Until its first verdict it may be one that `prefills`:

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from galley.core.answer.answer import SessionSpec
 from galley.core.cost.model import expected_confirmed
-from galley.core.session.draft_statistics import Book
+from galley.core.session.draft_statistics import SharedStatistics
 
 # Weights of what was seen last: in a session, in its workload.
 _SESSION, _WORKLOAD = 0.04, 0.01
@@ -49,7 +49,7 @@ _PASSES_TO_COME = 32
 class Speculation:
     """Of one session."""
 
-    def __init__(self, spec: SessionSpec, book: Book) -> None:
+    def __init__(self, spec: SessionSpec, book: SharedStatistics) -> None:
         self._k = spec.k
         self._auto = spec.auto
         self._workload = book.habits(spec.strategy, spec.workload)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, NamedTuple, TypeVar
 
-from galley.core.content import agreement
+from galley.core.content import common_prefix_len
 from services.draft.strategies.base import DraftSession
 
 E = TypeVar("E")
@@ -51,7 +51,7 @@ class Drafted(Generic[E]):
                 if token != right:
                     break
         ahead = session.tokens[self._first :]
-        if agreed < self._first or agreement(self._tokens, ahead) < len(ahead):
+        if agreed < self._first or common_prefix_len(self._tokens, ahead) < len(ahead):
             self._first = len(session.tokens)
             self._cut(self._first)
         else:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from galley.core.content import agreement
-from galley.core.last_used import LastUsed
+from galley.core.content import common_prefix_len
+from galley.core.last_used import LruCache
 from services.draft.strategies.base import DraftJob, DraftSession, Guess
 from services.draft.strategies.drafted import Drafted
 from services.draft.strategies.lookups import Following, Kind, Lookups, kind_of
@@ -45,8 +45,8 @@ class HybridStrategy:
         self._lookups = lookups
         self._steps = steps
         self._sessions: WeakKeyDictionary[DraftSession, _Session] = WeakKeyDictionary()
-        self._opined: LastUsed[Kind, Opined] = LastUsed(Opined, _WORKLOADS)
-        self._overall: LastUsed[bytes, Opined] = LastUsed(Opined, _WORKLOADS)
+        self._opined: LruCache[Kind, Opined] = LruCache(Opined, _WORKLOADS)
+        self._overall: LruCache[bytes, Opined] = LruCache(Opined, _WORKLOADS)
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
         """See `Strategy.begin`."""
@@ -62,7 +62,7 @@ class HybridStrategy:
     def _begin(self, job: DraftJob) -> SteppedGuess:
         guess, tokens = self._steps.open(job), job.session.tokens
         session = self._look_at(job)
-        for verdict in session.drafted.compare(job.session, agreement(session.known, tokens)):
+        for verdict in session.drafted.compare(job.session, common_prefix_len(session.known, tokens)):
             session.opined.saw(verdict.evidence, verdict.confirmed)
         session.known = list(tokens)
         session.following = self._lookups.follow(job)

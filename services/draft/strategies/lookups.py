@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
-from galley.core.last_used import LastUsed
-from galley.core.lookup.lookup import AnswerLookup, Found, RecentAnswers, SessionLookup
+from galley.core.last_used import LruCache
+from galley.core.lookup.lookup import AnswerLookup, LookupResult, RecentAnswers, SessionLookup
 from services.draft.strategies.base import DraftJob, DraftSession
 
 # Of sessions: the tenant's salt and the workload.
@@ -34,7 +34,7 @@ def kind_of(job: DraftJob) -> Kind:
 class Match:
     """Tokens that followed a match before, and whether that was in the session's `own` tokens."""
 
-    found: Found
+    found: LookupResult
     own: bool
 
 
@@ -64,7 +64,7 @@ class Lookups:
 
     def __init__(self) -> None:
         self._sessions: WeakKeyDictionary[DraftSession, SessionLookup] = WeakKeyDictionary()
-        self._kinds: LastUsed[Kind, _Answers] = LastUsed(_Answers, MOST_KINDS)
+        self._kinds: LruCache[Kind, _Answers] = LruCache(_Answers, MOST_KINDS)
 
     def follow(self, job: DraftJob) -> Following | None:
         """The session's lookups, nearer to its confirmed tokens; None while they are not there yet.

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from galley.core.content import agreement
-from galley.core.last_used import LastUsed
+from galley.core.content import common_prefix_len
+from galley.core.last_used import LruCache
 from galley.core.lookup.calibration import Calibration
 from services.draft.strategies.base import DraftJob, DraftSession, Guess
 from services.draft.strategies.drafted import Drafted
@@ -29,8 +29,8 @@ class ModelStrategy:
         self._steps = steps
         # What was guessed of each session, with its buckets.
         self._drafted: WeakKeyDictionary[DraftSession, Drafted[int]] = WeakKeyDictionary()
-        self._calibrations: LastUsed[Kind, Calibration] = LastUsed(_calibration, _WORKLOADS)
-        self._overall: LastUsed[bytes, Calibration] = LastUsed(_calibration, _WORKLOADS)
+        self._calibrations: LruCache[Kind, Calibration] = LruCache(_calibration, _WORKLOADS)
+        self._overall: LruCache[bytes, Calibration] = LruCache(_calibration, _WORKLOADS)
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
         """See `Strategy.begin`."""
@@ -47,7 +47,7 @@ class ModelStrategy:
         guess, session = self._steps.open(job), job.session
         drafted = self._drafted.setdefault(session, Drafted())
         calibration = self._calibration_of(job)
-        for verdict in drafted.compare(session, agreement(guess.cache.tokens, session.tokens)):
+        for verdict in drafted.compare(session, common_prefix_len(guess.cache.tokens, session.tokens)):
             calibration.saw(verdict.evidence, verdict.guessed == verdict.confirmed)
         guess.settle()
         for token, bucket in drafted.ready(len(session.tokens), guess.limit, rules_of(job.slice)):

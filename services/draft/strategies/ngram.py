@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
-from galley.core.last_used import LastUsed
-from galley.core.lookup.lookup import Found
-from galley.core.lookup.proposal_outcomes import Hindsight
+from galley.core.last_used import LruCache
+from galley.core.lookup.lookup import LookupResult
+from galley.core.lookup.proposal_outcomes import ProposalOutcomes
 from services.draft.strategies.base import DraftJob, DraftSession, Guess
 from services.draft.strategies.lookups import MOST_KINDS, Following, Kind, Lookups, Match, kind_of
 from services.draft.strategies.matches import MatchChances
@@ -25,9 +25,9 @@ class NgramStrategy:
 
     def __init__(self, lookups: Lookups) -> None:
         self._lookups = lookups
-        self._waiting: WeakKeyDictionary[DraftSession, Hindsight] = WeakKeyDictionary()
-        self._chances: LastUsed[Kind, MatchChances] = LastUsed(MatchChances, MOST_KINDS)
-        self._overall: LastUsed[bytes, MatchChances] = LastUsed(MatchChances, MOST_KINDS)
+        self._waiting: WeakKeyDictionary[DraftSession, ProposalOutcomes] = WeakKeyDictionary()
+        self._chances: LruCache[Kind, MatchChances] = LruCache(MatchChances, MOST_KINDS)
+        self._overall: LruCache[bytes, MatchChances] = LruCache(MatchChances, MOST_KINDS)
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
         """See `Strategy.begin`."""
@@ -39,14 +39,14 @@ class NgramStrategy:
         """See `Strategy.advance`."""
         for guess in guesses:
             session = guess.job.session
-            waiting = self._waiting.setdefault(session, Hindsight())
+            waiting = self._waiting.setdefault(session, ProposalOutcomes())
             waiting.confirm(session.tokens[: session.confirmed])
             following = self._lookups.follow(guess.job)
             guess.done = following is not None
             if following is not None:
                 self._look_up(guess, following, waiting)
 
-    def _look_up(self, guess: Guess, following: Following, waiting: Hindsight) -> None:
+    def _look_up(self, guess: Guess, following: Following, waiting: ProposalOutcomes) -> None:
         job = guess.job
         ahead = job.session.tokens[job.session.confirmed :]
         match = following.find(ahead, job.k)
@@ -75,7 +75,7 @@ def _survival(chances: MatchChances, match: Match, count: int) -> list[float]:
     return survival
 
 
-def _up_to_a_stop(found: Found, stop_token_ids: frozenset[int]) -> tuple[int, ...]:
+def _up_to_a_stop(found: LookupResult, stop_token_ids: frozenset[int]) -> tuple[int, ...]:
     tokens = found.tokens
     if stop_token_ids.isdisjoint(tokens):
         return tokens

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from galley.common.wire.slices import Slice
 from galley.common.wire.status import log_internal
-from galley.core.content import agreement
+from galley.core.content import common_prefix_len
 from galley.core.errors import GalleyError
 from galley.core.step import Draw, Sampled
 from galley.engine.model import CausalModel, Rows, SessionCache
@@ -96,7 +96,7 @@ class ModelSteps:
     def cut_back(self, guess: SteppedGuess) -> None:
         """Keep of the cache what agrees with the guess, without its last token."""
         wanted = [*guess.job.session.tokens, *guess.tokens]
-        guess.cache.truncate(min(agreement(guess.cache.tokens, wanted), len(wanted) - 1))
+        guess.cache.truncate(min(common_prefix_len(guess.cache.tokens, wanted), len(wanted) - 1))
 
     def advance(self, guesses: Sequence[SteppedGuess]) -> list[Drawn]:
         """A step; a guess whose long prompt is still being fed is told nothing. An error ends its guess."""

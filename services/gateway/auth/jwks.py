@@ -26,7 +26,7 @@ from jwt.exceptions import PyJWTError
 
 from galley.common.server.logs import get_logger
 from galley.common.tls.files import NamedFile, WatchedFiles
-from galley.core.errors import CallerUnknown
+from galley.core.errors import AuthenticationUnavailable
 from services.gateway.auth.settings import check_https
 
 _C = TypeVar("_C")
@@ -145,11 +145,11 @@ class KeySource(Protocol):
     """Gives the current keys of an issuer."""
 
     async def current(self) -> KeySet:
-        """Return the known keys. Raise CallerUnknown if there are none, or they are too old."""
+        """Return the known keys. Raise AuthenticationUnavailable if there are none, or they are too old."""
         ...
 
     async def refreshed(self) -> KeySet:
-        """Return the keys after a new fetch, if one is due. Raise CallerUnknown as `current` does."""
+        """Return the keys after a fetch, if one is due. Raise AuthenticationUnavailable like `current`."""
         ...
 
 
@@ -216,7 +216,7 @@ class CachedJwks(KeySource):
 
     def _keys(self) -> KeySet:
         if self._fetched is None or self._age_s() > self._stale_s:
-            raise CallerUnknown("the keys of the token issuer cannot be fetched; try again later")
+            raise AuthenticationUnavailable("the keys of the token issuer cannot be fetched; try again later")
         return self._fetched.keys
 
     def _age_s(self) -> float:

@@ -14,7 +14,7 @@ from galley.core.answer.answer import SessionSpec
 from galley.core.move_reasons import FAILED, LATE, LEFT
 from galley.core.session import events as ev
 from galley.core.session.ports import Replica
-from galley.core.store import Held
+from galley.core.store import CacheLocation
 from galley.core.strategies import HYBRID, MODEL, NGRAM
 from services.gateway.replicas.drafts import Draft, Drafts
 from services.gateway.replicas.lookup import Lookup
@@ -40,7 +40,9 @@ class SessionDraft:
     asked at all, the gateway looks up itself; and as soon as one can be asked again, it is.
     """
 
-    def __init__(self, drafts: Drafts, held: Held | None = None, *, may_look_up: bool = False) -> None:
+    def __init__(
+        self, drafts: Drafts, held: CacheLocation | None = None, *, may_look_up: bool = False
+    ) -> None:
         """`held` is from the KV directory: where a session that goes on has its tokens."""
         self._drafts = drafts
         self._home = None if held is None else Replica(held.replica, held.incarnation)

@@ -15,7 +15,7 @@ from galley.common.registry.leases import draft_lease
 from galley.common.server.logs import get_logger
 from galley.core import trace_names as names
 from galley.core.errors import GalleyError, TokenizerMismatch
-from galley.core.recent import Recent
+from galley.core.recent import RecentKeys
 from galley.core.routing.breaker import Breaker, State
 from galley.core.routing.choice import DraftCandidate, DraftLease, choose_draft
 from galley.core.session import events as ev
@@ -36,7 +36,7 @@ class Draft(Member[DraftPool, DraftLease]):
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         super().__init__(address, DraftPool(channel, address), channel)
-        self.sessions = Recent()
+        self.sessions = RecentKeys()
         self._breaker = Breaker()
         self._breaker_of = ""
 

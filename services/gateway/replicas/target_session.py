@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from galley.core.answer.answer import SessionSpec
 from galley.core.move_reasons import FAILED, LATE, LEFT
-from galley.core.routing.choice import Wanted, cached_tokens
-from galley.core.routing.lateness import Patience
+from galley.core.routing.choice import RoutingRequest, cached_tokens
+from galley.core.routing.lateness import VerdictTimeout
 from galley.core.session import events as ev
 from galley.core.session.ports import Replica, Verification
-from galley.core.store import Held
+from galley.core.store import CacheLocation
 from services.gateway.replicas.target_request import Routed
 from services.gateway.replicas.targets import Target, Targets
 
@@ -27,9 +27,9 @@ class SessionTarget:
     answer was due; while that happens, replicas that failed it are asked only when there is no other.
     """
 
-    def __init__(self, targets: Targets, fingerprint: str = "", held: Held | None = None) -> None:
+    def __init__(self, targets: Targets, fingerprint: str = "", held: CacheLocation | None = None) -> None:
         """`fingerprint` is the build that computed the session so far; `held` is from the KV directory."""
-        self.patience = Patience(targets.slow_factor)
+        self.patience = VerdictTimeout(targets.slow_factor)
         self._targets = targets
         self._fingerprint = fingerprint
         self._held = held
@@ -128,9 +128,9 @@ class SessionTarget:
         self._at = other
         return True
 
-    def _wanted(self, spec: SessionSpec, request: ev.Verify) -> Wanted:
+    def _wanted(self, spec: SessionSpec, request: ev.Verify) -> RoutingRequest:
         part = request.slice
-        return Wanted(
+        return RoutingRequest(
             tokens=part.tokens if part.start == 0 else spec.prompt,
             max_position=spec.max_position,
             tenant_salt=spec.tenant_salt,

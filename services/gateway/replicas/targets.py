@@ -13,7 +13,7 @@ import grpc
 
 from galley.common.registry.leases import target_lease
 from galley.core.errors import GalleyError, TargetUnavailable, TokenizerMismatch, Unavailable
-from galley.core.routing.choice import Candidate, TargetLease, Wanted, choose
+from galley.core.routing.choice import RoutingRequest, TargetCandidate, TargetLease, choose_target
 from galley.core.routing.lateness import ROWS_OF_A_SESSION, SLOW_FACTOR, VerdictTimes
 from galley.core.session.ports import Clock
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -77,9 +77,9 @@ class Target(Member[TargetPool, TargetLease]):
         """Of its build, as it was last told."""
         return self.candidate().lease.fingerprint
 
-    def candidate(self) -> Candidate:
+    def candidate(self) -> TargetCandidate:
         """As routing sees it."""
-        return Candidate(self.lease or target_lease(self.address, self.pool.info), self.items, self.up)
+        return TargetCandidate(self.lease or target_lease(self.address, self.pool.info), self.items, self.up)
 
     def must_meet(self) -> bool:
         """Also, without a lease, how it is doing is not known."""
@@ -130,10 +130,10 @@ class Targets(Members[Target]):
                 raise self.mismatch
             await asyncio.sleep(_FIRST_PAUSE_S)
 
-    def choose(self, wanted: Wanted, avoid: Collection[str]) -> Target | None:
+    def choose(self, wanted: RoutingRequest, avoid: Collection[str]) -> Target | None:
         """The replica that a session is best served by; None if none can."""
         candidates = [member.candidate() for member in self._members.values() if member.fits]
-        chosen = choose(wanted, candidates, avoid)
+        chosen = choose_target(wanted, candidates, avoid)
         return None if chosen is None else self._members[chosen.lease.address]
 
     def _member(self, address: str) -> Target:

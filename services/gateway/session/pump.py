@@ -11,9 +11,9 @@ import grpc
 
 from galley.common.server.logs import get_logger, level_of
 from galley.common.wire import status
-from galley.core.admission.admission import Place
+from galley.core.admission.admission import AdmissionSlot
 from galley.core.answer.answer import Chunk, NumericsChanged
-from galley.core.errors import Broken, GalleyError, Unread
+from galley.core.errors import Broken, ClientStalled, GalleyError
 from galley.core.session import events as ev
 from services.gateway.session.runner import SessionRunner
 from services.gateway.session.streams import Streams
@@ -38,7 +38,7 @@ class Pump:
         runner: SessionRunner,
         context: grpc.aio.ServicerContext[Any, Any],
         streams: Streams,
-        place: Place,
+        place: AdmissionSlot,
         client_s: float,
         *,
         failed: Callable[[GalleyError], None] = lambda _: None,
@@ -122,8 +122,8 @@ class Pump:
         except TimeoutError:
             raise self._unread() from None
 
-    def _unread(self) -> Unread:
-        return Unread(f"the stream was left unread for {self._client_s:g} s; resume to go on")
+    def _unread(self) -> ClientStalled:
+        return ClientStalled(f"the stream was left unread for {self._client_s:g} s; resume to go on")
 
     async def _left_unread(self) -> None:
         """Return once nothing has been read for as long as a client may take."""
@@ -138,7 +138,7 @@ class Pump:
 
         It says why the session ended, if not well: a client that was fenced is not told to resume.
         """
-        if not isinstance(end.error, Unread):
+        if not isinstance(end.error, ClientStalled):
             await self._left_unread()
         error = end.error or self._unread()
         _log.info("stream ended unread", error=str(error))

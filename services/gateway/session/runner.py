@@ -14,12 +14,12 @@ from typing import TypeAlias
 
 from galley.common.server.logs import get_logger
 from galley.core.answer.answer import Chunk, NumericsChanged
-from galley.core.errors import Broken, Cancelled, DeadlinePassed, GalleyError, Unread
+from galley.core.errors import Broken, Cancelled, ClientStalled, DeadlinePassed, GalleyError
 from galley.core.session import events as ev
 from galley.core.session.machine import Session
 from galley.core.session.ports import Clock, DraftPort, Replica, TargetPort, Verification
 from galley.core.session.round import RoundEnded
-from galley.core.store import Directory, Held
+from galley.core.store import CacheLocation, KvDirectory
 from services.gateway.session.timeouts import SECOND, Timeouts
 from services.gateway.store.owned import OwnedSession
 from services.gateway.store.session_log import StoreWrites
@@ -36,7 +36,7 @@ _log = get_logger(__name__)
 
 Item: TypeAlias = Chunk | NumericsChanged
 Send: TypeAlias = Callable[[Item], Awaitable[None]]
-"""Returns when the client's transport took the item; raises Unread if it never will."""
+"""Returns when the client's transport took the item; raises ClientStalled if it never will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ class SessionRunner:
                 case ev.Emit():
                     self._trace.emitted(effect.items)
                     self._outbox.put_nowait(effect.items)
-                case ev.WakeAt():
-                    self._call_at(effect.at_ns, ev.Woken())
+                case ev.SetTimer():
+                    self._call_at(effect.at_ns, ev.TimerFired())
                 case RoundEnded():
                     self._trace.round_ended(effect, self._ports.draft.replica, self._holder)
                     self.meter.round(effect)
@@ -189,9 +189,9 @@ class SessionRunner:
     async def _commit(self, effect: ev.Commit) -> None:
         await self._writes.commit(effect, self._directory(effect))
 
-    def _directory(self, effect: ev.Commit) -> Directory:
+    def _directory(self, effect: ev.Commit) -> KvDirectory:
         """The target's is whose answer told how far its cache reaches, not who is asked next."""
-        return Directory(
+        return KvDirectory(
             draft=_held(self._ports.draft.replica, effect.draft_cache_len),
             target=_held(self._holder, effect.target_cache_len),
         )
@@ -236,7 +236,7 @@ class SessionRunner:
                     self._trace.sent(waited_ns)
                     self.meter.stalled(waited_ns)
                 if isinstance(item, Chunk):
-                    self.tell(ev.Taken(item.index + len(item.tokens)))
+                    self.tell(ev.Sent(item.index + len(item.tokens)))
 
     def _on_unsent(self, sender: asyncio.Task[None]) -> None:
         """No more reaches the client: the session is worked on no further."""
@@ -249,7 +249,7 @@ class SessionRunner:
             await asyncio.wait({sender})
             error = sender.exception()
             return end if error is None else ev.End(error=_fault_of(error, "sending"))
-        if not isinstance(end.error, DeadlinePassed | Cancelled | Unread):
+        if not isinstance(end.error, DeadlinePassed | Cancelled | ClientStalled):
             await asyncio.wait({sender}, timeout=_SEND_GRACE_S)
         return end
 
@@ -284,8 +284,8 @@ class SessionRunner:
 
 
 def _fault_of(error: BaseException, what: str) -> GalleyError:
-    return error if isinstance(error, Unread) else Broken(f"{what} raised {type(error).__name__}")
+    return error if isinstance(error, ClientStalled) else Broken(f"{what} raised {type(error).__name__}")
 
 
-def _held(replica: Replica | None, length: int) -> Held | None:
-    return None if replica is None else Held(replica.address, replica.incarnation, length)
+def _held(replica: Replica | None, length: int) -> CacheLocation | None:
+    return None if replica is None else CacheLocation(replica.address, replica.incarnation, length)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from galley.core.admission.admission import DRAINING, Admission, Place
+from galley.core.admission.admission import DRAINING, Admission, AdmissionSlot
 from galley.core.admission.principal import Principal
 from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec
 from galley.core.answer.codec import decode_spec, encode_spec
@@ -16,7 +16,7 @@ from galley.core.answer.finish import decode_ending, encode_ending
 from galley.core.errors import Fenced, InvalidField, LogLost, Overloaded, Unavailable, UnknownSession
 from galley.core.records import decode_records
 from galley.core.session import events as ev
-from galley.core.session.draft_statistics import Book
+from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.session.ports import Clock
 from galley.core.store import NewSession, SessionStore, StoredSession
@@ -58,13 +58,13 @@ class Streams:
         self._admission = Admission(max_sessions)
         self._aborts = Admission(max_sessions, "calls to Abort")
         self._draining = False
-        self._book = Book()
+        self._book = SharedStatistics()
         self._running: set[SessionRunner] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     @contextmanager
-    def admit(self, principal: Principal, tokens: int) -> Iterator[Place]:
+    def admit(self, principal: Principal, tokens: int) -> Iterator[AdmissionSlot]:
         """Hold a place for one stream of at most so many output tokens.
 
         Raises Overloaded or Unavailable, before any work is done.
@@ -77,7 +77,7 @@ class Streams:
             if not place.kept:
                 self._release(place)
 
-    def _enter(self, principal: Principal, tokens: int) -> Place:
+    def _enter(self, principal: Principal, tokens: int) -> AdmissionSlot:
         if self._draining:
             self.meter.refused(DRAINING)
             raise Unavailable("this gateway is shutting down; ask another")
@@ -92,7 +92,7 @@ class Streams:
         """Places that are taken."""
         return self._admission.held
 
-    def keep(self, work: asyncio.Task[None], place: Place, used: Callable[[], int]) -> None:
+    def keep(self, work: asyncio.Task[None], place: AdmissionSlot, used: Callable[[], int]) -> None:
         """A session goes on without its client, if only to stop: it keeps its place until `work` is done."""
         place.kept = True
 
@@ -102,12 +102,12 @@ class Streams:
 
         work.add_done_callback(done)
 
-    def _release(self, place: Place) -> None:
+    def _release(self, place: AdmissionSlot) -> None:
         self._admission.leave(place, self._clock.now_ns())
         if not self._admission.held:
             self._idle.set()
 
-    def charge_prompt(self, place: Place, runner: SessionRunner) -> None:
+    def charge_prompt(self, place: AdmissionSlot, runner: SessionRunner) -> None:
         """Count its prompt, unless the session is one that was joined: then it has had an owner before."""
         if runner.owned.owner.epoch == 1:
             self._admission.charge(place, len(runner.session.spec.prompt), self._clock.now_ns())

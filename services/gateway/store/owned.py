@@ -17,7 +17,7 @@ from typing import TypeVar
 from galley.common.server.logs import get_logger
 from galley.core.errors import UnknownSession
 from galley.core.session.ports import Clock
-from galley.core.store import Directory, LogBehind, SessionStore, StoredSession
+from galley.core.store import KvDirectory, LogBehind, SessionStore, StoredSession
 
 _T = TypeVar("_T")
 _log = get_logger(__name__)
@@ -38,7 +38,7 @@ class OwnedSession:
         self._trusted_ns = trusted_ns
 
     async def commit(
-        self, expected_len: int, tokens: Sequence[int], meta: bytes, directory: Directory
+        self, expected_len: int, tokens: Sequence[int], meta: bytes, directory: KvDirectory
     ) -> int:
         """The log's length thereafter."""
         return await self._change(

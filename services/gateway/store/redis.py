@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies, RedisCalls, Script, script_of
-from galley.core.content import token_bytes, tokens_of
+from galley.core.content import token_bytes, tokens_from_bytes
 from galley.core.errors import (
     Broken,
     Fenced,
@@ -22,9 +22,9 @@ from galley.core.store import (
     FINISHED_TTL_S,
     SESSION_TTL_S,
     UNCHANGED,
+    CacheLocation,
     ClaimLost,
-    Directory,
-    Held,
+    KvDirectory,
     LogBehind,
     NewSession,
     Ownership,
@@ -122,7 +122,7 @@ class RedisStore(SessionStore):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
-        directory: Directory = UNCHANGED,
+        directory: KvDirectory = UNCHANGED,
     ) -> int:
         """See `SessionStore`."""
         reply = await self._run_owned(
@@ -254,27 +254,27 @@ def _stored(session_id: str, flat: list[bytes], log: bytes, meta: bytes) -> Stor
         principal=values["principal"].decode(),
         fields=_joined(values),
         prompt_len=int(values["prompt_len"]),
-        tokens=tokens_of(log),
+        tokens=tokens_from_bytes(log),
         meta=meta,
         state=cast("State", values["state"].decode()),
         finish=values["finish"],
         created_ms=int(values["created_ms"]),
         body_hash=values["body_hash"],
-        directory=Directory(*(_held(values, pool) for pool in _POOLS)),
+        directory=KvDirectory(*(_held(values, pool) for pool in _POOLS)),
     )
 
 
-def _held(values: Mapping[str, bytes], pool: str) -> Held | None:
+def _held(values: Mapping[str, bytes], pool: str) -> CacheLocation | None:
     if f"{pool}_replica" not in values:
         return None
-    return Held(
+    return CacheLocation(
         values[f"{pool}_replica"].decode(),
         values[f"{pool}_incarnation"].decode(),
         int(values[f"{pool}_kv_len"]),
     )
 
 
-def _directory_fields(directory: Directory) -> list[str | int]:
+def _directory_fields(directory: KvDirectory) -> list[str | int]:
     fields: list[str | int] = []
     for pool, held in zip(_POOLS, (directory.draft, directory.target), strict=True):
         if held is not None:

@@ -11,7 +11,7 @@ from galley.core.errors import GalleyError
 from galley.core.records import encode_records
 from galley.core.session import events as ev
 from galley.core.session.ports import Clock
-from galley.core.store import Directory
+from galley.core.store import KvDirectory
 from services.gateway.session.timeouts import SECOND, Timeouts, patiently
 from services.gateway.store.owned import OwnedSession
 from services.gateway.telemetry.call_spans import COMMIT, RENEW
@@ -42,7 +42,7 @@ class StoreWrites:
         self._tell = tell
         self._trace = request_trace()
 
-    async def commit(self, effect: ev.Commit, directory: Directory) -> None:
+    async def commit(self, effect: ev.Commit, directory: KvDirectory) -> None:
         """Append to the log; `directory` is who caches the session now."""
         meta = encode_records(effect.records)
         began_ns = self._clock.now_ns()

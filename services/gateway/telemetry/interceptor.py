@@ -22,7 +22,7 @@ from galley.common.tracing.light_spans import SpanScope
 from galley.common.tracing.telemetry import context_of, fail
 from galley.common.wire.status import error_type
 from galley.core import trace_names as names
-from galley.core.errors import CallerUnknown, Unauthenticated
+from galley.core.errors import AuthenticationUnavailable, Unauthenticated
 from galley.core.session.ports import Clock
 from services.gateway.telemetry.own_span import Begun
 from services.gateway.telemetry.round_spans import TraceOptions
@@ -66,7 +66,7 @@ class RequestSpans(WrappingInterceptor):
                         yield response
             except grpc.aio.AbortError:  # whoever aborted has told why
                 raise
-            except (Unauthenticated, CallerUnknown) as error:
+            except (Unauthenticated, AuthenticationUnavailable) as error:
                 begun.failed(error)
                 begun.disown()
                 raise

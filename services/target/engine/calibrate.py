@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from galley.core.cost.model import PassTimes
+from galley.core.cost.model import StepTimes
 from galley.core.sampling_params import SamplingParams
-from galley.core.step import Chunk, Draw, StepPlan
+from galley.core.step import Draw, StepChunk, StepPlan
 from services.target.engine.protocol import EngineInfo, TargetEngine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -24,7 +24,7 @@ _ENOUGH_NS = 6_000_000_000
 _GREEDY = SamplingParams(temperature=0.0)
 
 
-def measure(engine: TargetEngine, clock: Callable[[], int] = time.perf_counter_ns) -> PassTimes:
+def measure(engine: TargetEngine, clock: Callable[[], int] = time.perf_counter_ns) -> StepTimes:
     """Time passes of ROWS rows, the best of three each, in about two seconds in all; blocks.
 
     To be called before anything else runs on the engine. On a slow machine later points are timed once, or
@@ -39,7 +39,7 @@ def measure(engine: TargetEngine, clock: Callable[[], int] = time.perf_counter_n
         if plan is None or clock() - begun > _ENOUGH_NS:
             break
         points.append((rows, _best_ns(engine, plan, clock, begun + _SOON_NS)))
-    return PassTimes.measured(points)
+    return StepTimes.measured(points)
 
 
 def _best_ns(engine: TargetEngine, plan: StepPlan, clock: Callable[[], int], until: int) -> int:
@@ -75,9 +75,9 @@ def _least(info: EngineInfo) -> StepPlan:
     return StepPlan((_chunk(info, min(1, info.context_window - 1), 1, range(1)),))
 
 
-def _chunk(info: EngineInfo, start: int, rows: int, blocks: range) -> Chunk:
+def _chunk(info: EngineInfo, start: int, rows: int, blocks: range) -> StepChunk:
     """`rows` rows that are all drawn, as of a verification."""
     tokens = [token % info.vocab_size for token in range(start + rows)]
     guesses = tuple(tokens[start + 1 :])
     draw = Draw(_GREEDY, tokens[: start + 1], 1, frozenset(), 0, guesses)
-    return Chunk(start, tokens[start:], tuple(blocks), rows, draw)
+    return StepChunk(start, tokens[start:], tuple(blocks), rows, draw)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from galley.core.step import Chunk, StepOutcome, StepPlan, Watch
+from galley.core.step import StepChunk, StepOutcome, StepPlan, StepTrace
 from galley.engine.batch import ModelInfo
 from galley.engine.sampling.draw import draw_all, warm_up
 from services.target.engine.protocol import EngineInfo
@@ -29,9 +29,9 @@ class PagedModel(Protocol):
 
     def run(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[StepChunk],
         copies: Sequence[tuple[int, int]] = (),
-        watch: Watch | None = None,
+        watch: StepTrace | None = None,
     ) -> Tensor:
         """Float32 [sum of want_logits, vocab], rows in the order of the chunks."""
 
@@ -49,7 +49,7 @@ class PagedEngine:
         """What the model is."""
         return self._info
 
-    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         """See `TargetEngine.run`; what cannot be sampled, such as NaN, is the outcome of its chunk alone."""
         logits = self._model.run(plan.chunks, plan.copies, watch)  # [sum(want_logits), vocab]
         drawn = iter(draw_all(logits, [chunk.draw for chunk in plan.chunks if chunk.draw is not None]))

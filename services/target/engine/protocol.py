@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from galley.core.step import StepOutcome, StepPlan, Watch
+from galley.core.step import StepOutcome, StepPlan, StepTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class TargetEngine(Protocol):
     def info(self) -> EngineInfo:
         """Fixed for the life of the engine."""
 
-    def run(self, plan: StepPlan, watch: Watch | None = None) -> list[StepOutcome]:
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         """Carry out one pass; the outcome of each chunk, in order. A `watch` is told what it took.
 
         Raises if the whole pass came to nothing; what its chunks were to write is then unknown.

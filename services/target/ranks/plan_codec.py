@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from galley.core.errors import Broken
-from galley.core.step import Chunk
+from galley.core.step import StepChunk
 
 _RUN, _STOP, _RUN_TRACED = 1, 2, 3
 _SPAN = struct.Struct("<6i")
@@ -20,12 +20,12 @@ class Pass:
     `span` names the pass in a trace, by trace id and span id; empty where it has none.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StepChunk, ...]
     copies: tuple[tuple[int, int], ...]
     span: bytes = b""
 
 
-def encode(chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]], span: bytes = b"") -> list[int]:
+def encode(chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]], span: bytes = b"") -> list[int]:
     """[kind, copies, chunks, (from, to)..., (start, want_logits, tokens, blocks, token..., block...)...].
 
     Where the pass is traced, the span's 24 bytes follow the kind, as six numbers.
@@ -64,9 +64,9 @@ def decode(numbers: Sequence[int]) -> Pass | None:
     return Pass(chunks, copies, span)
 
 
-def _chunk(left: Iterator[int]) -> Chunk:
+def _chunk(left: Iterator[int]) -> StepChunk:
     start, want_logits, token_count, block_count = _take(left, 4)
-    return Chunk(start, _take(left, token_count), _take(left, block_count), want_logits)
+    return StepChunk(start, _take(left, token_count), _take(left, block_count), want_logits)
 
 
 def _take(left: Iterator[int], count: int) -> list[int]:

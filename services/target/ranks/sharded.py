@@ -16,7 +16,7 @@ from torch import Tensor
 
 from galley.common.server.logs import get_logger
 from galley.core.errors import Broken, GalleyError
-from galley.core.step import Chunk, Watch
+from galley.core.step import StepChunk, StepTrace
 from galley.engine.parallel.process_group import RankLost
 from services.target.ranks.plan_codec import Pass, decode, encode, encode_stop
 
@@ -65,9 +65,9 @@ class ShardedModel:
 
     def run(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[StepChunk],
         copies: Sequence[tuple[int, int]] = (),
-        watch: Watch | None = None,
+        watch: StepTrace | None = None,
     ) -> Tensor:
         """As CausalModel.run. Raises RankLost, now and ever after, when a rank has gone.
 
@@ -85,7 +85,9 @@ class ShardedModel:
             self._lose()
             raise
 
-    def _run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]], watch: Watch | None) -> Tensor:
+    def _run(
+        self, chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]], watch: StepTrace | None
+    ) -> Tensor:
         send_numbers(self._plans, encode(chunks, copies, watch.span if watch else b""))
         logits = self._model.run(chunks, copies, watch)
         if watch is not None:
@@ -114,7 +116,7 @@ class ShardedModel:
             self._on_loss()
 
 
-def follow(model: CausalModel, plans: Plans, tell: Callable[[Watch], None]) -> None:
+def follow(model: CausalModel, plans: Plans, tell: Callable[[StepTrace], None]) -> None:
     """Run what rank 0 says until it says stop. Raises RankLost when rank 0, or another, has gone.
 
     `tell` hears at once what a traced pass took here.
@@ -129,11 +131,11 @@ def follow(model: CausalModel, plans: Plans, tell: Callable[[Watch], None]) -> N
             _LOG.debug("a pass was refused", problem=str(error))
 
 
-def _run(model: CausalModel, plans: Plans, work: Pass, tell: Callable[[Watch], None]) -> None:
+def _run(model: CausalModel, plans: Plans, work: Pass, tell: Callable[[StepTrace], None]) -> None:
     if not work.span:
         model.run(work.chunks, work.copies)
         return
-    watch = Watch(work.span)
+    watch = StepTrace(work.span)
     model.run(work.chunks, work.copies, watch)
     told = plans.share(watch.rank_ns()[0])
     tell(watch)
