@@ -22,7 +22,7 @@ from bench.closed_form import Heldout, match_chance, optimal_chance
 from galley.bench.answers import Answer, Prompt
 from galley.bench.gateway import Ask, GatewaySide
 from galley.core.content import prefix_hash
-from galley.core.strategies import MODEL
+from galley.core.names import MODEL
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 

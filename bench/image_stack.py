@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from galley.client.client import AsyncClient
 from galley.client.options import Speculation
-from galley.core.strategies import NGRAM
+from galley.core.names import NGRAM
 from tests.gateway.clusters import TcpServer, free_port, serving
 from tests.gateway.servers import VALKEY
 

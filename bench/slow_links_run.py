@@ -22,7 +22,7 @@ from galley.bench.gateway import AUTO, OFF, GatewayLoop
 from galley.bench.workloads import Workload
 from galley.client.client import AsyncClient
 from galley.common.config.defaults import DEFAULT_MODEL
-from galley.core.strategies import ORACLE
+from galley.core.names import ORACLE
 from galley.stack.part import PartSpec
 from galley.stack.parts import NO_DRAFT_MODEL, python_module
 from galley.stack.stack import Stack, StackOptions

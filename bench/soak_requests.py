@@ -14,7 +14,7 @@ from random import Random
 
 from bench.closed_loop import interleaved
 from galley.client.options import GenerateOptions, Message, Speculation
-from galley.core.strategies import HYBRID, NGRAM
+from galley.core.names import HYBRID, NGRAM
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 _LENGTHS = (8, 24, 64, 160)

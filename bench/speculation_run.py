@@ -25,7 +25,7 @@ from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide, in_stre
 from galley.bench.gateway import AUTO, OFF, Ask, GatewayLoop, GatewaySide
 from galley.bench.workloads import fixed_workload
 from galley.client.client import AsyncClient
-from galley.core.strategies import MODEL
+from galley.core.names import MODEL
 from galley.stack.parts import draft_model_of
 from galley.stack.stack import Stack, StackOptions
 

@@ -24,13 +24,12 @@ from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import BatchInfo
 from galley.core.scheduler.scheduler import Scheduler
 from galley.core.session import events as ev
-from galley.core.session import round as rounds
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.session.ports import Replica
 from galley.core.store import Ownership, StoredSession
@@ -50,7 +49,7 @@ _SESSIONS, _STEPS = 16, 4
 _CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0"
 _SPEC = SessionSpec("0123456789abcdef" * 2, (1, 2, 3), SamplingParams(), max_position=99, vocab_size=99)
 _DRAFT, _TARGET = Replica("127.0.0.1:40001", "a"), Replica("127.0.0.1:40002", "b")
-_ROUND = rounds.RoundEnded(
+_ROUND = ev.RoundEnded(
     position=100,
     started_ns=10**9,
     ended_ns=10**9 + 30_000_000,

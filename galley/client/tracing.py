@@ -8,7 +8,7 @@ from typing import TypeVar
 from opentelemetry import context as current
 
 from galley.common.tracing.telemetry import w3c_metadata
-from galley.core.trace_names import FORCE_KEY, FORCE_VALUE
+from galley.core.names import FORCE_KEY, FORCE_VALUE
 
 _T = TypeVar("_T")
 

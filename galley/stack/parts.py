@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from galley.common.config.defaults import DEFAULT_MODEL, shipped_draft
-from galley.core import strategies
+from galley.core import names
 from galley.stack.options import StackDirs, StackOptions, drafts_register, registers, threads_of
 from galley.stack.part import Facts, PartSpec, ReadyBy
 from galley.stack.viewer import export_to
@@ -141,7 +141,7 @@ def default_strategy(options: StackOptions) -> str:
     """What the draft does for a request that names no strategy."""
     if options.strategies:
         return options.strategies[0]
-    return strategies.NGRAM if draft_model_of(options) is None else strategies.HYBRID
+    return names.NGRAM if draft_model_of(options) is None else names.HYBRID
 
 
 def _draft(name: str, options: StackOptions) -> PartSpec:

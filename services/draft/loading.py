@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.common.server.logs import get_logger
 from galley.common.server.process import limit_threads
-from galley.core import strategies
+from galley.core import names
 from galley.core.kv.blocks import BLOCK_TOKENS
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
@@ -35,11 +35,11 @@ class Loaded:
 def load_drafter(settings: DraftSettings) -> Loaded:
     """Load what the settings name; blocks. Raises CallerFault if a model or tokenizer cannot be served."""
     lookups = Lookups()
-    offered: dict[str, Strategy] = {strategies.NGRAM: NgramStrategy(lookups), strategies.NONE: NoneStrategy()}
+    offered: dict[str, Strategy] = {names.NGRAM: NgramStrategy(lookups), names.NO_STRATEGY: NoneStrategy()}
     if settings.oracle_answers is not None:
         from services.draft.strategies.oracle import OracleStrategy  # noqa: PLC0415  # for tests alone
 
-        offered[strategies.ORACLE] = OracleStrategy(settings.oracle_answers, settings.oracle_spoil)
+        offered[names.ORACLE] = OracleStrategy(settings.oracle_answers, settings.oracle_spoil)
     model = _load_model(settings)
     if model is not None:
         offered |= _of_model(model, lookups)
@@ -66,7 +66,7 @@ def _of_model(model: CausalModel, lookups: Lookups) -> dict[str, Strategy]:
     from services.draft.strategies.steps import ModelSteps  # noqa: PLC0415
 
     steps = ModelSteps(model)
-    return {strategies.MODEL: ModelStrategy(steps), strategies.HYBRID: HybridStrategy(lookups, steps)}
+    return {names.MODEL: ModelStrategy(steps), names.HYBRID: HybridStrategy(lookups, steps)}
 
 
 def _load_model(settings: DraftSettings) -> CausalModel | None:

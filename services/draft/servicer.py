@@ -12,7 +12,7 @@ from galley.common.metrics.registry import Registry
 from galley.common.registry.leases import draft_lease
 from galley.common.server.requests import answer_all, answer_or_status, answer_stream
 from galley.common.tracing.light_spans import SpanScope
-from galley.core.recent import RecentKeys
+from galley.core.lru import RecentKeys
 from galley.core.routing.choice import DraftLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -111,7 +111,7 @@ class DraftService(rpc.DraftServicer):
     async def _proposed(self, item: pb.ProposeItem, span: ProposeSpan) -> pb.ProposeAnswer:
         job = read_item(item, self._info)
         span.asked(job)
-        self._recent.note(job.slice.key, time.monotonic_ns())
+        self._recent.add(job.slice.key, time.monotonic_ns())
         done = await self._loop.submit(job, item.slice.remaining_ns, span.span)
         span.answered(job, done)
         return answer_of(item, done)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from galley.common.tracing.item_spans import LINK_ITEM, RESULT, SUPERSEDED, ItemSpan
 from galley.common.tracing.light_spans import LeanSpan, SpanScope
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.content import Miss
 from galley.core.errors import GalleyError
 from galley.core.scheduler.messages import Superseded

@@ -16,9 +16,9 @@ from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
 from galley.common.server.logs import get_logger
 from galley.common.server.server import Interceptors, Parts
+from galley.core.names import SCHEMA_URL
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import SessionStore, StoredSession
-from galley.core.trace_names import SCHEMA_URL
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.auth.build import build_authentication
 from services.gateway.auth.interceptor import PrincipalInterceptor

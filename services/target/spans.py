@@ -20,7 +20,7 @@ from galley.common.tracing.item_spans import (
 )
 from galley.common.tracing.light_spans import LeanSpan, SpanScope
 from galley.common.tracing.span_names import packed, unpacked
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.content import Miss
 from galley.core.errors import GalleyError
 from galley.core.scheduler.messages import BatchInfo, Confirmed, Response, Superseded

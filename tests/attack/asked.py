@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 
 from galley.core.content import prefix_hash
-from galley.core.trace_names import FORCE_KEY, FORCE_VALUE
+from galley.core.names import FORCE_KEY, FORCE_VALUE
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.stack import HEALTH, SERVICES
 from tests.service.truth import VOCAB, true_next

@@ -9,7 +9,7 @@ from random import Random
 from galley.client.client import AsyncClient, Retries
 from galley.client.options import GenerateOptions, Speculation
 from galley.client.streams import TokenStream
-from galley.core.strategies import NGRAM
+from galley.core.names import NGRAM
 from tests.service.waiting import Watch
 from tests.target.tiny import POISON
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.read.otlp_file import Lines
 from galley.trace.read.otlp_json import spans_in
 from tests.cli.ends import Ends

@@ -10,7 +10,7 @@ from opentelemetry.trace import SpanKind
 
 from galley.common.tracing.sampling import GalleySampler, follows_sampled_parents
 from galley.common.tracing.telemetry import context_from
-from galley.core import trace_names as names
+from galley.core import names
 
 NEVER, ALWAYS = ParentBased(ALWAYS_OFF), ParentBased(ALWAYS_ON)
 ROOT = Context()

@@ -17,8 +17,8 @@ from galley.core.hints import Hint
 from galley.core.records import PositionLogprobs, TokenRecord
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
+from galley.core.session.events import RoundEnded
 from galley.core.session.machine import Phase, Session, SessionLimits
-from galley.core.session.round import RoundEnded
 from galley.core.store import LogBehind
 
 VOCAB = 8

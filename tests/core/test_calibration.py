@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galley.core.last_used import LruCache
 from galley.core.lookup.calibration import MEMORY, Calibration
+from galley.core.lru import LruCache
 
 CHANCES = st.floats(0, 1)
 VERDICTS = st.lists(st.booleans(), max_size=200)
@@ -54,12 +54,12 @@ def test_nonsense_is_refused(buckets: int, prior: list[float], strength: float) 
 
 def test_the_last_used_are_kept() -> None:
     recent: LruCache[str, list[str]] = LruCache(list, 2)
-    recent.of("a").append("1")
-    recent.of("b")
-    assert recent.of("a") == ["1"]
-    recent.of("c")
+    recent.get("a").append("1")
+    recent.get("b")
+    assert recent.get("a") == ["1"]
+    recent.get("c")
     assert len(recent) == 2
-    assert recent.of("a") == ["1"]
+    assert recent.get("a") == ["1"]
 
 
 def test_a_new_kind_begins_with_what_is_known_of_the_others() -> None:

@@ -7,13 +7,8 @@ import pytest
 from galley.core.content import prefix_hash
 from galley.core.cost.live import LiveStepTimes
 from galley.core.hints import Hint
-from galley.core.scheduler.linger import (
-    PRIOR_ALPHA,
-    AcceptanceEstimate,
-    ExpectedHint,
-    HintTiming,
-    linger_until,
-)
+from galley.core.scheduler.hint_statistics import PRIOR_ALPHA, AcceptanceEstimate, HintTiming
+from galley.core.scheduler.linger import ExpectedHint, linger_until
 from galley.core.scheduler.scheduler import Linger
 from galley.core.step import StepPlan
 from tests.core.scheduler_world import FLAT, MS, Bench, request, result_of, true_answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galley.core.recent import RecentKeys
+from galley.core.lru import RecentKeys
 
 WINDOW = 10
 STEPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 6), st.booleans()), max_size=30)
@@ -18,9 +18,9 @@ def test_each_counts_once_for_as_long_as_the_window(steps: list[tuple[str, int, 
     for key, passed, drops in steps:
         now += passed
         if drops:
-            recent.drop(key)
+            recent.remove(key)
             last.pop(key, None)
         else:
-            recent.note(key, now)
+            recent.add(key, now)
             last[key] = now
         assert recent.count(now) == sum(now - noted < WINDOW for noted in last.values())

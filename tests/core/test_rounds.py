@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galley.core.session import events as ev
+from galley.core.session.events import RoundEnded
 from galley.core.session.machine import SessionLimits
-from galley.core.session.round import RoundEnded
 from tests.core.session_world import World, spec
 
 TIMES = st.integers(0, 10**9)

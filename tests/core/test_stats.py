@@ -7,8 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galley.core.session.events import Timing
-from galley.core.session.round import RoundEnded
+from galley.core.session.events import RoundEnded, Timing
 from galley.core.session.stats import plain_ns
 
 MS = 1_000_000

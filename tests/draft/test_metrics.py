@@ -8,7 +8,7 @@ from galley.common.metrics import catalogue
 from galley.common.metrics.catalogue import SERVED_CERTIFICATE_EXPIRY, of_service
 from galley.common.metrics.labels import DRAFT, PROPOSED
 from galley.common.metrics.registry import Registry
-from galley.core.strategies import MODEL
+from galley.core.names import MODEL
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.common.readings import count, histogram, number
 from tests.draft.steps import gating, item

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from galley.client.client import AsyncClient
 from galley.client.options import GenerateOptions, Prompt, Speculation
-from galley.core import strategies
+from galley.core import names
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 SPOILS = (0.0, 0.3, 0.7)
@@ -44,11 +44,11 @@ class Case:
 def all_cases() -> list[Case]:
     """Every strategy with every k, alone and eight at a time."""
     drafts: list[tuple[str, float | None]] = [
-        (strategies.NONE, None),
-        (strategies.NGRAM, None),
-        (strategies.MODEL, None),
-        (strategies.HYBRID, None),
-        *((strategies.ORACLE, spoil) for spoil in SPOILS),
+        (names.NO_STRATEGY, None),
+        (names.NGRAM, None),
+        (names.MODEL, None),
+        (names.HYBRID, None),
+        *((names.ORACLE, spoil) for spoil in SPOILS),
     ]
     return [
         *(Case("off", 0, concurrency) for concurrency in CONCURRENCIES),
@@ -68,11 +68,11 @@ def pairwise_cases() -> list[Case]:
     cases = [Case("off", 0, 8), *(Case("auto", 0, 8, spoil) for spoil in (None, 0.3, 0.7))]
     for at, (strategy, spoil) in enumerate(
         [
-            (strategies.NONE, None),
-            (strategies.NGRAM, None),
-            (strategies.MODEL, None),
-            (strategies.HYBRID, None),
-            *((strategies.ORACLE, spoil) for spoil in SPOILS),
+            (names.NO_STRATEGY, None),
+            (names.NGRAM, None),
+            (names.MODEL, None),
+            (names.HYBRID, None),
+            *((names.ORACLE, spoil) for spoil in SPOILS),
         ]
     ):
         for step, k in enumerate(DRAFT_LENGTHS):
@@ -87,10 +87,10 @@ def rotated_cases(turn: int, spoil: float) -> list[Case]:
     that of this rate.
     """
     drafts: list[tuple[str, float | None]] = [
-        (strategies.NGRAM, None),
-        (strategies.MODEL, None),
-        (strategies.HYBRID, None),
-        (strategies.ORACLE, spoil),
+        (names.NGRAM, None),
+        (names.MODEL, None),
+        (names.HYBRID, None),
+        (names.ORACLE, spoil),
     ]
     return [
         Case("off", 0, CONCURRENCIES[-1]),

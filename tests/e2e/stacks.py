@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from galley.client.client import AsyncClient
-from galley.core import strategies
+from galley.core import names
 from galley.stack.part import Facts, PartSpec
 from galley.stack.parts import python_module, stack_parts
 from galley.stack.stack import Stack, StackDirs, StackOptions
@@ -56,7 +56,7 @@ async def running_clients(
         dtype=dtype,
         gateways=gateways,
         draft_model=None if draft_model is None else str(draft_model),
-        strategies=(strategies.NGRAM,),
+        strategies=(names.NGRAM,),
         extra_args={"gateway": ["--draft-timeout-s", "30"], "target": ["--max-sessions", "64"]},
     )
 
@@ -85,7 +85,7 @@ def _oracle_parts(answers: Path, spoil: float) -> list[PartSpec]:
     def draft_command(facts: Facts) -> list[str]:
         return python_module(
             "services.draft",
-            *("--tokenizer", facts["model"]["line"], "--default-strategy", strategies.ORACLE),
+            *("--tokenizer", facts["model"]["line"], "--default-strategy", names.ORACLE),
             *("--oracle-answers", str(answers), "--oracle-spoil", str(spoil)),
         )
 

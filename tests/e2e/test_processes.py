@@ -13,7 +13,7 @@ import pytest
 
 from galley.client.client import AsyncClient, TokenStream
 from galley.client.options import GenerateOptions, Message, Speculation
-from galley.core.strategies import NGRAM
+from galley.core.names import NGRAM
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.e2e.stacks import Clients
 

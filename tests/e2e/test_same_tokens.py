@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from galley.client.options import GenerateOptions
-from galley.core.strategies import ORACLE
+from galley.core.names import ORACLE
 from services.gateway.request.tokenize import Tokenizer
 from tests.e2e.matrix import Answer, Case, ask_all, pairwise_cases
 from tests.e2e.prompts import PROMPTS, encode

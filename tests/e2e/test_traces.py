@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.read.build import stories_of
 from galley.trace.read.library import find
 from galley.trace.read.model import Story

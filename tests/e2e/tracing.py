@@ -17,8 +17,8 @@ from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenS
 from galley.client.options import GenerateOptions, Speculation
 from galley.client.request import generate_request
 from galley.common.tracing.telemetry import Telemetry, start_telemetry, w3c_metadata
-from galley.core import trace_names as names
-from galley.core.strategies import NGRAM
+from galley.core import names
+from galley.core.names import NGRAM
 from galley.stack.stack import Stack, StackOptions
 from galley.trace.read.otlp_json import document_of, spans_in
 from galley.trace.read.spans import Span, SpanKey

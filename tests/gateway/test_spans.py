@@ -12,7 +12,7 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.errors import Broken, Fenced, StoreUnavailable
 from galley.core.routing.breaker import FAILURES, FIRST_PAUSE_NS, Breaker

@@ -14,7 +14,7 @@ import yaml
 
 from galley.common.metrics.catalogue import METRICS
 from galley.common.metrics.metric import Metric
-from galley.core import trace_names
+from galley.core import names
 
 ROOT = Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "deploy" / "alerts"
@@ -26,7 +26,7 @@ EVERYWHERE = frozenset({"namespace", "instance", "job", "le", "severity", "alert
 SERIES: dict[str, Metric] = {name: metric for metric in METRICS for name in metric.series}
 FAMILIES: dict[str, Metric] = {metric.prometheus: metric for metric in METRICS}
 """As people name them; queries cannot."""
-TRACED = frozenset(value for name, value in vars(trace_names).items() if name.isupper())
+TRACED = frozenset(value for name, value in vars(names).items() if name.isupper())
 
 _NAME = re.compile(r"(?<![\w:.$])((?:galley|gen_ai)[_:][\w:]*)\s*(?:\{([^}]*)\})?")
 _GROUPED = re.compile(r"\b(?:by|on|without|ignoring|group_left|group_right)\s*\(([^)]*)\)")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from galley.core import trace_names
+from galley.core import names
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "observe" / "spans.md").read_text(encoding="utf-8")
-NAMES = {value for name, value in vars(trace_names).items() if name.isupper() and isinstance(value, str)}
+NAMES = {value for name, value in vars(names).items() if name.isupper() and isinstance(value, str)}
 
 
 def test_page_names_every_span_attribute_and_event() -> None:

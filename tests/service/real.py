@@ -22,8 +22,8 @@ from galley.common.metrics.metric import Metric
 from galley.common.metrics.registry import Registry
 from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.common.server.server import Parts, RunningServer, start_server
+from galley.core.names import MODEL
 from galley.core.step import StepOutcome, StepPlan, StepTrace
-from galley.core.strategies import MODEL
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.trace.read.build import stories_of
 from galley.trace.read.library import find

@@ -13,7 +13,7 @@ from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts
 from galley.common.tracing.telemetry import telemetry_to
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.session.ports import Clock
 from services.gateway.telemetry.own_span import Begun
 from services.gateway.telemetry.round_spans import TraceOptions

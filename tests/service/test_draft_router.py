@@ -13,11 +13,11 @@ from structlog.testing import capture_logs
 from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import prefix_hash
+from galley.core.names import MODEL, NGRAM
 from galley.core.routing.breaker import FAILURES
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.store import CacheLocation
-from galley.core.strategies import MODEL, NGRAM
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import MonotonicClock
 from services.gateway.replicas.draft_session import SessionDraft

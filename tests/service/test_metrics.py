@@ -14,8 +14,8 @@ from galley.common.metrics.labels import ENDS, GATEWAY, WORKLOAD
 from galley.common.metrics.metric import Metric
 from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts
+from galley.core.names import LOOKUP, MODEL
 from galley.core.routing.breaker import FAILURES
-from galley.core.strategies import LOOKUP, MODEL
 from tests.common.readings import count, histogram, number, total
 from tests.service.spans import KeptSpans
 from tests.service.test_drafts import internal

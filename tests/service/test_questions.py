@@ -18,7 +18,7 @@ from galley.client.options import Speculation
 from galley.client.request import generate_request
 from galley.common.metrics import catalogue
 from galley.common.metrics.metric import Metric
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.explain.case import Cause
 from galley.trace.explain.explain import Explanation, explain, summary
 from galley.trace.read.model import Story

@@ -19,7 +19,7 @@ from galley.common.server.server import Parts
 from galley.common.tracing import telemetry
 from galley.common.tracing.span_queue import QueueLimits, SpanQueue
 from galley.common.tracing.telemetry import telemetry_to
-from galley.core import trace_names as names
+from galley.core import names
 from tests.common.readings import count
 from tests.service.callers import ALICE, KeyFile, calling
 from tests.service.fleet import Fleet

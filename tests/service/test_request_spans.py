@@ -11,7 +11,7 @@ from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
 from galley.client.options import Message
 from galley.common.tracing.telemetry import traceparent_of
-from galley.core import trace_names as names
+from galley.core import names
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.telemetry.call_spans import SLOW_COMMIT_NS
 from tests.service.spans import MS, KeptSpans, error_of, lasted_ns, told

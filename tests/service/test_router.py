@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from galley.common.registry.leases import target_lease
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import block_hashes, prefix_hash
 from galley.core.routing.choice import TargetLease

@@ -10,7 +10,7 @@ from typing import Any
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.explain.explain import explain, summary
 from galley.trace.read.build import stories_of
 from galley.trace.read.model import Story
@@ -324,7 +324,7 @@ def told_of(story: Story) -> str:
 
 
 def _keyed(given: dict[str, Any]) -> dict[str, Any]:
-    """Attributes by the names of `trace_names`: `linger_ns=1` is `galley.round.linger_ns`."""
+    """Attributes by the names of `galley.core.names`: `linger_ns=1` is `galley.round.linger_ns`."""
     return {getattr(names, key.upper()): value for key, value in given.items()}
 
 

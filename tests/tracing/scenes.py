@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.read.spans import Process
 from tests.tracing.builder import BEGAN_NS, OTHER_TARGET_AT, SESSION, TARGET, TARGET_AT, Scene, event, ns
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.explain.case import Cause
 from galley.trace.explain.explain import Explanation, explain
 from galley.trace.read.spans import Event, Span

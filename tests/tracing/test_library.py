@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.read import library
 from galley.trace.read.build import stories_of
 from galley.trace.read.library import NotFound, find, index_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.read.spans import Link, Process, Span
 from tests.tracing.builder import (
     BEGAN_NS,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.read.build import stories_of
 from galley.trace.read.model import Story
 from galley.trace.read.spans import Process, Span

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from galley.common.metrics.metric import OTHER, Label
 from galley.core.admission.admission import DRAINING, NO_PLACE, NO_SHARE, OWN_STREAMS, OWN_TOKENS
-from galley.core.move_reasons import REASONS
-from galley.core.strategies import LOOKUP, STRATEGIES
-from galley.core.trace_names import CHAT, GALLEY, TEXT_COMPLETION
+from galley.core.names import CHAT, GALLEY, LOOKUP, MOVE_REASONS, STRATEGIES, TEXT_COMPLETION
 
 GATEWAY, DRAFT, TARGET = "gateway", "draft", "target"
 SERVICES = (GATEWAY, DRAFT, TARGET)
@@ -41,7 +39,7 @@ MOVED = Label(
     "reason",
     "`failed`: it failed an item; `late`: it kept one waiting; `left`: it drained or was let go; `hedged`: "
     "another answered first; `restarted`: the same address, another life",
-    values=REASONS,
+    values=MOVE_REASONS,
 )
 UP = Label("state", "`up`: may be asked", values=("up", "down"))
 REFUSED = Label(

@@ -14,7 +14,7 @@ from opentelemetry.util.types import AnyValue
 from galley.common.tracing.light_spans import LeanSpan, SpanScope, Tell
 from galley.common.tracing.telemetry import context_from, fail
 from galley.common.wire.status import error_type
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.content import Miss
 
 # Of a traceparent, 00-<trace id>-<span id>-<flags>: the last digit of the flags, odd where it is sampled.

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.trace import Link, SpanKind, TraceState
 from opentelemetry.util.types import Attributes
 
-from galley.core import trace_names as names
+from galley.core import names
 
 
 class GalleySampler(Sampler):

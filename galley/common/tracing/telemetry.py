@@ -19,7 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.tracing.otlp import FLUSH_S, exports, resource_of
-from galley.core import trace_names as names
+from galley.core import names
 from galley.version import __version__
 
 _PROPAGATOR = TraceContextTextMapPropagator()

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from typing import Any
 
-from galley.core.answer.answer import SessionSpec
+from galley.core.answer.answer import Ending, Reason, SessionSpec
 from galley.core.sampling_params import SamplingParams
 
 
@@ -41,6 +41,17 @@ def decode_spec(data: bytes, session_id: str, prompt: tuple[int, ...]) -> Sessio
     if "tenant_salt" in fields:
         fields["tenant_salt"] = bytes.fromhex(fields["tenant_salt"])
     return SessionSpec(session_id=session_id, prompt=prompt, sampling=SamplingParams(**sampling), **fields)
+
+
+def encode_ending(ending: Ending) -> bytes:
+    """A small JSON object."""
+    return json.dumps({"reason": ending.reason.value, "matched": ending.matched}).encode()
+
+
+def decode_ending(data: bytes) -> Ending:
+    """The inverse of `encode_ending`; raises ValueError if `data` is not one."""
+    fields = json.loads(data)
+    return Ending(Reason(fields["reason"]), fields["matched"])
 
 
 def _changed(values: SessionSpec | SamplingParams) -> dict[str, Any]:

@@ -22,17 +22,17 @@ adds a token costs O(1), and O(block) when a block gets full.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from galley.core.content import Hit, Miss, PrefixHasher, SessionKey, look_up
 from galley.core.errors import Broken, Overloaded
 from galley.core.kv.blocks import BlockPool
-from galley.core.kv.eviction import RETRY_AFTER_S, candidates_for, victims_of
 from galley.core.kv.session import KvSession
 
 # Evicted sessions that are named, should nobody ask for a while.
 _NAMED = 16
+_RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +170,8 @@ class KvTable:
         session = self._live.get(key)
         if session is None:
             raise Broken(f"session {key[1]!r} is not live")
-        candidates = candidates_for(session, self._idle.values(), self._live.values(), busy)
-        victims = victims_of(session, length, self._pool, candidates)
+        candidates = _eviction_candidates(session, self._idle.values(), self._live.values(), busy)
+        victims = _choose_victims(session, length, self._pool, candidates)
         preempted = tuple(victim.key for victim in victims if victim.live)
         for victim in victims:
             self._evict(victim)
@@ -269,7 +269,7 @@ class KvTable:
 
     def _make_place(self) -> None:
         if len(self._live) >= self._max_sessions:
-            raise Overloaded(f"all {self._max_sessions} sessions are live", RETRY_AFTER_S)
+            raise Overloaded(f"all {self._max_sessions} sessions are live", _RETRY_AFTER_S)
         if len(self._live) + len(self._idle) >= self._max_sessions:
             self._evict(next(iter(self._idle.values())))
 
@@ -293,3 +293,35 @@ class KvTable:
         room = self._max_sessions - len(self._live) - len(self._idle)
         while len(self._evicted) > room:
             self._evicted.popitem(last=False)
+
+
+def _eviction_candidates(
+    session: KvSession, idle: Iterable[KvSession], live: Iterable[KvSession], busy: frozenset[SessionKey]
+) -> Iterator[KvSession]:
+    """Who may lose its blocks to the session, in this order; `idle` are in theirs."""
+    yield from (other for other in idle if other.key not in busy)
+    younger = [other for other in live if other.age > session.age and other.key not in busy]
+    yield from sorted(younger, key=lambda other: other.age, reverse=True)
+
+
+def _choose_victims(
+    session: KvSession, length: int, pool: BlockPool, candidates: Iterator[KvSession]
+) -> list[KvSession]:
+    """Whom to evict so that `session` can cover `length`; raises Overloaded if nobody's blocks suffice.
+
+    A block that it must copy counts as had once all others that hold it are gone.
+    """
+    shared = session.shared_if_written(length)
+    short = session.missing(length) + (shared is not None) - pool.available
+    chosen: list[KvSession] = []
+    released: Counter[int] = Counter()
+    while short > 0:
+        victim = next(candidates, None)
+        if victim is None:
+            raise Overloaded(f"no room: {short} of {pool.total} blocks are missing", _RETRY_AFTER_S)
+        chosen.append(victim)
+        for block in victim.blocks:
+            released[block] += 1
+            left = pool.references(block) - released[block]
+            short -= left == (1 if block == shared else 0)
+    return chosen

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from galley.core.content import PrefixHasher, SessionKey
 from galley.core.hints import NOTHING, Hint, HintTail, PendingHint
-from galley.core.scheduler.linger import AcceptanceEstimate, HintTiming
+from galley.core.scheduler.hint_statistics import AcceptanceEstimate, HintTiming
 from galley.core.scheduler.messages import Extend, VerifyRequest
 
 # Results that a hint may still be anchored at when it tells how long hints take.

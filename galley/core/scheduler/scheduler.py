@@ -29,8 +29,7 @@ from galley.core.cost.live import LiveStepTimes
 from galley.core.cost.model import StepTimes
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
 from galley.core.kv.table import KvTable, Reservation
-from galley.core.scheduler.batch import ActiveBatch, BatchTimes, chunk_of
-from galley.core.scheduler.counts import SchedulerCounts
+from galley.core.scheduler.batch import ActiveBatch, BatchTimes, SchedulerCounts, chunk_of
 from galley.core.scheduler.linger import LingerPolicy
 from galley.core.scheduler.messages import (
     BatchInfo,

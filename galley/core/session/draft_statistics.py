@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from galley.core.last_used import LruCache
+from galley.core.lru import LruCache
 
 # Weight of what was seen last, in the load.
 _LOAD = 0.05
@@ -124,11 +124,11 @@ class SharedStatistics:
         A workload begins with what the strategy's drafts are like whatever the workload.
         """
         overall = self.overall(strategy)
-        return self._habits.of((strategy, workload), lambda: replace(overall, tokens=0))
+        return self._habits.get((strategy, workload), lambda: replace(overall, tokens=0))
 
     def overall(self, strategy: str) -> DraftStatistics:
         """Of a strategy's drafts, whatever they are for."""
-        return self._habits.of((strategy, None))
+        return self._habits.get((strategy, None))
 
     def saw_pass(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
         """A pass of the target, shared by so many sessions, of which one got so many tokens."""

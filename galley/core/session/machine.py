@@ -34,13 +34,14 @@ from typing import Any, ClassVar
 from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec
 from galley.core.errors import Broken, GalleyError, LogLost, TargetUnavailable, Unavailable
 from galley.core.hints import NOTHING, Hint, HintTail
+from galley.core.names import NO_STRATEGY
 from galley.core.records import TokenRecord
 from galley.core.session import events as ev
 from galley.core.session.delivery import Delivery
 from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.drafting import Drafting, PendingProposal, rest_of
 from galley.core.session.open_verify import OpenVerify
-from galley.core.session.round import NO_STRATEGY, Round
+from galley.core.session.round import Round
 from galley.core.session.speculation import Speculation
 from galley.core.session.stats import SpeculationStats
 from galley.core.store import LogBehind, SessionEnded

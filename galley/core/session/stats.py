@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from galley.core.session.round import RoundEnded
+from galley.core.session.events import RoundEnded
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.read.model import COMMIT, Request, Round, Story
 from galley.trace.read.spans import Event
 

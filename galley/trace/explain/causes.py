@@ -10,7 +10,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.explain.case import Case, Cause, Part
 from galley.trace.explain.thresholds import THRESHOLDS
 from galley.trace.read.spans import Event

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.explain.case import Case, Cause, Part, Usual, usual
 from galley.trace.explain.causes import cause_of
 from galley.trace.explain.thresholds import THRESHOLDS

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from galley.core import trace_names as names
-from galley.core.session.round import RoundParts
+from galley.core import names
+from galley.core.session.events import RoundParts
 from galley.trace.read.model import Batch, Call, Request, Round, Story
 from galley.trace.read.skew import Shift, align
 from galley.trace.read.spans import CLIENT, SERVER, Event, Span, SpanKey, Value

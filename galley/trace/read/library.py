@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.read.otlp_file import Lines
 from galley.trace.read.otlp_json import Malformed, spans_in
 from galley.trace.read.spans import Link, Span, SpanKey

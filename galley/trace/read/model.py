@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from galley.core import trace_names as names
-from galley.core.session.round import RoundParts
+from galley.core import names
+from galley.core.session.events import RoundParts
 from galley.trace.read.skew import Shift
 from galley.trace.read.spans import ERROR, Event, Span
 

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.read.spans import Process, Span, SpanKey
 
 # Less may come of how spans are timed: who answers ends its span a little after the answer has left.

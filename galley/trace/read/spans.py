@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeGuard
 
-from galley.core import trace_names as names
+from galley.core import names
 
 Value: TypeAlias = "str | bool | int | float | tuple[Value, ...] | Mapping[str, Value] | None"
 Attributes: TypeAlias = "Mapping[str, Value]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.explain.explain import drafts_of
 from galley.trace.read.model import Request, Round, Story
 from galley.trace.show.summary import count, duration, ms, one_line, percent

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from xml.etree.ElementTree import Element
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.explain.case import Part, times_of
 from galley.trace.read.model import Batch, Call, Round, Story
 from galley.trace.show.elements import element

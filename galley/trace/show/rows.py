@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from sys import maxsize
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.trace.explain.case import Part, times_of
 from galley.trace.explain.explain import moved
 from galley.trace.read.model import Request, Round

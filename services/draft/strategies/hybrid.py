@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from galley.core.content import common_prefix_len
-from galley.core.last_used import LruCache
+from galley.core.lru import LruCache
 from services.draft.strategies.base import DraftJob, DraftSession, Guess
 from services.draft.strategies.drafted import Drafted
 from services.draft.strategies.lookups import Following, Kind, Lookups, kind_of
@@ -76,8 +76,8 @@ class HybridStrategy:
         return guess
 
     def _look_at(self, job: DraftJob) -> _Session:
-        overall = self._overall.of(job.slice.key[0])
-        opined = self._opined.of(kind_of(job), overall.narrowed)
+        overall = self._overall.get(job.slice.key[0])
+        opined = self._opined.get(kind_of(job), overall.narrowed)
         session = self._sessions.setdefault(job.session, _Session(opined))
         session.opined = opined
         return session

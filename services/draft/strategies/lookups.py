@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
-from galley.core.last_used import LruCache
 from galley.core.lookup.lookup import AnswerLookup, LookupResult, RecentAnswers, SessionLookup
+from galley.core.lru import LruCache
 from services.draft.strategies.base import DraftJob, DraftSession
 
 # Of sessions: the tenant's salt and the workload.
@@ -71,7 +71,7 @@ class Lookups:
 
         They are begun anew if the tokens are not those that they had.
         """
-        answers = self._kinds.of(kind_of(job))
+        answers = self._kinds.get(kind_of(job))
         confirmed = job.session.tokens[: job.session.confirmed]
         lookup = self._sessions.get(job.session)
         # What stands before the slice its hash has vouched for.

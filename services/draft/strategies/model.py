@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from galley.core.content import common_prefix_len
-from galley.core.last_used import LruCache
 from galley.core.lookup.calibration import Calibration
+from galley.core.lru import LruCache
 from services.draft.strategies.base import DraftJob, DraftSession, Guess
 from services.draft.strategies.drafted import Drafted
 from services.draft.strategies.lookups import Kind, kind_of
@@ -56,8 +56,8 @@ class ModelStrategy:
         return guess
 
     def _calibration_of(self, job: DraftJob) -> Calibration:
-        overall = self._overall.of(job.slice.key[0])
-        return self._calibrations.of(kind_of(job), overall.narrowed)
+        overall = self._overall.get(job.slice.key[0])
+        return self._calibrations.get(kind_of(job), overall.narrowed)
 
 
 def _calibration() -> Calibration:

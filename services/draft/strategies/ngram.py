@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
-from galley.core.last_used import LruCache
 from galley.core.lookup.lookup import LookupResult
 from galley.core.lookup.proposal_outcomes import ProposalOutcomes
+from galley.core.lru import LruCache
 from services.draft.strategies.base import DraftJob, DraftSession, Guess
 from services.draft.strategies.lookups import MOST_KINDS, Following, Kind, Lookups, Match, kind_of
 from services.draft.strategies.matches import MatchChances
@@ -59,8 +59,8 @@ class NgramStrategy:
             waiting.expect(job.session.confirmed, ahead, tuple(guess.tokens), saw)
 
     def _chances_of(self, job: DraftJob) -> MatchChances:
-        overall = self._overall.of(job.slice.key[0])
-        return self._chances.of(kind_of(job), overall.narrowed)
+        overall = self._overall.get(job.slice.key[0])
+        return self._chances.get(kind_of(job), overall.narrowed)
 
 
 def _survival(chances: MatchChances, match: Match, count: int) -> list[float]:

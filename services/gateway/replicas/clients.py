@@ -14,7 +14,7 @@ import grpc
 from galley.common.tls.channels import generation_of
 from galley.common.wire.codec import logprobs_from, sampling_message
 from galley.common.wire.status import error_type, item_error_type
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.answer.answer import SessionSpec
 from galley.core.errors import TokenizerMismatch, Unavailable
 from galley.core.session import events as ev

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.answer.answer import SessionSpec
-from galley.core.move_reasons import FAILED, LATE, LEFT
+from galley.core.names import HYBRID, MODEL, MOVE_FAILED, MOVE_LATE, MOVE_LEFT, NGRAM
 from galley.core.session import events as ev
 from galley.core.session.ports import Replica
 from galley.core.store import CacheLocation
-from galley.core.strategies import HYBRID, MODEL, NGRAM
 from services.gateway.replicas.drafts import Draft, Drafts
 from services.gateway.replicas.lookup import Lookup
 from services.gateway.telemetry.spans import request_trace
@@ -49,7 +48,7 @@ class SessionDraft:
         self._at: Draft | None = None
         self._strategy = ""
         self._failed: set[str] = set()
-        self._why_left = LEFT
+        self._why_left = MOVE_LEFT
         self._may_look_up = may_look_up
         self._lookup: Lookup | None = None
         self._drafted_with = _AS_ASKED
@@ -104,7 +103,7 @@ class SessionDraft:
         self, draft: Draft, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None
     ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
         began = self._drafts.now_ns()
-        draft.sessions.note(spec.session_id, began)
+        draft.sessions.add(spec.session_id, began)
         breaker, replica = draft.breaker, draft.pool.replica
         attempt = self._drafts.begin(draft, breaker)
         try:
@@ -112,15 +111,15 @@ class SessionDraft:
         except asyncio.CancelledError:
             if self._drafts.waited_in_vain(began):
                 self._drafts.failed(draft, breaker, attempt)
-                self._leave(draft, spec, LATE)
-                self._draft_with(_PLAIN, LATE)
+                self._leave(draft, spec, MOVE_LATE)
+                self._draft_with(_PLAIN, MOVE_LATE)
                 self._drafts.doubt(draft)
             else:
                 breaker.given_up(attempt)
             raise
         if isinstance(answer, ev.Failed):
             self._drafts.failed(draft, breaker, attempt)
-            self._leave(draft, spec, FAILED)
+            self._leave(draft, spec, MOVE_FAILED)
             if draft.pool.replica is None:
                 self._drafts.look()
         else:
@@ -132,12 +131,12 @@ class SessionDraft:
         if self._home is not None and replica is not None and self._home != replica:
             self._drafts.moves.note(spec.session_id, self._home, replica, self._why_left)
         self._home = replica
-        self._why_left = LEFT
+        self._why_left = MOVE_LEFT
         self._lookup = None
         self._failed.clear()
 
     def _leave(self, draft: Draft, spec: SessionSpec, why: str) -> None:
-        draft.sessions.drop(spec.session_id)
+        draft.sessions.remove(spec.session_id)
         self._failed.add(draft.address)
         if self._at is draft:
             self._at = None
@@ -147,7 +146,7 @@ class SessionDraft:
         self,
         request: ev.Propose,
         answer: ev.Proposed | ev.CacheMissed | ev.Failed,
-        why: str = FAILED,
+        why: str = MOVE_FAILED,
     ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
         """The answer, once the trace knows who gave it."""
         if isinstance(answer, ev.Failed):

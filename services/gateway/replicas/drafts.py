@@ -13,9 +13,9 @@ import grpc
 
 from galley.common.registry.leases import draft_lease
 from galley.common.server.logs import get_logger
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.errors import GalleyError, TokenizerMismatch
-from galley.core.recent import RecentKeys
+from galley.core.lru import RecentKeys
 from galley.core.routing.breaker import Breaker, State
 from galley.core.routing.choice import DraftCandidate, DraftLease, choose_draft
 from galley.core.session import events as ev

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import Miss, PrefixHasher, look_up
 from galley.core.lookup.lookup import SessionLookup
+from galley.core.names import LOOKUP
 from galley.core.session import events as ev
-from galley.core.strategies import LOOKUP
 
 # Tokens that one proposal follows, some milliseconds: a long prompt must not hold up the other sessions.
 _MOST_AT_ONCE = 1024

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from galley.common.server.logs import get_logger
-from galley.core import trace_names as names
-from galley.core.move_reasons import RESTARTED
+from galley.core import names
+from galley.core.names import MOVE_RESTARTED
 from galley.core.session.ports import Replica
 from services.gateway.telemetry.spans import request_trace
 
@@ -14,7 +14,7 @@ _log = get_logger(__name__)
 
 
 class Moves:
-    """Of one pool; `counts` is by reason (`galley.core.move_reasons`), for metrics."""
+    """Of one pool; `counts` is by reason (`galley.core.names`), for metrics."""
 
     def __init__(self, pool: str) -> None:
         """`pool` is "draft" or "target"."""
@@ -24,7 +24,7 @@ class Moves:
     def note(self, session_id: str, source: Replica, to: Replica, reason: str) -> None:
         """The first answer from elsewhere has come."""
         if source.address == to.address:
-            reason = RESTARTED
+            reason = MOVE_RESTARTED
         self.counts[reason] += 1
         facts = {"pool": self.pool, "source": source.address, "to": to.address, "reason": reason}
         _log.info("session moved", session_id=session_id, **facts)

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.answer.answer import SessionSpec
-from galley.core.move_reasons import HEDGED
+from galley.core.names import MOVE_HEDGED
 from galley.core.session import events as ev
 from galley.core.session.ports import Replica, Verification
 from services.gateway.replicas.clients import PoolVerification
@@ -111,7 +111,7 @@ class Routed:
         self._unanswered = False  # how long this one took is not known
         self._watch = Watch(self._is_late)
         self._expect(hedge.member)
-        self._session.go_to(hedge.member, HEDGED)
+        self._session.go_to(hedge.member, MOVE_HEDGED)
         return first
 
     async def _drop_hedge(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from galley.core.answer.answer import SessionSpec
-from galley.core.move_reasons import FAILED, LATE, LEFT
+from galley.core.names import MOVE_FAILED, MOVE_LATE, MOVE_LEFT
 from galley.core.routing.choice import RoutingRequest, cached_tokens
 from galley.core.routing.lateness import VerdictTimeout
 from galley.core.session import events as ev
@@ -36,7 +36,7 @@ class SessionTarget:
         self._at: Target | None = None
         self._failed: set[str] = set()
         self._served_by: Replica | None = None
-        self._why_left = LEFT
+        self._why_left = MOVE_LEFT
 
     def verify(self, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None) -> Verification:
         """See `galley.core.session.ports.TargetPort`."""
@@ -75,9 +75,9 @@ class SessionTarget:
             if self._served_by is not None:
                 self._targets.moves.note(session_id, self._served_by, replica, self._why_left)
             self._served_by = replica
-            self._why_left = LEFT
+            self._why_left = MOVE_LEFT
 
-    def leave(self, member: Target, why: str = FAILED) -> None:
+    def leave(self, member: Target, why: str = MOVE_FAILED) -> None:
         """The replica failed the session."""
         self._failed.add(member.address)
         if self._at is member:
@@ -122,7 +122,7 @@ class SessionTarget:
         other = self.other(spec, request, at)
         if other is None or not other.moves_on(asked_s):
             return False
-        self.leave(at, LATE)
+        self.leave(at, MOVE_LATE)
         self.patience.lost()
         self._targets.doubt(at)
         self._at = other

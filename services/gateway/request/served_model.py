@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from galley.core.answer.answer import SessionSpec
-from galley.core.strategies import STRATEGIES
+from galley.core.names import STRATEGIES
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.replicas.drafts import Drafts
 from services.gateway.replicas.targets import Targets

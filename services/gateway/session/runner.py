@@ -16,9 +16,9 @@ from galley.common.server.logs import get_logger
 from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.errors import Broken, Cancelled, ClientStalled, DeadlinePassed, GalleyError
 from galley.core.session import events as ev
+from galley.core.session.events import RoundEnded
 from galley.core.session.machine import Session
 from galley.core.session.ports import Clock, DraftPort, Replica, TargetPort, Verification
-from galley.core.session.round import RoundEnded
 from galley.core.store import CacheLocation, KvDirectory
 from services.gateway.session.timeouts import SECOND, Timeouts
 from services.gateway.store.owned import OwnedSession

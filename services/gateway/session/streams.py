@@ -11,8 +11,7 @@ from typing import TypeVar
 from galley.core.admission.admission import DRAINING, Admission, AdmissionSlot
 from galley.core.admission.principal import Principal
 from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec
-from galley.core.answer.codec import decode_spec, encode_spec
-from galley.core.answer.finish import decode_ending, encode_ending
+from galley.core.answer.codec import decode_ending, decode_spec, encode_ending, encode_spec
 from galley.core.errors import Fenced, InvalidField, LogLost, Overloaded, Unavailable, UnknownSession
 from galley.core.records import decode_records
 from galley.core.session import events as ev

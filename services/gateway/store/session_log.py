@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from galley.core.answer.finish import encode_ending
+from galley.core.answer.codec import encode_ending
 from galley.core.errors import GalleyError
 from galley.core.records import encode_records
 from galley.core.session import events as ev

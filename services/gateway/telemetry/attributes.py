@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from opentelemetry.util.types import AnyValue
 
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.answer.answer import Ending, SessionSpec
 from galley.core.session.machine import Session
 from galley.pb.galley.v1 import galley_pb2 as pb

@@ -17,8 +17,8 @@ from galley.common.wire.status import error_type
 from galley.core.admission.admission import OWN_STREAMS, OWN_TOKENS
 from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.errors import CallerFault, DeadlinePassed, Overloaded
+from galley.core.names import GALLEY
 from galley.core.session.ports import Clock
-from galley.core.trace_names import GALLEY
 from services.gateway.session.timeouts import SECOND
 from services.gateway.telemetry.meter import CallMeter, StreamMeter
 

@@ -7,7 +7,7 @@ from opentelemetry.trace import SpanKind
 from galley.common.tracing.light_spans import LeanSpan
 from galley.common.tracing.telemetry import fail
 from galley.common.wire.status import error_type
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.errors import StoreUnavailable
 from services.gateway.telemetry.own_span import RequestSpan
 

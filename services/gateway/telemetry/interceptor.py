@@ -21,7 +21,7 @@ from galley.common.server.interceptors import Behavior, Handler, WrappingInterce
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.tracing.telemetry import context_of, fail
 from galley.common.wire.status import error_type
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.errors import AuthenticationUnavailable, Unauthenticated
 from galley.core.session.ports import Clock
 from services.gateway.telemetry.own_span import Begun

@@ -11,7 +11,7 @@ from opentelemetry.trace import SpanContext
 
 from galley.core.answer.answer import Chunk, NumericsChanged, SessionSpec
 from galley.core.errors import GalleyError
-from galley.core.session.round import RoundEnded
+from galley.core.session.events import RoundEnded
 from galley.core.session.stats import SpeculationStats
 
 

@@ -11,7 +11,7 @@ import grpc
 from galley.common.metrics import catalogue
 from galley.common.metrics.registry import Registry
 from galley.core.answer.answer import SessionSpec
-from galley.core.move_reasons import REASONS
+from galley.core.names import MOVE_REASONS
 from galley.core.routing.breaker import State
 from galley.core.session.ports import Clock
 from services.gateway.replicas.drafts import Drafts
@@ -87,7 +87,7 @@ def _replicas(pools: dict[str, Members[Any]]) -> Iterator[tuple[tuple[str, str],
 
 def _failovers(all_moves: Sequence[Moves]) -> Iterator[tuple[tuple[str, str], float]]:
     for moves in all_moves:
-        for reason in REASONS:
+        for reason in MOVE_REASONS:
             yield (moves.pool, reason), moves.counts[reason]
 
 

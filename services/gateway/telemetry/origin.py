@@ -11,7 +11,7 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanContext
 
 from galley.common.tracing.telemetry import context_from
-from galley.core.trace_names import CHAT, TEXT_COMPLETION
+from galley.core.names import CHAT, TEXT_COMPLETION
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 OPERATION_FIELD = "operation"

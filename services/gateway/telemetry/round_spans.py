@@ -17,10 +17,10 @@ from opentelemetry.util.types import AnyValue, Attributes
 from galley.common.tracing.light_spans import LeanSpan, Tell
 from galley.common.tracing.span_names import names_a_span
 from galley.common.tracing.telemetry import fail
-from galley.core import trace_names as names
+from galley.core import names
+from galley.core.session.events import RoundEnded
 from galley.core.session.machine import Session
 from galley.core.session.ports import Replica
-from galley.core.session.round import RoundEnded
 
 if TYPE_CHECKING:
     from services.gateway.telemetry.own_span import RequestSpan

@@ -14,7 +14,7 @@ from galley.common.metrics.labels import NO_WORKLOAD, OK, WORKLOAD
 from galley.common.metrics.registry import Registry
 from galley.common.wire.status import error_type
 from galley.core.errors import GalleyError
-from galley.core.session.round import RoundEnded
+from galley.core.session.events import RoundEnded
 from galley.core.session.stats import SpeculationStats, plain_ns
 from services.gateway.session.timeouts import SECOND
 from services.gateway.telemetry.meter import StreamMeter

@@ -21,13 +21,13 @@ from opentelemetry.util.types import AnyValue, Attributes
 
 from galley.common.tracing.telemetry import fail, traceparent_of
 from galley.common.wire.status import code_of, error_type
-from galley.core import trace_names as names
+from galley.core import names
 from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.errors import Fenced
 from galley.core.session import events as ev
+from galley.core.session.events import RoundEnded
 from galley.core.session.machine import Session
 from galley.core.session.ports import Replica
-from galley.core.session.round import RoundEnded
 from galley.core.store import StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.telemetry.attributes import Sums, asked_of, end_of, session_of, span_name

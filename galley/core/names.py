@@ -1,8 +1,29 @@
-"""The names of what traces hold, for writers and readers; docs/observe/spans.md explains each."""
+"""Names that more than one part writes or reads: of strategies, of moves, and in traces.
+
+`docs/observe/spans.md` explains the names of spans, attributes and events.
+"""
 
 from __future__ import annotations
 
 from typing import Final
+
+# Draft strategies, on the wire and in the configuration.
+MODEL: Final = "model"
+NGRAM: Final = "ngram"
+HYBRID: Final = "hybrid"
+ORACLE: Final = "oracle"
+NO_STRATEGY: Final = "none"
+STRATEGIES: Final = (MODEL, NGRAM, HYBRID, ORACLE, NO_STRATEGY)
+# The gateway's own prompt lookup, for when no draft replica answers. Clients cannot request it.
+LOOKUP: Final = "lookup"
+
+# Why a session moves to another replica.
+MOVE_FAILED: Final = "failed"  # a request failed
+MOVE_LATE: Final = "late"  # a verdict took too long
+MOVE_LEFT: Final = "left"  # the replica is draining, or its lease has ended
+MOVE_HEDGED: Final = "hedged"  # a hedged request was answered first
+MOVE_RESTARTED: Final = "restarted"  # the same address, a new process
+MOVE_REASONS: Final = (MOVE_FAILED, MOVE_LATE, MOVE_LEFT, MOVE_HEDGED, MOVE_RESTARTED)
 
 # What the spans of requests keep to: the last version before GenAI moved to a repository of its own.
 GEN_AI_CONVENTIONS: Final = "1.41.1"
