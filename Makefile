@@ -44,31 +44,37 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 
 # ------------------------------------------------------------------------------------ measurements --
 
-.PHONY: bench-round bench-engine bench-throughput bench-speculation bench-slow-links bench-sessions
-.PHONY: bench-telemetry bench-peers bench-gpu
-bench-round: setup ## measure rounds: every strategy and k against plain decoding
-	@$(BIN)/python -m bench.round
+# What `make bench-loops` compares this tree with.
+BASE ?=
 
+.PHONY: bench-engine bench-loops bench-throughput bench-speculation bench-slow-links bench-sessions
+.PHONY: bench-telemetry bench-peers bench-coupling bench-gpu
 bench-engine: setup ## measure a step of the target engine beside transformers and the roofline
 	@$(BIN)/python -m bench.engine
 
+bench-loops: setup ## compare this tree with an earlier revision: speed, CPU a token, start-up (BASE=REVISION)
+	@$(BIN)/python -m bench.loops base --base "$(BASE)"
+
 bench-throughput: setup ## measure 1 to 64 streams through the gateway, and the engine alone
-	@$(BIN)/python -m bench.throughput
+	@$(BIN)/python -m bench.loops throughput
 
 bench-speculation: setup ## measure what speculation gains and costs, 1 to 32 streams, and its acceptance
-	@$(BIN)/python -m bench.speculation
+	@$(BIN)/python -m bench.loops speculation
 
 bench-slow-links: setup ## measure speculation with 20 ms each way before target and draft
-	@$(BIN)/python -m bench.slow_links
+	@$(BIN)/python -m bench.loops slow-links
 
 bench-sessions: setup ## measure what the session store costs: throughput, latency, memory
-	@$(BIN)/python -m bench.sessions
+	@$(BIN)/python -m bench.loops sessions
 
 bench-telemetry: setup ## measure what traces and metrics cost at 16 streams: throughput, CPU a token
-	@$(BIN)/python -m bench.telemetry
+	@$(BIN)/python -m bench.loops telemetry
 
 bench-peers: setup ## measure ours beside vLLM on the CPU (makes its environment: some GB)
-	@$(BIN)/python -m bench.peers
+	@$(BIN)/python -m bench.loops peers
+
+bench-coupling: setup ## compare the draft's acceptance with the closed form at temperature 1
+	@$(BIN)/python -m bench.coupling
 
 bench-gpu: setup ## measure a step on a CUDA device, and the tokens that company changes there
 	@$(BIN)/python -m bench.gpu

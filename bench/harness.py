@@ -1,23 +1,23 @@
-"""What every benchmark here shares: blocks of answers, goals, and the record of a run.
+"""Goals and records, which all benchmarks share.
 
-The rules, so that a figure can be believed:
+The rules of every benchmark:
 
 - Two things are compared in alternating blocks of the same run, at least MIN_PAIRS pairs after a warm-up;
   what is reported is the median of the pairs' ratios and its bootstrap interval, never a ratio of two runs.
 - An answer counts up to its first loop (galley/bench/answers.py); the share that was cut is reported.
 - The prompts are fixed (galley/bench/workloads.py), and their hashes stand in every result.
 - A goal is met if the median reaches its bound and the interval comes within SLACK of it.
-- Every run leaves its JSON, with the machine, the versions and the seeds; none is overwritten.
+- A run leaves its record as JSON, with machine, versions and seeds; the latest replaces the one before.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,10 +25,10 @@ from typing import Any
 
 import psutil
 
-from galley.bench.answers import Answer
 from galley.bench.stats import Interval
 
 BENCH = Path(__file__).parent
+RESULTS = BENCH / "results"
 MIN_PAIRS = 7
 SLACK = 0.04
 _PACKAGES = (
@@ -42,51 +42,6 @@ _PACKAGES = (
     "uvloop",
     "numpy",
 )
-
-
-# ------------------------------------------------------------------------------------------ blocks --
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Answers of one arm to the prompts of one set at one temperature: one side of one pair."""
-
-    pair: int
-    arm: str
-    prompt_set: str
-    temperature: float
-    answers: tuple[Answer, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Counted ones."""
-        return sum(answer.counted for answer in self.answers)
-
-    @property
-    def seconds(self) -> float:
-        """From each request to its last counted token, summed."""
-        return sum(answer.counted_s for answer in self.answers)
-
-    @property
-    def cpu_s(self) -> float:
-        """Of all processes of the arm's side, for the counted tokens."""
-        return sum(answer.counted_cpu_s for answer in self.answers)
-
-
-def tokens_per_s(blocks: Sequence[Block]) -> float:
-    """Counted tokens over their seconds, time to first token included."""
-    return sum(block.tokens for block in blocks) / sum(block.seconds for block in blocks)
-
-
-def cpu_per_token(blocks: Sequence[Block]) -> float:
-    """CPU seconds of all processes of the arm's side per counted token (of all, if there is none)."""
-    return sum(block.cpu_s for block in blocks) / max(1, sum(block.tokens for block in blocks))
-
-
-def share_cut(blocks: Sequence[Block]) -> float:
-    """The share of tokens that stand in a loop and do not count."""
-    given = sum(len(answer.tokens) for block in blocks for answer in block.answers)
-    return 1 - sum(block.tokens for block in blocks) / given if given else 0.0
 
 
 # ------------------------------------------------------------------------------------------- goals --
@@ -163,18 +118,17 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def result_path(name: str, at_commit: str, root: Path = BENCH / "results") -> Path:
-    """Where a run's JSON goes: <root>/<name>/<commit>.json, or -2, -3 ... behind it where a run left one."""
-    folder = root / name
-    path, run = folder / f"{at_commit}.json", 1
-    while path.exists():
-        run += 1
-        path = folder / f"{at_commit}-{run}.json"
-    return path
+def result_path(name: str, root: Path = RESULTS) -> Path:
+    """Return the path of a benchmark's record: <root>/<name>.json."""
+    return root / f"{name}.json"
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write `record` as JSON, with the time of writing."""
+    """Write `record` as JSON, one line a key, with the time of writing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stamped = {"written": datetime.now(UTC).isoformat(timespec="seconds"), **record}
-    path.write_text(json.dumps(stamped, indent=1) + "\n", encoding="utf-8")
+    lines = (
+        f"{json.dumps(key)}: {json.dumps(value, default=dataclasses.asdict)}"
+        for key, value in stamped.items()
+    )
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

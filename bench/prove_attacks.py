@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "faults": proof.faults,
         "held": not proof.faults,
     }
-    path = result_path("attacks", commit(), given.results)
+    path = result_path("attacks", given.results)
     write_record(path, record)
     print({name: value for name, value in record.items() if name not in {"machine", "ends", "items"}})
     print(f"record: {path}")

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seconds": round(time.monotonic() - began, 1),
         "held": held,
     }
-    path = result_path("boot", commit(), given.results)
+    path = result_path("boot", given.results)
     write_record(path, record)
     print(f"{'held' if held else 'NOT held'}; record: {path}")
     return 0 if held else 1

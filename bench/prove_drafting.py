@@ -14,13 +14,11 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-from bench.prove_noise import commit
+from bench.harness import commit, result_path, write_record
 from galley.core.cost.model import StepTimes
 from tests.core.pool_world import MS, Pool, Scenario
 
-RESULTS = Path(__file__).parent / "results" / "drafting"
 BOUND = 0.95
 FIXED = (0, 1, 2, 4, 8, 16)
 MAX_K = 16
@@ -62,8 +60,7 @@ def main() -> int:
         "worst": min(results, key=ratio_of),
         "results": results,
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{report['commit']}.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_record(result_path("drafting"), report)
     for result in sorted(missed, key=ratio_of):
         print("below the bound:", json.dumps(result))
     print(

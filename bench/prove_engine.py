@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seconds": round(time.monotonic() - began_s, 1),
         **found,
     }
-    path = result_path("engine_proof", commit(), given.results)
+    path = result_path("engine_proof", given.results)
     write_record(path, record)
     print(f"record: {path}")
     held = all(part["held"] for part in found.values())

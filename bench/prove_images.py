@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "faults": faults,
         "held": not faults,
     }
-    path = result_path("images", commit(), given.results)
+    path = result_path("images", given.results)
     write_record(path, record)
     print({role: found["megabytes"] for role, found in held_by.items()}, served, faults)
     print(f"record: {path}")

@@ -9,17 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
+from bench.harness import commit, result_path, write_record
 from galley.core.noise import GUMBEL_MAX, GUMBEL_MIN, LANES, block_words, gumbel
 
-RESULTS = Path(__file__).parent / "results" / "noise"
 CHUNK = 2**18  # words a draw: a vocabulary's worth, several times over
 ENDS = 2**20  # words at each end of the range
 SEEDS = (*(2**64 * i // 7 for i in range(7)), 1, 2**32, 2**64 - 1)
@@ -64,9 +62,7 @@ def main() -> int:
         "seconds": round(time.monotonic() - began, 1),
         "ok": drawn.ok() and ends.ok() and drawn.words >= arguments.words,
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{report['commit']}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    write_record(result_path("noise"), report)
     print(json.dumps(report, indent=2))
     return 0 if report["ok"] else 1
 
@@ -101,18 +97,6 @@ def check(words: np.ndarray[tuple[int, ...], np.dtype[np.uint32]]) -> Found:
         largest=float(noise.max()),
         mean=float(noise.mean()),
     )
-
-
-def commit() -> str:
-    """The commit of the working tree, "-dirty" if the noise in it is not that of the commit."""
-    head = _git("rev-parse", "--short=12", "HEAD")
-    return head + ("-dirty" if _git("status", "--porcelain", "galley/core/noise.py") else "")
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", *arguments]
-    root = Path(__file__).parent.parent
-    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seconds": round(time.monotonic() - began, 1),
         "held": held,
     }
-    path = result_path("ownership", commit(), given.results)
+    path = result_path("ownership", given.results)
     write_record(path, record)
     print({name: value for name, value in record.items() if name != "machine"})
     print(f"record: {path}")

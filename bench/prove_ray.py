@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "trials": trials,
         "autoscaling": autoscaling,
     }
-    path = result_path("ray", commit(), given.results)
+    path = result_path("ray", given.results)
     write_record(path, record)
     print(f"record: {path}")
     print("held" if held else "FAILED")

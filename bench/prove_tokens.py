@@ -126,7 +126,7 @@ class Proof:
         self.differences: list[str] = []
         self._began = time.monotonic()
         self._about = {"commit": commit(), **about}
-        self._path = result_path("tokens", self._about["commit"])
+        self._path = result_path("tokens")
         self._reference = reference
         self._prompts = prompts
         self._prompt_tokens = prompt_tokens

@@ -29,6 +29,12 @@ def fixed_workload(name: str) -> Workload:
     return own_workload(_PROMPTS / f"{name}.jsonl")
 
 
+def mixed_workload() -> Workload:
+    """Return the prompts of all PROMPT_SETS, one of each set in turn, as one workload."""
+    sets = [fixed_workload(name).prompts for name in PROMPT_SETS]
+    return Workload("mixed", tuple(prompt for group in zip(*sets, strict=True) for prompt in group), "")
+
+
 def own_workload(path: Path) -> Workload:
     """The prompts of a file, named by its stem: `.jsonl` holds an object {"prompt": ...} a line, else text.
 

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from bench.soak_clients import NEVER, UNREAD, Arrival, Heard, Refusal
-from bench.soak_memory import growth, held
-from bench.soak_outcome import Block, Overload, Span, back_after_s, harm
+from bench.soak.clients import NEVER, UNREAD, Arrival, Heard, Refusal
+from bench.soak.memory import growth, held
+from bench.soak.outcome import Block, Overload, Span, back_after_s, harm
 
 PAIRS = 7
 BLOCK_S = 10.0

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="galley-chaos-") as folder:
         record = asyncio.run(run(Path(folder), given))
-    path = result_path("chaos", record["commit"], given.results)
+    path = result_path("chaos", given.results)
     write_record(path, record)
     print(f"{'held' if record['held'] else 'FAILED: ' + record['problem']}; written to {path}")
     print("goal | what | measured | bound | met")

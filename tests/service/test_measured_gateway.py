@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.session_store import read_ms
-from bench.sessions import ARMS
+from bench.loops.sessions import ARMS
+from bench.loops.store import read_ms
 from galley.client.client import AsyncClient
 from tests.service.process import gateway_process
 from tests.service.truth import SEED
@@ -19,7 +19,7 @@ async def test_it_answers_and_times_each_commit(world: World, tmp_path: Path, st
     timings = tmp_path / "timings"
     flags = {"bench-store": store, "bench-timings": str(timings)}
     async with (
-        gateway_process(world, tmp_path / "log", {}, flags, module="bench.session_gateway") as address,
+        gateway_process(world, tmp_path / "log", {}, flags, module="bench.loops.session_gateway") as address,
         AsyncClient(address) as client,
     ):
         stream = client.generate(PROMPT, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True)

@@ -73,7 +73,7 @@ def main() -> int:
     report = _report(seeds, parts, violations, seconds)
     _say(json.dumps({name: report[name] for name in ("schedules", "seconds", "per_minute")}))
     if not options.dry:
-        path = result_path("simulation", commit())
+        path = result_path("simulation")
         write_record(path, report)
         _say(f"written to {path}")
     return 1 if violations else 0

@@ -1,0 +1,90 @@
+"""Compare the draft's acceptance at temperature 1 with what its distributions say: `make bench-coupling`.
+
+The running system answers held-out prompts at temperature 1; at every position the running draft is asked for
+one token, and the distributions of draft and target there are computed by transformers. Noise that both share
+makes a proposal right with a known probability (`bench/coupling/closed_form.py`); the measured rate must lie
+within its sampling interval. The optimal coupling stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.coupling.closed_form import Agreement, agreement
+from bench.coupling.full_head import load_assistant
+from bench.coupling.heldout import answers_at_one, guesses, scored
+from bench.harness import RESULTS, Goal, commit, machine, result_path, write_record
+from bench.loops.peers import encoder
+from galley.bench.gateway import GatewaySide
+from galley.bench.workloads import PROMPT_SETS, mixed_workload, prompt_hash
+from galley.client.client import AsyncClient
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.engine.load.resolve import resolve_model
+from galley.stack.parts import draft_model_of
+from galley.stack.stack import Stack, StackOptions
+
+
+async def measure(arguments: argparse.Namespace, model_dir: Path) -> Agreement:
+    """Answer, ask the draft, and score every position."""
+    prompts = mixed_workload().prompts[: arguments.prompts]
+    encode = encoder(model_dir)
+    encoded = [encode(prompt.text) for prompt in prompts]
+    options = StackOptions(model=arguments.model, threads=arguments.threads, dtype="bfloat16")
+    async with Stack(options) as stack, AsyncClient(stack.gateways[0]) as client:
+        answers = await answers_at_one(GatewaySide(client), prompts, arguments.max_tokens, arguments.seed)
+        guessed = await guesses(stack.address("draft"), answers, encoded, arguments.seed)
+    return agreement(await scored(answers, encoded, guessed, _models(options, model_dir), print))
+
+
+def _models(options: StackOptions, model_dir: Path) -> tuple[Any, Any]:
+    target: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)  # nosec B615  # a directory
+    draft_dir = resolve_model(draft_model_of(options) or "")
+    return target.eval(), load_assistant(draft_dir, model_dir, torch.bfloat16)
+
+
+def goal_of(found: Agreement) -> Goal:
+    """Bound the measured acceptance by the sampling interval of the closed form."""
+    what = (
+        f"acceptance of the model draft at temperature 1, {found.positions} positions "
+        f"(optimal coupling: {found.optimal:.4f})"
+    )
+    bound = f"{found.closed:.4f} [{found.low:.4f}, {found.high:.4f}]"
+    return Goal("coupling", what, f"{found.measured:.4f}", bound, found.agrees)
+
+
+def main() -> int:
+    """Run it; return 0 however the goal stands."""
+    parser = argparse.ArgumentParser(prog="python -m bench.coupling", description=__doc__)
+    parser.add_argument("--prompts", type=int, default=24, help="held-out prompts (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=48, help="of an answer (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of a service (default: %(default)s)")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="target model: hub id or directory")
+    parser.add_argument("--seed", type=int, default=20261123, help="seed of the first answer")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the record")
+    arguments = parser.parse_args()
+    found = asyncio.run(measure(arguments, resolve_model(arguments.model)))
+    goal = goal_of(found)
+    record = {
+        "name": "coupling",
+        "commit": commit(),
+        "machine": machine(),
+        "prompt_sha256": {name: prompt_hash(name) for name in PROMPT_SETS},
+        "agreement": dataclasses.asdict(found),
+        "goals": [dataclasses.asdict(goal)],
+    }
+    write_record(result_path("coupling", arguments.results), record)
+    print("goal | what | measured | bound | met")
+    print(goal)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

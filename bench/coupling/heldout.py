@@ -1,0 +1,121 @@
+"""A draft's guesses at temperature 1, asked of the running draft, and the distributions behind them.
+
+The running system answers, sampling at temperature 1. Then, at every position of the answers, the running
+draft is asked for one token after the confirmed ones, as a gateway asks it: a guess is right where it is the
+token that the target gave. (In service the target verifies only what pays, the surer guesses first:
+acceptance that is counted there is of a choice of positions, and no estimate of the closed form.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bench.coupling.closed_form import Heldout, match_chance, optimal_chance
+from galley.bench.answers import Answer, Prompt
+from galley.bench.gateway import Ask, GatewaySide
+from galley.core.content import prefix_hash
+from galley.core.names import MODEL
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+
+
+async def answers_at_one(
+    side: GatewaySide, prompts: Sequence[Prompt], max_tokens: int, seed: int
+) -> list[Answer]:
+    """An answer to each prompt at temperature 1; seeds go up by one. Speculation changes no token of it."""
+    return [
+        await side.answer("auto", Ask(replace(prompt, label="heldout"), 1.0, seed + at, max_tokens))
+        for at, prompt in enumerate(prompts)
+    ]
+
+
+async def guesses(
+    address: str, answers: Sequence[Answer], prompts: Sequence[Sequence[int]], seed: int
+) -> list[list[int | None]]:
+    """What the draft at `address` guesses for each output position of each answer; None where nothing."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = rpc.DraftStub(channel)
+        found = []
+        for at, (answer, prompt) in enumerate(zip(answers, prompts, strict=True)):
+            tokens = [*prompt, *answer.tokens]
+            items = [
+                _item(f"heldout-{at}", tokens[:end], len(prompt), seed + at)
+                for end in range(len(prompt), len(tokens))
+            ]
+            found.append([await _guess(stub, item) for item in items])
+        return found
+
+
+def _item(session: str, tokens: Sequence[int], prompt_len: int, seed: int) -> pb.ProposeItem:
+    return pb.ProposeItem(
+        slice=pb.SessionSlice(
+            session_id=session,
+            request_id=len(tokens),
+            tokens=tokens,
+            prefix_hash=prefix_hash([]),
+            prompt_len=prompt_len,
+            max_position=len(tokens) + 2,
+            sampling=pb.SamplingParams(temperature=1.0, seed=seed),
+        ),
+        k=1,
+        strategy=MODEL,
+        workload="heldout",
+    )
+
+
+async def _guess(stub: Any, item: pb.ProposeItem) -> int | None:
+    (answer,) = (await stub.Propose(pb.ProposeRequest(items=[item]))).answers
+    if not answer.HasField("result"):
+        raise RuntimeError(f"the draft did not propose: {answer}")
+    return next(iter(answer.result.draft_tokens), None)
+
+
+async def scored(
+    answers: Sequence[Answer],
+    prompts: Sequence[Sequence[int]],
+    guessed: Sequence[Sequence[int | None]],
+    models: tuple[Any, Any],
+    tell: Callable[[str], None],
+) -> list[Heldout]:
+    """The distributions of `models` (target, draft) behind the guesses; computed in a thread."""
+    found = []
+    for answer, prompt, guess in zip(answers, prompts, guessed, strict=True):
+        found.append(await asyncio.to_thread(_score, answer, prompt, guess, models))
+        tell(f"closed form {len(found)}/{len(answers)}: {len(answer.tokens)} positions")
+    return found
+
+
+def _score(
+    answer: Answer, prompt: Sequence[int], guess: Sequence[int | None], models: tuple[Any, Any]
+) -> Heldout:
+    tokens = [*prompt, *answer.tokens]
+    target, draft = (_logits(model, tokens, len(prompt)) for model in models)  # each [output, vocab]
+    at = [i for i, guessed in enumerate(guess) if guessed is not None]
+    probs = [(_softmax(target[i]), _softmax(draft[i])) for i in at]
+    return Heldout(
+        closed=tuple(match_chance(p, q) for p, q in probs),
+        optimal=tuple(optimal_chance(p, q) for p, q in probs),
+        right=tuple(guess[i] == answer.tokens[i] for i in at),
+    )
+
+
+def _logits(model: Any, tokens: Sequence[int], first: int) -> NDArray[np.float64]:
+    """Of positions [first, end), float64 [output, vocab]."""
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([tokens])).logits[0, first - 1 : -1]
+    found: NDArray[np.float64] = logits.double().numpy()
+    return found
+
+
+def _softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    raised = np.exp(logits - logits.max())
+    probs: NDArray[np.float64] = raised / raised.sum()
+    return probs

@@ -1,0 +1,109 @@
+"""Run a loop benchmark: `python -m bench.loops SCENARIO [flags]`.
+
+So many streams at once, each asking its next prompt when its answer has ended; arms are compared in
+alternating blocks of the same run. The table gives the median of the pairs' ratios and its 95 % interval; a
+last line a goal says what was bounded, measured, and whether it was met. `--quick` only shows that everything
+runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.harness import Goal, commit, machine, result_path, write_record
+from bench.loops.base import LOOPS
+from bench.loops.options import Options, parse
+from bench.loops.peers import PEERS, THROUGHPUT
+from bench.loops.run import Run, Scenario, keep_to_cores, measure
+from bench.loops.sessions import SESSIONS
+from bench.loops.slow_links import SLOW_LINKS
+from bench.loops.speculation import SPECULATION
+from bench.loops.telemetry import TELEMETRY
+from galley.bench import plots, tables
+from galley.bench.report import as_dict, report_of
+from galley.bench.workloads import PROMPT_SETS, prompt_hash
+from galley.engine.load.resolve import resolve_model
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (LOOPS, THROUGHPUT, SPECULATION, SLOW_LINKS, SESSIONS, TELEMETRY, PEERS)
+}
+_FILE_WIDTH = 150
+
+
+def report(
+    scenario: Scenario, run: Run, goals: Sequence[Goal], record: Path | None, console: Console
+) -> None:
+    """Print tables, facts and goals; with `record`, write JSON there and a plot beside it."""
+    options = run.options
+    found = report_of(run.blocks, scenario.baseline, options.model)
+    console.print(tables.speed_table(found.rows, scenario.baseline))
+    if found.acceptance:
+        console.print(tables.acceptance_table(found.acceptance))
+    lines = [f"{key}: {value}" for key, value in run.facts.items()]
+    if record is not None:
+        figures: dict[str, Any] = {
+            "name": scenario.name,
+            "commit": commit(),
+            "machine": machine(),
+            "options": dataclasses.asdict(options),
+            "prompt_sha256": {name: prompt_hash(name) for name in PROMPT_SETS},
+            "facts": run.facts,
+            **as_dict(found),
+            "goals": [dataclasses.asdict(goal) for goal in goals],
+        }
+        write_record(record, figures)
+        plots.draw(
+            record.with_suffix(".png"), found.rows, found.acceptance, found.predicted, scenario.baseline
+        )
+        lines.append(f"record: {record}")
+    for line in (*lines, "goal | what | measured | bound | met", *map(str, goals)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[Scenario, Options, Path | None]:
+    """Return the scenario, its options and the folder of the record; exit 2 for a wrong value."""
+    listed = "\n".join(f"  {name:12} {scenario.about}" for name, scenario in SCENARIOS.items())
+    usage = argparse.ArgumentParser(
+        prog="python -m bench.loops",
+        description=f"{__doc__}\nScenarios:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    usage.add_argument("scenario", choices=SCENARIOS)
+    scenario = SCENARIOS[usage.parse_args(argv[:1]).scenario]
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench.loops {scenario.name}",
+        description=sys.modules[scenario.start.__module__].__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options, root = parse(parser, argv[1:], scenario.defaults, scenario.required)
+    if problem := scenario.check(options):
+        parser.error(problem)
+    return scenario, options, root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it; return 0 however the goals stand, for a missed goal is a finding and no error."""
+    scenario, options, root = parse_arguments(sys.argv[1:] if argv is None else argv)
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    cores = keep_to_cores(options.cores)
+    model_dir = resolve_model(options.model)
+    run = asyncio.run(measure(scenario, options, model_dir, lambda line: console.print(line, style="dim")))
+    run.facts["cores"] = cores
+    goals = [] if options.quick else scenario.goals(run)
+    report(scenario, run, goals, None if root is None else result_path(scenario.name, root), console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

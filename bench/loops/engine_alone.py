@@ -1,0 +1,104 @@
+"""The target's scheduler, block table and engine in one process: no gateway, no gRPC, no Redis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from galley.core.content import prefix_hash
+from galley.core.cost.model import StepTimes
+from galley.core.errors import Broken
+from galley.core.kv.table import KvTable
+from galley.core.sampling_params import SamplingParams
+from galley.core.scheduler.messages import Confirmed, Response, VerifyRequest
+from galley.core.scheduler.scheduler import Scheduler
+from galley.core.step import StepPlan
+from services.target.engine.protocol import TargetEngine
+
+# The curve matters only where drafts are offered; here are none.
+_ANY_TIMES = StepTimes.measured([(1, 1_000_000)])
+
+
+@dataclass(slots=True)
+class Heard:
+    """An answer as it comes: tokens, and when each came, in seconds from its request."""
+
+    began_s: float
+    tokens: list[int] = field(default_factory=list)
+    at_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """One pass: all of it, and the part within the engine."""
+
+    whole_s: float
+    engine_s: float
+
+
+class EngineAlone:
+    """Plain decoding of many sessions at once, each with credit to its end."""
+
+    def __init__(self, passes: TargetEngine, table: KvTable, eos_token_ids: Sequence[int]) -> None:
+        self._passes = passes
+        self._scheduler = Scheduler(table, _ANY_TIMES)
+        self._eos = frozenset(eos_token_ids)
+        self._heard: dict[int, Heard] = {}
+        self._count = 0
+
+    @property
+    def running(self) -> int:
+        """Sessions under way."""
+        return len(self._heard)
+
+    @property
+    def unheard(self) -> int:
+        """Sessions under way that have heard nothing yet."""
+        return sum(not heard.tokens for heard in self._heard.values())
+
+    def ask(self, prompt: Sequence[int], max_tokens: int, temperature: float, seed: int) -> Heard:
+        """Let a new session in; what it hears grows from pass to pass."""
+        self._count += 1
+        request = VerifyRequest(
+            key=(b"", str(self._count)),
+            start=0,
+            tokens=tuple(prompt),
+            prefix_hash=prefix_hash(()),
+            prompt_len=len(prompt),
+            max_position=len(prompt) + max_tokens,
+            sampling=SamplingParams(temperature=temperature, seed=seed),
+            stop_token_ids=self._eos,
+            credit=max_tokens,
+            arrival_ns=time.time_ns(),
+        )
+        heard = Heard(time.perf_counter())
+        self._heard[self._scheduler.submit(request, time.perf_counter_ns())] = heard
+        return heard
+
+    def step(self) -> PassTime:
+        """One pass over all that runs. Raises what a session ended with, if that was no end of an answer."""
+        began_s = time.perf_counter()
+        plan = self._scheduler.plan(time.perf_counter_ns())
+        engine_s = 0.0
+        if isinstance(plan, StepPlan):
+            before_s = time.perf_counter()
+            outcomes = self._passes.run(plan)
+            engine_s = time.perf_counter() - before_s
+            self._scheduler.conclude(plan, outcomes, time.perf_counter_ns())
+        for answer in self._scheduler.take_answers():
+            self._note(answer)
+        return PassTime(time.perf_counter() - began_s, engine_s)
+
+    def _note(self, answer: Response) -> None:
+        outcome = answer.outcome
+        heard = self._heard[answer.item]
+        if isinstance(outcome, Confirmed):
+            heard.tokens += outcome.tokens
+            heard.at_s += [time.perf_counter() - heard.began_s] * len(outcome.tokens)
+        elif isinstance(outcome, Exception):
+            raise outcome
+        else:
+            raise Broken(f"a session lost its place: {outcome}")
+        if answer.last:
+            del self._heard[answer.item]

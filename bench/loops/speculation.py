@@ -1,0 +1,156 @@
+"""What speculation gains and costs: off, auto (the gateway chooses) and fixed choices, by workload.
+
+The real default pair of models; gateway, draft, target and Valkey are processes of one thread each. Each arm
+has workload labels of its own in each pair: the draft learns from recent answers of a label, and no arm may
+copy what another answered. Prompts are cached for all arms alike, so that blocks show decoding.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from bench.harness import Goal, at_least, at_most
+from bench.loops.options import Options
+from bench.loops.run import Run, Scenario, of_arm
+from bench.loops.sides import stack_loop
+from galley.bench.closed_loop import LoopBlock, LoopSide
+from galley.bench.gateway import AUTO, OFF
+from galley.bench.stats import Interval, median_interval
+from galley.bench.summary import mean_ratio, speculated, speed_ratio
+from galley.bench.workloads import PROMPT_SETS
+from galley.client.client import AsyncClient
+from galley.stack.stack import Stack, StackOptions
+
+ALONE_BOUND, REWRITE_BOUND = 1.6, 3.0
+NEVER_A_LOSS_BOUND, BEST_FIXED_BOUND = 0.97, 0.95
+EXPOSED_BOUND_PERCENT = 15.0
+
+# Workload, streams and temperature.
+CellKey = tuple[str, int, float]
+Ratio = Callable[[Sequence[LoopBlock]], Interval | None]
+
+
+@asynccontextmanager
+async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
+    """Start one stack, whose gateway answers every arm."""
+    options = run.options
+    given = StackOptions(
+        model=options.model,
+        draft_model=options.draft_model or None,
+        dtype=options.dtype,
+        threads=options.threads,
+    )
+    async with Stack(given) as stack, AsyncClient(stack.gateways[0]) as client:
+        yield dict.fromkeys(options.arms, stack_loop(stack, client))
+
+
+def goals(run: Run) -> list[Goal]:
+    """State every goal that the blocks can tell of."""
+    cells: dict[CellKey, list[LoopBlock]] = defaultdict(list)
+    for block in run.blocks:
+        cells[block.load.workload, block.load.streams, block.load.temperature].append(block)
+    return [
+        *_alone(run.blocks),
+        *_rewrite(cells),
+        *_in_every_cell("never-a-loss", "auto against off", NEVER_A_LOSS_BOUND, cells, _against_off),
+        *_in_every_cell(
+            "best-fixed", "auto against the best fixed choice", BEST_FIXED_BOUND, cells, _against_fixed
+        ),
+        *_exposed(run.blocks),
+    ]
+
+
+def _alone(blocks: Sequence[LoopBlock]) -> list[Goal]:
+    workloads = sorted({block.load.workload for block in blocks if block.load.streams == 1})
+    what = f"tokens/s of auto against off, mean of {', '.join(workloads)}, 1 stream"
+    ratios = {
+        temperature: mean_ratio(blocks, AUTO, OFF, 1, temperature)
+        for temperature in sorted({block.load.temperature for block in blocks})
+    }
+    return [
+        at_least("alone", f"{what} at {temperature:g}", ratio, ALONE_BOUND, "x")
+        for temperature, ratio in ratios.items()
+        if ratio is not None
+    ]
+
+
+def _rewrite(cells: Mapping[CellKey, list[LoopBlock]]) -> list[Goal]:
+    ratios = {
+        temperature: _against_off(blocks)
+        for (workload, streams, temperature), blocks in sorted(cells.items())
+        if (workload, streams) == ("rewrite", 1)
+    }
+    what = "tokens/s of auto against off on rewrite, 1 stream at"
+    return [
+        at_least("rewrite", f"{what} {temperature:g}", ratio, REWRITE_BOUND, "x")
+        for temperature, ratio in ratios.items()
+        if ratio is not None
+    ]
+
+
+def _in_every_cell(
+    name: str, what: str, bound: float, cells: Mapping[CellKey, list[LoopBlock]], ratio_of: Ratio
+) -> list[Goal]:
+    """State one goal a number of streams: met if every cell meets it; the one shown is the worst."""
+    found = []
+    for streams in sorted({streams for _, streams, _ in cells}):
+        ratios = {cell: ratio_of(blocks) for cell, blocks in cells.items() if cell[1] == streams}
+        known = {cell: ratio for cell, ratio in ratios.items() if ratio is not None}
+        if not known:
+            continue
+        each = {cell: at_least(name, what, ratio, bound, "x") for cell, ratio in known.items()}
+        # A missed cell is worse than a met one.
+        worst = min(each, key=lambda cell: (each[cell].met, known[cell].median))
+        missed = sum(not goal.met for goal in each.values())
+        title = (
+            f"{what}, {streams} streams, every workload and temperature: worst {worst[0]} at {worst[2]:g}, "
+            f"{missed} of {len(each)} missed"
+        )
+        found.append(at_least(name, title, known[worst], bound, "x"))
+    return found
+
+
+def _against_off(blocks: Sequence[LoopBlock]) -> Interval | None:
+    return speed_ratio(of_arm(blocks, AUTO), of_arm(blocks, OFF))
+
+
+def _against_fixed(blocks: Sequence[LoopBlock]) -> Interval | None:
+    """Return the worst ratio of auto against a fixed choice, k = 0 among them."""
+    fixed = {block.load.arm for block in blocks} - {AUTO}
+    ratios = [speed_ratio(of_arm(blocks, AUTO), of_arm(blocks, arm)) for arm in sorted(fixed)]
+    known = [ratio for ratio in ratios if ratio is not None]
+    if not known:
+        return None
+    return min(known, key=lambda ratio: (at_least("", "", ratio, BEST_FIXED_BOUND).met, ratio.median))
+
+
+def _exposed(blocks: Sequence[LoopBlock]) -> list[Goal]:
+    """Bound the share of a round that the target waited for the draft: over all loads, and at one stream."""
+    found = []
+    for name, mine in (("all loads", of_arm(blocks, AUTO)), ("1 stream", of_arm(blocks, AUTO, 1))):
+        pairs: dict[int, list[LoopBlock]] = defaultdict(list)
+        for block in mine:
+            pairs[block.load.pair].append(block)
+        sums = [speculated(of) for of in pairs.values()]
+        what = f"exposed draft wait of auto, share of the rounds' time, {name}"
+        if not all(of.round_ns for of in sums):
+            bound = f"<= {EXPOSED_BOUND_PERCENT:g} %"
+            found.append(Goal("exposed", what, "a pair without rounds", bound, met=False))
+        elif sums:
+            share = median_interval([100 * of.exposed_share for of in sums])
+            found.append(at_most("exposed", what, share, EXPOSED_BOUND_PERCENT, " %"))
+    return found
+
+
+SPECULATION = Scenario(
+    "speculation",
+    "what speculation gains and costs: off, auto and a fixed choice, 1 to 32 streams, four workloads",
+    Options((OFF, AUTO, "hybrid-8"), streams=(1, 8, 16, 32), workloads=PROMPT_SETS, max_tokens=40),
+    OFF,
+    start,
+    goals,
+    primed_by=OFF,
+    required=frozenset({OFF, AUTO}),
+)

@@ -1,0 +1,164 @@
+"""`make soak`: half an hour at the highest load that holds, an overload, and what is left at the end.
+
+A real stack, each part its own process, and real clients; the default model unless --model says otherwise.
+
+1. The highest load that holds. Streams are closed loops: each client makes its next call when its last has
+   ended. N streams hold if, over a probe, no call is refused or fails, every answer of the catalogue is the
+   one that was learnt undisturbed, no stream is without a token for longer than 10 s (30 s for its first),
+   and at no look was the target without a free block, so that no session lost its own to another. Tried are
+   shares of what the gateway admits, less 4 places; the first that holds is taken.
+2. A warm-up, after every block of the target's pool was written once, then --minutes of that load: prompts
+   and answers of mixed lengths, three temperatures, all modes of speculation, some clients cancel, abort, or
+   leave and resume. In every second block some of the places belong to misreaders, half of which read slowly
+   and half not at all, over windows of 1 KiB; in the other blocks ordinary clients have these places. The
+   pace of the others is compared between the blocks of a pair.
+3. --fold times as many clients for a minute; those that are refused come back when they were told to.
+   Throughput is back from the moment on whose next half minute is at 95 % of before.
+4. What is left when nobody calls any more (bench/soak_leaks.py).
+
+Memory is judged by process (bench/soak_memory.py), over the soak alone. `--quick` only shows that it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.harness import Goal, commit, machine, result_path, write_record
+from bench.soak import plot as soak_plot
+from bench.soak.clients import Arrival
+from bench.soak.goals import goals_of, growths
+from bench.soak.memory import Sample
+from bench.soak.options import SoakOptions, parse_options
+from bench.soak.outcome import Outcome, Span, rate
+from bench.soak.run import measure
+from galley.bench.stats import percentile
+from galley.bench.workloads import PROMPT_SETS, prompt_hash
+
+_FILE_WIDTH = 150
+_PLOTTED_S = 10.0
+
+
+def report(
+    outcome: Outcome, goals: Sequence[Goal], options: SoakOptions, console: Console, record: Path | None
+) -> None:
+    """Print what came of it and the goals; with `record`, leave JSON and plot there."""
+    facts = facts_of(outcome)
+    for name, value in facts.items():
+        console.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
+    if record is not None:
+        found = {
+            "name": "soak",
+            "commit": commit(),
+            "options": dataclasses.asdict(options),
+            "machine": machine(),
+            "prompt_sha256": {prompt_set: prompt_hash(prompt_set) for prompt_set in PROMPT_SETS},
+            "facts": facts,
+            "goals": [dataclasses.asdict(goal) for goal in goals],
+            "samples": [_plain(sample, outcome.samples[0].at_s) for sample in outcome.samples],
+        }
+        write_record(record, found)
+        rates = [_rate_around(arrivals_of(outcome), sample.at_s) for sample in outcome.samples]
+        soak_plot.draw(record.with_suffix(".png"), outcome.samples, spans_of(outcome), rates)
+        console.print(f"record: {record}")
+    for line in ("goal | what | measured | bound | met", *map(str, goals)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def facts_of(outcome: Outcome) -> dict[str, Any]:
+    """What stands beside the goals."""
+    facts: dict[str, Any] = {
+        **outcome.facts,
+        "streams": outcome.streams,
+        "probes": [dataclasses.asdict(probe) for probe in outcome.probes],
+        "left": None if outcome.left is None else dataclasses.asdict(outcome.left),
+    }
+    if outcome.heard is not None and outcome.samples:
+        soaked = [sample for sample in outcome.samples if outcome.soaked.holds(sample.at_s)]
+        facts["ended"] = outcome.heard.ended
+        facts["tokens_per_s"] = round(rate(outcome.heard.arrivals, outcome.soaked), 1)
+        facts["memory"] = {name: dataclasses.asdict(one) for name, one in growths(soaked).items()}
+        facts["rss_mib"] = {
+            name: round(max(sample.processes[name].rss for sample in soaked) / 2**20, 1)
+            for name in soaked[0].processes
+        }
+    if outcome.overload is not None:
+        facts["overload"] = _overload_facts(outcome)
+    return facts
+
+
+def _overload_facts(outcome: Outcome) -> dict[str, Any]:
+    overload = outcome.overload
+    if overload is None:
+        return {}
+    arrivals = [*overload.ordinary.arrivals, *overload.extra.arrivals]
+    refusals = [*overload.ordinary.refusals, *overload.extra.refusals]
+    took_ms = [1000 * one.took_s for one in refusals] or [0.0]
+    told_s = [one.retry_after_s or 0.0 for one in refusals] or [0.0]
+    names = ("before", "during", "after")
+    spans = (overload.before, overload.during, overload.after)
+    return {
+        "tokens_per_s": {
+            name: round(rate(arrivals, span), 1) for name, span in zip(names, spans, strict=True)
+        },
+        "refusals": len(refusals),
+        "refused_after_it": sum(one.at_s > overload.during.last_s for one in refusals),
+        "refusal_ms": {str(at): round(percentile(took_ms, at), 1) for at in (50, 99, 100)},
+        "told_to_wait_s": {str(at): round(percentile(told_s, at), 1) for at in (50, 99, 100)},
+        "our_loop_late_ms": {
+            str(at): round(1000 * percentile(overload.lag_s or [0.0], at), 1) for at in (50, 99, 100)
+        },
+        "ended": {"ordinary": overload.ordinary.ended, "extra": overload.extra.ended},
+    }
+
+
+def arrivals_of(outcome: Outcome) -> list[Arrival]:
+    """Of all phases that are judged."""
+    heard = [outcome.heard]
+    if outcome.overload is not None:
+        heard += [outcome.overload.ordinary, outcome.overload.extra]
+    return [arrival for one in heard if one is not None for arrival in one.arrivals]
+
+
+def spans_of(outcome: Outcome) -> dict[str, Span]:
+    """Of the phases that are judged."""
+    spans = {"soak": outcome.soaked}
+    return spans if outcome.overload is None else {**spans, "overload": outcome.overload.during}
+
+
+def _rate_around(arrivals: Sequence[Arrival], at_s: float) -> float:
+    return rate(arrivals, Span(at_s - _PLOTTED_S, at_s + _PLOTTED_S))
+
+
+def _plain(sample: Sample, begin_s: float) -> dict[str, Any]:
+    return {**dataclasses.asdict(sample), "at_s": round(sample.at_s - begin_s, 2)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it; 0 however the goals stand, for a missed goal is a finding and no error."""
+    options, root = parse_options(sys.argv[1:] if argv is None else argv, __doc__)
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    record = None if root is None else result_path("soak", root)
+    began_s = time.monotonic()
+
+    def tell(said: str) -> None:
+        console.print(
+            f"{time.monotonic() - began_s:.0f} s: {said}", style="dim", markup=False, soft_wrap=True
+        )
+
+    outcome = asyncio.run(measure(options, tell))
+    report(outcome, [] if options.quick else goals_of(outcome), options, console, record)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

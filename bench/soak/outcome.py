@@ -1,0 +1,157 @@
+"""What a soak came to, and what follows from it: load, pace, overload. Pure; times are monotonic seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from bench.soak.clients import Arrival, Heard
+from bench.soak.leaks import Left
+from galley.bench.stats import Interval, percentile, ratio_interval
+
+if TYPE_CHECKING:
+    from bench.soak.memory import Sample
+
+LONGEST_GAP_S = 10.0
+LONGEST_WAIT_S = 30.0
+LEAST_BACK = 0.95
+_SETTLE_SHARE = 0.2
+"""Of a block, what is left out at its beginning: the one before may still be felt."""
+_BACK_WINDOW_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From when to when."""
+
+    first_s: float
+    last_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.last_s - self.first_s
+
+    def holds(self, at_s: float) -> bool:
+        """Is it within?"""
+        return self.first_s <= at_s < self.last_s
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """So many streams for a while: the worst that happened."""
+
+    streams: int
+    refused: int
+    failed: int
+    wrong: int
+    longest_gap_s: float
+    longest_wait_s: float
+    least_blocks_free: int
+    tokens_per_s: float
+
+    @property
+    def holds(self) -> bool:
+        """Nothing refused, failed or wrong; none silent for long; no session had to give up its blocks.
+
+        A session loses its blocks to another only where no block is free that no live session holds.
+        """
+        quiet_s = self.longest_gap_s <= LONGEST_GAP_S and self.longest_wait_s <= LONGEST_WAIT_S
+        return not (self.refused or self.failed or self.wrong) and quiet_s and self.least_blocks_free > 0
+
+
+def probe_of(streams: int, heard: Heard, samples: Sequence[Sample], span: Span) -> Probe:
+    """What was heard of them."""
+    gaps = [arrival.gap_s for arrival in heard.arrivals if arrival.gap_s is not None]
+    return Probe(
+        streams,
+        refused=len(heard.refusals),
+        failed=len(heard.failures),
+        wrong=len(heard.wrong),
+        longest_gap_s=max(gaps, default=0.0),
+        longest_wait_s=max(heard.waits_s, default=0.0),
+        least_blocks_free=min((sample.blocks_free for sample in samples), default=0),
+        tokens_per_s=rate(heard.arrivals, span),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block of the soak: a pair has one with misreaders and one with ordinary clients in their places."""
+
+    pair: int
+    misread: bool
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Overload:
+    """`before`, the minute itself, and what came `after`; `lag_s` is how late our own loop was."""
+
+    before: Span
+    during: Span
+    after: Span
+    ordinary: Heard
+    extra: Heard
+    lag_s: Sequence[float]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All of it."""
+
+    probes: list[Probe] = field(default_factory=list)
+    streams: int = 0
+    heard: Heard | None = None
+    soaked: Span = Span(0.0, 0.0)
+    blocks: list[Block] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    overload: Overload | None = None
+    left: Left | None = None
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+def rate(arrivals: Sequence[Arrival], span: Span) -> float:
+    """Tokens a second."""
+    return sum(arrival.tokens for arrival in arrivals if span.holds(arrival.at_s)) / span.seconds
+
+
+def pace_s(arrivals: Sequence[Arrival]) -> float:
+    """The mean time of one token after an answer's first."""
+    return sum(one.gap_s or 0.0 for one in arrivals) / sum(one.tokens for one in arrivals)
+
+
+def p99_gap_s(arrivals: Sequence[Arrival]) -> float:
+    """Of the times between two arrivals of one stream."""
+    return percentile([one.gap_s or 0.0 for one in arrivals], 99)
+
+
+def judged(arrivals: Sequence[Arrival], block: Block) -> list[Arrival]:
+    """Those of the counted clients in a block that came after others of their answer."""
+    span = Span(block.span.first_s + _SETTLE_SHARE * block.span.seconds, block.span.last_s)
+    return [one for one in arrivals if one.counted and one.gap_s is not None and span.holds(one.at_s)]
+
+
+def harm(heard: Heard, blocks: Sequence[Block]) -> tuple[Interval, Interval]:
+    """With misreaders over without, pair by pair: the time of a token, and the 99th percentile of gaps."""
+    of = {(block.pair, block.misread): judged(heard.arrivals, block) for block in blocks}
+    pairs = sorted({block.pair for block in blocks})
+    having, without = ([of[pair, misread] for pair in pairs] for misread in (True, False))
+
+    def ratio(figure: Callable[[Sequence[Arrival]], float]) -> Interval:
+        return ratio_interval([figure(block) for block in having], [figure(block) for block in without])
+
+    return ratio(pace_s), ratio(p99_gap_s)
+
+
+def back_after_s(overload: Overload) -> float | None:
+    """How long after the overload the pace of the next half minute is back; None: not in the time watched."""
+    arrivals = [*overload.ordinary.arrivals, *overload.extra.arrivals]
+    wanted = LEAST_BACK * rate(arrivals, overload.before)
+    after, end_s = 0, overload.during.last_s
+    while end_s + after + _BACK_WINDOW_S <= overload.after.last_s:
+        if rate(arrivals, Span(end_s + after, end_s + after + _BACK_WINDOW_S)) >= wanted:
+            return float(after)
+        after += 1
+    return None
