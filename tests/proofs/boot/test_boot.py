@@ -11,7 +11,7 @@ from tests.proofs.boot import verdict
 from tests.proofs.boot.objects import Objects
 from tests.proofs.boot.trial import NAMESPACE
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(1200)]
 
 Record = dict[str, Any]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.proofs.boot import verdict
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(1200)]
 
 Record = dict[str, Any]
 

@@ -16,7 +16,7 @@ from tests.proofs.boot.ray_trial import REFUSED
 
 _TRIAL_S = 540.0
 # Half a minute as a rule; Ray on a machine that is busy takes its time.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 Record = dict[str, Any]
 
 
