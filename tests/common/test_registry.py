@@ -56,7 +56,7 @@ def own_server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 @pytest.fixture
 async def registry(server: Server | Cluster) -> AsyncIterator[ReplicaRegistry]:
-    registry = ReplicaRegistry(server.url, call_timeout_s=0.5)
+    registry = ReplicaRegistry(server.url, call_timeout_s=5)
     yield registry
     await registry.close()
 
@@ -255,7 +255,7 @@ async def test_a_replica_keeps_its_lease_and_tells_how_it_is(
 
 
 async def test_a_replica_outlasts_a_store_that_was_killed(own_server: Server) -> None:
-    registry = ReplicaRegistry(own_server.url, call_timeout_s=0.5)
+    registry = ReplicaRegistry(own_server.url, call_timeout_s=5)
     registration = start_registration(own_server.url, POOL, lease, lease_s=0.3)
     await until(registry, [("host:1", "life-1", False)])
     own_server.kill()
@@ -267,7 +267,7 @@ async def test_a_replica_outlasts_a_store_that_was_killed(own_server: Server) ->
 
 
 async def test_a_replica_can_close_while_the_store_is_away(own_server: Server) -> None:
-    registry = ReplicaRegistry(own_server.url, call_timeout_s=0.5)
+    registry = ReplicaRegistry(own_server.url, call_timeout_s=5)
     registration = start_registration(own_server.url, POOL, lease)
     await until(registry, [("host:1", "life-1", False)])
     own_server.kill()
@@ -349,7 +349,7 @@ async def test_what_comes_late_of_a_dead_life_does_not_end_the_living(
 
 async def test_who_was_replaced_says_so_and_is_silent_from_then_on(own_server: Server) -> None:
     """It says so though it has just said that Redis is away; and if Redis forgets all, it is not back."""
-    registry = ReplicaRegistry(own_server.url, call_timeout_s=0.5)
+    registry = ReplicaRegistry(own_server.url, call_timeout_s=5)
     with capture_logs() as logs:
         registration = start_registration(own_server.url, POOL, lease, lease_s=0.3)
         await until(registry, [("host:1", "life-1", False)])

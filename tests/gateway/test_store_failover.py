@@ -145,14 +145,14 @@ async def test_a_session_is_followed_when_its_slot_moves(cluster: Cluster) -> No
 
 async def test_a_node_that_is_lost_is_unavailable_until_its_replica_is_promoted(cluster: Cluster) -> None:
     [replica] = cluster.replicas
-    async with store_at(cluster, call_timeout_s=0.5, copies=Copies(1)) as careful:
+    async with store_at(cluster, call_timeout_s=1.5, copies=Copies(1)) as careful:
         new = a_session(session_in(1000, 5000))
         owner = (await in_time(lambda: careful.create(new, b"n" * 16))).ownership
         assert await careful.commit(owner, 3, [1], b".") == 4
         elsewhere = a_session(session_in(7001, 10_000))
         with pytest.raises(StoreUnavailable):
             await careful.create(elsewhere)  # no replica stands behind that master
-    async with store_at(cluster, call_timeout_s=0.5) as store:
+    async with store_at(cluster, call_timeout_s=1.5) as store:
         await must_hold(store, owner, [1])
         cluster.masters[0].kill()
         with pytest.raises(StoreUnavailable):
@@ -166,7 +166,7 @@ async def test_a_node_that_is_lost_is_unavailable_until_its_replica_is_promoted(
 
 
 async def test_a_node_that_hangs_is_unavailable(cluster: Cluster) -> None:
-    async with store_at(cluster, call_timeout_s=0.2) as store:
+    async with store_at(cluster, call_timeout_s=1) as store:
         owner = (await store.create(a_session(session_in(6000, 7000)))).ownership
         cluster.masters[1].pause()
         try:
@@ -179,7 +179,7 @@ async def test_a_node_that_hangs_is_unavailable(cluster: Cluster) -> None:
 
 
 async def test_a_cluster_of_which_nobody_is_left(cluster: Cluster) -> None:
-    async with store_at(cluster, call_timeout_s=0.5) as store:
+    async with store_at(cluster, call_timeout_s=1.5) as store:
         owner = (await store.create(a_session())).ownership
         for node in cluster.nodes:
             node.kill()
@@ -234,7 +234,7 @@ async def test_who_waits_to_be_told_where_to_go_waits_for_one_look(form: str) ->
 
 
 async def test_a_master_that_is_lost_is_unavailable_until_sentinels_name_another(watched: ReplicaSet) -> None:
-    async with store_at(watched, call_timeout_s=0.5) as store:
+    async with store_at(watched, call_timeout_s=1.5) as store:
         owner = (await store.create(a_session())).ownership
         await copied(watched, owner, [1])
         watched.master.kill()
@@ -248,7 +248,7 @@ async def test_a_master_that_is_lost_is_unavailable_until_sentinels_name_another
 
 
 async def test_what_a_promoted_replica_did_not_have_its_owner_commits_again(watched: ReplicaSet) -> None:
-    async with store_at(watched, call_timeout_s=0.5) as store:
+    async with store_at(watched, call_timeout_s=1.5) as store:
         owner = (await store.create(a_session())).ownership
         await copied(watched, owner, [1])
         watched.replica.pause()

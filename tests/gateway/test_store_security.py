@@ -248,7 +248,7 @@ async def test_a_server_of_another_authority_is_not_trusted(
 
 async def test_who_shows_no_certificate_is_turned_away(tls_server: TcpServer, authority: Authority) -> None:
     for url in (f"rediss://{tls_server.address}/0?ca={authority.ca}", f"redis://{tls_server.address}/0"):
-        async with store_at(At(url), call_timeout_s=0.5) as store:
+        async with store_at(At(url), call_timeout_s=1.5) as store:
             with pytest.raises(StoreUnavailable):
                 await store.ping()
 
