@@ -20,7 +20,7 @@ from galley.core.session import events as ev
 from galley.core.session.ports import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import MonotonicClock
-from services.gateway.replicas.item_stream import OpenItem
+from services.gateway.replicas.request_stream import OpenRequest
 from services.gateway.replicas.target_session import SessionTarget
 from services.gateway.replicas.targets import Targets
 from services.gateway.session.timeouts import SECOND
@@ -516,10 +516,10 @@ async def test_a_replica_that_answers_at_the_same_time_as_the_other_is_not_left(
     target, home, other = await Hedging(here).begin(warm=True)
     for fake in here.fakes:
         fake.gate.close()
-    arrived: list[tuple[OpenItem[pb.VerifyAnswer], pb.VerifyAnswer]] = []
-    first_came, put = asyncio.Event(), OpenItem.put
+    arrived: list[tuple[OpenRequest[pb.VerifyAnswer], pb.VerifyAnswer]] = []
+    first_came, put = asyncio.Event(), OpenRequest.put
 
-    def hold(item: OpenItem[pb.VerifyAnswer], answer: pb.VerifyAnswer) -> None:
+    def hold(item: OpenRequest[pb.VerifyAnswer], answer: pb.VerifyAnswer) -> None:
         arrived.append((item, answer))
         first_came.set()
         if len(arrived) == 2:
@@ -527,7 +527,7 @@ async def test_a_replica_that_answers_at_the_same_time_as_the_other_is_not_left(
             for one in arrived:
                 put(*one)
 
-    monkeypatch.setattr(OpenItem, "put", hold)
+    monkeypatch.setattr(OpenRequest, "put", hold)
     asking = asyncio.ensure_future(here.ask(target, confirmed(0), credit=4))
     await other.called(len(other.calls) + 1)
     other.gate.permit(1)

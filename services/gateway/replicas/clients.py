@@ -21,7 +21,7 @@ from galley.core.session import events as ev
 from galley.core.session.ports import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.gateway.replicas.item_stream import ItemStream, OpenItem
+from services.gateway.replicas.request_stream import OpenRequest, RequestStream
 from services.gateway.session.timeouts import SECOND
 from services.gateway.telemetry.call_spans import CallSpan
 from services.gateway.telemetry.spans import request_trace
@@ -60,7 +60,7 @@ class TargetPool:
         self._stub = rpc.TargetStub(channel)
         self.address = address
         self._came_back = came_back
-        self._items: ItemStream[pb.VerifyItem, pb.VerifyAnswer] = ItemStream(
+        self._items: RequestStream[pb.VerifyItem, pb.VerifyAnswer] = RequestStream(
             self._stub.VerifyStream, _verify_request, _has_more, generation_of(channel)
         )
         self.info = pb.GetTargetInfoResponse()
@@ -75,7 +75,7 @@ class TargetPool:
     @property
     def outdated(self) -> bool:
         """Whether it is to be met over a new connection, where items then go."""
-        return self._items.outdated
+        return self._items.is_outdated
 
     async def meet(self, timeout_s: float, *, wait: bool = False) -> None:
         """Ask the target who it is; `wait` until it serves.
@@ -83,7 +83,7 @@ class TargetPool:
         Raises grpc.aio.AioRpcError if it does not answer in time, TokenizerMismatch if it is another than
         was met before.
         """
-        request, outdated = pb.GetTargetInfoRequest(), self._items.outdated
+        request, outdated = pb.GetTargetInfoRequest(), self._items.is_outdated
         info = await self._stub.GetTargetInfo(request, timeout=timeout_s, wait_for_ready=wait)
         if self.info.tokenizer_hash not in {"", info.tokenizer_hash}:
             raise TokenizerMismatch(info.tokenizer_hash, self.info.tokenizer_hash, "new target")
@@ -91,8 +91,8 @@ class TargetPool:
             raise Unavailable(
                 f"another model has come: vocabulary {info.vocab_size}, was {self.info.vocab_size}"
             )
-        if outdated and self._items.outdated:  # nobody else met it meanwhile
-            self._items.renew()
+        if outdated and self._items.is_outdated:  # nobody else met it meanwhile
+            self._items.reconnect()
         self.info = info
         self._met = True
 
@@ -100,14 +100,14 @@ class TargetPool:
         """See `galley.core.session.ports.TargetPort`."""
         return PoolVerification(self, spec, request, remaining_ns)
 
-    async def open(self, item: pb.VerifyItem) -> OpenItem[pb.VerifyAnswer]:
+    async def open(self, item: pb.VerifyItem) -> OpenRequest[pb.VerifyAnswer]:
         """Send an item once it is known who serves.
 
         Raises what `meet` does, and Unavailable if the pool was closed meanwhile.
         """
-        if self._items.broken:
+        if self._items.is_broken:
             self.lost()  # though no item was open to notice
-        if not self._met or self._items.outdated:
+        if not self._met or self._items.is_outdated:
             # However long the item may take: who does not say who it is keeps nobody from asking another.
             closed = self._closed
             await self.meet(min(_seconds(item.slice.remaining_ns) or MEET_TIMEOUT_S, MEET_TIMEOUT_S))
@@ -152,7 +152,7 @@ class PoolVerification:
             max_verified=request.max_verified,
             logprobs=spec.logprobs,
         )
-        self._opened: OpenItem[pb.VerifyAnswer] | None = None
+        self._opened: OpenRequest[pb.VerifyAnswer] | None = None
         self._replica: Replica | None = None
         self._early: list[pb.Extension] = []
         self._answers = self._run()
@@ -170,7 +170,7 @@ class PoolVerification:
     @property
     def has_answer(self) -> bool:
         """Whether one has come that is yet to be read."""
-        return self._opened is not None and self._opened.has_answer
+        return self._opened is not None and self._opened.has_response
 
     def give_up(self, why: str, kind: str) -> None:
         """What is awaited of an open item comes to nothing; no more than that is held against the replica.
@@ -204,12 +204,12 @@ class PoolVerification:
             try:
                 more = True
                 while more:
-                    answer = await opened.next_answer()
+                    answer = await opened.next_response()
                     more = _has_more(answer)
                     _note_status(self._call, answer)
                     yield _verdict(self._request_id, answer)
             finally:
-                opened.close()
+                opened.cancel()
         except (_GivenUp, TokenizerMismatch) as error:
             self._call.failed(error.kind if isinstance(error, _GivenUp) else error_type(error))
             yield ev.Failed(self._request_id, str(error))
@@ -225,7 +225,7 @@ class DraftPool:
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = rpc.DraftStub(channel)
         self._address = address
-        self._items: ItemStream[pb.ProposeItem, pb.ProposeAnswer] = ItemStream(
+        self._items: RequestStream[pb.ProposeItem, pb.ProposeAnswer] = RequestStream(
             self._stub.ProposeStream, _propose_request, generation=generation_of(channel)
         )
         self.info = pb.GetDraftInfoResponse()
@@ -234,20 +234,20 @@ class DraftPool:
     @property
     def replica(self) -> Replica | None:
         """Who answers; None while nobody does."""
-        there = self._met and not self._items.broken
+        there = self._met and not self._items.is_broken
         return Replica(self._address, self.info.incarnation) if there else None
 
     @property
     def outdated(self) -> bool:
         """Whether it is to be met over a new connection, where items then go."""
-        return self._items.outdated
+        return self._items.is_outdated
 
     async def meet(self, timeout_s: float) -> None:
         """Ask the draft who it is. Raises grpc.aio.AioRpcError if it does not answer in time."""
-        outdated = self._items.outdated
+        outdated = self._items.is_outdated
         self.info = await self._stub.GetDraftInfo(pb.GetDraftInfoRequest(), timeout=timeout_s)
-        if self._items.broken or (outdated and self._items.outdated):
-            self._items.renew()
+        if self._items.is_broken or (outdated and self._items.is_outdated):
+            self._items.reconnect()
         self._met = True
 
     async def propose(
@@ -266,7 +266,7 @@ class DraftPool:
         )
         began_s = asyncio.get_running_loop().time()
         try:
-            answer = await self._items.ask(item)
+            answer = await self._items.send(item)
         except asyncio.CancelledError:
             within_s = _seconds(remaining_ns)
             if within_s is not None and asyncio.get_running_loop().time() - began_s >= within_s:

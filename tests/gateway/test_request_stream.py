@@ -12,9 +12,9 @@ import pytest
 from galley.core.errors import Unavailable
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.gateway.replicas.item_stream import MAX_JOINED_BYTES, ItemStream
+from services.gateway.replicas.request_stream import MAX_MESSAGE_BYTES, RequestStream
 
-Stream = ItemStream[pb.VerifyItem, pb.VerifyAnswer]
+Stream = RequestStream[pb.VerifyItem, pb.VerifyAnswer]
 
 
 class Pool(rpc.TargetServicer):
@@ -68,7 +68,7 @@ async def stream(pool: Pool) -> AsyncIterator[Stream]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stream: Stream = ItemStream(
+        stream: Stream = RequestStream(
             rpc.TargetStub(channel).VerifyStream,
             lambda items, given_up, extensions: pb.VerifyStreamRequest(
                 items=items, cancelled=given_up, extensions=extensions
@@ -87,27 +87,27 @@ def item(session_id: str, tokens: int = 1) -> pb.VerifyItem:
 
 async def test_each_item_gets_its_own_answer_over_one_stream(pool: Pool, stream: Stream) -> None:
     names = [f"s{number}" for number in range(50)]
-    answers = await asyncio.gather(*(stream.ask(item(name)) for name in names))
+    answers = await asyncio.gather(*(stream.send(item(name)) for name in names))
     assert [answer.session_id for answer in answers] == names
     assert pool.opened == 1
     assert len(pool.messages) < len(names), "what comes while a message is written goes into the next one"
 
 
 async def test_items_are_joined_up_to_a_bound(pool: Pool, stream: Stream) -> None:
-    await asyncio.gather(*(stream.ask(item(f"s{number}", tokens=8_000)) for number in range(20)))
+    await asyncio.gather(*(stream.send(item(f"s{number}", tokens=8_000)) for number in range(20)))
     sizes = [message.ByteSize() for message in pool.messages]
-    assert max(sizes) <= MAX_JOINED_BYTES + 100
+    assert max(sizes) <= MAX_MESSAGE_BYTES + 100
     assert max(len(message.items) for message in pool.messages) > 1
 
 
 async def test_one_large_item_goes_alone(pool: Pool, stream: Stream) -> None:
-    await asyncio.gather(stream.ask(item("large", tokens=60_000)), stream.ask(item("small")))
+    await asyncio.gather(stream.send(item("large", tokens=60_000)), stream.send(item("small")))
     assert [len(message.items) for message in pool.messages] == [1, 1]
 
 
 async def test_an_item_that_is_given_up_is_named_to_the_pool(pool: Pool, stream: Stream) -> None:
     pool.hold = True
-    asked = asyncio.create_task(stream.ask(item("s")))
+    asked = asyncio.create_task(stream.send(item("s")))
     sent = (await pool.arrived.get()).items[0].slice
     asked.cancel()
     await asyncio.wait({asked})
@@ -117,11 +117,11 @@ async def test_an_item_that_is_given_up_is_named_to_the_pool(pool: Pool, stream:
 
 async def test_an_item_that_is_given_up_before_it_is_sent_is_not_sent(pool: Pool, stream: Stream) -> None:
     # Each too large to be joined: the last waits for the messages of all the others.
-    asked = [asyncio.create_task(stream.ask(item(f"s{number}", tokens=30_000))) for number in range(10)]
+    asked = [asyncio.create_task(stream.send(item(f"s{number}", tokens=30_000))) for number in range(10)]
     await asyncio.sleep(0)
     asked[-1].cancel()
     await asyncio.gather(*asked[:-1])
-    assert (await stream.ask(item("after"))).session_id == "after"
+    assert (await stream.send(item("after"))).session_id == "after"
     sent = {item.slice.session_id for message in pool.messages for item in message.items}
     assert sent == {*(f"s{number}" for number in range(9)), "after"}
 
@@ -129,8 +129,8 @@ async def test_an_item_that_is_given_up_before_it_is_sent_is_not_sent(pool: Pool
 async def test_a_stream_that_ends_fails_what_is_open_and_is_opened_again(pool: Pool, stream: Stream) -> None:
     pool.end.set()
     with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
-        await stream.ask(item("s"))
-    assert (await stream.ask(item("s"))).session_id == "s"
+        await stream.send(item("s"))
+    assert (await stream.send(item("s"))).session_id == "s"
     assert pool.opened == 2
 
 
@@ -151,10 +151,10 @@ async def test_an_item_has_answers_until_the_last_and_what_comes_after_is_droppe
         result(item.slice, 3, more=False),
     ]
     opened = stream.open(item("s"))
-    assert [(await opened.next_answer()).result.position for _ in range(2)] == [1, 2]
+    assert [(await opened.next_response()).result.position for _ in range(2)] == [1, 2]
     pool.script = None
-    assert (await stream.ask(item("after"))).session_id == "after"
-    opened.close()
+    assert (await stream.send(item("after"))).session_id == "after"
+    opened.cancel()
     assert not any(message.cancelled for message in pool.messages), "what is over is not given up"
 
 
@@ -175,9 +175,9 @@ async def test_an_extension_goes_with_its_item_or_after_it(pool: Pool, stream: S
 
 async def test_an_item_that_is_over_is_not_extended(pool: Pool, stream: Stream) -> None:
     opened = stream.open(item("s"))
-    await opened.next_answer()
+    await opened.next_response()
     opened.extend(pb.Extension(limit=9))
-    await stream.ask(item("after"))
+    await stream.send(item("after"))
     assert not any(message.extensions for message in pool.messages)
 
 
@@ -190,24 +190,24 @@ async def test_a_stream_that_breaks_fails_an_item_after_the_answers_that_came(
     pool.end.set()
     other = stream.open(item("ends it"))
     with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
-        await other.next_answer()
-    assert (await opened.next_answer()).result.position == 1
+        await other.next_response()
+    assert (await opened.next_response()).result.position == 1
     with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
-        await opened.next_answer()
+        await opened.next_response()
 
 
 async def test_a_stream_is_outdated_once_calls_go_by_another_connection(pool: Pool, stream: Stream) -> None:
-    outdated = [stream.outdated]
+    outdated = [stream.is_outdated]
     for generation in (1, 1, 2):
         pool.generation = generation
-        outdated.append(stream.outdated)
-        await stream.ask(item("s"))
+        outdated.append(stream.is_outdated)
+        await stream.send(item("s"))
     assert outdated == [False, False, False, True], "one that is not open is not outdated"
     assert pool.opened == 1, "it goes on until it is renewed"
-    stream.renew()
-    outdated = [stream.outdated]
-    await stream.ask(item("s"))
-    assert [*outdated, stream.outdated] == [False, False]
+    stream.reconnect()
+    outdated = [stream.is_outdated]
+    await stream.send(item("s"))
+    assert [*outdated, stream.is_outdated] == [False, False]
     assert pool.opened == 2
 
 
@@ -217,38 +217,38 @@ async def test_a_renewed_stream_ends_in_good_order_after_the_last_answer_to_its_
     pool.script = lambda item: [result(item.slice, 1, more=True)]
     first, second = stream.open(item("first")), stream.open(item("second"))
     for opened in (first, second):
-        await opened.next_answer()
-    stream.renew()
+        await opened.next_response()
+    stream.reconnect()
     pool.script = None
-    assert (await stream.ask(item("after"))).session_id == "after"
+    assert (await stream.send(item("after"))).session_id == "after"
     first.extend(pb.Extension(limit=9))
     while not (await pool.arrived.get()).extensions:
         pass
-    first.close()
+    first.cancel()
     (given_up,) = (await pool.arrived.get()).cancelled
     assert given_up.session_id == "first"
     assert not pool.ended.is_set()
-    second.close()
+    second.cancel()
     async with asyncio.timeout(30):
         await pool.ended.wait()
-    assert (await stream.ask(item("again"))).session_id == "again"
+    assert (await stream.send(item("again"))).session_id == "again"
     assert pool.opened == 2
 
 
 async def test_a_renewed_stream_without_items_ends_at_once(pool: Pool, stream: Stream) -> None:
-    await stream.ask(item("s"))
-    stream.renew()
+    await stream.send(item("s"))
+    stream.reconnect()
     async with asyncio.timeout(30):
         await pool.ended.wait()
 
 
 async def test_a_renewed_stream_that_breaks_fails_its_own_items_only(pool: Pool, stream: Stream) -> None:
     pool.hold = True
-    asked = asyncio.create_task(stream.ask(item("old")))
+    asked = asyncio.create_task(stream.send(item("old")))
     await pool.arrived.get()
-    stream.renew()
+    stream.reconnect()
     pool.hold = False
-    assert (await stream.ask(item("new"))).session_id == "new"
+    assert (await stream.send(item("new"))).session_id == "new"
     await stream.close()
     with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
         await asked
