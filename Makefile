@@ -140,13 +140,17 @@ images: setup ## build the images by buildah, without a daemon, or say why not (
 	@$(BIN)/python -m scripts.images --device $(DEVICE) --roles $(ROLES)
 
 locks: setup ## write the images' requirements anew, pinned and hashed (TORCH_WHEEL)
-	@$(BIN)/python -m scripts.locks deploy/locks $(if $(TORCH_WHEEL),--torch-wheel $(TORCH_WHEEL))
+	@scripts/locks.sh deploy/locks $(TORCH_WHEEL)
 
-sbom: setup ## write what each image is made of, as CycloneDX, into build/sbom
-	@$(BIN)/python -m scripts.sbom build/sbom
+sbom: setup ## write what each lock installs, as CycloneDX, into build/sbom
+	@mkdir -p build/sbom
+	@for lock in deploy/locks/*.txt; do $(BIN)/cyclonedx-py requirements --pyproject pyproject.toml \
+		--output-reproducible --output-file "build/sbom/$$(basename "$$lock" .txt).cdx.json" "$$lock"; done
 
-audit: setup ## look for known vulnerabilities in what the images are made of, or say why that cannot be done
-	@$(BIN)/python -m scripts.audit
+audit: setup ## look for known vulnerabilities in what the locks install; fail if a package cannot be looked up
+	@mkdir -p build
+	@for lock in deploy/locks/*.txt; do sed 's/+cpu / /' "$$lock" >build/audit.txt; \
+		$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement build/audit.txt; done
 
 # ------------------------------------------------------------------------------------------- check --
 
@@ -179,7 +183,7 @@ lint: setup ## style, types, import walls, the wire
 
 .PHONY: helm helm-lint checkov
 helm: setup
-	@$(BIN)/python scripts/get_helm.py
+	@scripts/get_helm.sh
 
 helm-lint: helm ## lint the chart
 	@echo "== helm lint"

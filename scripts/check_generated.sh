@@ -34,6 +34,6 @@ mkdir "$fresh/dashboards"
 "${VENV:-.venv}/bin/python" -m scripts.monitoring "$fresh/dashboards"
 compare deploy/dashboards "$fresh/dashboards" monitoring
 cp -r deploy/locks "$fresh/locks"
-"${VENV:-.venv}/bin/python" -m scripts.locks "$fresh/locks"
+scripts/locks.sh "$fresh/locks"
 compare deploy/locks "$fresh/locks" locks
 exit "$failed"

