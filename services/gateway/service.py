@@ -23,6 +23,7 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.auth.build import build_authentication
 from services.gateway.auth.interceptor import PrincipalInterceptor
 from services.gateway.clock import MonotonicClock
+from services.gateway.metrics import observe_gateway
 from services.gateway.replicas.draft_session import SessionDraft
 from services.gateway.replicas.drafts import Drafts
 from services.gateway.replicas.membership import Registered, Source, Told
@@ -38,10 +39,11 @@ from services.gateway.session.streams import Streams
 from services.gateway.session.timeouts import SECOND, Timeouts, patiently
 from services.gateway.settings import MAX_DRAFT_TOKENS, NO_DRAFT, TUNING, GatewaySettings, Tuning
 from services.gateway.store.redis import RedisStore
-from services.gateway.telemetry.interceptor import RequestSpans
-from services.gateway.telemetry.meter import GatewayMeter
-from services.gateway.telemetry.metrics import CountingGatewayMeter
-from services.gateway.telemetry.round_spans import TraceOptions
+from services.gateway.telemetry.call_metrics import CallMetrics
+from services.gateway.telemetry.interceptor import TraceInterceptor
+from services.gateway.telemetry.observer import RequestObservers
+from services.gateway.telemetry.session_metrics import SessionMetrics
+from services.gateway.telemetry.spans import TraceOptions
 
 _log = get_logger(__name__)
 _HAND_OVER_SHARE = 0.6
@@ -135,7 +137,7 @@ def interceptors(settings: GatewaySettings, tuning: Tuning = TUNING) -> Intercep
         principals = PrincipalInterceptor(authentication.authenticator)
         if scope is None:
             return (principals,)
-        return (RequestSpans(scope, _trace_options(settings, tuning), _CLOCK), principals)
+        return (TraceInterceptor(scope, _trace_options(settings, tuning), _CLOCK), principals)
 
     return of_process
 
@@ -165,12 +167,14 @@ async def _build(
         until_ns = _CLOCK.now_ns() + int(settings.startup_timeout_s * SECOND)
         await patiently("ping", store.ping, until_ns, _CLOCK)
         model = _served_model(settings, tokenizer, targets, drafts)
-        meter = None if parts.metrics is None else CountingGatewayMeter(parts.metrics, _CLOCK, model.name)
-        streams = _streams(settings, tuning, store, drafts, targets, tokenizer, meter)
-        if parts.metrics is not None:
-            observe_peers(parts.metrics, peers.files)
-        if meter is not None:
-            meter.watch(streams, targets, None if settings.draft == NO_DRAFT else drafts)
+        streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
+        observers = RequestObservers(_CLOCK)
+        if (registry := parts.metrics) is not None:
+            observe_peers(registry, peers.files)
+            observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
+            observers = RequestObservers(
+                _CLOCK, CallMetrics(registry, model.name), SessionMetrics(registry, model.name)
+            )
         rpc.add_GenerationServicer_to_server(
             GenerationServicer(
                 streams,
@@ -178,6 +182,7 @@ async def _build(
                 _CLOCK,
                 _id_secret(settings),
                 int(settings.client_timeout_s * SECOND),
+                observers,
                 parts.address,
             ),
             server,
@@ -192,7 +197,6 @@ def _streams(
     drafts: Drafts,
     targets: Targets,
     tokenizer: Tokenizer,
-    meter: GatewayMeter | None,
 ) -> Streams:
     may_look_up = tuning.lookup_fallback and settings.draft != NO_DRAFT
 
@@ -215,7 +219,6 @@ def _streams(
         ),
         _timeouts(settings, tuning),
         settings.max_sessions,
-        meter=meter,
     )
 
 

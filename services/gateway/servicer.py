@@ -13,7 +13,6 @@ from typing import Any, cast
 import grpc
 from structlog.contextvars import bind_contextvars
 
-from galley.common.server.logs import get_logger, level_of
 from galley.core.admission.admission import AdmissionSlot
 from galley.core.admission.principal import Principal
 from galley.core.answer.answer import Ending
@@ -37,11 +36,7 @@ from services.gateway.session.pump import Pump
 from services.gateway.session.runner import SessionRunner
 from services.gateway.session.streams import Streams
 from services.gateway.session.timeouts import SECOND
-from services.gateway.telemetry.meter import CallMeter
-from services.gateway.telemetry.origin import operation_of, stored_operation
-from services.gateway.telemetry.spans import request_trace
-
-_log = get_logger(__name__)
+from services.gateway.telemetry.observer import RequestObserver, RequestObservers
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +51,20 @@ class GenerationServicer(rpc.GenerationServicer):
     clock: Clock
     id_secret: bytes
     client_ns: int
+    observers: RequestObservers
     address: str = ""
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Start a session, or join the one of the same idempotency key."""
-        trace = request_trace()
-        trace.asked(request, self.model.name, self.address)
-        with self.streams.meter.call(context, operation=operation_of(request), model=request.model) as call:
-            call.traced(trace.context)
+        with self.observers.stream(request, context, self.model.name, self.address) as observer:
             principal = caller()
             check_priority(request.priority, principal.limits.max_priority)
             with self.streams.admit(principal, self._asked_tokens(request)) as place:
                 runner = await self._begin(request, principal, self._deadline_ns(context))
                 self.streams.charge_prompt(place, runner)
-                _begun(call, runner, is_new=runner.owned.owner.epoch == 1)
-                async with aclosing(self._stream(runner, place, context, call)) as events:
+                async with aclosing(self._stream(runner, place, context, observer)) as events:
                     async for event in events:
                         yield pb.GenerateResponse(event=event)
 
@@ -80,10 +72,7 @@ class GenerationServicer(rpc.GenerationServicer):
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ResumeResponse]:
         """Take over a session and go on from the client's index."""
-        trace = request_trace()
-        trace.asked(request, self.model.name, self.address)
-        with self.streams.meter.call(context, operation=operation_of(request), model=None) as call:
-            call.traced(trace.context)
+        with self.observers.stream(request, context, self.model.name, self.address) as observer:
             principal = caller()
             # What is left of the answer only the store knows: it is counted as it comes.
             with self.streams.admit(principal, 0) as place:
@@ -96,8 +85,7 @@ class GenerationServicer(rpc.GenerationServicer):
                     asked.seen_hash,
                     self._deadline_ns(context),
                 )
-                _begun(call, runner, is_new=False)
-                async with aclosing(self._stream(runner, place, context, call)) as events:
+                async with aclosing(self._stream(runner, place, context, observer)) as events:
                     async for event in events:
                         yield pb.ResumeResponse(event=event)
 
@@ -105,6 +93,7 @@ class GenerationServicer(rpc.GenerationServicer):
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.AbortResponse:
         """End a session for good."""
+        self.observers.unary()
         session_id = parse_session_id(request.session_id)
         _name_in_logs(session_id)
         await self.streams.abort(session_id, caller().name, self._deadline_ns(context))
@@ -133,9 +122,7 @@ class GenerationServicer(rpc.GenerationServicer):
         session_id = session_id_for(principal.name, asked.idempotency_key, self.id_secret)
         _name_in_logs(session_id)
         spec = self.model.spec(asked, session_id, time.time_ns(), principal.tenant_salt)
-        return await self.streams.create(
-            spec, principal.name, asked.body_hash, deadline_ns, operation_of(request)
-        )
+        return await self.streams.create(spec, principal.name, asked.body_hash, deadline_ns)
 
     def _asked_tokens(self, request: pb.GenerateRequest) -> int:
         """The output that it may come to; no answer is longer than the context window."""
@@ -151,23 +138,20 @@ class GenerationServicer(rpc.GenerationServicer):
         runner: SessionRunner,
         place: AdmissionSlot,
         context: grpc.aio.ServicerContext[Any, Any],
-        call: CallMeter,
+        observer: RequestObserver,
     ) -> AsyncGenerator[pb.StreamEvent, None]:
         """The events of a session; its work ends with the call, whichever way the call ends."""
         client_s = self.client_ns / SECOND
-        pump = Pump(runner, context, self.streams, place, client_s, failed=call.failed)
+        pump = Pump(runner, context, self.streams, place, client_s)
         try:
             yield events_pb.started(runner.session, self.model.name)
             while not isinstance(item := await pump.next(), ev.End):
-                call.sends(item)
+                observer.sending(item)
                 yield events_pb.item(item)
+            observer.sending(item)
             yield events_pb.finished(runner.session, _ending(item))
         finally:
             pump.leave()
-
-
-def _begun(call: CallMeter, runner: SessionRunner, *, is_new: bool) -> None:
-    call.began(runner.meter, is_new=is_new, operation=stored_operation(runner.owned.new.fields))
 
 
 def _name_in_logs(session_id: str) -> None:
@@ -177,7 +161,6 @@ def _name_in_logs(session_id: str) -> None:
 
 def _ending(end: ev.End) -> Ending:
     """How the answer ended; raises what kept it from ending."""
-    _log.log(level_of(end.error), "stream ended", error=end.error and str(end.error))
     if end.ending is None:
         raise end.error or Broken("a stream ended without a reason")
     return end.ending

@@ -17,13 +17,14 @@ from galley.core.errors import Fenced, GalleyError, LogLost, Overloaded
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
-from galley.core.store import Ownership
+from galley.core.store import Ownership, StoredSession
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import MonotonicClock
 from services.gateway.session.pump import Pump
 from services.gateway.session.runner import Send, SessionRunner
 from services.gateway.session.streams import Streams
 from services.gateway.session.timeouts import Timeouts
-from services.gateway.telemetry.meter import StreamMeter
+from services.gateway.telemetry.observer import RequestObservers
 from tests.fakes.store import MemoryStore
 
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
@@ -37,7 +38,6 @@ class Scripted:
     def __init__(self, chunks: Sequence[Chunk], end: ev.End) -> None:
         self.session = Session(Answer(SPEC, lambda tokens: "x" * len(tokens)), SessionLimits())
         self.owner = Ownership("s", 1, b"nonce")
-        self.meter = StreamMeter()
         self.may_stop = asyncio.Event()
         self.may_stop.set()
         self._chunks = chunks
@@ -66,6 +66,9 @@ class Call:
     def add_done_callback(self, callback: Callable[[object], None]) -> None:
         self.over.append(callback)
 
+    def time_remaining(self) -> None:
+        return None
+
     async def abort(self, code: grpc.StatusCode, _details: str, _trailing: object) -> None:
         self.status = code
         self.aborted.set()
@@ -86,7 +89,12 @@ class Served:
     async def read(self, pause_s: float) -> int:
         """Read all, as the servicer does, with a client that takes so long over each message; how many."""
         count = 0
-        with self.streams.admit(ANONYMOUS, 0) as place:
+        request, context = pb.ResumeRequest(), cast("Any", self.call)
+        with (
+            RequestObservers(MonotonicClock()).stream(request, context, "tiny", "") as observer,
+            self.streams.admit(ANONYMOUS, 0) as place,
+        ):
+            observer.opened(self.runner.session, StoredSession(self.runner.owner, "me", {}, 3, [1, 2, 3]), 0)
             runner = cast("SessionRunner", self.runner)
             pump = Pump(runner, cast("Any", self.call), self.streams, place, self._client_s)
             try:
@@ -123,7 +131,7 @@ async def test_an_end_that_is_left_unread_says_what_it_would_have_said(
     assert reading.cancelled()
     assert served.call.status is code
     [line] = logs
-    assert line["event"] == "stream ended unread"
+    assert (line["event"], line["status"]) == ("stream finished", code.name.lower())
     assert error is None or line["error"] == str(error)
 
 

@@ -17,7 +17,6 @@ from services.gateway.clock import MonotonicClock
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.session.timeouts import SECOND, Timeouts
 from services.gateway.store.owned import OwnedSession
-from services.gateway.telemetry.meter import StreamMeter
 from tests.fakes.store import MemoryStore
 
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
@@ -88,7 +87,6 @@ async def runner_of(
     targets: Targets,
     store: Store,
     deadline_ns: int | None = None,
-    meter: StreamMeter | None = None,
 ) -> SessionRunner:
     stored = await store.create(NewSession("s", "me", b"body", {}, SPEC.prompt))
     session = Session(
@@ -96,7 +94,7 @@ async def runner_of(
     )
     clock, timeouts = MonotonicClock(), Timeouts()
     owned = OwnedSession(store, stored, clock, clock.now_ns(), timeouts.trusted_ns)
-    return SessionRunner(session, owned, Ports(NoDraft(), targets, clock), timeouts, deadline_ns, meter)
+    return SessionRunner(session, owned, Ports(NoDraft(), targets, clock), timeouts, deadline_ns)
 
 
 async def nothing(_: object) -> None:

@@ -22,6 +22,7 @@ from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import SPEC_FIELD, Streams
 from services.gateway.session.timeouts import SECOND, Timeouts
+from services.gateway.telemetry.observer import RequestObservers
 from tests.fakes.store import MemoryStore
 
 SESSION = "5e" * 16
@@ -87,7 +88,9 @@ async def test_a_session_that_goes_on_keeps_its_place_though_only_its_generator_
     streams = Streams(
         store, clock, lambda _stored, _session: ports, lambda ids: "x" * len(ids), limits, Timeouts(), 1
     )
-    servicer = GenerationServicer(streams, cast("Any", _Model), clock, b"secret", 60 * SECOND)
+    servicer = GenerationServicer(
+        streams, cast("Any", _Model), clock, b"secret", 60 * SECOND, RequestObservers(clock)
+    )
     events = servicer.Resume(pb.ResumeRequest(session_id=SESSION), cast("Any", Call()))
     assert (await anext(events)).event.HasField("started")
     await cast("Any", events).aclose()

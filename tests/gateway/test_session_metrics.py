@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from opentelemetry.trace import INVALID_SPAN_CONTEXT
 
 from galley.common.metrics import catalogue
 from galley.common.metrics.labels import GATEWAY
@@ -25,9 +26,10 @@ from galley.core.errors import (
     TokenizerMismatch,
 )
 from galley.core.session.stats import SpeculationStats
-from galley.core.store import UNCHANGED, KvDirectory, Ownership
+from galley.core.store import UNCHANGED, KvDirectory, Ownership, StoredSession
 from services.gateway.telemetry.call_metrics import end_of
-from services.gateway.telemetry.session_metrics import ByPosition, CountingStreamMeter, Sessions
+from services.gateway.telemetry.observer import RequestObserver, observe_with
+from services.gateway.telemetry.session_metrics import ByPosition, SessionCounts, SessionMetrics
 from tests.common.readings import count, number
 from tests.gateway.test_runner import Store, Targets, nothing, runner_of
 
@@ -40,8 +42,13 @@ def registry() -> Registry:
 
 
 @pytest.fixture
-def meter(registry: Registry) -> CountingStreamMeter:
-    return CountingStreamMeter(Sessions(registry, "tiny"), "")
+def sessions(registry: Registry) -> SessionMetrics:
+    return SessionMetrics(registry, "tiny")
+
+
+@pytest.fixture
+def counts(sessions: SessionMetrics) -> SessionCounts:
+    return SessionCounts(sessions, "", INVALID_SPAN_CONTEXT)
 
 
 class Away(Store):
@@ -66,34 +73,34 @@ class Away(Store):
 
 
 async def test_a_store_that_is_away_shows_in_repeats_and_in_the_time_that_commits_take(
-    registry: Registry, meter: CountingStreamMeter
+    registry: Registry, sessions: SessionMetrics
 ) -> None:
-    runner = await runner_of(Targets(), Away(), meter=meter)
+    observer = RequestObserver(sessions=sessions)
+    observe_with(observer)
+    runner = await runner_of(Targets(), Away())
+    observer.opened(runner.session, StoredSession(runner.owned.owner, "me", {}, 3, [1, 2, 3]), 0)
     assert (await runner.run(nothing)).error is None
     assert number(registry, catalogue.STORE_RETRIES) == 2
     assert count(registry, catalogue.COMMIT_DURATION, "ok") >= 1
 
 
-def test_a_commit_that_comes_to_nothing_says_why(registry: Registry, meter: CountingStreamMeter) -> None:
-    meter.committed(SECOND, Fenced("s"))
-    meter.committed(SECOND, StoreUnavailable("away"))
+def test_a_commit_that_comes_to_nothing_says_why(registry: Registry, counts: SessionCounts) -> None:
+    counts.committed(SECOND, Fenced("s"))
+    counts.committed(SECOND, StoreUnavailable("away"))
     for outcome in ("failed_precondition", "unavailable"):
         assert count(registry, catalogue.COMMIT_DURATION, outcome) == 1
 
 
-def test_what_was_proposed_and_never_verified_is_wasted(
-    registry: Registry, meter: CountingStreamMeter
-) -> None:
-    meter.ended(SpeculationStats(proposed=9, verified=4))
-    meter.ended(SpeculationStats(proposed=0, verified=0))
+def test_what_was_proposed_and_never_verified_is_wasted(registry: Registry, counts: SessionCounts) -> None:
+    counts.stopped(SpeculationStats(proposed=9, verified=4))
+    counts.stopped(SpeculationStats(proposed=0, verified=0))
     assert number(registry, catalogue.WASTED_DRAFT_TOKENS, "unverified") == 5
 
 
-def test_short_waits_are_no_stalls(registry: Registry, meter: CountingStreamMeter) -> None:
-    meter.stalled(SECOND - 1)
-    meter.stalled(2 * SECOND)
+def test_short_waits_are_no_stalls(registry: Registry, counts: SessionCounts) -> None:
+    counts.sent(SECOND - 1)
+    counts.sent(2 * SECOND)
     assert number(registry, catalogue.CLIENT_STALLS) == 1
-    assert meter.stalled_ns == 2 * SECOND
 
 
 def test_positions_are_counted_one_by_one_and_together_beyond_the_last() -> None:

@@ -26,7 +26,8 @@ from services.gateway.replicas.membership import Told
 from services.gateway.session.runner import Ports, Send, SessionRunner
 from services.gateway.session.timeouts import SECOND, Timeouts
 from services.gateway.store.owned import OwnedSession
-from services.gateway.telemetry.spans import UNTRACED, request_trace
+from services.gateway.telemetry.observer import request_observer
+from services.gateway.telemetry.request_trace import UNTRACED
 from tests.fakes.store import MemoryStore
 from tests.service.spans import MS, OFFSET_NS, KeptSpans, error_of, lasted_ns, told, traced_here
 
@@ -81,7 +82,7 @@ class Item:
     def __init__(self, target: Target, asked: ev.Verify) -> None:
         self._target = target
         self._asked = asked
-        self._call = request_trace().call(names.VERIFY, self.replica.address)
+        self._call = request_observer().call(names.VERIFY, self.replica.address)
 
     async def __aiter__(self) -> AsyncIterator[ev.Verified | ev.CacheMissed | ev.Failed]:
         target, asked = self._target, self._asked
@@ -139,7 +140,8 @@ class Stream:
         self.store = Store(self.clock)
         self.target = Target(self.clock)
         self._timeouts = timeouts or Timeouts()
-        self.trace = traced_here(self.kept, self.clock)
+        self.observer = traced_here(self.kept, self.clock)
+        self.trace = self.observer.trace
 
     async def run(self, send: Send | None = None) -> ev.End:
         """To its end; the trace is told as the servicer tells it."""
@@ -151,13 +153,13 @@ class Stream:
         answer = Answer(SPEC, lambda tokens: "x" * len(tokens))
         session = Session(answer, replace(SessionLimits(), credit=0, window=8))
         owned = OwnedSession(self.store, stored, self.clock, self.clock.now, self._timeouts.trusted_ns)
-        self.trace.opened(session, stored, self.clock.now, None)
+        self.observer.opened(session, stored, self.clock.now)
         ports = Ports(NoDraft(), self.target, self.clock)
         end = await SessionRunner(session, owned, ports, self._timeouts, None).run(send or taken)
         if end.error is None:
             self.trace.ended(grpc.StatusCode.OK)
         else:
-            self.trace.failed(end.error)
+            self.observer.failed(end.error)
         self.trace.release()
         return end
 
@@ -296,11 +298,11 @@ async def test_what_is_not_sampled_tells_nothing(monkeypatch: pytest.MonkeyPatch
     await stream.run()
     assert stream.kept.spans == []
     assert stream.trace.call(names.VERIFY, "target:1").traceparent.endswith("-00")
-    assert stream.trace.stored_fields() == {}
+    assert stream.observer.stored_fields() == {}
 
 
 async def test_without_a_trace_nothing_is_told_and_nothing_goes_with_items() -> None:
-    assert request_trace() is UNTRACED
+    assert request_observer().trace is UNTRACED
     assert UNTRACED.call(names.VERIFY, "target:1").traceparent == ""
     assert UNTRACED.store_call("commit") is None
     assert not UNTRACED.context.is_valid

@@ -15,9 +15,9 @@ from galley.common.server.server import Parts
 from galley.common.tracing.telemetry import telemetry_to
 from galley.core import names
 from galley.core.session.ports import Clock
-from services.gateway.telemetry.own_span import Begun
-from services.gateway.telemetry.round_spans import TraceOptions
-from services.gateway.telemetry.spans import RequestTrace, work_for
+from services.gateway.telemetry.observer import RequestObserver, observe_with
+from services.gateway.telemetry.request_trace import RequestTrace
+from services.gateway.telemetry.spans import TraceOptions, TraceStart
 from tests.service.waiting import Watch
 
 MS = 1_000_000
@@ -77,7 +77,7 @@ class KeptSpans(SpanExporter):
             assert span.parent.span_id in known, f"{span.name} is an orphan"
 
 
-def traced_here(kept: KeptSpans, clock: Clock) -> RequestTrace:
+def traced_here(kept: KeptSpans, clock: Clock) -> RequestObserver:
     """A request, as if a call for it had come: what is done from now on is done for it."""
     scope = kept.parts().telemetry.scope("test")
     assert scope is not None
@@ -85,11 +85,12 @@ def traced_here(kept: KeptSpans, clock: Clock) -> RequestTrace:
     start_ns = OFFSET_NS + clock.now_ns()
     attributes: dict[str, Any] = {names.PROVIDER: names.GALLEY}
     request = RequestTrace(
-        Begun(scope, TraceOptions(), context, None, clock, OFFSET_NS, start_ns, attributes)
+        TraceStart(scope, TraceOptions(), context, None, clock, OFFSET_NS, start_ns, attributes)
     )
     request.begin()
-    work_for(request)
-    return request
+    observer = RequestObserver(request)
+    observe_with(observer)
+    return observer
 
 
 def told(span: ReadableSpan) -> dict[str, Any]:

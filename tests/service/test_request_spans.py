@@ -13,7 +13,7 @@ from galley.client.options import Message
 from galley.common.tracing.telemetry import traceparent_of
 from galley.core import names
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.telemetry.call_spans import SLOW_COMMIT_NS
+from services.gateway.telemetry.spans import SLOW_COMMIT_NS
 from tests.service.spans import MS, KeptSpans, error_of, lasted_ns, told
 from tests.service.truth import SEED
 from tests.service.world import (

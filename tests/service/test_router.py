@@ -488,7 +488,7 @@ async def test_that_another_is_asked_too_stands_in_the_trace(here: Here) -> None
     home.gate.close()
     await here.ask(target, confirmed(0))
     await home.was_given_up()
-    request.release()
+    request.trace.release()
     [told_of] = await kept.requests()
     assert kept.events(told_of, names.HEDGED) == [{names.POOL: "target", names.TO: other.address}]
     given_up, answered = [span for span in kept.spans if span.name == names.VERIFY]

@@ -81,7 +81,7 @@ async def test_one_trace_holds_request_rounds_rpcs_and_store_calls_and_no_conten
     assert b"Traceback" not in written, written.decode()
 
     lines = [json.loads(line) for line in written.splitlines()]
-    [ended] = [line for line in lines if line["event"] == "stream ended"]
+    [ended] = [line for line in lines if line["event"] == "stream finished"]
     [of_request] = [span for span in spans if span.name == request]
     assert (ended["trace_id"], ended["span_id"]) == (TRACE.hex(), of_request.span_id.hex())
     assert (ended["session_id"], ended["level"]) == (session_id.decode(), "info")

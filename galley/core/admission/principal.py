@@ -40,6 +40,13 @@ class Principal:
     limits: PrincipalLimits = PrincipalLimits()
 
     @property
+    def kind(self) -> str:
+        """Return how the caller is known: "anonymous", "token" or "key"."""
+        if self.name == ANONYMOUS_NAME:
+            return "anonymous"
+        return "token" if self.name.startswith(TOKEN_PREFIX) else "key"
+
+    @property
     def tenant_salt(self) -> bytes:
         """What its caches are told apart by, the same at all gateways; empty for ANONYMOUS.
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
+from structlog.contextvars import bind_contextvars
 
 from galley.common.server.interceptors import Behavior, Handler, WrappingInterceptor, wrap_handler
 from galley.core.admission.principal import ANONYMOUS, Principal
 from galley.core.errors import Broken
+from services.gateway.telemetry.call import logging_rejection
 
 _BEARER = "bearer "
 
@@ -69,7 +71,8 @@ class PrincipalInterceptor(WrappingInterceptor):
     def _unary(self, behavior: Behavior) -> Behavior:
         async def authenticated(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             await self._identify(context)
-            return await behavior(request, context)
+            with logging_rejection():
+                return await behavior(request, context)
 
         return authenticated
 
@@ -85,11 +88,14 @@ class PrincipalInterceptor(WrappingInterceptor):
         return authenticated
 
     async def _identify(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Set the context variable; each call runs in a task, and so in a context, of its own."""
+        """Set the call's principal in its context; each call runs in a task of its own."""
         metadata = {
             name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)
         }
-        _PRINCIPAL.set(await self._authenticator.authenticate(Credentials(metadata)))
+        with logging_rejection(principal="unknown"):
+            principal = await self._authenticator.authenticate(Credentials(metadata))
+        _PRINCIPAL.set(principal)
+        bind_contextvars(principal=principal.kind)
 
 
 _PRINCIPAL: ContextVar[Principal] = ContextVar("principal")

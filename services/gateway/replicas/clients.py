@@ -23,8 +23,8 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.replicas.request_stream import OpenRequest, RequestStream
 from services.gateway.session.timeouts import SECOND
-from services.gateway.telemetry.call_spans import CallSpan
-from services.gateway.telemetry.spans import request_trace
+from services.gateway.telemetry.observer import request_observer
+from services.gateway.telemetry.spans import CallSpan
 
 Verdict: TypeAlias = "ev.Verified | ev.CacheMissed | ev.Failed"
 
@@ -142,7 +142,7 @@ class PoolVerification:
     ) -> None:
         self._pool = pool
         self._request_id = request.request_id
-        self._call = request_trace().call(names.VERIFY, pool.address)
+        self._call = request_observer().call(names.VERIFY, pool.address)
         self._item = pb.VerifyItem(
             slice=_slice(spec, request.slice, remaining_ns, self._call.traceparent),
             draft_tokens=request.draft_tokens,
@@ -256,7 +256,7 @@ class DraftPool:
         """See `galley.core.session.ports.DraftPort`."""
         if self.replica is None:  # what comes next at this address may have another tokenizer
             return ev.Failed(request.request_id, f"the draft at {self._address} is away")
-        call = request_trace().call(names.PROPOSE, self._address)
+        call = request_observer().call(names.PROPOSE, self._address)
         item = pb.ProposeItem(
             slice=_slice(spec, request.slice, remaining_ns, call.traceparent),
             k=min(request.k, self.info.max_draft_tokens),

@@ -17,7 +17,7 @@ from galley.core.session.ports import Replica
 from galley.core.store import CacheLocation
 from services.gateway.replicas.drafts import Draft, Drafts
 from services.gateway.replicas.lookup import Lookup
-from services.gateway.telemetry.spans import request_trace
+from services.gateway.telemetry.observer import request_observer
 
 _OF_A_MODEL = (MODEL, HYBRID)
 """Strategies in place of which lookup is better than nothing."""
@@ -76,7 +76,7 @@ class SessionDraft:
         left_ns = None if remaining_ns is None else remaining_ns - (self._drafts.now_ns() - began)
         if left_ns is not None and left_ns <= 0:
             return self._told(request, answer)
-        request_trace().retried(ev.Pool.DRAFT.value, answer.message)
+        request_observer().draft_retried(answer.message)
         return self._told(request, await self._ask(other, spec, request, left_ns))
 
     def _place(self, wanted: str) -> Draft | None:
@@ -161,4 +161,4 @@ class SessionDraft:
         """`why` is what keeps it from better."""
         if what != self._drafted_with:
             self._drafted_with = what
-            request_trace().event(names.DRAFT_DEGRADED, {names.TO: what, names.REASON: why or _ANSWERED})
+            request_observer().event(names.DRAFT_DEGRADED, {names.TO: what, names.REASON: why or _ANSWERED})

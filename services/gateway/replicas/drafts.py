@@ -23,7 +23,7 @@ from galley.core.session.ports import Clock, Replica
 from services.gateway.replicas.clients import DraftPool
 from services.gateway.replicas.membership import Member, Members, Source
 from services.gateway.replicas.moves_count import Moves
-from services.gateway.telemetry.spans import request_trace
+from services.gateway.telemetry.observer import request_observer
 
 _log = get_logger(__name__)
 
@@ -148,7 +148,7 @@ class Drafts(Members[Draft]):
 
 
 def _breaker_changed(draft: Draft, before: State, after: State) -> None:
-    request_trace().event(
+    request_observer().event(
         names.BREAKER_CHANGED,
         {
             names.POOL: ev.Pool.DRAFT.value,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from galley.common.server.logs import get_logger
-from galley.core import names
 from galley.core.names import MOVE_RESTARTED
 from galley.core.session.ports import Replica
-from services.gateway.telemetry.spans import request_trace
+from services.gateway.telemetry.observer import request_observer
 
 _log = get_logger(__name__)
 
@@ -28,11 +27,4 @@ class Moves:
         self.counts[reason] += 1
         facts = {"pool": self.pool, "source": source.address, "to": to.address, "reason": reason}
         _log.info("session moved", session_id=session_id, **facts)
-        request_trace().moved(
-            {
-                names.POOL: self.pool,
-                names.SOURCE: source.address,
-                names.TO: to.address,
-                names.REASON: reason,
-            }
-        )
+        request_observer().moved(**facts)

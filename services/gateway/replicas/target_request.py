@@ -17,7 +17,7 @@ from services.gateway.replicas.hedge import Hedge
 from services.gateway.replicas.targets import Target
 from services.gateway.replicas.watch import Watch
 from services.gateway.session.timeouts import SECOND
-from services.gateway.telemetry.spans import request_trace
+from services.gateway.telemetry.observer import request_observer
 
 if TYPE_CHECKING:
     from services.gateway.replicas.target_session import SessionTarget
@@ -192,7 +192,7 @@ class Routed:
         for extension in self._extensions:
             item.extend(extension)
         self._hedge = Hedge(other, item, self._rows, self._hedge_won)
-        request_trace().event(names.HEDGED, {names.POOL: "target", names.TO: other.address})
+        request_observer().event(names.HEDGED, {names.POOL: "target", names.TO: other.address})
 
     def _hedge_won(self) -> None:
         """Unless the first has answered too, and only the reader has not come to it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +16,7 @@ from galley.core.errors import Broken, ClientStalled, GalleyError
 from galley.core.session import events as ev
 from services.gateway.session.runner import SessionRunner
 from services.gateway.session.streams import Streams
-from services.gateway.telemetry.spans import request_trace
+from services.gateway.telemetry.observer import request_observer
 
 _log = get_logger(__name__)
 
@@ -29,8 +28,6 @@ class Pump:
     no further and the call is ended: its handler, and with it its place; its status waits in gRPC for the
     client to read on. Once its client has left, the session stops, or goes on to its end with nobody to
     hear it.
-
-    `failed` is told why the call is ended, where its handler is cancelled for that.
     """
 
     def __init__(
@@ -40,10 +37,7 @@ class Pump:
         streams: Streams,
         place: AdmissionSlot,
         client_s: float,
-        *,
-        failed: Callable[[GalleyError], None] = lambda _: None,
     ) -> None:
-        self._failed = failed
         self._items: asyncio.Queue[Chunk | NumericsChanged | ev.End] = asyncio.Queue(maxsize=1)
         self._runner = runner
         self._context = context
@@ -54,10 +48,10 @@ class Pump:
         self._handed = asyncio.Event()
         self._left = False
         self._handler = asyncio.current_task()
-        self._trace = request_trace()
-        self._trace.hold()
+        self._observer = request_observer()
+        self._observer.trace.hold()
         self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(lambda _: self._trace.release())
+        self._task.add_done_callback(lambda _: self._observer.trace.release())
         self._last_word: asyncio.Task[None] | None = None
         # The generator may be left without a word when the client goes; the call's end is always told.
         context.add_done_callback(self._call_ended)  # type: ignore[arg-type]  # the stubs want a class
@@ -96,8 +90,8 @@ class Pump:
         with self._streams.running(self._runner):
             end = await self._ended()
             if self._left:
-                level = level_of(end.error)
-                _log.log(level, "session ended without its client", error=end.error and str(end.error))
+                level, error = level_of(end.error), end.error and str(end.error)
+                _log.log(level, "session finished after its client left", error=error)
                 return
             self._last_word = asyncio.create_task(self._end_unless_read(end))
             await self._items.put(end)
@@ -141,10 +135,8 @@ class Pump:
         if not isinstance(end.error, ClientStalled):
             await self._left_unread()
         error = end.error or self._unread()
-        _log.info("stream ended unread", error=str(error))
         status.log_internal(error)
-        self._trace.failed(error)
-        self._failed(error)
+        self._observer.failed(error)
         if self._handler is not None:
             self._handler.cancel()
         with suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):

@@ -23,8 +23,7 @@ from galley.core.store import CacheLocation, KvDirectory
 from services.gateway.session.timeouts import SECOND, Timeouts
 from services.gateway.store.owned import OwnedSession
 from services.gateway.store.session_log import StoreWrites
-from services.gateway.telemetry.meter import StreamMeter
-from services.gateway.telemetry.spans import request_trace
+from services.gateway.telemetry.observer import request_observer
 
 _SEND_GRACE_S = 5.0
 """How long a stream that ends with an error waits for a client to read what was confirmed before."""
@@ -58,12 +57,10 @@ class SessionRunner:
         ports: Ports,
         timeouts: Timeouts,
         deadline_ns: int | None,
-        meter: StreamMeter | None = None,
     ) -> None:
         """`deadline_ns` is a time of the clock port, None for none."""
         self.session = session
         self.owned = owned
-        self.meter = meter or StreamMeter()
         self._ports = ports
         self._timeouts = timeouts
         self._deadline_ns = deadline_ns
@@ -71,8 +68,8 @@ class SessionRunner:
         self._outbox: asyncio.Queue[tuple[Item, ...] | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
-        self._trace = request_trace()
-        self._writes = StoreWrites(owned, ports.clock, timeouts, deadline_ns, self.meter, self.tell)
+        self._observer = request_observer()
+        self._writes = StoreWrites(owned, ports.clock, timeouts, deadline_ns, self.tell)
         self._renewal: asyncio.Task[None] | None = None
         self._verification: Verification | None = None
         self._following: asyncio.Task[None] | None = None
@@ -112,13 +109,12 @@ class SessionRunner:
                     self._stop_renewing()  # of a session that has ended it would be refused
                     self._spawn(self._writes.finish(effect))
                 case ev.Emit():
-                    self._trace.emitted(effect.items)
+                    self._observer.emitted(effect.items)
                     self._outbox.put_nowait(effect.items)
                 case ev.SetTimer():
                     self._call_at(effect.at_ns, ev.TimerFired())
                 case RoundEnded():
-                    self._trace.round_ended(effect, self._ports.draft.replica, self._holder)
-                    self.meter.round(effect)
+                    self._observer.round_ended(effect, self._ports.draft.replica, self._holder)
                 case ev.End():
                     self._end = effect
                     self._outbox.put_nowait(None)
@@ -151,14 +147,13 @@ class SessionRunner:
         except TimeoutError:
             reply = ev.Failed(effect.request_id, "no answer in time")
         if isinstance(reply, ev.CacheMissed):
-            self.meter.missed("draft")
-            self._trace.missed(ev.Pool.DRAFT.value, reply.have, effect.slice.start)
+            self._observer.missed(ev.Pool.DRAFT, reply.have, effect.slice.start)
         self.tell(reply)
 
     def _verify(self, effect: ev.Verify) -> None:
         # One verdict is of no use after its timeout; what goes on, as long as the client wants it.
         remaining_ns = self._remaining() if effect.credit else self._within(self._timeouts.verify_ns)
-        self._trace.asked_target()
+        self._observer.target_requested()
         self._verification = self._ports.target.verify(self.session.spec, effect, remaining_ns)
         self._following = self._spawn(self._follow(self._verification, effect))
 
@@ -173,17 +168,16 @@ class SessionRunner:
             async with asyncio.timeout(timeout_s) as timer, aclosing(verification):
                 async for answer in verification:
                     if isinstance(answer, ev.Failed):
-                        self._trace.target_failed(answer.message)
+                        self._observer.target_failed(answer.message)
                     else:
                         self._holder = verification.replica
                     if isinstance(answer, ev.CacheMissed):
-                        self.meter.missed("target")
-                        self._trace.missed(ev.Pool.TARGET.value, answer.have, asked.slice.start)
+                        self._observer.missed(ev.Pool.TARGET, answer.have, asked.slice.start)
                     self.tell(answer)
                     timer.reschedule(asyncio.get_running_loop().time() + timeout_s)
         except TimeoutError:
             failed = ev.Failed(asked.request_id, "no answer in time")
-            self._trace.target_failed(failed.message)
+            self._observer.target_failed(failed.message)
             self.tell(failed)
 
     async def _commit(self, effect: ev.Commit) -> None:
@@ -232,9 +226,7 @@ class SessionRunner:
                 try:
                     await send(item)
                 finally:
-                    waited_ns = self._now() - began_ns
-                    self._trace.sent(waited_ns)
-                    self.meter.stalled(waited_ns)
+                    self._observer.sent(self._now() - began_ns)
                 if isinstance(item, Chunk):
                     self.tell(ev.Sent(item.index + len(item.tokens)))
 
@@ -279,8 +271,7 @@ class SessionRunner:
             if self._verification is not None:
                 await self._verification.aclose()  # its task may have been cancelled before it began
         finally:
-            self._trace.stopped(self.session, self._end)
-            self.meter.ended(self.session.stats)
+            self._observer.stopped(self.session, self._end)
 
 
 def _fault_of(error: BaseException, what: str) -> GalleyError:

@@ -23,9 +23,7 @@ from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.session.timeouts import Timeouts, patiently
 from services.gateway.store.owned import OwnedSession
 from services.gateway.store.redis import NONCE_BYTES
-from services.gateway.telemetry.meter import GatewayMeter
-from services.gateway.telemetry.origin import operation_fields
-from services.gateway.telemetry.spans import request_trace
+from services.gateway.telemetry.observer import request_observer
 
 _T = TypeVar("_T")
 
@@ -35,7 +33,7 @@ SPEC_FIELD = "spec"
 class Streams:
     """What a gateway has open. `ports_of` gives a session its own; `decode` turns token ids into text."""
 
-    def __init__(  # noqa: PLR0913  # what it is made of
+    def __init__(  # what it is made of
         self,
         store: SessionStore,
         clock: Clock,
@@ -44,10 +42,7 @@ class Streams:
         limits: SessionLimits,
         timeouts: Timeouts,
         max_sessions: int,
-        *,
-        meter: GatewayMeter | None = None,
     ) -> None:
-        self.meter = meter or GatewayMeter()
         self._store = store
         self._clock = clock
         self._ports_of = ports_of
@@ -78,12 +73,12 @@ class Streams:
 
     def _enter(self, principal: Principal, tokens: int) -> AdmissionSlot:
         if self._draining:
-            self.meter.refused(DRAINING)
+            request_observer().rejected(DRAINING)
             raise Unavailable("this gateway is shutting down; ask another")
         try:
             return self._admission.enter(principal, tokens, self._clock.now_ns())
         except Overloaded as error:
-            self.meter.refused(error.reason)
+            request_observer().rejected(error.reason)
             raise
 
     @property
@@ -117,20 +112,19 @@ class Streams:
         principal: str,
         body_hash: bytes,
         deadline_ns: int | None,
-        operation: str,
     ) -> SessionRunner:
-        """Store a new session, begun as `operation`, or join the one of its id and body.
+        """Store a new session, or join the one of its id and body.
 
         Raises KeyReused, StoreUnavailable.
         """
-        kept = operation_fields(operation) | request_trace().stored_fields()
-        fields = {SPEC_FIELD: encode_spec(spec), **kept}
+        observer = request_observer()
+        fields = {SPEC_FIELD: encode_spec(spec), **observer.stored_fields()}
         new = NewSession(spec.session_id, principal, body_hash, fields, spec.prompt)
         nonce = secrets.token_bytes(NONCE_BYTES)
         asked_ns = self._clock.now_ns()
         stored = await self._store_call("create", lambda: self._store.create(new, nonce), deadline_ns)
         session = self._session(stored)
-        request_trace().opened(session, stored, asked_ns, None)
+        observer.opened(session, stored, asked_ns)
         return self._runner(session, stored, asked_ns, deadline_ns)
 
     async def claim(
@@ -146,10 +140,10 @@ class Streams:
             "claim", lambda: self._store.claim(session_id, principal, nonce), deadline_ns
         )
         session = self._session(stored, next_index, seen_hash)
-        request_trace().opened(session, stored, asked_ns, next_index)
         longest = session.spec.max_position - stored.prompt_len
         if next_index > longest:
             raise InvalidField("next_index", f"must be <= the {longest} tokens that the answer may have")
+        request_observer().opened(session, stored, asked_ns, next_index)
         return self._runner(session, stored, asked_ns, deadline_ns)
 
     async def abort(self, session_id: str, principal: str, deadline_ns: int | None) -> None:
@@ -248,11 +242,10 @@ class Streams:
         """The store held the session at `held_ns`, or later."""
         owned = OwnedSession(self._store, stored, self._clock, held_ns, self._timeouts.trusted_ns)
         ports = self._ports_of(stored, session)
-        meter = self.meter.stream(session.spec)
-        return SessionRunner(session, owned, ports, self._timeouts, deadline_ns, meter)
+        return SessionRunner(session, owned, ports, self._timeouts, deadline_ns)
 
     async def _store_call(
         self, operation: str, call: Callable[[], Awaitable[_T]], deadline_ns: int | None
     ) -> _T:
         until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
-        return await patiently(operation, call, until_ns, self._clock, self.meter.retried)
+        return await patiently(operation, call, until_ns, self._clock)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from galley.core.errors import StoreUnavailable
 from galley.core.session.ports import Clock
 from services.gateway.store.redis import retrying
-from services.gateway.telemetry.spans import request_trace
+from services.gateway.telemetry.observer import request_observer
 
 SECOND = 1_000_000_000
 _T = TypeVar("_T")
@@ -48,26 +49,22 @@ async def patiently(
     call: Callable[[], Awaitable[_T]],
     until_ns: int,
     clock: Clock,
-    on_retry: Callable[[], None] = lambda: None,
 ) -> _T:
     """Repeat a call to the store while it is away; raises StoreUnavailable at `until_ns` or just after.
 
-    `operation` is what traces call it; `on_retry` is told before each repeat.
+    `operation` is the call's name in traces.
     """
-    told = request_trace().store_call(operation)
-    if told is None:
-        return await _repeat(call, until_ns, clock, lambda _: on_retry())
-
-    def retried(error: StoreUnavailable) -> None:
-        told.retried(error)
-        on_retry()
-
+    observer = request_observer()
+    span = observer.store_call(operation)
+    retried = partial(observer.store_retried, span)
+    if span is None:
+        return await _repeat(call, until_ns, clock, retried)
     try:
         result = await _repeat(call, until_ns, clock, retried)
     except BaseException as error:
-        told.end(error)
+        span.end(error)
         raise
-    told.end()
+    span.end()
     return result
 
 

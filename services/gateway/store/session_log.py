@@ -14,9 +14,8 @@ from galley.core.session.ports import Clock
 from galley.core.store import KvDirectory
 from services.gateway.session.timeouts import SECOND, Timeouts, patiently
 from services.gateway.store.owned import OwnedSession
-from services.gateway.telemetry.call_spans import COMMIT, RENEW
-from services.gateway.telemetry.meter import StreamMeter
-from services.gateway.telemetry.spans import request_trace
+from services.gateway.telemetry.observer import request_observer
+from services.gateway.telemetry.spans import COMMIT, RENEW
 
 _T = TypeVar("_T")
 
@@ -30,7 +29,6 @@ class StoreWrites:
         clock: Clock,
         timeouts: Timeouts,
         deadline_ns: int | None,
-        meter: StreamMeter,
         tell: Callable[[ev.Event], None],
     ) -> None:
         """`deadline_ns` is the call's, a time of the clock; None for none."""
@@ -38,9 +36,8 @@ class StoreWrites:
         self._clock = clock
         self._timeouts = timeouts
         self._deadline_ns = deadline_ns
-        self._meter = meter
         self._tell = tell
-        self._trace = request_trace()
+        self._observer = request_observer()
 
     async def commit(self, effect: ev.Commit, directory: KvDirectory) -> None:
         """Append to the log; `directory` is who caches the session now."""
@@ -50,12 +47,9 @@ class StoreWrites:
         async def commit() -> int:
             return await self._owned.commit(effect.expected_len, effect.tokens, meta, directory)
 
-        def committed(length: int) -> ev.Committed:
-            self._trace.committed(length, self._clock.now_ns() - began_ns)
-            return ev.Committed(length)
-
-        error = await self._write(COMMIT, commit, committed)
-        self._meter.committed(self._clock.now_ns() - began_ns, error)
+        error = await self._write(COMMIT, commit, ev.Committed)
+        length = effect.expected_len + len(effect.tokens)
+        self._observer.committed(length, self._clock.now_ns() - began_ns, error)
 
     async def finish(self, effect: ev.StoreFinish) -> None:
         """End the session."""
@@ -90,4 +84,4 @@ class StoreWrites:
 
     async def _patiently(self, operation: str, call: Callable[[], Awaitable[_T]]) -> _T:
         until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), self._deadline_ns)
-        return await patiently(operation, call, until_ns, self._clock, self._meter.retried)
+        return await patiently(operation, call, until_ns, self._clock)

@@ -1,78 +1,91 @@
-"""What the span of a request says of it, by the GenAI conventions and beyond.
+"""Attributes of a request's span, by the GenAI semantic conventions and our own.
 
-What was asked and answered stands in it only where that is switched on: `content`.
+Prompts and answers are attributes only with `content`. A stored session keeps the operation and the trace of
+the request that created it, so that a resumed stream has the same operation and links to that trace.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from opentelemetry import trace
+from opentelemetry.trace import SpanContext
 from opentelemetry.util.types import AnyValue
 
+from galley.common.tracing.telemetry import context_from
 from galley.core import names
 from galley.core.answer.answer import Ending, SessionSpec
+from galley.core.names import CHAT, TEXT_COMPLETION
 from galley.core.session.machine import Session
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.telemetry.origin import operation_of
-from services.gateway.telemetry.round_spans import Rounds
+from services.gateway.telemetry.round_spans import RoundSpans
 
 _LARGEST_INT = 2**63 - 1
-"""OTLP has no larger one."""
-_LONGEST_NAME = 128
-"""Of a model that somebody asks for and nobody serves."""
-_MOST_CONTENT = 65_536
-"""Characters of a prompt or an answer: a collector refuses all that comes with a span that is too large."""
+"""Largest integer that OTLP can hold."""
+_MAX_MODEL_NAME = 128
+"""Characters of a requested model's name."""
+_MAX_CONTENT = 65_536
+"""Characters of a prompt or an answer. A collector drops the whole batch of a span that is too large."""
+
+OPERATION_FIELD = "operation"
+"""Field of a stored session: the GenAI operation; absent for a text completion."""
+TRACE_FIELD = "trace"
+"""Field of a stored session: the traceparent of the request that created it; absent if not traced."""
 
 
 @dataclass(slots=True)
 class Sums:
-    """What a stream adds up while it goes on."""
+    """Sums over one stream."""
 
     ttft_ns: int | None = None
     moves: int = 0
     stalled_ns: int = 0
 
     def attributes(self) -> dict[str, AnyValue]:
-        """As they stand."""
-        told: dict[str, AnyValue] = {names.MOVES: self.moves, names.CLIENT_STALLED_NS: self.stalled_ns}
+        """Return the sums as attributes."""
+        attributes: dict[str, AnyValue] = {names.MOVES: self.moves, names.CLIENT_STALLED_NS: self.stalled_ns}
         if self.ttft_ns is not None:
-            told |= {names.TTFT_NS: self.ttft_ns, names.TIME_TO_FIRST_CHUNK: self.ttft_ns / 1e9}
-        return told
+            attributes |= {names.TTFT_NS: self.ttft_ns, names.TIME_TO_FIRST_CHUNK: self.ttft_ns / 1e9}
+        return attributes
 
 
-class Asked(NamedTuple):
-    """A request as far as it can be told before it is read any further."""
+class RequestDescription(NamedTuple):
+    """Name and attributes of the span of a request that is not validated yet."""
 
     name: str
     attributes: dict[str, AnyValue]
 
 
-def asked_of(
-    request: pb.GenerateRequest | pb.ResumeRequest, served: str, address: str, *, content: bool
-) -> Asked:
-    """`served` is the model that is; a span is named by no other, for anybody may ask for anything."""
-    model, operation = served, operation_of(request)
+def describe_request(
+    request: pb.GenerateRequest | pb.ResumeRequest, model: str, address: str, *, content: bool
+) -> RequestDescription:
+    """Describe a request to the server of `model` at `address` (host:port).
+
+    The span is named after `model` only: callers may request any name.
+    """
+    requested, operation = model, operation_of(request)
     attributes: dict[str, AnyValue] = {}
     if isinstance(request, pb.GenerateRequest):
-        model = request.model[:_LONGEST_NAME] or served
+        requested = request.model[:_MAX_MODEL_NAME] or model
         if content:
             attributes[names.INPUT_MESSAGES] = _input(request)
-    attributes |= {names.OPERATION: operation, names.REQUEST_MODEL: model}
+    attributes |= {names.OPERATION: operation, names.REQUEST_MODEL: requested}
     host, _, port = address.rpartition(":")
     if port.isdecimal():
         attributes |= {names.SERVER_ADDRESS: host.strip("[]"), names.SERVER_PORT: int(port)}
-    return Asked(span_name(operation, model if model == served else ""), attributes)
+    return RequestDescription(span_name(operation, model if requested == model else ""), attributes)
 
 
 def span_name(operation: str, model: str) -> str:
-    """As the conventions have it."""
+    """Return the name by the conventions: operation and model."""
     return f"{operation} {model}" if model else operation
 
 
-def session_of(spec: SessionSpec, *, content: bool) -> dict[str, AnyValue]:
-    """What was asked for, checked and with its defaults."""
+def session_attributes(spec: SessionSpec, *, content: bool) -> dict[str, AnyValue]:
+    """Return the parameters of a session, with defaults applied."""
     sampling = spec.sampling
     attributes: dict[str, AnyValue] = {
         names.SESSION_ID: spec.session_id,
@@ -98,8 +111,10 @@ def session_of(spec: SessionSpec, *, content: bool) -> dict[str, AnyValue]:
     return attributes
 
 
-def end_of(session: Session, ending: Ending | None, rounds: Rounds, *, content: bool) -> dict[str, AnyValue]:
-    """What came of it: sums and extremes, by which a collector may choose what to keep."""
+def result_attributes(
+    session: Session, ending: Ending | None, rounds: RoundSpans, *, content: bool
+) -> dict[str, AnyValue]:
+    """Return sums and extremes of a session, by which a collector can choose which traces to keep."""
     stats, answer = session.stats, session.answer
     attributes: dict[str, AnyValue] = {
         names.OUTPUT_TOKENS: session.logged_output,
@@ -129,7 +144,7 @@ def _mode(spec: SessionSpec) -> str:
 
 
 def _input(request: pb.GenerateRequest) -> str:
-    """The prompt as the conventions write it."""
+    """Return the prompt as JSON, by the conventions."""
     match request.WhichOneof("input"):
         case "messages":
             turns = [_message(turn.role, turn.content) for turn in request.messages.messages]
@@ -142,4 +157,31 @@ def _input(request: pb.GenerateRequest) -> str:
 
 
 def _message(role: str, text: str) -> dict[str, object]:
-    return {"role": role, "parts": [{"type": "text", "content": text[:_MOST_CONTENT]}]}
+    return {"role": role, "parts": [{"type": "text", "content": text[:_MAX_CONTENT]}]}
+
+
+def operation_of(request: pb.GenerateRequest | pb.ResumeRequest) -> str:
+    """Return the operation of a request; that of a resumed stream is known only once its session is read."""
+    is_chat = isinstance(request, pb.GenerateRequest) and request.HasField("messages")
+    return CHAT if is_chat else TEXT_COMPLETION
+
+
+def operation_fields(operation: str) -> dict[str, bytes]:
+    """Return the fields by which a stored session keeps its operation."""
+    return {} if operation == TEXT_COMPLETION else {OPERATION_FIELD: operation.encode()}
+
+
+def stored_operation(fields: Mapping[str, bytes]) -> str:
+    """Return the operation of a stored session."""
+    return CHAT if fields.get(OPERATION_FIELD) == CHAT.encode() else TEXT_COMPLETION
+
+
+def trace_fields(traceparent: str) -> dict[str, bytes]:
+    """Return the fields by which a stored session keeps its trace."""
+    return {TRACE_FIELD: traceparent.encode()}
+
+
+def stored_trace(fields: Mapping[str, bytes]) -> SpanContext:
+    """Return the span of the request that created a session; an invalid one if it was not traced."""
+    traceparent = fields.get(TRACE_FIELD, b"").decode(errors="replace")
+    return trace.get_current_span(context_from(traceparent)).get_span_context()

@@ -1,7 +1,6 @@
-"""Every call for an answer is a span: an interceptor begins it before anything else is done, and ends it.
+"""Starts and ends the span of each stream's call.
 
-It is the first of the gateway's own, so that a call that is refused has a span too. It costs a refused call a
-few microseconds where that is not sampled.
+It is the first of the gateway's own interceptors, so that rejected calls have spans too.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from opentelemetry.util.types import AnyValue
 from galley.common.server.interceptors import Behavior, Handler, WrappingInterceptor, wrap_handler
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.tracing.telemetry import context_of, fail
-from galley.common.wire.status import error_type
+from galley.common.wire.status import code_of, error_type
 from galley.core import names
 from galley.core.errors import AuthenticationUnavailable, Unauthenticated
 from galley.core.session.ports import Clock
-from services.gateway.telemetry.own_span import Begun
-from services.gateway.telemetry.round_spans import TraceOptions
-from services.gateway.telemetry.spans import RequestTrace, work_for
+from services.gateway.telemetry.observer import RequestObserver, observe_with
+from services.gateway.telemetry.request_trace import RequestTrace
+from services.gateway.telemetry.spans import TraceOptions, TraceStart
 
 
-class RequestSpans(WrappingInterceptor):
-    """Inside StatusInterceptor, before all others: what they raise is how a call ends."""
+class TraceInterceptor(WrappingInterceptor):
+    """Trace calls; goes inside StatusInterceptor and outside all others, whose errors end calls."""
 
     def __init__(self, scope: SpanScope, options: TraceOptions, clock: Clock) -> None:
-        """`clock` is the one that sessions run by."""
+        """Use the clock that sessions run by."""
         self._scope = scope
         self._options = options
         self._clock = clock
 
     def wrap(self, handler: Handler, method: str) -> Handler:
-        """Streams are requests; what is asked at once has gRPC's own span."""
+        """Trace streams as requests; unary calls have gRPC's own span."""
         return wrap_handler(handler, unary=self._unary, stream=partial(self._stream, method=method))
 
     def _unary(self, behavior: Behavior) -> Behavior:
         async def traced(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             span = trace.get_current_span()
-            work_for(self._within(span))
+            observe_with(RequestObserver(self._below(span)))
             try:
                 return await behavior(request, context)
             except Exception as error:
@@ -56,27 +55,27 @@ class RequestSpans(WrappingInterceptor):
 
     def _stream(self, behavior: Behavior, method: str) -> Behavior:
         async def traced(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            begun = self._begin(context, method)
-            work_for(begun)
-            # The generator may be left without a word when the client goes; the call's end is always told.
-            context.add_done_callback(partial(_call_ended, begun))  # type: ignore[arg-type]  # the stubs want a class
+            request_trace = self._begin(context, method)
+            observe_with(RequestObserver(request_trace))
+            # gRPC may drop the generator of a client that left without resuming it, but it always calls back.
+            context.add_done_callback(partial(_call_ended, request_trace))  # type: ignore[arg-type]  # the stubs want a class
             try:
                 async with aclosing(behavior(request, context)) as responses:
                     async for response in responses:
                         yield response
-            except grpc.aio.AbortError:  # whoever aborted has told why
+            except grpc.aio.AbortError:  # its status was noted where it was aborted
                 raise
             except (Unauthenticated, AuthenticationUnavailable) as error:
-                begun.failed(error)
-                begun.disown()
+                request_trace.ended(code_of(error))
+                request_trace.discard()
                 raise
             except Exception as error:
-                begun.failed(error)
+                request_trace.ended(code_of(error))
                 raise
             except asyncio.CancelledError:
-                begun.ended(_why_cancelled(context))
+                request_trace.ended(_cancellation(context))
                 raise
-            begun.ended(grpc.StatusCode.OK)
+            request_trace.ended(grpc.StatusCode.OK)
 
         return traced
 
@@ -98,32 +97,32 @@ class RequestSpans(WrappingInterceptor):
         caller = context_of(metadata)
         parent = trace.get_current_span(caller).get_span_context()
         own = self._scope.request(caller, names.TEXT_COMPLETION, attributes)
-        request = RequestTrace(self._begun(own, parent if parent.is_valid else None, attributes))
+        request = RequestTrace(self._start(own, parent if parent.is_valid else None, attributes))
         request.begin()
         return request
 
-    def _within(self, span: trace.Span) -> RequestTrace:
-        request = RequestTrace(self._begun(span.get_span_context(), None, {}))
+    def _below(self, span: trace.Span) -> RequestTrace:
+        request = RequestTrace(self._start(span.get_span_context(), None, {}))
         request.adopt(span)
         return request
 
-    def _begun(
+    def _start(
         self, context: trace.SpanContext, parent: trace.SpanContext | None, attributes: dict[str, AnyValue]
-    ) -> Begun:
+    ) -> TraceStart:
         start_ns = time.time_ns()
         offset_ns = start_ns - self._clock.now_ns()
-        return Begun(
+        return TraceStart(
             self._scope, self._options, context, parent, self._clock, offset_ns, start_ns, attributes
         )
 
 
-def _call_ended(begun: RequestTrace, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    begun.ended(_why_cancelled(context))  # unless it has come to an end of its own
-    begun.release()
+def _call_ended(request_trace: RequestTrace, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    request_trace.ended(_cancellation(context))  # counts only if the call has no status yet
+    request_trace.release()
 
 
-def _why_cancelled(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:
-    """The client went, or its deadline came."""
+def _cancellation(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:
+    """Return whether the client left or its deadline passed."""
     remaining_s: Any = context.time_remaining()
     late = remaining_s is not None and remaining_s <= 0
     return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
