@@ -113,7 +113,7 @@ prove-attacks: setup ## 100,000 fuzzed messages, floods, bombs and idle streams:
 
 prove-boot: setup helm ## run the chart as pods: boots, rolls, kills and hangs under load (root, nft, ip, crun)
 	@$(BIN)/python -m pytest tests/proofs/boot
-	@$(BIN)/python -m bench.prove_boot
+	@$(BIN)/python -m tests.proofs.boot
 
 prove-images: setup ## build the images without a daemon, look into them, and serve with them (Debian, root)
 	@$(BIN)/python -m bench.prove_images

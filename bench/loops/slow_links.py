@@ -1,8 +1,8 @@
 """What is left of the speed where 20 ms each way lie before target and draft.
 
-Gateways reach target and draft through relays (bench/relay.py): of 0 ms (`near`), of 20 ms (`far`), and of
-20 ms before the session store as well (`far-store`). The draft is prompt lookup beside the default model.
-Speculation is off, fixed at k = 4, or auto; one stream, temperature 0.
+Gateways reach target and draft through relays (tests/fakes/relay.py): of 0 ms (`near`), of 20 ms (`far`), and
+of 20 ms before the session store as well (`far-store`). The draft is the shipped one. Speculation is off,
+fixed at k = 4, or auto; one stream, temperature 0.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from bench.harness import Goal, at_least
-from bench.link import Link
 from bench.loops.options import Options
 from bench.loops.run import Run, Scenario, of_arm
 from bench.loops.sides import Cpu
-from bench.relay import Relay
 from galley.bench.closed_loop import LoopSide
 from galley.bench.gateway import AUTO, OFF, GatewayLoop
 from galley.bench.summary import speed_ratio
@@ -23,6 +21,8 @@ from galley.client.client import AsyncClient
 from galley.stack.part import PartSpec
 from galley.stack.parts import python_module
 from galley.stack.stack import Stack, StackOptions
+from tests.fakes.link import Link
+from tests.fakes.relay import Relay
 
 NEAR, FAR, FAR_STORE = "near", "far", "far-store"
 PLACES = (NEAR, FAR, FAR_STORE)

@@ -14,10 +14,10 @@ from typing import Self
 
 import psutil
 
-from bench.link import Link
-from bench.relay import Relay
 from galley.stack.parts import stack_parts
 from galley.stack.stack import Facts, PartSpec, Stack, StackDirs, StackOptions
+from tests.fakes.link import Link
+from tests.fakes.relay import Relay
 
 GATEWAYS = ("gateway", "gateway-2")
 REPLICAS = ("target", "target-2", "draft", "draft-2")

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 import uvloop
 
-from bench.link import Link
-from bench.relay import Relay
 from galley.common.redis.calls import Copies, RedisCalls, script_of
 from galley.core.errors import Broken, StoreUnavailable
+from tests.fakes.link import Link
+from tests.fakes.relay import Relay
 from tests.gateway.servers import VALKEY, running
 
 pytestmark = pytest.mark.timeout(60)

@@ -48,7 +48,7 @@ _RANKS_IN_A_POD: Manifest = {"target": {"tensorParallel": 3, "replicas": 2}}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 if every trial shows what it must."""
-    parser = argparse.ArgumentParser(prog="python -m bench.prove_boot", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.proofs.boot", description=__doc__)
     parser.add_argument("--rounds", type=int, default=2, help="of rolls and faults")
     parser.add_argument("--minutes", type=float, default=15.0, help="for all of it")
     parser.add_argument("--only", default="", help="trials whose name begins so; nothing is recorded then")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.link import RESEND_S, Link
-from bench.relay import Relay
+from tests.fakes.link import RESEND_S, Link
+from tests.fakes.relay import Relay
 
 DELAY_S = 0.05
 PIECES = [bytes([at]) * (at + 1) for at in range(200)]

@@ -1,4 +1,4 @@
-"""Passes TCP connections on over a link, which may be slow, lossy or cut (bench/link.py), in both directions.
+"""Relay TCP connections in both directions over a link that may be slow, lossy or cut (tests/fakes/link.py).
 
 Order is kept, and as much may be on the way as its sender sends: a long link, not a narrow one. The end of
 one direction (half-close) and a reset are passed on as bytes are. Connecting itself is not delayed; over a
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from bench.link import Link
+from tests.fakes.link import Link
 
 _HOST = "127.0.0.1"
 # Close with a reset, dropping what was not sent: SO_LINGER on, for no time.
