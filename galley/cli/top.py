@@ -99,7 +99,7 @@ def _check(redis_url: str) -> None:
         Connections(parse_redis_url(redis_url))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--redis-url") from error
-    from galley.common.server.logs import start_logging  # noqa: PLC0415
+    from galley.common.logs import start_logging  # noqa: PLC0415
 
     # What is logged of a store that is away would come between the frames.
     start_logging("galley-top", "critical", "console")

@@ -24,9 +24,9 @@ from galley.client.options import GenerateOptions, Message, Prompt, Retries, Spe
 from galley.client.request import generate_request
 from galley.client.streams import NO_RETRIES, Call, Comeback, ResumePoint, TokenStream
 from galley.client.tracing import CallerTrace
+from galley.common.tls.channels import ChannelTls, open_channel
+from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import NamedFile
-from galley.common.tls.keepalive import ChannelTls, open_channel
-from galley.common.tls.material import TlsFiles
 from galley.common.tracing.telemetry import Telemetry
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from galley.client.errors import BadKey
-from galley.common.config.secrets import read_secret
+from galley.common.secret_file import read_secret
 
 API_KEY_VARIABLE = "GALLEY_API_KEY"
 API_KEY_FILE_VARIABLE = "GALLEY_API_KEY_FILE"

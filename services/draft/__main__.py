@@ -1,23 +1,21 @@
-"""Runs a draft replica: `python -m services.draft`."""
+"""Run a draft replica: `python -m services.draft`."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
-import grpc
-
-from galley.common.server.server import Parts, Service
 from galley.common.server.sigterm import heed_sigterm
 
 if __name__ == "__main__":
     heed_sigterm()
 
+from collections.abc import Awaitable, Callable
+
+import grpc
 
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL
 from galley.common.registry.registration import registered
 from galley.common.server.process import in_passing_thread
-from galley.common.server.server import main_of
+from galley.common.server.server import Parts, Service, main_of
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.loading import load_drafter
 from services.draft.servicer import DraftService

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
 
-from galley.common.server.session_table import SessionTable
-from galley.common.wire.slices import Slice
-from galley.common.wire.status import log_internal
+from galley.common.logs import log_internal
+from galley.common.wire.codec import Slice
 from galley.core.content import Miss, SessionKey, look_up, prefix_hash
 from galley.core.errors import Broken, GalleyError
 from galley.core.scheduler.messages import Superseded
+from services.draft.session_table import SessionTable
 from services.draft.strategies.base import DraftJob, DraftSession, Guess, Strategy
 
 

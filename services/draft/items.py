@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from galley.common.wire.slices import read_slice
+from galley.common.wire.codec import read_slice
 from galley.core.content import Miss
 from galley.core.errors import GalleyError, InvalidField, Unimplemented
 from galley.core.scheduler.messages import Superseded

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
+from galley.common.logs import log_internal
 from galley.common.metrics.registry import Registry
 from galley.common.tracing.light_spans import LeanSpan, SpanScope
-from galley.common.wire.status import log_internal
 from galley.core.errors import DeadlinePassed, GalleyError, Overloaded, Unavailable
 from services.draft.drafter import Drafter, Proposed, ProposeJob, ProposeOutcome, Stepped
 from services.draft.metrics import CountingDraftMeter, DraftMeter

@@ -10,11 +10,11 @@ from typing import Protocol, TypeAlias
 
 import grpc
 
+from galley.common.logs import get_logger
 from galley.common.metrics.certificates import observe_peers
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
-from galley.common.server.logs import get_logger
 from galley.common.server.server import Interceptors, Parts
 from galley.core.names import SCHEMA_URL
 from galley.core.session.machine import Session, SessionLimits

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
-import grpc
-
-from galley.common.server.server import Parts, Service
 from galley.common.server.sigterm import heed_sigterm
 
 if __name__ == "__main__":
     heed_sigterm()
 
 import sys
+from collections.abc import Awaitable, Callable
+
+import grpc
 
 from galley.common.config.settings import parse_settings
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.server.process import in_passing_thread
-from galley.common.server.server import main_of
+from galley.common.server.server import Parts, Service, main_of
 from services.target.loading import load_engine
 from services.target.ranks.hosts import run_host
 from services.target.ranks.ranks import start_ranked_target

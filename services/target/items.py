@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from galley.common.wire.codec import logprobs_message
-from galley.common.wire.slices import check_token_ids, read_slice
+from galley.common.wire.codec import check_token_ids, logprobs_message, read_slice
 from galley.core.content import HASH_BYTES, Miss
 from galley.core.errors import GalleyError, InvalidField, Unimplemented
 from galley.core.hints import MAX_HINT_TOKENS, Hint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from galley.common.server.logs import get_logger
+from galley.common.logs import get_logger
 from galley.common.server.process import limit_threads
 from galley.engine.parallel.ranks import ALONE, Ranks
 from services.target.settings import TargetSettings

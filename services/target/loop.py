@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from opentelemetry.trace import INVALID_SPAN, use_span
 
+from galley.common.logs import log_internal
 from galley.common.tracing.light_spans import LeanSpan, SpanScope
-from galley.common.wire.status import log_internal
 from galley.core.errors import GalleyError, Unavailable
 from galley.core.scheduler.messages import Confirmed, Extend, Response, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler

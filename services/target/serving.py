@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from galley.common.server.logs import get_logger
+from galley.common.logs import get_logger
 from galley.common.server.process import in_passing_thread
 from galley.common.server.server import Parts
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc

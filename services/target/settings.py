@@ -7,8 +7,8 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from galley.common.config.defaults import DEFAULT_MODEL
-from galley.common.config.replica import ReplicaSettings
 from galley.common.config.settings import settings_config
+from galley.common.registry.settings import ReplicaSettings
 
 
 class TargetSettings(ReplicaSettings):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 
-from galley.common.server.deserialize import explain
-from galley.common.server.inflate import within
+from galley.common.server.deserialize import decompress
 from galley.common.wire.status import describe
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.floods import KEY, gzip_bomb, gzip_bombs
@@ -54,7 +51,7 @@ async def test_too_large_is_refused_by_name_and_far_too_large_by_grpc(stack: Att
         for service in SERVICES:
             told = await answer(stack, service, b"\x0a" * (MAX_MESSAGE_BYTES + 1))
             assert told.code is grpc.StatusCode.INVALID_ARGUMENT
-            bound = f"must be at most {MAX_MESSAGE_BYTES} bytes, is {MAX_MESSAGE_BYTES + 1}"
+            bound = f"must be at most {MAX_MESSAGE_BYTES} bytes, got {MAX_MESSAGE_BYTES + 1}"
             assert told.violations == ((ASKED[service][1], bound),)
             for size in (2 * MAX_MESSAGE_BYTES + 1, 4 * MIB):
                 refused = await answer(stack, service, bytes(size))
@@ -70,7 +67,7 @@ async def test_a_bomb_of_gzip_is_inflated_no_further_than_a_message_may_be(stack
         for service in SERVICES:
             for status, told in await gzip_bombs(stack.addresses[service], ASKED[service][0], data, 10):
                 assert status == "3"
-                assert "is more when inflated" in told
+                assert "got more when inflated" in told
     assert stack.peak_rss() - before.rss < 48 * MIB
 
 
@@ -84,18 +81,18 @@ async def test_what_is_compressed_in_good_faith_is_served_and_by_other_means_ref
 
 
 def test_gzip_is_read_whole_within_its_bound_or_not_at_all() -> None:
-    assert within(gzip.compress(b"x" * 100), 100) == b"x" * 100
-    assert within(b"plain", 5) == b"plain"
+    assert decompress(gzip.compress(b"x" * 100), 100) == b"x" * 100
+    assert decompress(b"plain", 5) == b"plain"
     for data, most, problem in (
-        (gzip.compress(b"x" * 101), 100, "at most 100 bytes, is more when inflated"),
-        (b"plain.", 5, "at most 5 bytes, is 6"),
+        (gzip.compress(b"x" * 101), 100, "at most 100 bytes, got more when inflated"),
+        (b"plain.", 5, "at most 5 bytes, got 6"),
         (gzip.compress(b"x")[:-4], 100, "well-formed gzip"),
         (gzip.compress(b"x") * 2, 100, "well-formed gzip"),
         (b"\x1f\x8b", 100, "well-formed gzip"),
         (b"\x1f\x8bnothing of the kind", 100, "well-formed gzip"),
     ):
         with pytest.raises(ValueError, match=problem):
-            within(data, most)
+            decompress(data, most)
 
 
 async def test_messages_of_a_wrong_length_end_with_their_connection(stack: Attacked) -> None:
@@ -146,7 +143,7 @@ async def test_a_message_of_nothing_but_parts_is_refused_cheaply(stack: Attacked
         for service in ("target", "draft"):
             told = await answer(stack, service, b"\x0a\x00" * parts)
             assert told.code is grpc.StatusCode.INVALID_ARGUMENT
-            assert told.violations == (("items", f"must be at most 1024, are {parts}"),)
+            assert told.violations == (("items", f"must be at most 1024, got {parts}"),)
     assert stack.peak_rss() - before.rss < 64 * MIB
 
 
@@ -159,7 +156,7 @@ async def test_a_streams_message_of_nothing_but_parts_ends_it(stack: Attacked, f
         for service in ("target",) if field == "extensions" else ("target", "draft"):
             told = await stream_end(stack.addresses[service], service, tag * parts)
             assert told.code is grpc.StatusCode.INVALID_ARGUMENT
-            assert told.violations == ((field, f"must be at most {most}, are {parts}"),)
+            assert told.violations == ((field, f"must be at most {most}, got {parts}"),)
 
 
 async def stream_end(address: str, service: str, data: bytes) -> Any:
@@ -173,17 +170,6 @@ async def stream_end(address: str, service: str, data: bytes) -> Any:
             return describe(error)
 
 
-def test_what_is_wrong_with_a_large_message_is_said_at_once() -> None:
-    """Nothing else is done while it is looked for."""
-    kind = pb.GenerateRequest.DESCRIPTOR
-    began_s = time.process_time()
-    fault = explain(b"\x10\x01" * (2 * MIB) + b"\xff", kind)
-    assert time.process_time() - began_s < 2
-    assert "well-formed" in fault.problem
-    late = b"\x12" + b"\xfe\xff\x3f" + b"x" * (MIB - 2) + b"\x0a\x01\xff"
-    assert explain(late, kind).field == "model"
-
-
 async def test_what_is_nested_too_deep_is_the_callers_fault(stack: Attacked) -> None:
     deep = b""
     for _ in range(4000):
@@ -195,7 +181,8 @@ async def test_what_is_nested_too_deep_is_the_callers_fault(stack: Attacked) -> 
     async with unharmed(stack):
         told = await answer(stack, "collector", value[:MAX_MESSAGE_BYTES])
         assert told.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "well-formed" in explain(value, otlp.ExportTraceServiceRequest.DESCRIPTOR).problem
+        ((_, problem),) = told.violations
+        assert "well-formed" in problem
 
 
 def _size(value: int) -> bytes:

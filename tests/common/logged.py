@@ -1,21 +1,34 @@
-"""What one module logs, whatever has been done to logging in this process before."""
+"""Collect what one module logs, whatever this process did to logging before."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
-import structlog
-from structlog.testing import LogCapture
+_OWN = vars(logging.makeLogRecord({}))
+"""The attributes that every record has."""
 
 
 @contextmanager
 def logged(module: ModuleType) -> Iterator[list[MutableMapping[str, Any]]]:
-    """The lines of its `_log`. A logger that was used before may be bound to a configuration of before."""
-    capture = LogCapture()
-    logger = structlog.wrap_logger(structlog.testing.ReturnLogger(), processors=[capture])
-    with patch.object(module, "_log", logger):
-        yield capture.entries
+    """Collect what the standard logger of a module logs, as the formatter of `start_logging` reads it."""
+    lines: list[MutableMapping[str, Any]] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            line = {"event": record.getMessage(), "log_level": record.levelname.lower()}
+            line |= {name: value for name, value in vars(record).items() if name not in _OWN}
+            lines.append(line)
+
+    logger, handler = logging.getLogger(module.__name__), Collect()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -53,7 +53,7 @@ def test_what_does_not_change_is_read_once(watched: Watched) -> None:
 
 def test_a_change_is_read_at_the_next_look_and_no_sooner(watched: Watched) -> None:
     now_s = [0.0]
-    files = WatchedFiles(watched.named, watched.read, look_every_s=1.0, clock=lambda: now_s[0])
+    files = WatchedFiles(watched.named, watched.read, check_interval_s=1.0, clock=lambda: now_s[0])
     watched.write("new")
     assert files.current() == ["old"]
     now_s[0] = 1.0

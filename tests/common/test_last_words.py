@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as tra
 
 from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.metering import OFF, start_metering
-from galley.common.server.last_words import say_last_words
+from galley.common.server.lifecycle import flush_telemetry
 from galley.common.tracing.telemetry import start_telemetry
 
 PATIENCE_S = 20.0
@@ -72,5 +72,5 @@ async def test_both_are_sent_at_the_same_time_and_once(slow: Slow) -> None:
     metering = await start_metering(GATEWAY, "127.0.0.1", OFF)
     telemetry.tracer("test").start_span("the last").end()
     for _ in range(2):
-        await say_last_words(telemetry, metering)
+        await flush_telemetry(telemetry, metering)
     assert sorted(slow.heard) == ["metrics", "traces"]

@@ -15,8 +15,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from galley.common.config.limits import server_options
-from galley.common.server.health import MOST_OPEN
+from galley.common.server.health import MAX_OPEN_CALLS
+from galley.common.server.listen import server_options
 from galley.common.server.server import RunningServer, start_server
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -222,7 +222,7 @@ async def test_health_is_bounded_for_each_kind_of_call() -> None:
     async with serving() as running, grpc.aio.insecure_channel(running.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         asked = health_pb2.HealthCheckRequest()
-        watches = [health.Watch(asked) for _ in range(MOST_OPEN)]
+        watches = [health.Watch(asked) for _ in range(MAX_OPEN_CALLS)]
         for watch in watches:
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         refused = health.Watch(asked)

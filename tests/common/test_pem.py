@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from galley.common.tls.credentials import Material, TlsFiles
 from galley.common.tls.files import BadFile, NamedFile
-from galley.common.tls.material import Material, TlsFiles
 from tests.gateway.tls import Authority, Certificate
 
 CLIENT, SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH

@@ -23,7 +23,7 @@ from tests.common.service import settings
 LOGGING = """
 import logging, structlog, sys
 from opentelemetry import trace
-from galley.common.server.logs import get_logger, start_logging
+from galley.common.logs import get_logger, start_logging
 from galley.common.tracing.telemetry import context_from
 start_logging("galley-test", "info", sys.argv[1])
 structlog.contextvars.bind_contextvars(session_id="s1")

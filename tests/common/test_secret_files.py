@@ -9,8 +9,9 @@ from unittest.mock import patch
 import pytest
 from pydantic_settings import BaseSettings
 
-from galley.common.config.secrets import MAX_BYTES, with_secrets_read
+from galley.common.config.secrets import with_secrets_read
 from galley.common.config.settings import parse_settings, settings_config
+from galley.common.secret_file import MAX_BYTES
 from services.draft.settings import DraftSettings
 from services.gateway.settings import GatewaySettings
 

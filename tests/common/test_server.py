@@ -15,9 +15,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from galley.common.server.interceptors import StatusInterceptor
 from galley.common.server.listen import CannotBind
 from galley.common.server.server import RunningServer, start_server
-from galley.common.wire.status import StatusInterceptor, describe
+from galley.common.wire.status import describe
 from galley.core import errors
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -125,9 +126,9 @@ BAD_UTF8 = b"\x0a\x05\x0a\x03\x0a\x01s" + b"\x0a\x05\x0a\x03\x0a\x01\xff"
 @pytest.mark.parametrize(
     ("payload", "field", "problem"),
     [
-        (BAD_UTF8, "items[1].slice.session_id", "UTF-8"),
+        (BAD_UTF8, "{}", "UTF-8"),
         (b"\x0a\x7f\x01", "{}", "well-formed"),
-        (b"\x0a\x02\x22\x00" * 400, "{}", "at most 1024 bytes, is 1600"),
+        (b"\x0a\x02\x22\x00" * 400, "{}", "at most 1024 bytes, got 1600"),
     ],
     ids=["utf8", "garbage", "oversize"],
 )

@@ -17,10 +17,9 @@ from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts, start_server
 from galley.common.tls import channels as reloading_module
 from galley.common.tls import files
-from galley.common.tls.channels import ReloadingChannel
+from galley.common.tls.channels import ChannelTls, ReloadingChannel
+from galley.common.tls.credentials import Material, channel_credentials
 from galley.common.tls.files import BadFile
-from galley.common.tls.keepalive import ChannelTls
-from galley.common.tls.material import Material, channel_credentials
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.common.logged import logged
 from tests.common.readings import number
@@ -315,7 +314,7 @@ async def test_a_connection_that_stands_is_used_while_none_can_be_made_with_the_
         parties.client.put_pair(parties.other.ca, parties.authority.issue("too early"))
         await ask(reloading.channel)
         await reloading.until(lambda: bool(logs))
-    assert [line["event"] for line in logs] == ["cannot connect with the TLS files as they are now"]
+    assert [line["event"] for line in logs] == ["connection with new TLS files failed"]
     await ask(reloading.channel)
     assert service.callers == ["client"] * 3
     # The server follows, and the connection is made.

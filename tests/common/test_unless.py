@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from galley.common.server.unless import unless
+from galley.common.server.lifecycle import run_unless
 
 
 class Work:
@@ -34,7 +34,7 @@ class Work:
 async def test_it_is_the_result_of_the_work() -> None:
     work = Work()
     work.go.set()
-    assert await unless(asyncio.Event(), work.run()) == "done"
+    assert await run_unless(asyncio.Event(), work.run()) == "done"
     assert_nothing_runs()
 
 
@@ -42,7 +42,7 @@ async def test_work_that_is_done_counts_also_when_told_to_stop_at_once() -> None
     stopped, work = asyncio.Event(), Work()
     stopped.set()
     work.go.set()
-    assert await unless(stopped, work.run()) == "done"
+    assert await run_unless(stopped, work.run()) == "done"
 
 
 async def test_what_the_work_raises_is_raised() -> None:
@@ -50,7 +50,7 @@ async def test_what_the_work_raises_is_raised() -> None:
         raise OSError("no such thing")
 
     with pytest.raises(OSError, match="no such thing"):
-        await unless(asyncio.Event(), fail())
+        await run_unless(asyncio.Event(), fail())
     assert_nothing_runs()
 
 
@@ -59,12 +59,12 @@ async def test_work_that_cancels_itself_is_not_taken_for_given_up() -> None:
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
-        await unless(asyncio.Event(), give_up())
+        await run_unless(asyncio.Event(), give_up())
 
 
 async def test_told_to_stop_it_is_nothing_and_the_work_has_ended() -> None:
     stopped, work = asyncio.Event(), Work()
-    waiting = asyncio.create_task(unless(stopped, work.run()))
+    waiting = asyncio.create_task(run_unless(stopped, work.run()))
     await work.begun.wait()
     stopped.set()
     assert await waiting is None
@@ -74,7 +74,7 @@ async def test_told_to_stop_it_is_nothing_and_the_work_has_ended() -> None:
 
 async def test_work_that_fails_at_its_end_is_heard() -> None:
     stopped, work = asyncio.Event(), Work(OSError("cannot end"))
-    waiting = asyncio.create_task(unless(stopped, work.run()))
+    waiting = asyncio.create_task(run_unless(stopped, work.run()))
     await work.begun.wait()
     stopped.set()
     with pytest.raises(OSError, match="cannot end"):
@@ -83,7 +83,7 @@ async def test_work_that_fails_at_its_end_is_heard() -> None:
 
 async def test_cancelled_it_takes_the_work_along_and_stays_cancelled() -> None:
     work = Work()
-    waiting = asyncio.create_task(unless(asyncio.Event(), work.run()))
+    waiting = asyncio.create_task(run_unless(asyncio.Event(), work.run()))
     await work.begun.wait()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):

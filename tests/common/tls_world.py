@@ -9,10 +9,11 @@ from typing import Any
 
 import grpc
 
+from galley.common.server.listen import server_files
 from galley.common.server.server import RunningServer, start_server
+from galley.common.tls.channels import ChannelTls, open_channel
+from galley.common.tls.credentials import TlsFiles, server_credentials
 from galley.common.tls.files import NamedFile
-from galley.common.tls.keepalive import ChannelTls, open_channel
-from galley.common.tls.material import TlsFiles, server_credentials, server_files
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.common.service import EchoService, building, settings

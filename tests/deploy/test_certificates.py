@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import BadFile, NamedFile
-from galley.common.tls.material import TlsFiles
 from tests.common.service import EchoService
 from tests.common.tls_world import asked_anew, serving
 from tests.deploy.render import ROOT

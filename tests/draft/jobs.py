@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from galley.common.wire.slices import Slice
+from galley.common.wire.codec import Slice
 from galley.core.content import common_prefix_len, prefix_hash
 from galley.core.sampling_params import SamplingParams
 from services.draft.strategies.base import DraftJob, DraftSession

@@ -34,7 +34,7 @@ class Watched:
         self.today = NOW
         named = NamedFile("api_keys_file", str(self.path))
         file = WatchedFiles(
-            [named], lambda: read_principals(named), look_every_s=1.0, clock=lambda: self.now_s
+            [named], lambda: read_principals(named), check_interval_s=1.0, clock=lambda: self.now_s
         )
         self.keys = ApiKeyAuthenticator(file.current, lambda: self.today)
 

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from structlog.testing import capture_logs
 
+from galley.common.tls import files as files_module
 from galley.common.tls.files import NamedFile, WatchedFiles
 from galley.core.admission.principal import Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
@@ -34,6 +35,7 @@ from services.gateway.auth.jwt import (
     TokenRules,
 )
 from services.gateway.settings import GatewaySettings
+from tests.common.logged import logged
 from tests.gateway.issuers import AUDIENCE, ISSUER, TokenIssuer, claims, ec_key, jwks, rsa_key, write_jwks
 from tests.gateway.test_api_keys import KEY, entry
 
@@ -209,7 +211,7 @@ async def test_keys_are_read_anew_where_their_file_has_changed(tmp_path: Path) -
     clock_s = 0.0
     path = write_jwks(tmp_path / "jwks.json", EC)
     named = NamedFile("jwt_jwks_file", str(path))
-    file = WatchedFiles([named], lambda: read_jwks(named), look_every_s=1.0, clock=lambda: clock_s)
+    file = WatchedFiles([named], lambda: read_jwks(named), check_interval_s=1.0, clock=lambda: clock_s)
     rules = TokenRules(ISSUER, (AUDIENCE,), ("RS256", "ES256"))
     tokens = JwtAuthenticator(rules, JwksFile(file), Principal)
 
@@ -226,7 +228,7 @@ async def test_keys_are_read_anew_where_their_file_has_changed(tmp_path: Path) -
     assert (await accept(RSA), await accept(EC)) == (True, False)
     path.write_text("{}")
     clock_s = 4.0
-    with capture_logs() as logs:
+    with logged(files_module) as logs:
         assert await accept(RSA)
     assert [log["log_level"] for log in logs] == ["error"]
 

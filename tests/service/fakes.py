@@ -13,8 +13,7 @@ from typing import Any
 import grpc
 
 from galley.common.server.requests import answer_stream
-from galley.common.wire.codec import logprobs_message
-from galley.common.wire.slices import check_token_ids, read_slice
+from galley.common.wire.codec import check_token_ids, logprobs_message, read_slice
 from galley.common.wire.status import item_status
 from galley.core.acceptance import confirm
 from galley.core.content import Miss, look_up, prefix_hash

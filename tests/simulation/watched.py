@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from galley.common.server.interceptors import Behavior, Handler, WrappingInterceptor, wrap_handler
-from galley.common.wire.status import StatusInterceptor
+from galley.common.server.interceptors import StatusInterceptor
+from galley.common.wire.handlers import Behavior, Handler, WrappingInterceptor, wrap_handler
 from galley.core.admission.admission import Admission, AdmissionSlot
 from galley.core.admission.principal import Principal
 from galley.core.answer.answer import SessionSpec

@@ -13,7 +13,8 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 
-MAX_BYTES = 64 * 1024
+from galley.common.secret_file import read_secret
+
 _FILE = "_file"
 
 
@@ -36,27 +37,6 @@ def with_secrets_read(cls: type[BaseSettings], given: Mapping[str, Any]) -> dict
         except ValueError as error:
             raise ValueError(f"{named(name, prefix)}: {error}") from None
     return told
-
-
-def read_secret(path: Path) -> str:
-    """The text in the file, without the line break at its end.
-
-    Raises ValueError if it cannot be read, is empty, is no text or is too large.
-    """
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"{path}: is larger than {MAX_BYTES} bytes")
-    try:
-        text = content.decode().rstrip("\r\n")
-    except UnicodeDecodeError:
-        text = ""
-    if not text or "\0" in text:
-        raise ValueError(f"{path}: holds no line of text")
-    return text
 
 
 def shown_secrets(settings: BaseSettings, argv: Sequence[str]) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY, SERVED_CERTIFICATE_EXPIRY
 from galley.common.metrics.metric import LabelValues, Metric
 from galley.common.metrics.registry import Registry
+from galley.common.tls.credentials import Material
 from galley.common.tls.files import WatchedFiles
-from galley.common.tls.material import Material
 
 Files = WatchedFiles[Material] | None
 

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar, cast
 
+from galley.common.logs import get_logger
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, RedisCalls, script_of
-from galley.common.server.logs import get_logger
 from galley.core.content import HASH_BYTES
 from galley.core.errors import ServerFault
 from galley.core.routing.choice import DraftLease, ReplicaLease, TargetLease
@@ -43,7 +43,7 @@ DRAFT_POOL = LeasePool("draft", DraftLease)
 DEFAULT_LEASE_S = 3.0
 MAX_CACHED_PREFIXES = 512
 
-_log = get_logger(__name__)
+_LOG = get_logger(__name__)
 
 _BORN_MS = 24 * 3600 * 1000
 
@@ -254,7 +254,7 @@ def _lease(pool: LeasePool[LeaseT], flat: list[bytes]) -> LeaseT | None:
     try:
         return pool.lease(**{item.name: _read(item.type, facts[item.name]) for item in fields(pool.lease)})
     except (KeyError, ValueError) as error:
-        _log.warning("a lease that cannot be read", address=facts.get("address"), problem=str(error))
+        _LOG.warning("a lease that cannot be read", address=facts.get("address"), problem=str(error))
         return None
 
 

@@ -12,16 +12,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Generic
 
-from galley.common.config.replica import ReplicaSettings
+from galley.common.logs import get_logger
 from galley.common.registry.leases import DEFAULT_LEASE_S, LeasePool, LeaseT, Replaced, ReplicaRegistry
-from galley.common.server.logs import get_logger
+from galley.common.registry.settings import ReplicaSettings
 from galley.common.server.server import Service
 from galley.core.errors import GalleyError
 
 _SHARE_OF_LEASE = 1 / 3
 _CALL_TIMEOUT_S = 1.0
 
-_log = get_logger(__name__)
+_LOG = get_logger(__name__)
 
 
 class Registration(Generic[LeaseT]):
@@ -61,7 +61,7 @@ class Registration(Generic[LeaseT]):
         try:
             await self._registry.withdraw(self._pool, lease.address, lease.incarnation)
         except GalleyError as error:
-            _log.warning("could not withdraw; the lease will end", problem=str(error))
+            _LOG.warning("could not withdraw; the lease will end", problem=str(error))
         await self._registry.close()
 
     async def _keep(self) -> None:
@@ -79,7 +79,7 @@ class Registration(Generic[LeaseT]):
                 await self._registry.publish(self._pool, replace(self._lease(), draining=self._draining))
             except Replaced as error:
                 self._replaced = True
-                _log.error("no longer registered; end this process", problem=str(error))
+                _LOG.error("no longer registered; end this process", problem=str(error))
             except GalleyError as error:
                 self._log_once(error)
             else:
@@ -88,7 +88,7 @@ class Registration(Generic[LeaseT]):
     def _log_once(self, error: GalleyError) -> None:
         if not self._away:
             self._away = True
-            _log.warning("not registered", problem=str(error))
+            _LOG.warning("not registered", problem=str(error))
 
 
 class Registered:

@@ -1,8 +1,4 @@
-"""What every server serves besides its own: health and reflection, open to all, and bounded for that.
-
-gRPC's own health service writes to whoever watches while it holds the lock that a change of status needs: one
-watcher that does not read would keep a server from saying that it stops. This one holds none.
-"""
+"""Serve health and bound the standard calls, health and reflection, which are open to every caller."""
 
 from __future__ import annotations
 
@@ -14,84 +10,65 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 
-from galley.common.server.interceptors import Behavior, Handler, wrap_handler
+from galley.common.wire.handlers import Behavior, Handler, wrap_handler
 from galley.common.wire.status import abort
 from galley.core.errors import DeadlinePassed, GalleyError, Overloaded
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-# A ServingStatus.
-Status: TypeAlias = int
 
 _PREFIX = "/grpc."
-MOST_OPEN = 128
-"""Calls of one standard method at once."""
+MAX_OPEN_CALLS = 128
+"""Calls of one standard method that may be open at once."""
 _RETRY_AFTER_S = 1.0
 _REFLECTION = "/grpc.reflection."
-# A tool asks its questions and goes; health is watched for as long as a client lives.
-_LONGEST_REFLECTION_S = 60.0
+# A reflection tool asks and leaves; health may be watched as long as a client lives.
+_REFLECTION_TIMEOUT_S = 60.0
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # ships no types
-    """grpc.health.v1 for the services that were `set`."""
+class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]  # ships no types
+    """Serve grpc.health.v1, with a watch that cannot hold up a change of status.
 
-    def __init__(self) -> None:
-        self._statuses: dict[str, Status] = {}
-        self._changed = asyncio.Event()
-        self._stopping = False
-
-    async def Check(self, request: Any, context: Context) -> Any:  # noqa: N802  # the name of the RPC
-        """The status of a service; NOT_FOUND for one that is not known."""
-        status = self._statuses.get(request.service)
-        if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
-        return health_pb2.HealthCheckResponse(status=status)
+    The library writes to a watcher while it holds the lock that `set` needs, so one watcher that does not
+    read would keep a server from reporting that it stops. Here the library writes to a queue.
+    """
 
     async def List(self, _request: Any, _context: Context) -> Any:  # noqa: N802  # the name of the RPC
-        """Of all services."""
+        """Return the status of every service."""
         statuses = {
-            name: health_pb2.HealthCheckResponse(status=status) for name, status in self._statuses.items()
+            name: health_pb2.HealthCheckResponse(status=status)
+            for name, status in self._server_status.items()
         }
         return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(  # noqa: N802  # the name of the RPC
         self, request: Any, _context: Context
     ) -> AsyncIterator[Any]:
-        """The status of a service, and each other that it comes to have while it is read."""
-        told: Status | None = None
-        while True:
-            changed = self._changed
-            unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-            status = self._statuses.get(request.service, unknown)
-            if status != told:
-                told = status
-                yield health_pb2.HealthCheckResponse(status=status)
-            else:
-                await changed.wait()
+        """Yield the status of a service, and each later one."""
+        statuses = _StatusQueue()
+        watching = asyncio.create_task(super().Watch(request, statuses))
+        try:
+            while True:
+                yield await statuses.get()
+        finally:
+            watching.cancel()
+            await asyncio.wait({watching})
 
-    async def set(self, service: str, status: Status) -> None:
-        """From now on; nothing after `enter_graceful_shutdown`."""
-        if not self._stopping:
-            self._statuses[service] = status
-            self._tell()
 
-    async def enter_graceful_shutdown(self) -> None:
-        """Nothing serves any more."""
-        self._stopping = True
-        self._statuses = dict.fromkeys(self._statuses, health_pb2.HealthCheckResponse.NOT_SERVING)
-        self._tell()
+class _StatusQueue(asyncio.Queue[Any]):
+    """Stand for the context of a watch; a server changes its status a few times only."""
 
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    async def write(self, response: Any) -> None:
+        """Keep the response, without waiting for the watcher."""
+        self.put_nowait(response)
 
 
 class StandardCallsInterceptor(grpc.aio.ServerInterceptor):
-    """So many calls of each standard method at once; reflection's last a minute at most."""
+    """Bound the open calls of each standard method, and the duration of reflection."""
 
-    def __init__(self, most_open: int = MOST_OPEN) -> None:
-        self._most_open = most_open
+    def __init__(self, max_open: int = MAX_OPEN_CALLS) -> None:
+        self._max_open = max_open
         self._open: Counter[str] = Counter()
 
     async def intercept_service(
@@ -99,7 +76,7 @@ class StandardCallsInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Bound it, if it is one of these."""
+        """Wrap the handler if the method is a standard one."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or not method.startswith(_PREFIX):
@@ -109,7 +86,7 @@ class StandardCallsInterceptor(grpc.aio.ServerInterceptor):
     def _unary(self, method: str, behavior: Behavior) -> Behavior:
         async def bounded(request: object, context: Context) -> Any:
             try:
-                with self._place(method):
+                with self._counted(method):
                     return await behavior(request, context)
             except GalleyError as error:
                 await abort(context, error)
@@ -118,10 +95,10 @@ class StandardCallsInterceptor(grpc.aio.ServerInterceptor):
 
     def _stream(self, method: str, behavior: Behavior) -> Behavior:
         async def bounded(request: Any, context: Context) -> AsyncIterator[Any]:
-            asked = _for_a_while(request) if method.startswith(_REFLECTION) else request
+            requests = _until_timeout(request) if method.startswith(_REFLECTION) else request
             try:
-                with self._place(method):
-                    async with aclosing(behavior(asked, context)) as responses:
+                with self._counted(method):
+                    async with aclosing(behavior(requests, context)) as responses:
                         async for response in responses:
                             yield response
             except GalleyError as error:
@@ -130,9 +107,9 @@ class StandardCallsInterceptor(grpc.aio.ServerInterceptor):
         return bounded
 
     @contextmanager
-    def _place(self, method: str) -> Iterator[None]:
-        if self._open[method] >= self._most_open:
-            raise Overloaded(f"{self._most_open} calls of {method} are open", _RETRY_AFTER_S)
+    def _counted(self, method: str) -> Iterator[None]:
+        if self._open[method] >= self._max_open:
+            raise Overloaded(f"{method}: {self._max_open} calls are open", _RETRY_AFTER_S)
         self._open[method] += 1
         try:
             yield
@@ -140,9 +117,9 @@ class StandardCallsInterceptor(grpc.aio.ServerInterceptor):
             self._open[method] -= 1
 
 
-async def _for_a_while(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Those that come in time. Raises DeadlinePassed."""
-    end_s = asyncio.get_running_loop().time() + _LONGEST_REFLECTION_S
+async def _until_timeout(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """Yield the requests that arrive in time. Raises DeadlinePassed."""
+    end_s = asyncio.get_running_loop().time() + _REFLECTION_TIMEOUT_S
     while True:
         try:
             async with asyncio.timeout_at(end_s):
@@ -150,5 +127,5 @@ async def _for_a_while(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         except StopAsyncIteration:
             return
         except TimeoutError:
-            raise DeadlinePassed(f"reflection ends after {_LONGEST_REFLECTION_S:g} s") from None
+            raise DeadlinePassed(f"reflection calls end after {_REFLECTION_TIMEOUT_S:g} s") from None
         yield request

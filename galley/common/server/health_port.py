@@ -1,8 +1,7 @@
-"""A second port that tells health and nothing else, without TLS: kubelet's gRPC probes know none.
+"""Serve health, and nothing else, on a second port without TLS, for kubelet's gRPC probes.
 
-Only `Check` is served. `Watch`, which the protocol leaves to servers, would keep streams open for whoever can
-reach a port that asks nobody who he is. Nor is a question waited for that does not come, and connections are
-few: kubelet makes one for each of its own.
+Only `Check` is served: `Watch`, which the protocol leaves to servers, would let every caller that reaches the
+port keep streams open. Requests must arrive in time and connections are few; kubelet opens one a probe.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health, health_pb2
 
-from galley.common.server.arrival import ArrivalInterceptor
 from galley.common.server.deserialize import DeserializeInterceptor
-from galley.common.server.health import Health
+from galley.common.server.health import HealthServicer
+from galley.common.server.interceptors import RequestTimeoutInterceptor, StatusInterceptor
 from galley.common.server.listen import bind
-from galley.common.wire.status import StatusInterceptor
 
 MAX_CONNECTIONS = 256
 _MAX_MESSAGE_BYTES = 4096
-# A question is a few bytes, and answered at once; connections that ask nothing are closed.
+# A request is a few bytes and answered at once; idle connections are closed.
 _OPTIONS = (
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.so_reuseport", 0),
@@ -35,31 +33,33 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class HealthPort:
-    """Serves at `address` (host:port; empty: nowhere) from `open_health_port` to `stop`."""
+    """Serve at `address` (host:port; empty: nowhere) until `stop`."""
 
     address: str = ""
     _server: grpc.aio.Server | None = None
 
     async def stop(self) -> None:
-        """Answer nobody any more."""
+        """Stop serving."""
         if self._server is not None:
             await self._server.stop(None)
 
 
-async def open_health_port(host: str, port: int, told: Health, request_timeout_s: float) -> HealthPort:
-    """Tell there what `told` knows; port -1: nowhere. Raises CannotBind."""
+async def open_health_port(
+    host: str, port: int, servicer: HealthServicer, request_timeout_s: float
+) -> HealthPort:
+    """Serve the statuses of `servicer` on `port`; -1 serves nowhere. Raises CannotBind."""
     if port < 0:
         return HealthPort()
     server = grpc.aio.server(
         interceptors=[
             StatusInterceptor(),
-            ArrivalInterceptor(request_timeout_s),
+            RequestTimeoutInterceptor(request_timeout_s),
             DeserializeInterceptor(_MAX_MESSAGE_BYTES),
         ],
         options=_OPTIONS,
     )
     check = grpc.unary_unary_rpc_method_handler(
-        told.Check,
+        servicer.Check,
         request_deserializer=health_pb2.HealthCheckRequest.FromString,
         response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
     )

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from galley.common.tls.credentials import Material, TlsFiles, channel_credentials
 from galley.common.tls.files import BadFile, NamedFile
-from galley.common.tls.material import Material, TlsFiles, channel_credentials
 
 _TIMEOUT_S = 3.0
 _FILES = ("tls_ca_file", "tls_cert_file", "tls_key_file")

@@ -1,8 +1,22 @@
-"""A server's address: where it listens, and with which credentials."""
+"""Bind a gRPC server to its address, with its TLS files and its limits."""
 
 from __future__ import annotations
 
+import math
+
 import grpc
+
+from galley.common.config.limits import ServerLimits
+from galley.common.config.settings import ServiceSettings
+from galley.common.tls.channels import KEEPALIVE
+from galley.common.tls.credentials import Material, TlsFiles
+from galley.common.tls.files import NamedFile, WatchedFiles
+
+# gRPC refuses larger messages as RESOURCE_EXHAUSTED; up to here our error names field and bound.
+_HARD_LIMIT_FACTOR = 2
+_IDENTITY, _GZIP = 0, 2
+# A process that was stopped or starved reads at once the pings of several seconds.
+_MAX_PING_STRIKES = 100
 
 
 class CannotBind(Exception):
@@ -12,18 +26,73 @@ class CannotBind(Exception):
 def bind(
     server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
 ) -> str:
-    """Listen there; the address, host:port, with the port that the system chose for 0. Raises CannotBind."""
-    shown = f"[{host}]" if ":" in host else host
+    """Return the address, host:port, that `server` is bound to. Raises CannotBind.
+
+    For port 0 the system chooses the port.
+    """
+    shown_host = f"[{host}]" if ":" in host else host
+    address = f"{shown_host}:{port}"
     try:
-        bound = _add_port(server, f"{shown}:{port}", credentials)
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise CannotBind(f"cannot listen on {shown}:{port}; is it in use?") from error
+        raise CannotBind(f"cannot listen on {address}; is it in use?") from error
     if bound == 0:
-        raise CannotBind(f"cannot listen on {shown}:{port}; is it in use?")
-    return f"{shown}:{bound}"
+        raise CannotBind(f"cannot listen on {address}; is it in use?")
+    return f"{shown_host}:{bound}"
 
 
-def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    if credentials is None:
-        return server.add_insecure_port(address)
-    return server.add_secure_port(address, credentials)
+def server_files(settings: ServiceSettings) -> WatchedFiles[Material] | None:
+    """Return the TLS files of a server, watched, or None without TLS. Raises BadFile."""
+    if not settings.tls_cert_file:
+        return None
+    return TlsFiles(
+        NamedFile("tls_client_ca_file", settings.tls_client_ca_file),
+        NamedFile("tls_cert_file", settings.tls_cert_file),
+        NamedFile("tls_key_file", settings.tls_key_file),
+        serves=True,
+    ).watch()
+
+
+def server_options(limits: ServerLimits) -> list[tuple[str, int]]:
+    """Return the gRPC options that enforce `limits`.
+
+    None of them ends a call that is being served: a connection that is closed for its age, or for a drain,
+    closes when its calls have ended.
+    """
+    return [
+        # Two processes that share a port by accident would each get half of the calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", _HARD_LIMIT_FACTOR * limits.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # gRPC would inflate 64 KiB to 64 MiB; deserialize.py inflates within the bound.
+        ("grpc.per_message_decompression", 0),
+        ("grpc.compression_enabled_algorithms_bitset", 1 << _IDENTITY | 1 << _GZIP),
+        # Between two different bounds gRPC would refuse some calls at random.
+        ("grpc.max_metadata_size", limits.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
+        ("grpc.max_concurrent_streams", limits.max_concurrent_rpcs),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(limits.handshake_timeout_s)),
+        *KEEPALIVE,
+        # Peers ping as often as we do, also while no call is open.
+        ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(limits.min_ping_interval_s)),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.max_ping_strikes", _MAX_PING_STRIKES),
+        *_connection_ages(limits),
+    ]
+
+
+def _connection_ages(limits: ServerLimits) -> list[tuple[str, int]]:
+    """Return the bounds that are set, without a grace: gRPC then waits for the calls of an old connection."""
+    ages = {
+        "grpc.max_connection_idle_ms": limits.max_connection_idle_s,
+        "grpc.max_connection_age_ms": limits.max_connection_age_s,
+    }
+    return [(name, _milliseconds(seconds)) for name, seconds in ages.items() if seconds]
+
+
+def _milliseconds(seconds: float) -> int:
+    return math.ceil(seconds * 1000)

@@ -9,8 +9,9 @@ from typing import Any, Generic, TypeVar
 
 from opentelemetry.trace import use_span
 
+from galley.common.logs import log_internal
 from galley.common.tracing.item_spans import ItemSpan
-from galley.common.wire.status import item_status, log_internal
+from galley.common.wire.status import item_status
 from galley.core.errors import InvalidField, Unavailable
 from galley.pb.galley.v1 import galley_pb2 as pb
 
@@ -191,4 +192,4 @@ class _Stream(Generic[I, A]):
 
 def _check_count(field: str, entries: Sized, most: int) -> None:
     if len(entries) > most:
-        raise InvalidField(field, f"must be at most {most}, are {len(entries)}")
+        raise InvalidField(field, f"must be at most {most}, got {len(entries)}")

@@ -18,25 +18,21 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from galley.common.config.limits import server_options
 from galley.common.config.settings import ServiceSettings, parse_settings, refuse
+from galley.common.logs import get_logger, start_logging
 from galley.common.metrics.certificates import observe_served
 from galley.common.metrics.metering import Metering, start_metering
 from galley.common.metrics.registry import Registry
-from galley.common.server.arrival import ArrivalInterceptor
 from galley.common.server.deserialize import DeserializeInterceptor
-from galley.common.server.health import Health, StandardCallsInterceptor
+from galley.common.server.health import HealthServicer, StandardCallsInterceptor
 from galley.common.server.health_port import HealthPort, open_health_port
-from galley.common.server.last_words import say_last_words
-from galley.common.server.lifecycle import Readiness
-from galley.common.server.listen import CannotBind, bind
-from galley.common.server.logs import get_logger, start_logging
+from galley.common.server.interceptors import RequestTimeoutInterceptor, StatusInterceptor
+from galley.common.server.lifecycle import Readiness, flush_telemetry, run_unless
+from galley.common.server.listen import CannotBind, bind, server_files, server_options
 from galley.common.server.process import die_with_parent
-from galley.common.server.unless import unless
+from galley.common.tls.credentials import server_credentials
 from galley.common.tls.files import BadFile
-from galley.common.tls.material import server_credentials, server_files
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
-from galley.common.wire.status import StatusInterceptor
 from galley.core.errors import GalleyError
 
 _LOG = get_logger(__name__)
@@ -91,7 +87,7 @@ class RunningServer:
     service: Service
     health_address: str
     _server: grpc.aio.Server
-    _health: Health
+    _health: HealthServicer
     _health_port: HealthPort
     _drain_timeout_s: float
 
@@ -128,22 +124,22 @@ async def start_server(
             *parts.telemetry.server_interceptors(),
             StatusInterceptor(),
             *interceptors(parts),
-            ArrivalInterceptor(settings.request_timeout_s),
+            RequestTimeoutInterceptor(settings.request_timeout_s),
             DeserializeInterceptor(settings.max_message_bytes),
         ],
         options=server_options(settings),
     )
     address = bind(server, settings.host, settings.port, credentials)
-    told, health_port = Health(), HealthPort()
+    servicer, health_port = HealthServicer(), HealthPort()
     try:
-        await _tell(told, ("",), health_pb2.HealthCheckResponse.NOT_SERVING)
+        await _set_status(servicer, ("",), health_pb2.HealthCheckResponse.NOT_SERVING)
         health_port = await open_health_port(
-            settings.host, settings.health_port, told, settings.request_timeout_s
+            settings.host, settings.health_port, servicer, settings.request_timeout_s
         )
         service = await build(server, replace(parts, address=address))
         names = ("", *service.grpc_services)
-        await _tell(told, names, health_pb2.HealthCheckResponse.NOT_SERVING)
-        _add_standard_services(server, service.grpc_services, told, reflects=settings.reflection)
+        await _set_status(servicer, names, health_pb2.HealthCheckResponse.NOT_SERVING)
+        _add_standard_services(server, service.grpc_services, servicer, reflects=settings.reflection)
         await server.start()
     except BaseException:
         await health_port.stop()
@@ -151,9 +147,9 @@ async def start_server(
         raise
     if parts.metrics is not None:
         observe_served(parts.metrics, files)
-    await _tell(told, names, health_pb2.HealthCheckResponse.SERVING)
+    await _set_status(servicer, names, health_pb2.HealthCheckResponse.SERVING)
     return RunningServer(
-        address, service, health_port.address, server, told, health_port, settings.drain_timeout_s
+        address, service, health_port.address, server, servicer, health_port, settings.drain_timeout_s
     )
 
 
@@ -170,7 +166,7 @@ async def run_service(
     parts = Parts(readiness, telemetry, metrics=metering.registry)
     parts.readiness.stage("starting")
     try:
-        running = await unless(stopped, start_server(settings, build, parts, interceptors))
+        running = await run_unless(stopped, start_server(settings, build, parts, interceptors))
         if running is None:
             return
         # What a start leaves behind (modules, a model) lives as long as the process; do not walk it again.
@@ -182,12 +178,12 @@ async def run_service(
         await stopped.wait()
         _LOG.info("stopping")
         await running.stop()
-        await say_last_words(telemetry, metering)
+        await flush_telemetry(telemetry, metering)
         # Of a service that has given everything back: none but the transport's own.
         _LOG.info("stopped", tasks=len(asyncio.all_tasks()) - 1)
     finally:
         parts.readiness.close()
-        await say_last_words(telemetry, metering)
+        await flush_telemetry(telemetry, metering)
 
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -227,17 +223,17 @@ def _where_else(metering: Metering, running: RunningServer) -> dict[str, str]:
     return {what: address for what, address in served.items() if address}
 
 
-async def _tell(
-    told: Health, names: Sequence[str], status: health_pb2.HealthCheckResponse.ServingStatus
+async def _set_status(
+    servicer: HealthServicer, names: Sequence[str], status: health_pb2.HealthCheckResponse.ServingStatus
 ) -> None:
     for name in names:
-        await told.set(name, status)
+        await servicer.set(name, status)
 
 
 def _add_standard_services(
-    server: grpc.aio.Server, grpc_services: Sequence[str], told: Health, *, reflects: bool
+    server: grpc.aio.Server, grpc_services: Sequence[str], servicer: HealthServicer, *, reflects: bool
 ) -> None:
-    health_pb2_grpc.add_HealthServicer_to_server(told, server)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     if reflects:
         reflection.enable_server_reflection(
             (*grpc_services, health.SERVICE_NAME, reflection.SERVICE_NAME), server

@@ -1,32 +1,78 @@
-"""A channel whose TLS files may change under it.
+"""Open channels that notice lost peers, reconnect at once, and follow changes of their TLS files.
 
-Calls that begin after a change go by a connection that was made with the new files, as soon as there is one;
-those under way stay where they are, and the old connection is closed after the last of them. Until the new
-one stands, calls go by the old one, as long as that is connected: files that do not fit the peer yet fail no
-call. An old connection that breaks is not made again.
+After a change of the files, a second connection is made with the new ones. Calls use the old connection until
+the new one is ready, so files that do not match the peer yet fail no call. The old connection closes after
+its last call; if it breaks it is not made again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 import grpc.aio
 
-from galley.common.server.logs import get_logger
-from galley.common.tls.files import WatchedFiles
-from galley.common.tls.material import Material
+from galley.common.tls.credentials import Material, TlsFiles, channel_credentials
+from galley.common.tls.files import CHECK_INTERVAL_S, WatchedFiles
 
-_log = get_logger(__name__)
+# A peer that vanishes (a partition, a lost machine) is noticed within 15 seconds.
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+# A peer that comes back is found at once, not after a long back-off.
+RECONNECT = (
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+_LOG = logging.getLogger(__name__)
 _READY = grpc.ChannelConnectivity.READY
 
 
-class _Life:
-    """One channel of gRPC's own, from one reading of the files."""
+class ChannelTls:
+    """TLS to servers whose certificate has `name`; empty: the host of their address."""
+
+    def __init__(self, files: TlsFiles, name: str = "") -> None:
+        """Read the files. Raises BadFile."""
+        self.files = files.watch(CHECK_INTERVAL_S)
+        self.options = (("grpc.ssl_target_name_override", name),) if name else ()
+
+
+def open_channel(
+    address: str,
+    tls: ChannelTls | None,
+    interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
+    options: Sequence[tuple[str, int | str]] = (),
+) -> grpc.aio.Channel:
+    """Return a channel to `address` (host:port), over TLS if given, for calls of the running event loop."""
+    if tls is None:
+        plain = [*KEEPALIVE, *RECONNECT, *options]
+        return grpc.aio.insecure_channel(address, interceptors=interceptors, options=plain)
+    secure = [*KEEPALIVE, *RECONNECT, *tls.options, *options]
+
+    def open_with(material: Material) -> grpc.aio.Channel:
+        credentials = channel_credentials(material)
+        return grpc.aio.secure_channel(address, credentials, interceptors=interceptors, options=secure)
+
+    return ReloadingChannel(address, open_with, tls.files)
+
+
+def generation_of(channel: grpc.aio.Channel) -> Callable[[], int]:
+    """Return a function of the channel's generation; a plain channel keeps generation 0."""
+    if isinstance(channel, ReloadingChannel):
+        return lambda: channel.generation
+    return lambda: 0
+
+
+class _Connection:
+    """One gRPC channel, from one reading of the files."""
 
     def __init__(self, channel: grpc.aio.Channel, material: Material) -> None:
         self.channel = channel
@@ -35,13 +81,13 @@ class _Life:
         self.retired = False
 
     @property
-    def over(self) -> bool:
-        """Whether nobody needs it any more."""
+    def is_unused(self) -> bool:
+        """Return whether no call needs it any more."""
         return self.retired and not self.calls
 
 
 class ReloadingChannel(grpc.aio.Channel):
-    """A `grpc.aio.Channel` over channels that `open_channel` opens, each for one reading of `files`."""
+    """Stand for a `grpc.aio.Channel` over channels from `open_channel`, one for each reading of `files`."""
 
     def __init__(
         self,
@@ -49,13 +95,13 @@ class ReloadingChannel(grpc.aio.Channel):
         open_channel: Callable[[Material], grpc.aio.Channel],
         files: WatchedFiles[Material],
     ) -> None:
-        """`address` is for the log."""
+        """Open a channel with the files as they are; `address` is for the log."""
         self._address = address
         self._open_channel = open_channel
         self._files = files
-        self._lives: set[_Life] = set()
-        self._now = self._open(files.current())
-        self._next: _Life | None = None
+        self._connections: set[_Connection] = set()
+        self._active = self._open(files.current())
+        self._next: _Connection | None = None
         self._generation = 0
         self._connecting: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -63,45 +109,46 @@ class ReloadingChannel(grpc.aio.Channel):
 
     @property
     def generation(self) -> int:
-        """Grows when calls begin to go by another connection than before."""
+        """Return a number that grows when calls begin to use another connection."""
         self._current()
         return self._generation
 
-    # ---------------------------------------------------------------------- as grpc.aio has it --
+    # ------------------------------------------------------------------ the interface of grpc.aio --
 
     def unary_unary(self, *method: Any, **serializers: Any) -> Any:
-        """See `grpc.aio.Channel`."""
+        """Return the callable of a unary-unary method."""
         return self._multi_callable(lambda channel: channel.unary_unary(*method, **serializers))
 
     def unary_stream(self, *method: Any, **serializers: Any) -> Any:
-        """See `grpc.aio.Channel`."""
+        """Return the callable of a unary-stream method."""
         return self._multi_callable(lambda channel: channel.unary_stream(*method, **serializers))
 
     def stream_unary(self, *method: Any, **serializers: Any) -> Any:
-        """See `grpc.aio.Channel`."""
+        """Return the callable of a stream-unary method."""
         return self._multi_callable(lambda channel: channel.stream_unary(*method, **serializers))
 
     def stream_stream(self, *method: Any, **serializers: Any) -> Any:
-        """See `grpc.aio.Channel`."""
+        """Return the callable of a stream-stream method."""
         return self._multi_callable(lambda channel: channel.stream_stream(*method, **serializers))
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """See `grpc.aio.Channel`; of the connection that calls go by."""
+        """Return the state of the connection that calls use."""
         return self._current().channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """See `grpc.aio.Channel`; of the connection that calls go by now."""
+        """Wait on the connection that calls use now."""
         await self._current().channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """See `grpc.aio.Channel`; of the connection that calls go by now."""
+        """Wait for the connection that calls use now."""
         await self._current().channel.channel_ready()
 
     async def close(self, grace: float | None = None) -> None:
-        """See `grpc.aio.Channel`."""
+        """Close all connections after `grace` seconds."""
         self._closed = True
         await self._stop_connecting()
-        await asyncio.gather(*(life.channel.close(grace) for life in self._lives), *self._closing)
+        channels = [connection.channel for connection in self._connections]
+        await asyncio.gather(*(channel.close(grace) for channel in channels), *self._closing)
 
     async def __aenter__(self) -> Self:
         return self
@@ -117,74 +164,74 @@ class ReloadingChannel(grpc.aio.Channel):
     # ---------------------------------------------------------------------------------- calls --
 
     def _multi_callable(self, make: Callable[[grpc.aio.Channel], Any]) -> Callable[..., Any]:
-        of, made = self._now, make(self._now.channel)
+        made_for, method = self._active, make(self._active.channel)
 
         def call(*request: Any, **options: Any) -> Any:
-            nonlocal of, made
-            life = self._current()
-            if life is not of:
-                of, made = life, make(life.channel)
-            begun = made(*request, **options)
-            life.calls += 1
-            begun.add_done_callback(lambda _: self._ended(life))
-            return begun
+            nonlocal made_for, method
+            connection = self._current()
+            if connection is not made_for:
+                made_for, method = connection, make(connection.channel)
+            started = method(*request, **options)
+            connection.calls += 1
+            started.add_done_callback(lambda _: self._call_ended(connection))
+            return started
 
         return call
 
-    def _ended(self, life: _Life) -> None:
-        life.calls -= 1
-        self._close_if_over(life)
+    def _call_ended(self, connection: _Connection) -> None:
+        connection.calls -= 1
+        self._close_if_unused(connection)
 
     # ----------------------------------------------------------------------------- connections --
 
-    def _current(self) -> _Life:
-        """What a call that begins now goes by."""
+    def _current(self) -> _Connection:
+        """Return the connection of a call that begins now."""
         material = self._files.current()
-        if material is not (self._next or self._now).material:
-            self._change_to(material)
-        if self._next is not None and self._now.channel.get_state() is not _READY:
-            self._go_over(self._next)  # what is not connected is not connected again with what was before
-        return self._now
+        if material is not (self._next or self._active).material:
+            self._reload(material)
+        if self._next is not None and self._active.channel.get_state() is not _READY:
+            self._switch_to(self._next)  # a broken connection is not made again with the old files
+        return self._active
 
-    def _change_to(self, material: Material) -> None:
+    def _reload(self, material: Material) -> None:
         if self._connecting is not None:
             self._connecting.cancel()
         if self._next is not None:
             self._retire(self._next)
         self._next = self._open(material)
-        # Not in the context of the call that happened to find the change: its span is its own.
+        # In a context of its own, because the call that noticed the change has its own span.
         self._connecting = asyncio.create_task(self._connect(self._next), context=contextvars.Context())
 
-    async def _connect(self, life: _Life) -> None:
-        """Go over to it once it is connected."""
-        told = False
-        while (state := life.channel.get_state(try_to_connect=True)) is not _READY:
-            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and not told:
-                told = True
-                _log.warning("cannot connect with the TLS files as they are now", address=self._address)
-            await life.channel.wait_for_state_change(state)
-        if life is self._next:
-            self._go_over(life)
+    async def _connect(self, connection: _Connection) -> None:
+        """Switch to the connection once it is ready."""
+        logged = False
+        while (state := connection.channel.get_state(try_to_connect=True)) is not _READY:
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and not logged:
+                logged = True
+                _LOG.warning("connection with new TLS files failed", extra={"address": self._address})
+            await connection.channel.wait_for_state_change(state)
+        if connection is self._next:
+            self._switch_to(connection)
 
-    def _go_over(self, life: _Life) -> None:
-        before, self._now, self._next = self._now, life, None
+    def _switch_to(self, connection: _Connection) -> None:
+        before, self._active, self._next = self._active, connection, None
         self._generation += 1
         self._retire(before)
 
-    def _open(self, material: Material) -> _Life:
-        life = _Life(self._open_channel(material), material)
-        self._lives.add(life)
-        return life
+    def _open(self, material: Material) -> _Connection:
+        connection = _Connection(self._open_channel(material), material)
+        self._connections.add(connection)
+        return connection
 
-    def _retire(self, life: _Life) -> None:
-        life.retired = True
-        self._close_if_over(life)
+    def _retire(self, connection: _Connection) -> None:
+        connection.retired = True
+        self._close_if_unused(connection)
 
-    def _close_if_over(self, life: _Life) -> None:
-        if not life.over or self._closed or life not in self._lives:
+    def _close_if_unused(self, connection: _Connection) -> None:
+        if not connection.is_unused or self._closed or connection not in self._connections:
             return
-        self._lives.remove(life)
-        closing = asyncio.create_task(life.channel.close(), context=contextvars.Context())
+        self._connections.remove(connection)
+        closing = asyncio.create_task(connection.channel.close(), context=contextvars.Context())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
@@ -192,10 +239,3 @@ class ReloadingChannel(grpc.aio.Channel):
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.wait({self._connecting})
-
-
-def generation_of(channel: grpc.aio.Channel) -> Callable[[], int]:
-    """Tells what grows when calls begin to go by another connection; of a plain channel, nothing does."""
-    if isinstance(channel, ReloadingChannel):
-        return lambda: channel.generation
-    return lambda: 0

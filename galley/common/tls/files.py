@@ -1,7 +1,11 @@
-"""Files that settings name, read anew when they change: a mounted Secret is replaced while processes run."""
+"""Read the files that settings name, and again when they change, as when a mounted Secret is replaced.
+
+Clients import this, so it logs by the standard library (`galley.common.logs` formats both).
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -10,26 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from galley.common.server.logs import get_logger
-
 T = TypeVar("T")
 Version = tuple[int, int, int]
 
-LOOK_EVERY_S = 1.0
-"""How often those who ask all the time have their files looked at."""
+CHECK_INTERVAL_S = 1.0
+"""The time between two checks of files that are asked for all the time."""
 
 _MAX_BYTES = 4 * 2**20
-"""No certificate, key, list of keys or bundle of authorities is nearly as large; a device has no end."""
-_TRIES = 3
-_TRY_AGAIN_S = 1.0
+"""Far more than any certificate, key, list of keys or bundle of authorities; a device has no end."""
+_ATTEMPTS = 3
+_RETRY_S = 1.0
 
-_log = get_logger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 class BadFile(ValueError):
-    """A file is of no use: `setting` is the field that names it, `problem` says why, without its content.
+    """A file cannot be used: `setting` is the field that names it, `problem` the reason, without content.
 
-    `may_pass`: the very same file may be of use later.
+    With `may_pass` the same file may be usable later.
     """
 
     def __init__(self, setting: str, problem: str, *, may_pass: bool = False) -> None:
@@ -47,11 +49,11 @@ class NamedFile:
     path: str
 
     def bad(self, why: str, *, may_pass: bool = False) -> BadFile:
-        """What to raise of it."""
+        """Return the error to raise."""
         return BadFile(self.setting, f"{self.path}: {why}", may_pass=may_pass)
 
     def read(self) -> bytes:
-        """Its content. Raises BadFile."""
+        """Return the content. Raises BadFile."""
         try:
             with Path(self.path).open("rb") as file:
                 content = file.read(_MAX_BYTES + 1)
@@ -62,21 +64,21 @@ class NamedFile:
         return content
 
     def version(self) -> Version | None:
-        """Another whenever the file is; None while there is none."""
+        """Return a value that differs whenever the file does; None while there is no file."""
         try:
             stat = Path(self.path).stat()
         except OSError:
             return None
-        # Not when it was written: a file that was forbidden may be allowed since.
+        # The change time, not the modification time: permissions may have changed.
         return stat.st_ctime_ns, stat.st_ino, stat.st_size
 
 
 class WatchedFiles(Generic[T]):
-    """What `read` makes of some files, made anew when one of them has changed.
+    """Keep what `read` returns for some files, and read again when one of them changes.
 
-    They are looked at in passing, whenever somebody asks for it. What cannot be read by then is logged, once
-    for each version of the files and each reason, and tried again where the same files may be of use later;
-    meanwhile what was read before stays. For any thread.
+    Files are checked when `current` is called. If the new files cannot be read, the earlier value stays. The
+    failure is logged once for each version of the files and each reason, and reading is tried again where
+    the same files may be usable later. Safe for use by several threads.
     """
 
     def __init__(
@@ -84,60 +86,60 @@ class WatchedFiles(Generic[T]):
         files: Sequence[NamedFile],
         read: Callable[[], T],
         *,
-        look_every_s: float = 0.0,
+        check_interval_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`read` raises BadFile, and so does this; files are looked at every `look_every_s` at most."""
+        """Check the files every `check_interval_s` at most. `read`, and so this, raises BadFile."""
         self._files = files
         self._read = read
-        self._look_every_s = look_every_s
+        self._check_interval_s = check_interval_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._looked_s = clock()
-        self._try_again_s = math.inf
-        self._told: object = None
-        self._seen, self._value = self._read_together()
+        self._checked_s = clock()
+        self._retry_at_s = math.inf
+        self._logged: object = None
+        self._versions_read, self._value = self._read_together()
 
     def current(self) -> T:
-        """The same object for as long as what is read is the same."""
+        """Return the value; the same object as long as what is read is equal."""
         with self._lock:
             now_s = self._clock()
-            if now_s - self._looked_s >= self._look_every_s:
-                self._looked_s = now_s
-                self._look(now_s)
+            if now_s - self._checked_s >= self._check_interval_s:
+                self._checked_s = now_s
+                self._check(now_s)
             return self._value
 
-    def _look(self, now_s: float) -> None:
-        seen = self._versions()
-        if seen == self._seen and now_s < self._try_again_s:
+    def _check(self, now_s: float) -> None:
+        versions = self._versions()
+        if versions == self._versions_read and now_s < self._retry_at_s:
             return
-        self._seen = seen
+        self._versions_read = versions
         try:
-            self._seen, value = self._read_together()
+            self._versions_read, value = self._read_together()
         except BadFile as error:
-            # Too many files are open, say, or its time has not come yet. Else only another file can help.
-            self._try_again_s = now_s + _TRY_AGAIN_S if error.may_pass else math.inf
-            self._tell(error)
+            # Too many files are open, or the certificate is not valid yet. Else only another file can help.
+            self._retry_at_s = now_s + _RETRY_S if error.may_pass else math.inf
+            self._log_once(error)
             return
-        self._try_again_s, self._told = math.inf, None
+        self._retry_at_s, self._logged = math.inf, None
         if value != self._value:
             self._value = value
-            _log.info("read files anew", settings=[file.setting for file in self._files])
+            _LOG.info("files reloaded", extra={"settings": [file.setting for file in self._files]})
 
-    def _tell(self, error: BadFile) -> None:
-        if self._told != (told := (self._seen, str(error))):
-            self._told = told
-            _log.error("files could not be read anew; those read before stay", problem=str(error))
+    def _log_once(self, error: BadFile) -> None:
+        if self._logged != (failure := (self._versions_read, str(error))):
+            self._logged = failure
+            _LOG.error("files not reloaded; the earlier ones stay in use", extra={"problem": str(error)})
 
-    def _read_together(self, tries: int = _TRIES) -> tuple[Sequence[Version | None], T]:
-        """All of one moment: a key of now and a certificate of before would not fit together."""
+    def _read_together(self, attempts: int = _ATTEMPTS) -> tuple[Sequence[Version | None], T]:
+        """Return versions and value of one moment: a new key and an old certificate would not match."""
         before = self._versions()
         try:
             value: T | BadFile = self._read()
         except BadFile as error:
             value = error
-        if tries > 1 and self._versions() != before:
-            return self._read_together(tries - 1)
+        if attempts > 1 and self._versions() != before:
+            return self._read_together(attempts - 1)
         if isinstance(value, BadFile):
             raise value
         return before, value

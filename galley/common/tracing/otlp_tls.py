@@ -12,8 +12,8 @@ from typing import Any
 
 from opentelemetry.exporter.otlp.proto.grpc.exporter import OTLPExporterMixin
 
+from galley.common.tls.credentials import Material, TlsFiles, channel_credentials
 from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
-from galley.common.tls.material import Material, TlsFiles, channel_credentials
 from galley.common.tracing.otlp import Signal, told
 
 _FILES = ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY")

@@ -1,14 +1,23 @@
-"""The shared messages of the wire as values of the core, and back."""
+"""Convert the messages that several services share into values of the core, and back.
+
+Each request of a pool carries a slice of its session; it is validated here, before any work is done for it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
+from galley.core.content import HASH_BYTES, SessionKey
+from galley.core.errors import InvalidField
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
 
-# Where the proto says that unset and 0 differ: the core's own defaults.
+MAX_SESSION_ID_BYTES = 256
+MAX_SALT_BYTES = 16
+# Where the proto tells an unset field from 0, unset means the core's default.
 _DEFAULTS = SamplingParams()
 _OPTIONAL = (
     "temperature",
@@ -23,9 +32,9 @@ _OPTIONAL = (
 
 
 def sampling_from(message: pb.SamplingParams) -> SamplingParams:
-    """What `message` says, defaults where it says nothing; not validated.
+    """Return the parameters of `message`, with defaults for unset fields; not validated.
 
-    Floats are those of the wire, 32 bits wide, so that every hop computes with the same.
+    Floats keep the 32 bits of the wire, so that every service computes with the same values.
     """
     given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]  # a literal union
     if message.logit_bias:
@@ -34,18 +43,100 @@ def sampling_from(message: pb.SamplingParams) -> SamplingParams:
 
 
 def sampling_message(params: SamplingParams) -> pb.SamplingParams:
-    """The inverse; names only what is not the default, but always the seed."""
+    """Return the message of `params`: the seed, and each field that differs from its default."""
     given = {name: getattr(params, name) for name in _OPTIONAL if name != "seed"}
     changed = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
     return pb.SamplingParams(**changed, seed=params.seed, logit_bias=dict(params.logit_bias))
 
 
 def logprobs_from(message: pb.PositionLogprobs) -> PositionLogprobs:
-    """Natural logs of the chosen token and of the likeliest."""
+    """Return the natural logs of the chosen token and of the likeliest tokens."""
     return PositionLogprobs(message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
 
 
 def logprobs_message(logprobs: PositionLogprobs) -> pb.PositionLogprobs:
-    """The inverse of `logprobs_from`, to 32 bits."""
+    """Return the message of `logprobs`, rounded to 32-bit floats."""
     top = [pb.TokenLogprob(token_id=token, logprob=value) for token, value in logprobs.top]
     return pb.PositionLogprobs(logprob=logprobs.logprob, top=top)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Confirmed tokens [start, start + len(tokens)) of a session, and the rules of its next tokens."""
+
+    key: SessionKey
+    start: int
+    tokens: Sequence[int]
+    prefix_hash: bytes
+    prompt_len: int
+    max_position: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    min_tokens: int
+
+    @property
+    def position(self) -> int:
+        """Return the position of the first token that is not confirmed yet: n."""
+        return self.start + len(self.tokens)
+
+
+def read_slice(message: pb.SessionSlice, *, vocab_size: int, context_window: int) -> Slice:
+    """Return the validated slice. Raises InvalidField for a slice that no replica of this model can serve."""
+    read = Slice(
+        key=(message.tenant_salt, message.session_id),
+        start=message.start,
+        tokens=list(message.tokens),
+        prefix_hash=message.prefix_hash,
+        prompt_len=message.prompt_len,
+        max_position=message.max_position,
+        sampling=sampling_from(message.sampling),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        min_tokens=message.min_tokens,
+    )
+    _check_identity(read)
+    _check_positions(read, context_window)
+    check_token_ids("slice.tokens", read.tokens, vocab_size)
+    check_token_ids("slice.stop_token_ids", sorted(read.stop_token_ids), vocab_size)
+    read.sampling.validate(vocab_size)
+    return read
+
+
+def check_token_ids(field: str, tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidField, naming the first, if a token id is outside the vocabulary."""
+    if tokens and max(tokens) >= vocab_size:
+        index, token = next((i, t) for i, t in enumerate(tokens) if t >= vocab_size)
+        raise InvalidField(f"{field}[{index}]", f"token id must be in [0, {vocab_size}), got {token}")
+
+
+def _check_identity(read: Slice) -> None:
+    salt, session_id = read.key
+    if not 0 < len(session_id.encode()) <= MAX_SESSION_ID_BYTES:
+        raise InvalidField(
+            "slice.session_id", f"must be 1 to {MAX_SESSION_ID_BYTES} bytes, got {len(session_id.encode())}"
+        )
+    if len(salt) > MAX_SALT_BYTES:
+        raise InvalidField("slice.tenant_salt", f"must be at most {MAX_SALT_BYTES} bytes, got {len(salt)}")
+    if len(read.prefix_hash) != HASH_BYTES:
+        raise InvalidField("slice.prefix_hash", f"must be {HASH_BYTES} bytes, got {len(read.prefix_hash)}")
+
+
+def _check_positions(read: Slice, context_window: int) -> None:
+    if not read.tokens:
+        raise InvalidField("slice.tokens", "must not be empty")
+    if read.position > context_window:
+        raise InvalidField(
+            "slice.tokens", f"must end within the context window of {context_window}, got end {read.position}"
+        )
+    if read.max_position > context_window:
+        raise InvalidField(
+            "slice.max_position",
+            f"must be <= the context window of {context_window}, got {read.max_position}",
+        )
+    if read.position >= read.max_position:
+        raise InvalidField(
+            "slice.max_position", f"must be > the {read.position} confirmed tokens, got {read.max_position}"
+        )
+    if not 0 < read.prompt_len <= read.position:
+        raise InvalidField(
+            "slice.prompt_len", f"must be in [1, {read.position}] (confirmed tokens), got {read.prompt_len}"
+        )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from galley.common.server.logs import get_logger
+from galley.common.logs import get_logger
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine.cuda import flex_layout
 from galley.engine.cuda.flat_pool import FlatPool

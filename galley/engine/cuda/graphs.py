@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from galley.common.server.logs import get_logger
+from galley.common.logs import get_logger
 
 _LOG = get_logger(__name__)
 # torch leaves some of it without types.

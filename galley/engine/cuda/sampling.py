@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from galley.common.server.logs import get_logger
+from galley.common.logs import get_logger
 from galley.core.errors import GalleyError
 from galley.core.noise import halves
 from galley.core.step import Draw, Sampled

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from galley.common.wire.slices import Slice
+from galley.common.wire.codec import Slice
 from galley.core.errors import GalleyError
 
 

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from galley.common.wire.slices import Slice
-from galley.common.wire.status import log_internal
+from galley.common.logs import log_internal
+from galley.common.wire.codec import Slice
 from galley.core.content import common_prefix_len
 from galley.core.errors import GalleyError
 from galley.core.step import Draw, Sampled

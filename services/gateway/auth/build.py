@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from galley.common.tls.files import LOOK_EVERY_S, NamedFile, WatchedFiles
+from galley.common.tls.files import CHECK_INTERVAL_S, NamedFile, WatchedFiles
 from galley.core.admission.principal import Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
 from services.gateway.auth.api_keys import KEY_UNKNOWN, ApiKeyAuthenticator
@@ -69,7 +69,7 @@ def build_authentication(settings: GatewaySettings, tuning: Tuning = TUNING) -> 
 
 
 def _watched(file: NamedFile, read: Callable[[NamedFile], _T]) -> WatchedFiles[_T]:
-    return WatchedFiles([file], lambda: read(file), look_every_s=LOOK_EVERY_S)
+    return WatchedFiles([file], lambda: read(file), check_interval_s=CHECK_INTERVAL_S)
 
 
 def _principal(principals: WatchedFiles[Principals] | None, name: str) -> Principal:

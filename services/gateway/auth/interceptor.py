@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import grpc
 from structlog.contextvars import bind_contextvars
 
-from galley.common.server.interceptors import Behavior, Handler, WrappingInterceptor, wrap_handler
+from galley.common.wire.handlers import Behavior, Handler, WrappingInterceptor, wrap_handler
 from galley.core.admission.principal import ANONYMOUS, Principal
 from galley.core.errors import Broken
 from services.gateway.telemetry.call import logging_rejection

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from jwt import PyJWK
 from jwt.exceptions import PyJWTError
 
-from galley.common.server.logs import get_logger
+from galley.common.logs import get_logger
 from galley.common.tls.files import NamedFile, WatchedFiles
 from galley.core.errors import AuthenticationUnavailable
 from services.gateway.auth.settings import check_https

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection
 
 import grpc
 
+from galley.common.logs import get_logger
 from galley.common.registry.leases import draft_lease
-from galley.common.server.logs import get_logger
 from galley.core import names
 from galley.core.errors import GalleyError, TokenizerMismatch
 from galley.core.lru import RecentKeys

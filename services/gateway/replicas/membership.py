@@ -14,8 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
+from galley.common.logs import get_logger
 from galley.common.registry.leases import LeasePool, LeaseT, ReplicaRegistry
-from galley.common.server.logs import get_logger
 from galley.core.errors import GalleyError, TokenizerMismatch, Unavailable
 from galley.core.routing.choice import ReplicaLease
 from galley.core.session.ports import Clock, Replica

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from galley.common.server.logs import get_logger
+from galley.common.logs import get_logger
 from galley.core.names import MOVE_RESTARTED
 from galley.core.session.ports import Replica
 from services.gateway.telemetry.observer import request_observer

@@ -5,9 +5,9 @@ from __future__ import annotations
 import grpc
 
 from galley.common.server.server import Parts
+from galley.common.tls.channels import ChannelTls, open_channel
+from galley.common.tls.credentials import Material, TlsFiles
 from galley.common.tls.files import NamedFile, WatchedFiles
-from galley.common.tls.keepalive import ChannelTls, open_channel
-from galley.common.tls.material import Material, TlsFiles
 from services.gateway.settings import GatewaySettings
 
 _UNBOUNDED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from galley.common.server.logs import get_logger, level_of
+from galley.common.logs import get_logger, level_of, log_internal
 from galley.common.wire import status
 from galley.core.admission.admission import AdmissionSlot
 from galley.core.answer.answer import Chunk, NumericsChanged
@@ -135,7 +135,7 @@ class Pump:
         if not isinstance(end.error, ClientStalled):
             await self._left_unread()
         error = end.error or self._unread()
-        status.log_internal(error)
+        log_internal(error)
         self._observer.failed(error)
         if self._handler is not None:
             self._handler.cancel()

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from galley.common.server.logs import get_logger
+from galley.common.logs import get_logger
 from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.errors import Broken, Cancelled, ClientStalled, DeadlinePassed, GalleyError
 from galley.core.session import events as ev

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from galley.common.server.logs import get_logger
+from galley.common.logs import get_logger
 from galley.core.errors import UnknownSession
 from galley.core.session.ports import Clock
 from galley.core.store import KvDirectory, LogBehind, SessionStore, StoredSession

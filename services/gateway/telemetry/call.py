@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from opentelemetry.trace import SpanContext
 
-from galley.common.server.logs import get_logger, level_of
+from galley.common.logs import get_logger, level_of
 from galley.common.wire.status import code_of, error_type
 from galley.core.answer.answer import Chunk, Ending, NumericsChanged
 from galley.core.errors import DeadlinePassed, InvalidField, Overloaded, Unimplemented

@@ -16,9 +16,9 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.util.types import AnyValue
 
-from galley.common.server.interceptors import Behavior, Handler, WrappingInterceptor, wrap_handler
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.tracing.telemetry import context_of, fail
+from galley.common.wire.handlers import Behavior, Handler, WrappingInterceptor, wrap_handler
 from galley.common.wire.status import code_of, error_type
 from galley.core import names
 from galley.core.errors import AuthenticationUnavailable, Unauthenticated

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from galley.common.server.logs import get_logger, start_logging
+from galley.common.logs import get_logger, start_logging
 from galley.common.server.process import die_with_parent
 from galley.core.errors import GalleyError
 from services.target.ranks.rank import RankSpec, run_follower

@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from galley.common.server.logs import get_logger, start_logging
+from galley.common.logs import get_logger, start_logging
+from galley.common.server.lifecycle import run_unless
 from galley.common.server.process import limit_threads
-from galley.common.server.unless import unless
 from galley.core.errors import Unavailable
 from services.target.ranks.follower import start_followers
 from services.target.ranks.rank import spec_of
@@ -71,7 +71,7 @@ async def _run_host(settings: TargetSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.set)
-    if await unless(told, _sign_in(settings)) is None:
+    if await run_unless(told, _sign_in(settings)) is None:
         return
     spec = spec_of(settings, settings.tensor_parallel)
     ranks = await start_followers(settings, spec, settings.ranks_address)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from galley.common.logs import get_logger
 from galley.common.registry.registration import Registered
-from galley.common.server.logs import get_logger
 from galley.common.server.process import in_passing_thread, limit_threads
 from galley.common.server.server import Parts, Service
 from services.target.loading import refuse_model

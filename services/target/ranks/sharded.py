@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from galley.common.server.logs import get_logger
+from galley.common.logs import get_logger
 from galley.core.errors import Broken, GalleyError
 from galley.core.step import StepChunk, StepTrace
 from galley.engine.parallel.process_group import RankLost

@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Self
 from pydantic import Field, model_validator
 
 from galley.common.config.settings import parse_settings, settings_config
+from galley.common.logs import get_logger, start_logging
 from galley.common.registry.leases import TARGET_POOL, ReplicaRegistry
-from galley.common.server.lifecycle import Readiness
-from galley.common.server.logs import get_logger, start_logging
+from galley.common.server.lifecycle import Readiness, run_unless
 from galley.common.server.process import die_with_parent
-from galley.common.server.unless import unless
 from galley.core.errors import GalleyError, StoreUnavailable
 from galley.core.routing.choice import TargetLease
 from services.target.loading import refuse_model
@@ -168,7 +167,7 @@ class Deployment:
     async def _serve(self, stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
         self._readiness.stage("starting replicas", detail=f"{self._replicas()} x {self._ranks} ranks")
         await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), self.scale)
-        leases = await unless(stopped, self._registered())
+        leases = await run_unless(stopped, self._registered())
         if leases is None:
             return
         gc.collect()

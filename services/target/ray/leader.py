@@ -9,12 +9,12 @@ from contextlib import suppress
 import grpc
 from pydantic import SecretStr
 
+from galley.common.logs import get_logger
 from galley.common.metrics.labels import TARGET
 from galley.common.metrics.metering import ANY_PORT, OFF, Metering, start_metering
 from galley.common.registry.registration import Registered
-from galley.common.server.last_words import say_last_words
+from galley.common.server.lifecycle import flush_telemetry
 from galley.common.server.listen import CannotBind
-from galley.common.server.logs import get_logger
 from galley.common.server.process import in_passing_thread
 from galley.common.server.server import Parts, RunningServer, Service, start_server
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
@@ -74,14 +74,14 @@ class Leader:
         """Be no longer registered, and say last words; what is under way is left to its fate."""
         if self._server is not None and isinstance(self._server.service, Registered):
             await self._server.service.withdraw()
-        await say_last_words(self._telemetry, self._metering)
+        await flush_telemetry(self._telemetry, self._metering)
 
     async def stop(self) -> None:
         """Drain, withdraw, and let the other ranks go."""
         if self._server is not None:
             await self._server.stop()
         await asyncio.to_thread(self._rank.release)
-        await say_last_words(self._telemetry, self._metering)
+        await flush_telemetry(self._telemetry, self._metering)
 
     @property
     def _built(self) -> TargetService:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from galley.common.config.secrets import read_secret
-from galley.common.server.logs import get_logger, start_logging
+from galley.common.logs import get_logger, start_logging
+from galley.common.secret_file import read_secret
 from galley.common.server.process import limit_threads
 from galley.common.tracing.otlp import FLUSH_S
 from galley.core.errors import Unavailable

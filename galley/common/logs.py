@@ -1,4 +1,8 @@
-"""Structured logs on stderr: one event a line, with service, session and trace ids, never prompt text."""
+"""Write structured logs to stderr: one event a line, with service and trace ids, never prompt text.
+
+Modules that clients import too (`tls`) log by the standard library, with fields in `extra`; the format is the
+same.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,27 @@ import sys
 import time
 from typing import Literal
 
+import grpc
 import structlog
 from opentelemetry import trace
 from structlog.contextvars import merge_contextvars
 from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from galley.common.wire.status import code_of
 from galley.core.errors import CallerFault
 
-# What a session is about never stands in a log, whoever passes it by mistake.
+# Content of a session is never logged, even if a caller passes it by mistake.
 CONTENT_KEYS = frozenset(
     {"prompt", "text", "messages", "content", "tokens", "token_ids", "draft_tokens", "answer", "request"}
 )
 
-# Say each request that they make, with all of its URL.
-_CHATTERING = ("httpx2", "httpcore2")
+# These log every request that they make, with its whole URL.
+_VERBOSE_LIBRARIES = ("httpx2", "httpcore2")
 
 
 def start_logging(service: str, level: str = "info", log_format: Literal["json", "console"] = "json") -> None:
-    """Route structlog and the standard library's logging to stderr; call once, at the start of a process."""
+    """Route structlog and the standard library's logging to stderr; call once, when a process starts."""
     shared: list[Processor] = [
         merge_contextvars,
         _add_service(service),
@@ -49,12 +55,12 @@ def start_logging(service: str, level: str = "info", log_format: Literal["json",
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         ProcessorFormatter(
-            foreign_pre_chain=shared,
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder(), *shared],
             processors=[ProcessorFormatter.remove_processors_meta, *_renderers(log_format)],
         )
     )
-    handler.addFilter(_Seldom("opentelemetry"))
-    for library in _CHATTERING:
+    handler.addFilter(_RepeatFilter("opentelemetry"))
+    for library in _VERBOSE_LIBRARIES:
         logging.getLogger(library).setLevel(logging.WARNING)
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -62,18 +68,27 @@ def start_logging(service: str, level: str = "info", log_format: Literal["json",
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A logger whose events carry what `structlog.contextvars.bind_contextvars` has bound."""
+    """Return a logger whose events carry the fields of `structlog.contextvars.bind_contextvars`."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
     return logger
 
 
+_LOG = get_logger(__name__)
+
+
+def log_internal(error: BaseException, **fields: object) -> None:
+    """Log `error` with its traceback if a caller will only read "internal error"."""
+    if code_of(error) is grpc.StatusCode.INTERNAL:
+        _LOG.error("internal error", exc_info=error, **fields)
+
+
 def level_of(error: BaseException | None) -> int:
-    """Of how something ended: a fault of ours is for us to see to, a caller's is news."""
+    """Return WARNING for an error of the server, INFO for no error or an error of the caller."""
     return logging.WARNING if error is not None and not isinstance(error, CallerFault) else logging.INFO
 
 
 def add_trace_ids(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Add trace_id and span_id of the current span, if there is one."""
+    """Add the trace_id and span_id of the current span, if there is one."""
     span = trace.get_current_span().get_span_context()
     if span.is_valid:
         event["trace_id"] = trace.format_trace_id(span.trace_id)
@@ -82,30 +97,30 @@ def add_trace_ids(_logger: WrappedLogger, _method: str, event: EventDict) -> Eve
 
 
 def withhold_content(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Replace what a session is about by its length."""
+    """Replace the content of a session by its length."""
     for key in CONTENT_KEYS.intersection(event):
         size = len(event[key]) if hasattr(event[key], "__len__") else 1
         event[key] = f"<withheld: {size}>"
     return event
 
 
-class _Seldom(logging.Filter):
-    """Lets a library say the same once a minute: a collector that is away is no news for each batch."""
+class _RepeatFilter(logging.Filter):
+    """Pass a message of a library once a minute: it would repeat each batch while a collector is down."""
 
-    def __init__(self, library: str, pause_s: float = 60.0) -> None:
+    def __init__(self, library: str, interval_s: float = 60.0) -> None:
         super().__init__()
         self._library = library
-        self._pause_s = pause_s
-        self._said_s: dict[tuple[str, object], float] = {}
+        self._interval_s = interval_s
+        self._logged_at_s: dict[tuple[str, object], float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whatever it is about: what differs is its arguments."""
+        """Compare messages without their arguments."""
         if record.name.partition(".")[0] != self._library:
             return True
-        said, now_s = (record.name, record.msg), time.monotonic()
-        if now_s - self._said_s.get(said, -self._pause_s) < self._pause_s:
+        key, now_s = (record.name, record.msg), time.monotonic()
+        if now_s - self._logged_at_s.get(key, -self._interval_s) < self._interval_s:
             return False
-        self._said_s[said] = now_s
+        self._logged_at_s[key] = now_s
         return True
 
 
@@ -120,5 +135,5 @@ def _add_service(service: str) -> Processor:
 def _renderers(log_format: Literal["json", "console"]) -> list[Processor]:
     if log_format == "json":
         return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
-    # The plain traceback, because the rich one prints local variables, prompts among them.
+    # A rich traceback would print local variables, and prompts with them.
     return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]

@@ -1,0 +1,80 @@
+"""Make gRPC credentials from PEM files that may be replaced while they are used (docs/operate/tls.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import grpc
+
+from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """The contents of the files and the time when the certificate expires; None where there is no file."""
+
+    ca: bytes | None = None
+    cert: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+    expires: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Name the files of authorities, certificate and key; an empty path is no file."""
+
+    ca: NamedFile
+    cert: NamedFile
+    key: NamedFile
+    serves: bool = False
+
+    def read(self) -> Material:
+        """Read and check the files. Raises BadFile."""
+        from galley.common.tls import pem  # noqa: PLC0415  # imports cryptography, needed with TLS only
+
+        for file, other in ((self.cert, self.key), (self.key, self.cert)):
+            if other.path and not file.path:
+                raise BadFile(file.setting, f"required with {other.setting}")
+        ca = pem.read_authorities(self.ca) if self.ca.path else None
+        if not self.cert.path:
+            return Material(ca)
+        return Material(ca, *pem.read_pair(self.cert, self.key, serves=self.serves))
+
+    def watch(self, check_interval_s: float = 0.0) -> WatchedFiles[Material]:
+        """Read the files, and again when they change. Raises BadFile."""
+        named = [file for file in (self.ca, self.cert, self.key) if file.path]
+        return WatchedFiles(named, self.read, check_interval_s=check_interval_s)
+
+
+def server_credentials(files: WatchedFiles[Material] | None) -> grpc.ServerCredentials | None:
+    """Return the credentials of a server.
+
+    gRPC asks for changes before each handshake, from a thread of its own.
+    """
+    if files is None:
+        return None
+    used = files.current()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        if (current := files.current()) is used:
+            return None
+        used = current
+        return _configuration(current)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(used),
+        fetch,  # type: ignore[arg-type]  # may return None, as gRPC documents
+        require_client_authentication=used.ca is not None,
+    )
+
+
+def _configuration(material: Material) -> grpc.ServerCertificateConfiguration:
+    pair = (material.key or b"", material.cert or b"")
+    return grpc.ssl_server_certificate_configuration([pair], material.ca)
+
+
+def channel_credentials(material: Material) -> grpc.ChannelCredentials:
+    """Return the credentials of a channel; without authorities it trusts the public ones of gRPC."""
+    return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)

@@ -1,0 +1,56 @@
+"""Wrap gRPC method handlers of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+# A servicer's method: a coroutine function, or an async generator function if it streams responses.
+Behavior: TypeAlias = Callable[..., Any]
+
+
+class WrappingInterceptor(grpc.aio.ServerInterceptor):
+    """Wrap the methods of every service; those of health and reflection only with `includes_standard`."""
+
+    includes_standard = False
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Return the wrapped handler of the method, or None if the method is not served."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or (method.startswith("/grpc.") and not self.includes_standard):
+            return handler
+        return self.wrap(handler, method)
+
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """Return the handler that serves `method` (/package.Service/Name) instead of `handler`."""
+        raise NotImplementedError
+
+
+def wrap_handler(
+    handler: Handler,
+    *,
+    unary: Callable[[Behavior], Behavior],
+    stream: Callable[[Behavior], Behavior],
+    deserializer: Callable[[bytes], Any] | None = None,
+) -> Handler:
+    """Wrap the method by `unary` or `stream`, depending on the kind of its *response*."""
+    read = deserializer or handler.request_deserializer
+    write = handler.response_serializer
+    behavior: Any = (
+        handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
+    )
+    if handler.request_streaming and handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(stream(behavior), read, write)
+    if handler.request_streaming:
+        return grpc.stream_unary_rpc_method_handler(unary(behavior), read, write)
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(stream(behavior), read, write)
+    return grpc.unary_unary_rpc_method_handler(unary(behavior), read, write)
