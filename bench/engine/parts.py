@@ -145,7 +145,7 @@ def _right_draws(logits: Tensor, histories: Sequence[Sequence[int]]) -> list[Dra
     guesses: list[tuple[int, ...]] = [()] * len(histories)
     for _ in range(tokens - 1):
         draws = [_draw(history, (*known, 0)) for history, known in zip(histories, guesses, strict=True)]
-        known_rows = len(draws[0].guesses) + 1
+        known_rows = len(draws[0].draft_tokens) + 1
         rows = logits.view(len(histories), tokens, -1)[:, :known_rows].flatten(0, 1)
         drawn = draw_all(rows.contiguous(), draws)
         guesses = [
@@ -167,7 +167,7 @@ def _draw(history: Sequence[int], guesses: tuple[int, ...]) -> Draw:
         prompt_len=len(history),
         stop_token_ids=frozenset(),
         min_tokens=0,
-        guesses=guesses,
+        draft_tokens=guesses,
     )
 
 

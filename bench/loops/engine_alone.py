@@ -86,13 +86,13 @@ class EngineAlone:
             outcomes = self._passes.run(plan)
             engine_s = time.perf_counter() - before_s
             self._scheduler.conclude(plan, outcomes, time.perf_counter_ns())
-        for answer in self._scheduler.take_answers():
+        for answer in self._scheduler.take_responses():
             self._note(answer)
         return PassTime(time.perf_counter() - began_s, engine_s)
 
     def _note(self, answer: Response) -> None:
         outcome = answer.outcome
-        heard = self._heard[answer.item]
+        heard = self._heard[answer.request_id]
         if isinstance(outcome, Confirmed):
             heard.tokens += outcome.tokens
             heard.at_s += [time.perf_counter() - heard.began_s] * len(outcome.tokens)
@@ -100,5 +100,5 @@ class EngineAlone:
             raise outcome
         else:
             raise Broken(f"a session lost its place: {outcome}")
-        if answer.last:
-            del self._heard[answer.item]
+        if answer.is_last:
+            del self._heard[answer.request_id]

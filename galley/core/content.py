@@ -62,7 +62,7 @@ class PrefixHasher:
         self._marks = [blake2b(digest_size=HASH_BYTES, person=_PERSON)]
         self._last = (0, self._marks[0])
 
-    def of(self, tokens: Sequence[int], length: int) -> bytes:
+    def digest(self, tokens: Sequence[int], length: int) -> bytes:
         """The hash of tokens[:length]; 0 <= length <= len(tokens)."""
         while len(self._marks) <= length // _MARK_TOKENS:
             done = (len(self._marks) - 1) * _MARK_TOKENS
@@ -79,14 +79,14 @@ class PrefixHasher:
         self._last = (length, state)
         return state.digest()
 
-    def beyond(self, tokens: Sequence[int], further: Sequence[int]) -> bytes:
+    def extended_digest(self, tokens: Sequence[int], further: Sequence[int]) -> bytes:
         """The hash of all `tokens` and then `further`, which are not remembered."""
-        self.of(tokens, len(tokens))
+        self.digest(tokens, len(tokens))
         state = self._last[1].copy()
         state.update(token_bytes(further))
         return state.digest()
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Tokens at and beyond `length` are about to change."""
         del self._marks[length // _MARK_TOKENS + 1 :]
         if self._last[0] > length:
@@ -141,9 +141,9 @@ def look_up(
     """
     hasher = hasher or PrefixHasher()
     if len(held) < start:
-        return Miss(len(held), hasher.of(held, len(held)))
-    if hasher.of(held, start) != prefix:
-        return Miss(0, hasher.of(held, 0))
+        return Miss(len(held), hasher.digest(held, len(held)))
+    if hasher.digest(held, start) != prefix:
+        return Miss(0, hasher.digest(held, 0))
     return Hit(start + common_prefix_len(held[start : start + len(tokens)], tokens))
 
 

@@ -10,7 +10,7 @@ class GalleyError(Exception):
     """Base of everything that Galley raises on purpose."""
 
     @property
-    def told(self) -> str:
+    def public_message(self) -> str:
         """What a caller may read of it."""
         return str(self)
 
@@ -110,7 +110,7 @@ class StoreUnavailable(Unavailable):
         self._what = what
 
     @property
-    def told(self) -> str:
+    def public_message(self) -> str:
         """Without the `why`."""
         return self._what
 

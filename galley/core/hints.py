@@ -44,14 +44,14 @@ class Hint:
         before = self.survival[index - 1] if index else 1.0
         return min(1.0, self.survival[index] / before) if before > 0.0 else 0.0
 
-    def after(self, passed: int, *, shaken: bool = False) -> HintTail:
+    def tail(self, passed: int, *, after_mismatch: bool = False) -> HintTail:
         """What it offers once its first `passed` tokens have been and gone."""
         survival = self.survival
         if passed and survival:
             # The chance of all that is left, given that the first have survived.
             sure = survival[passed - 1]
             survival = tuple(min(1.0, chance / sure) if sure > 0.0 else 0.0 for chance in survival[passed:])
-        return HintTail(self.draft_tokens[passed:], survival, shaken)
+        return HintTail(self.draft_tokens[passed:], survival, after_mismatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class HintTail:
 
     draft_tokens: tuple[int, ...] = ()
     survival: tuple[float, ...] = ()
-    shaken: bool = False
+    after_mismatch: bool = False
 
 
 NOTHING = HintTail()
@@ -72,26 +72,26 @@ NOTHING = HintTail()
 class HintObserver(Protocol):
     """Learns how good hints are from what was confirmed, whether it was verified or not."""
 
-    def saw(self, *, right: bool, told: float | None) -> None:
+    def record_token(self, *, right: bool, predicted: float | None) -> None:
         """The next token of a hint that was right so far was right, or was not: with the chance `told`?"""
 
-    def saw_shaken(self, *, right: bool) -> None:
+    def record_recovery(self, *, right: bool) -> None:
         """The token after a wrong one was right, or was not."""
 
 
 class PendingHint:
     """A session's hint, followed while the session grows."""
 
-    __slots__ = ("_followed", "_listener", "_rooted", "_shaken", "hint", "useless")
+    __slots__ = ("_after_mismatch", "_anchored", "_followed", "_observer", "hint", "is_exhausted")
 
-    def __init__(self, hint: Hint, listener: HintObserver, *, rooted: bool = False) -> None:
+    def __init__(self, hint: Hint, listener: HintObserver, *, anchored: bool = False) -> None:
         """`rooted`: the prefix is known to agree, so that nothing need be hashed."""
         self.hint = hint
-        self.useless = not hint.draft_tokens
-        self._listener = listener
-        self._rooted = rooted
+        self.is_exhausted = not hint.draft_tokens
+        self._observer = listener
+        self._anchored = anchored
         self._followed = 0
-        self._shaken = False
+        self._after_mismatch = False
 
     def follow(self, tokens: Sequence[int], hasher: PrefixHasher) -> HintTail:
         """What is left of it for a session of these confirmed tokens, which only grow from call to call.
@@ -100,19 +100,19 @@ class PendingHint:
         `useless`.
         """
         passed = len(tokens) - self.hint.position
-        if self.useless or passed < 0:
+        if self.is_exhausted or passed < 0:
             return NOTHING
-        self.useless = not (
+        self.is_exhausted = not (
             self._has_root(tokens, hasher)
             and self._holds(tokens, passed)
             and passed < len(self.hint.draft_tokens)
         )
-        return NOTHING if self.useless else self.hint.after(passed, shaken=self._shaken)
+        return NOTHING if self.is_exhausted else self.hint.tail(passed, after_mismatch=self._after_mismatch)
 
     def _has_root(self, tokens: Sequence[int], hasher: PrefixHasher) -> bool:
-        if not self._rooted:
-            self._rooted = hasher.of(tokens, self.hint.position) == self.hint.prefix_hash
-        return self._rooted
+        if not self._anchored:
+            self._anchored = hasher.digest(tokens, self.hint.position) == self.hint.prefix_hash
+        return self._anchored
 
     def _holds(self, tokens: Sequence[int], passed: int) -> bool:
         """Has it agreed with the tokens since the anchor, but for single ones?"""
@@ -120,11 +120,11 @@ class PendingHint:
         while self._followed < min(passed, len(guesses)):
             agrees = tokens[anchor + self._followed] == guesses[self._followed]
             self._followed += 1
-            if self._shaken:
-                self._listener.saw_shaken(right=agrees)
+            if self._after_mismatch:
+                self._observer.record_recovery(right=agrees)
             else:
-                self._listener.saw(right=agrees, told=self.hint.chance(self._followed - 1))
-            if self._shaken and not agrees:
+                self._observer.record_token(right=agrees, predicted=self.hint.chance(self._followed - 1))
+            if self._after_mismatch and not agrees:
                 return False
-            self._shaken = not agrees
+            self._after_mismatch = not agrees
         return True

@@ -29,7 +29,7 @@ class Draw:
     prompt_len: int
     stop_token_ids: frozenset[int]
     min_tokens: int
-    guesses: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
 
 

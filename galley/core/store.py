@@ -112,7 +112,7 @@ class StoredSession:
     body_hash: bytes = b""
     directory: KvDirectory = field(default_factory=KvDirectory)
 
-    def as_new(self) -> NewSession:
+    def to_new_session(self) -> NewSession:
         """As it was asked for."""
         return NewSession(
             self.ownership.session_id,

@@ -40,7 +40,7 @@ class Ticket:
             self._there.clear()
             await self._there.wait()
         answer = self._answers.popleft()
-        self.ended = answer.last
+        self.ended = answer.is_last
         return answer
 
     def put(self, answer: Response) -> None:
@@ -176,7 +176,7 @@ class StepLoop:
     async def _compute(self, plan: StepPlan) -> None:
         batch = self._batches.begin(self._scheduler)
         try:
-            took_ns, waits_ns = await self._run_pass(plan, batch), self._scheduler.waits_ns
+            took_ns, waits_ns = await self._run_pass(plan, batch), self._scheduler.queue_times_ns
             confirmed = self._deliver()
             if took_ns is not None:
                 self._meter.passed(plan, confirmed, took_ns, waits_ns)
@@ -210,15 +210,15 @@ class StepLoop:
     def _deliver(self) -> int:
         """Hand over what is answered; how many tokens that confirms."""
         confirmed = 0
-        for answer in self._scheduler.take_answers():
+        for answer in self._scheduler.take_responses():
             if isinstance(answer.outcome, Confirmed):
                 confirmed += len(answer.outcome.tokens)
-            ticket = self._tickets.get(answer.item)
+            ticket = self._tickets.get(answer.request_id)
             if ticket is None:
                 continue
-            if answer.last:
-                del self._tickets[answer.item]
-                self._batches.leaves(answer.item)
+            if answer.is_last:
+                del self._tickets[answer.request_id]
+                self._batches.leaves(answer.request_id)
             ticket.put(answer)
         return confirmed
 

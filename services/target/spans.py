@@ -106,8 +106,8 @@ class BatchSpans:
         """Of the pass that is under way; None where no item in it is traced."""
         if self._spans is None or not self._items:
             return None
-        facts = scheduler.under_way
-        items = [span for item in facts.items if (span := self._items.get(item)) is not None]
+        facts = scheduler.current_batch
+        items = [span for item in facts.request_ids if (span := self._items.get(item)) is not None]
         # A trace of its own, as it belongs to several.
         return Batch(self._spans.root(names.VERIFY_BATCH, time.time_ns()), items, facts) if items else None
 
@@ -144,7 +144,7 @@ class Batch:
         facts = self._facts
         span.link_to(self._items, LINK_ITEM)
         span.attributes |= {
-            names.BATCH_SESSIONS: len(facts.items),
+            names.BATCH_SESSIONS: len(facts.request_ids),
             names.BATCH_ROWS: facts.rows,
             names.BATCH_DRAFT_ROWS: facts.draft_rows,
             names.BATCH_PREFILL_ROWS: facts.prefill_rows,

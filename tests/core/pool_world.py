@@ -84,7 +84,7 @@ class _Stream:
         self.session = Session(
             Answer(spec, lambda tokens: "x" * len(tokens)),
             SessionLimits(credit=scenario.credit, buffer=scenario.tokens),
-            book=pool.book,
+            shared=pool.book,
         )
         self.item: int | None = None
         self.request_id = 0
@@ -152,7 +152,7 @@ class _Stream:
                 cache_len=len(tokens),
                 timing=ev.Timing(0, job.compute_ns),
                 sessions=round(job.shared / len(job.tokens)),
-                most=self.pool.scenario.most,
+                max_tokens=self.pool.scenario.most,
             )
         )
 
@@ -285,18 +285,18 @@ class Pool:
             return None
         truth = next(s.truth for s in self.streams if s.truth[: len(draw.history)] == list(draw.history))
         own: list[int] = []
-        for guess in (*draw.guesses, None):
+        for guess in (*draw.draft_tokens, None):
             own.append(truth[min(len(draw.history) + len(own), len(truth) - 1)])
             if own[-1] != guess:
                 break
         return Sampled(tuple(own), ())
 
     def _answer(self) -> None:
-        for answer in self._scheduler.take_answers():
-            stream = self._by_item[answer.item]
+        for answer in self._scheduler.take_responses():
+            stream = self._by_item[answer.request_id]
             outcome = answer.outcome
             assert isinstance(outcome, Confirmed), outcome
-            if answer.last:
+            if answer.is_last:
                 stream.item = None
             self.later(
                 self.scenario.hop_ns,

@@ -63,12 +63,12 @@ class KnownEngine:
             return None
         end = chunk.start + len(chunk.tokens)
         seen = [self.kv[self._place(chunk, position)] for position in range(end)]
-        assert chunk.want_logits == len(chunk.draw.guesses) + 1
-        assert seen == [*chunk.draw.history, *chunk.draw.guesses]
+        assert chunk.want_logits == len(chunk.draw.draft_tokens) + 1
+        assert seen == [*chunk.draw.history, *chunk.draw.draft_tokens]
         tokens: list[int] = []
         for i in range(chunk.want_logits):
             tokens.append(truth(seen[: len(chunk.draw.history) + i]))
-            if i < len(chunk.draw.guesses) and chunk.draw.guesses[i] != tokens[-1]:
+            if i < len(chunk.draw.draft_tokens) and chunk.draw.draft_tokens[i] != tokens[-1]:
                 break
         return Sampled(tuple(tokens))
 
@@ -114,7 +114,7 @@ class Bench:
         self.now += self.times(plan.rows)
         self.scheduler.conclude(plan, self.engine.run(plan), self.now, batch_span)
         self.table.check()
-        return self.scheduler.take_answers()
+        return self.scheduler.take_responses()
 
     def step(self) -> list[Response]:
         """One pass; all answers since the last."""
@@ -125,7 +125,7 @@ class Bench:
         got: dict[int, list[Confirmed]] = {}
         while isinstance(plan := self.scheduler.plan(self.now), StepPlan):
             for answer in self.finish(plan):
-                got.setdefault(answer.item, []).append(result_of(answer))
+                got.setdefault(answer.request_id, []).append(result_of(answer))
         assert plan is None
         return got
 
@@ -219,7 +219,7 @@ class Gateway:
     def hear(self, answer: Response) -> None:
         """Check and take an answer to the item that stands."""
         outcome = answer.outcome
-        if answer.last:
+        if answer.is_last:
             self.item = None
         if isinstance(outcome, Confirmed):
             assert outcome.position == len(self.tokens)
@@ -229,7 +229,7 @@ class Gateway:
             assert len(self.tokens) <= min(self.end, self.limit)
             assert outcome.accepted <= outcome.verified
             assert outcome.kv_len == len(self.tokens) - 1
-            assert outcome.more is not answer.last
+            assert outcome.more is not answer.is_last
             self.held = outcome.kv_len
         elif isinstance(outcome, Miss):
             mine = outcome.have <= len(self.tokens) and outcome.prefix_hash == prefix_hash(
@@ -312,9 +312,9 @@ class Load:
             gateway.item = None
 
     def deliver(self) -> None:
-        for answer in self.bench.scheduler.take_answers():
+        for answer in self.bench.scheduler.take_responses():
             for gateway in self.gateways:
-                if gateway.item == answer.item:
+                if gateway.item == answer.request_id:
                     gateway.hear(answer)
 
     def settle(self) -> None:

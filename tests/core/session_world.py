@@ -124,7 +124,7 @@ class World:
         """A gateway takes the session over, from the log, for a client that has `seen`."""
         answer = Answer(self.spec, decode)
         for token, record in zip(self.log[len(self.spec.prompt) :], self.records, strict=True):
-            answer.absorb(token, record)
+            answer.append(token, record)
         self.waiting: dict[str, ev.Effect] = {}
         self.to_target: list[ev.Verify | ev.ExtendVerify | ev.CancelVerify] = []
         self.item: TargetItem | None = None

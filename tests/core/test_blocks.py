@@ -92,16 +92,16 @@ def test_a_forgotten_block_is_not_found() -> None:
     pool.register(A, block)
     pool.forget(block)
     assert pool.find(A) is None
-    assert pool.recent(9) == []
+    assert pool.recent_hashes(9) == []
     assert pool.register(B, block)
 
 
 def test_recent_hashes_come_first_and_are_limited() -> None:
     pool = BlockPool(3)
     blocks = cached_chain(pool, [A, B, C])
-    assert pool.recent(9) == [A, B, C]
+    assert pool.recent_hashes(9) == [A, B, C]
     pool.share(blocks[2])
-    assert pool.recent(2) == [C, A]
+    assert pool.recent_hashes(2) == [C, A]
 
 
 def test_pinned_blocks_are_counted_once() -> None:

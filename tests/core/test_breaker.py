@@ -11,7 +11,7 @@ from galley.core.routing.breaker import FAILURES, FIRST_PAUSE_NS, LONGEST_PAUSE_
 def opened(breaker: Breaker, now: int = 0) -> int:
     """Let attempts fail until it opens; how many it took."""
     for count in range(1, WINDOW + 1):
-        if breaker.failed(breaker.begin(now), now):
+        if breaker.record_failure(breaker.begin(now), now):
             return count
     raise AssertionError("it does not open")
 
@@ -22,29 +22,29 @@ def test_it_opens_when_half_of_the_last_have_failed() -> None:
     assert breaker.state(0) is State.OPEN
     mixed = Breaker()
     for _ in range(FAILURES - 1):
-        assert not mixed.failed(mixed.begin(0), 0)
-        assert not mixed.succeeded(mixed.begin(0))
-    assert mixed.failed(mixed.begin(0), 0), "the last of four failures among seven"
+        assert not mixed.record_failure(mixed.begin(0), 0)
+        assert not mixed.record_success(mixed.begin(0))
+    assert mixed.record_failure(mixed.begin(0), 0), "the last of four failures among seven"
 
 
 def test_failures_that_are_rare_do_not_open_it() -> None:
     breaker = Breaker()
     for number in range(100):
         if number % 3 == 0:
-            assert not breaker.failed(breaker.begin(0), 0)
+            assert not breaker.record_failure(breaker.begin(0), 0)
         else:
-            breaker.succeeded(breaker.begin(0))
+            breaker.record_success(breaker.begin(0))
     assert breaker.state(0) is State.CLOSED
 
 
 def test_after_its_pause_one_probe_decides() -> None:
     breaker = Breaker()
     opened(breaker)
-    assert not breaker.allows(FIRST_PAUSE_NS - 1)
-    assert breaker.allows(FIRST_PAUSE_NS)
+    assert not breaker.can_begin(FIRST_PAUSE_NS - 1)
+    assert breaker.can_begin(FIRST_PAUSE_NS)
     probe = breaker.begin(FIRST_PAUSE_NS)
-    assert not breaker.allows(FIRST_PAUSE_NS), "one at a time"
-    assert breaker.succeeded(probe)
+    assert not breaker.can_begin(FIRST_PAUSE_NS), "one at a time"
+    assert breaker.record_success(probe)
     assert breaker.state(FIRST_PAUSE_NS) is State.CLOSED
     assert opened(breaker, FIRST_PAUSE_NS) == FAILURES, "what was before is forgotten"
 
@@ -55,10 +55,10 @@ def test_each_probe_that_fails_doubles_the_pause_up_to_a_bound() -> None:
     pauses = []
     for _ in range(8):
         began = now
-        while not breaker.allows(now):
+        while not breaker.can_begin(now):
             now += FIRST_PAUSE_NS
         pauses.append(now - began)
-        assert breaker.failed(breaker.begin(now), now)
+        assert breaker.record_failure(breaker.begin(now), now)
     assert pauses == sorted(pauses)
     assert pauses[0] == FIRST_PAUSE_NS
     assert pauses[-1] == LONGEST_PAUSE_NS
@@ -67,20 +67,20 @@ def test_each_probe_that_fails_doubles_the_pause_up_to_a_bound() -> None:
 def test_a_probe_that_nobody_waited_for_leaves_room_for_another() -> None:
     breaker = Breaker()
     opened(breaker)
-    breaker.given_up(breaker.begin(FIRST_PAUSE_NS))
-    assert breaker.allows(FIRST_PAUSE_NS)
+    breaker.record_cancelled(breaker.begin(FIRST_PAUSE_NS))
+    assert breaker.can_begin(FIRST_PAUSE_NS)
 
 
 def test_what_began_before_it_opened_says_nothing_of_now() -> None:
     breaker = Breaker()
     old = breaker.begin(0)
     opened(breaker)
-    assert not breaker.succeeded(old)
-    assert not breaker.failed(old, FIRST_PAUSE_NS)
+    assert not breaker.record_success(old)
+    assert not breaker.record_failure(old, FIRST_PAUSE_NS)
     assert breaker.state(FIRST_PAUSE_NS) is State.HALF_OPEN
     refused = Breaker()
     opened(refused)
-    assert not refused.succeeded(refused.begin(0)), "nor what was not allowed"
+    assert not refused.record_success(refused.begin(0)), "nor what was not allowed"
     assert refused.state(0) is State.OPEN
 
 
@@ -92,11 +92,11 @@ def test_whatever_happened_it_closes_once_all_is_well(steps: list[tuple[str, int
         now += later
         attempt = breaker.begin(now)
         if what == "fail":
-            breaker.failed(attempt, now)
+            breaker.record_failure(attempt, now)
         elif what == "succeed":
-            breaker.succeeded(attempt)
+            breaker.record_success(attempt)
         else:
-            breaker.given_up(attempt)
+            breaker.record_cancelled(attempt)
     now += LONGEST_PAUSE_NS
-    breaker.succeeded(breaker.begin(now))
+    breaker.record_success(breaker.begin(now))
     assert breaker.state(now) is State.CLOSED

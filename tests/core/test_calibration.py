@@ -21,7 +21,7 @@ def test_a_chance_is_between_its_prior_and_what_was_seen(
     calibration = Calibration(2, [prior, 0.5], strength)
     for verdict in verdicts:
         before = calibration.chance(0)
-        calibration.saw(0, verdict)
+        calibration.record(0, verdict)
         # Each verdict moves it towards itself, but for the fading of the older ones towards the prior.
         if prior == verdict:
             assert (
@@ -37,10 +37,10 @@ def test_a_chance_is_between_its_prior_and_what_was_seen(
 def test_it_comes_to_what_is_measured_and_follows_a_change(period: int) -> None:
     calibration = Calibration(1, [0.9], 4.0)
     for i in range(4 * MEMORY):
-        calibration.saw(0, i % period == 0)
+        calibration.record(0, i % period == 0)
     assert calibration.chance(0) == pytest.approx(1 / period, abs=0.03)
     for _ in range(4 * MEMORY):
-        calibration.saw(0, accepted=False)
+        calibration.record(0, accepted=False)
     assert calibration.chance(0) < 0.05
 
 
@@ -66,7 +66,7 @@ def test_a_new_kind_begins_with_what_is_known_of_the_others() -> None:
     overall = Calibration(2, [0.9, 0.9], 8.0)
     first = Calibration(2, [0.9, 0.9], 8.0, overall)
     for _ in range(200):
-        first.saw(0, accepted=False)
+        first.record(0, accepted=False)
     second = Calibration(2, [0.9, 0.9], 8.0, overall)
     assert second.chance(0) == overall.chance(0) < 0.1
     assert second.chance(1) == 0.9

@@ -110,7 +110,7 @@ def test_the_prefixes_of_an_answer_are_named_by_their_content(
     answer = Answer(spec, lambda tokens: "x" * len(tokens))
     grown = list(prompt)
     for token in output:
-        answer.absorb(token, TokenRecord())
+        answer.append(token, TokenRecord())
         grown.append(token)
         if len(grown) % 50 == 0:
             length = data.draw(st.integers(0, len(grown)))
@@ -124,9 +124,9 @@ def test_the_prefixes_of_an_answer_are_named_by_their_content(
 def test_a_replay_comes_in_chunks_of_bounded_size() -> None:
     spec = SessionSpec("s", (1,), SamplingParams(), max_position=2000, vocab_size=9)
     answer = Answer(spec, lambda tokens: "x" * len(tokens))
-    while answer.absorb(3, TokenRecord()):
+    while answer.append(3, TokenRecord()):
         pass
-    chunks = [chunk for chunk in answer.stream(0, answer.output_len) if isinstance(chunk, Chunk)]
+    chunks = [chunk for chunk in answer.chunks(0, answer.output_len) if isinstance(chunk, Chunk)]
     assert max(len(chunk.tokens) for chunk in chunks) == MAX_CHUNK_TOKENS
     assert sum(len(chunk.tokens) for chunk in chunks) == 1999
     assert [chunk.index for chunk in chunks] == list(range(0, 1999, MAX_CHUNK_TOKENS))

@@ -22,7 +22,7 @@ LEASE = DraftLease(
 
 def candidate(address: str, *, up: bool = True, own: int = 0, **facts: object) -> DraftCandidate:
     lease = replace(LEASE, address=address, **facts)  # type: ignore[arg-type]  # names are the test's
-    return DraftCandidate(lease, sessions=own, up=up)
+    return DraftCandidate(lease, sessions=own, is_healthy=up)
 
 
 CANDIDATES = st.lists(
@@ -53,7 +53,7 @@ def test_the_choice(candidates: list[DraftCandidate], home: str, avoid: set[str]
     if chosen is None:
         return
     assert chosen in open_to_it
-    good = [it for it in offering if it.up and not it.lease.draining]
+    good = [it for it in offering if it.is_healthy and not it.lease.draining]
     assert not good or chosen in good
     better = [it for it in good if it.lease.address not in avoid]
     assert not better or chosen in better

@@ -10,21 +10,21 @@ from galley.core.hints import Hint
 from galley.core.records import TokenRecord
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
-from galley.core.session.drafting import Drafting, PendingProposal, rest_of
+from galley.core.session.drafting import Drafting, PendingProposal, remaining
 
 PROMPT = (1, 2, 3)
 
 
 @dataclass
 class Judge:
-    recovers: bool
+    can_recover: bool
     seen: list[bool] = field(default_factory=list)
     shaken: list[bool] = field(default_factory=list)
 
-    def saw_token(self, right: bool) -> None:
+    def record_token(self, right: bool) -> None:
         self.seen.append(right)
 
-    def saw_shaken(self, right: bool) -> None:
+    def record_recovery(self, right: bool) -> None:
         self.shaken.append(right)
 
 
@@ -35,13 +35,13 @@ def drafting(judge: Judge) -> tuple[Drafting, Answer]:
     here.hint = Hint(3, prefix_hash(PROMPT), (4, 5, 6, 7, 8, 9), (0.9, 0.8, 0.7, 0.6, 0.5, 0.4))
     here.cache_len = 9
     guessed = prefix_hash((*PROMPT, 4, 5, 6, 7, 8, 9))
-    here.asked = PendingProposal(1, 9, guessed, 4, 0)
+    here.pending = PendingProposal(1, 9, guessed, 4, 0)
     return here, answer
 
 
 def confirm(here: Drafting, answer: Answer, *tokens: int) -> PendingProposal | None:
     for token in tokens:
-        answer.absorb(token, TokenRecord(from_draft=False))
+        answer.append(token, TokenRecord(from_draft=False))
     return here.confirm(answer.tokens)
 
 
@@ -50,38 +50,38 @@ def proposed(asked: PendingProposal, *tokens: int) -> ev.Proposed:
 
 
 def offered(here: Drafting, answer: Answer) -> tuple[int, ...]:
-    return () if here.hint is None else rest_of(here.hint, answer.tokens).draft_tokens
+    return () if here.hint is None else remaining(here.hint, answer.tokens).draft_tokens
 
 
 def test_a_wrong_token_ends_a_hint_and_what_was_asked_after_it() -> None:
-    judge = Judge(recovers=False)
+    judge = Judge(can_recover=False)
     here, answer = drafting(judge)
     given_up = confirm(here, answer, 4, 55)
     assert given_up is not None
-    assert (here.hint, here.asked, here.cache_len) == (None, None, 4)
+    assert (here.hint, here.pending, here.cache_len) == (None, None, 4)
     assert judge.seen == [True, False]
 
 
 def test_where_drafts_recover_what_is_left_of_it_stays() -> None:
-    judge = Judge(recovers=True)
+    judge = Judge(can_recover=True)
     here, answer = drafting(judge)
     assert confirm(here, answer, 4, 55) is None
     assert here.hint is not None
-    assert rest_of(here.hint, answer.tokens).draft_tokens == (6, 7, 8, 9)
-    assert here.asked is not None, "what goes on from there may be right as well"
+    assert remaining(here.hint, answer.tokens).draft_tokens == (6, 7, 8, 9)
+    assert here.pending is not None, "what goes on from there may be right as well"
     assert here.cache_len == 4, "but the draft's cache holds the wrong token"
-    assert here.take(proposed(here.asked, 10, 11, 12, 13), answer, 0.5, 0) == 4
-    assert rest_of(here.hint, answer.tokens).draft_tokens == (6, 7, 8, 9, 10, 11, 12, 13)
+    assert here.receive(proposed(here.pending, 10, 11, 12, 13), answer, 0.5, 0) == 4
+    assert remaining(here.hint, answer.tokens).draft_tokens == (6, 7, 8, 9, 10, 11, 12, 13)
     assert here.cache_len == 4
 
 
 def test_it_is_learnt_whether_they_do_from_hints_that_were_dropped_too() -> None:
-    judge = Judge(recovers=False)
+    judge = Judge(can_recover=False)
     here, answer = drafting(judge)
     confirm(here, answer, 4, 55)
     confirm(here, answer, 6)
     assert judge.shaken == [True]
-    judge = Judge(recovers=True)
+    judge = Judge(can_recover=True)
     here, answer = drafting(judge)
     confirm(here, answer, 4, 55)
     confirm(here, answer, 66)
@@ -90,20 +90,20 @@ def test_it_is_learnt_whether_they_do_from_hints_that_were_dropped_too() -> None
 
 
 def test_a_hint_that_is_used_up_is_forgotten_and_what_was_asked_after_it_is_not() -> None:
-    judge = Judge(recovers=False)
+    judge = Judge(can_recover=False)
     here, answer = drafting(judge)
-    asked = here.asked
+    asked = here.pending
     assert asked is not None
     assert confirm(here, answer, 4, 5, 6, 7, 8, 9, 10) is None
-    assert (here.hint, here.asked) == (None, asked)
-    here.take(proposed(asked, 10, 11, 12, 13), answer, 0.5, 0)
+    assert (here.hint, here.pending) == (None, asked)
+    here.receive(proposed(asked, 10, 11, 12, 13), answer, 0.5, 0)
     assert offered(here, answer) == (11, 12, 13)
     assert confirm(here, answer, 11, 12, 13, 14) is None
     assert offered(here, answer) == ()
 
 
 def test_what_is_asked_for_tokens_that_are_confirmed_by_now_is_given_up() -> None:
-    here, answer = drafting(Judge(recovers=True))
+    here, answer = drafting(Judge(can_recover=True))
     given_up = confirm(here, answer, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)
     assert given_up is not None
-    assert here.asked is None
+    assert here.pending is None

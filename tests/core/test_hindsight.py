@@ -14,7 +14,7 @@ class Seen(list[tuple[int, bool]]):
 
 def test_each_is_told_as_it_is_confirmed_up_to_the_first_wrong_one() -> None:
     seen, hindsight = Seen(), ProposalOutcomes()
-    hindsight.expect(2, [], [5, 6, 7, 8], seen)
+    hindsight.add(2, [], [5, 6, 7, 8], seen)
     hindsight.confirm([1, 2])
     assert seen == []
     hindsight.confirm([1, 2, 5])
@@ -26,8 +26,8 @@ def test_each_is_told_as_it_is_confirmed_up_to_the_first_wrong_one() -> None:
 
 def test_nothing_is_told_of_a_proposal_after_wrong_guesses() -> None:
     right, wrong, hindsight = Seen(), Seen(), ProposalOutcomes()
-    hindsight.expect(1, [2, 3], [4, 5], right)
-    hindsight.expect(1, [2, 9], [3, 4], wrong)
+    hindsight.add(1, [2, 3], [4, 5], right)
+    hindsight.add(1, [2, 9], [3, 4], wrong)
     hindsight.confirm([1, 2, 3, 4, 9])
     hindsight.confirm([1, 2, 3, 4, 9, 9])
     assert right == [(0, True), (1, False)]
@@ -36,7 +36,7 @@ def test_nothing_is_told_of_a_proposal_after_wrong_guesses() -> None:
 
 def test_a_proposal_may_grow_until_it_is_compared() -> None:
     seen, hindsight, proposed = Seen(), ProposalOutcomes(), [2]
-    hindsight.expect(1, [], proposed, seen)
+    hindsight.add(1, [], proposed, seen)
     proposed.append(3)
     hindsight.confirm([1, 2, 3, 4])
     assert seen == [(0, True), (1, True)]
@@ -45,7 +45,7 @@ def test_a_proposal_may_grow_until_it_is_compared() -> None:
 def test_those_that_wait_are_bounded() -> None:
     seens, hindsight = [Seen() for _ in range(100)], ProposalOutcomes()
     for seen in seens:
-        hindsight.expect(1, [], [2], seen)
+        hindsight.add(1, [], [2], seen)
     hindsight.confirm([1, 2])
     told = [bool(seen) for seen in seens]
     assert told == [False] * 84 + [True] * 16

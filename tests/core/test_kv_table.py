@@ -23,7 +23,7 @@ def filled(table: KvTable, key: SessionKey, tokens: list[int], arrival: int = 0,
     """The session is live and stands at all but the last of `tokens`, with blocks for `room` more."""
     have = table.open(key, arrival, tokens)
     table.reserve(key, len(tokens) + room)
-    table.computed(key, tokens[have:-1])
+    table.append_computed(key, tokens[have:-1])
 
 
 def tokens(count: int, first: int = 1) -> list[int]:
@@ -36,7 +36,7 @@ def compute_twins(table: KvTable, prompt: list[int]) -> None:
         table.open(key, 0, prompt)
         table.reserve(key, T)
     for key in (A, B):
-        table.computed(key, prompt[:T])
+        table.append_computed(key, prompt[:T])
 
 
 def test_hashes_are_chained_and_salted() -> None:
@@ -52,11 +52,11 @@ def test_a_growing_sequence_is_hashed_as_from_its_beginning() -> None:
     hasher = PrefixHasher()
     sequence = tokens(2000)
     for length in (0, 3, 1700, 512, 1024, 511, 2000):
-        assert hasher.of(sequence, length) == prefix_hash(sequence[:length])
-    hasher.cut(513)
+        assert hasher.digest(sequence, length) == prefix_hash(sequence[:length])
+    hasher.truncate(513)
     sequence[513:] = tokens(1400, 5)
     for length in (1913, 513, 514, 1025):
-        assert hasher.of(sequence, length) == prefix_hash(sequence[:length])
+        assert hasher.digest(sequence, length) == prefix_hash(sequence[:length])
 
 
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 9), st.booleans()), max_size=12))
@@ -66,9 +66,9 @@ def test_whatever_is_asked_while_it_grows_and_is_cut(steps: list[tuple[int, int,
         sequence += [token * token % 251 for token in range(grown)]
         length = max(0, len(sequence) - back)
         for asked in (len(sequence), length, length // 2, length, len(sequence)):
-            assert hasher.of(sequence, asked) == prefix_hash(sequence[:asked])
+            assert hasher.digest(sequence, asked) == prefix_hash(sequence[:asked])
         if cut:
-            hasher.cut(length)
+            hasher.truncate(length)
             sequence[length:] = [251] * (back // 2)
 
 
@@ -77,7 +77,7 @@ def test_what_is_computed_stands_and_takes_whole_blocks() -> None:
     assert table.open(A, 0, tokens(6)) == 0
     assert table.reserve(A, 6).copies == ()
     assert len(table.blocks_of(A)) == 2
-    table.computed(A, tokens(6))
+    table.append_computed(A, tokens(6))
     assert table.tokens_of(A) == tokens(6)
     assert (table.live_blocks, table.free, table.total) == (2, 6, 8)
 
@@ -86,7 +86,7 @@ def test_only_full_blocks_of_computed_tokens_are_found() -> None:
     table = table_of(8)
     filled(table, A, tokens(8), room=8)
     assert table.cached_prefixes(9) == block_hashes(A[0], tokens(4), T)
-    table.computed(A, [8])
+    table.append_computed(A, [8])
     assert sorted(table.cached_prefixes(9)) == sorted(block_hashes(A[0], tokens(8), T))
     assert len(table.cached_prefixes(1)) == 1
 
@@ -127,7 +127,7 @@ def test_a_registered_block_of_ones_own_is_written_without_a_copy_but_found_no_m
     assert len(table.cached_prefixes(9)) == 2
     assert table.reserve(A, 8).copies == ()
     assert table.cached_prefixes(9) == block_hashes(A[0], tokens(4), T)
-    table.computed(A, [70, 80])
+    table.append_computed(A, [70, 80])
     assert set(table.cached_prefixes(9)) == set(block_hashes(A[0], [*tokens(6), 70, 80], T))
 
 
@@ -157,7 +157,7 @@ def test_a_chain_is_lost_from_its_end_even_over_a_twin() -> None:
     compute_twins(table, tokens(9))
     table.drop(A)
     table.reserve(B, 8)
-    table.computed(B, tokens(4, 5))
+    table.append_computed(B, tokens(4, 5))
     table.drop(B)
     filled(table, C, tokens(11, 50))
     assert table.open(D, 0, tokens(9)) == 4
@@ -195,11 +195,11 @@ def test_an_idle_session_keeps_its_blocks_until_they_are_needed() -> None:
     table = table_of(4)
     filled(table, A, tokens(10), room=4)
     before = table.blocks_of(A)
-    table.idle(A)
+    table.make_idle(A)
     assert table.blocks_of(A) == before[:3]
     assert (table.live_blocks, table.free) == (0, 4)
     assert table.open(A, 0, tokens(11)) == 9
-    table.idle(A)
+    table.make_idle(A)
     table.open(B, 1, tokens(8, 50))
     assert table.reserve(B, 8).preempted == ()
     assert table.blocks_of(A) == ()
@@ -210,7 +210,7 @@ def test_cached_blocks_go_before_idle_sessions_and_the_longest_idle_first() -> N
     for key, first in ((A, 10), (B, 20), (C, 30)):
         filled(table, key, tokens(5, first))
         table.truncate(key, 4)
-        table.idle(key)
+        table.make_idle(key)
     table.drop(C)
     table.open(D, 9, tokens(16, 40))
     table.reserve(D, 8)
@@ -222,11 +222,11 @@ def test_cached_blocks_go_before_idle_sessions_and_the_longest_idle_first() -> N
 def test_an_evicted_session_finds_what_is_still_cached() -> None:
     table = table_of(4)
     filled(table, A, tokens(13))
-    table.idle(A)
+    table.make_idle(A)
     table.open(B, 1, tokens(6, 50))
     table.reserve(B, 6)
-    assert table.held(A) == Miss(8, prefix_hash(tokens(8)))
-    assert table.look_up(A, 12, [13], prefix_hash(tokens(12))) == table.held(A)
+    assert table.cached_prefix(A) == Miss(8, prefix_hash(tokens(8)))
+    assert table.look_up(A, 12, [13], prefix_hash(tokens(12))) == table.cached_prefix(A)
     assert table.look_up(A, 8, [9, 10], prefix_hash(tokens(8))) == Hit(8)
     assert table.tokens_of(A) == tokens(8)
     table.drop(B)
@@ -239,7 +239,7 @@ def test_the_youngest_that_is_younger_and_not_busy_is_preempted() -> None:
         filled(table, key, tokens(4, 10 * arrival + 1), arrival)
     assert table.reserve(B, 8, frozenset({D})).preempted == (C,)
     assert not table.is_live(C)
-    assert table.held(C).have == 0
+    assert table.cached_prefix(C).have == 0
     with pytest.raises(Overloaded) as refused:
         table.reserve(D, 8)
     assert refused.value.retry_after_s > 0
@@ -252,7 +252,7 @@ def test_idle_sessions_are_evicted_before_a_live_one_but_not_busy_ones() -> None
     table = table_of(3)
     filled(table, B, tokens(4, 20), 1)
     filled(table, C, tokens(4, 30), 2)
-    table.idle(B)
+    table.make_idle(B)
     table.open(A, 0, tokens(8))
     assert table.reserve(A, 8, frozenset({B})).preempted == (C,)
     assert len(table.blocks_of(B)) == 1
@@ -273,7 +273,7 @@ def test_a_preempted_session_retries_with_its_age_and_finds_a_prefix() -> None:
     filled(table, B, tokens(11), 1)
     filled(table, A, tokens(2, 50), 0)
     assert table.reserve(A, 6).preempted == (B,)
-    assert table.held(B) == Miss(8, prefix_hash(tokens(8)))
+    assert table.cached_prefix(B) == Miss(8, prefix_hash(tokens(8)))
     assert table.open(B, 1, tokens(12)) == 8
 
 
@@ -281,7 +281,7 @@ def test_a_refused_reservation_changes_nothing() -> None:
     table = table_of(4)
     filled(table, A, tokens(6), 0)
     filled(table, B, tokens(4, 50), 1)
-    table.idle(B)
+    table.make_idle(B)
     filled(table, C, tokens(4, 60), 2)
     before = [table.blocks_of(key) for key in (A, B, C)]
     with pytest.raises(Overloaded):
@@ -293,7 +293,7 @@ def test_a_refused_reservation_changes_nothing() -> None:
 def test_a_block_need_not_be_copied_once_all_others_that_hold_it_are_gone() -> None:
     table = table_of(1)
     filled(table, A, tokens(4), 1)
-    table.computed(A, [4])
+    table.append_computed(A, [4])
     assert table.open(B, 0, tokens(4)) == 3
     reservation = table.reserve(B, 4)
     assert (reservation.copies, reservation.preempted) == ((), (A,))
@@ -305,14 +305,14 @@ def test_a_failed_pass_leaves_nothing_in_doubt() -> None:
     filled(table, A, tokens(9))
     table.open(B, 1, tokens(8))
     assert table.reserve(B, 16).copies
-    table.distrust(B)  # the copy may never have been made
+    table.roll_back(B)  # the copy may never have been made
     assert table.tokens_of(B) == tokens(4)
     assert len(table.blocks_of(B)) == 1
     assert table.open(B, 1, tokens(8)) == 7
-    table.idle(B)
+    table.make_idle(B)
     assert table.tokens_of(B) == tokens(7)
     table.reserve(A, 20)
-    table.distrust(A)
+    table.roll_back(A)
     assert table.tokens_of(A) == tokens(8)
     assert len(table.blocks_of(A)) == 2
     table.check()
@@ -328,7 +328,7 @@ def test_a_plan_that_never_ran_leaves_no_trusted_copy() -> None:
     table.reserve(B, 8)
     table.truncate(B, 4)
     table.reserve(B, 12)
-    table.distrust(B)
+    table.roll_back(B)
     assert table.tokens_of(B) == tokens(4)
     assert len(table.blocks_of(B)) == 1
 
@@ -338,8 +338,8 @@ def test_after_a_pass_the_copy_is_trusted() -> None:
     filled(table, A, tokens(9))
     table.open(B, 1, tokens(8))
     table.reserve(B, 8)
-    table.computed(B, [])
-    table.distrust(B)
+    table.append_computed(B, [])
+    table.roll_back(B)
     assert table.tokens_of(B) == tokens(7)
 
 
@@ -349,10 +349,10 @@ def test_an_idle_session_is_dropped_for_a_new_one_but_a_live_one_is_not() -> Non
     filled(table, B, tokens(6, 50))
     with pytest.raises(Overloaded):
         table.open(C, 2, tokens(6))
-    table.idle(A)
+    table.make_idle(A)
     assert table.open(C, 2, tokens(6)) == 4
     assert table.blocks_of(A) == ()
-    assert table.held(A).have == 0
+    assert table.cached_prefix(A).have == 0
     table.check()
 
 
@@ -382,15 +382,15 @@ def test_what_was_never_reserved_cannot_be_computed() -> None:
     table = table_of(8)
     table.open(A, 0, tokens(6))
     with pytest.raises(Broken):
-        table.computed(A, tokens(6))
+        table.append_computed(A, tokens(6))
     with pytest.raises(Broken):
-        table.computed(B, tokens(6))
+        table.append_computed(B, tokens(6))
     with pytest.raises(Broken):
         table.reserve(B, 6)
     filled(table, A, tokens(9))
     table.open(B, 1, tokens(8))
     with pytest.raises(Broken):  # its last block is another's too
-        table.computed(B, [8])
+        table.append_computed(B, [8])
 
 
 def test_sizes_must_be_positive() -> None:

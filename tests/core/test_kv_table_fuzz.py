@@ -112,9 +112,9 @@ class Lives(RuleBasedStateMachine):
         self.carry_out(plan, fails, trash)
         for key, (fed, good) in plan.fed.items():
             if fails:
-                self.table.distrust(key)
+                self.table.roll_back(key)
             else:
-                self.table.computed(key, fed[:good])
+                self.table.append_computed(key, fed[:good])
                 if len(self.tokens(key)) >= len(self.wanted[key]):  # sampled one of its own
                     self.wanted[key] = [*self.tokens(key), 1]
 
@@ -194,7 +194,7 @@ class Lives(RuleBasedStateMachine):
     @rule(key=keys)
     def idle(self, key: SessionKey) -> None:
         before = self.tokens(key)
-        self.table.idle(key)
+        self.table.make_idle(key)
         self.wanted.pop(key, None)
         assert self.tokens(key) == before
 
@@ -218,7 +218,7 @@ class Lives(RuleBasedStateMachine):
         key = min(self.wanted, key=lambda k: (self.arrivals[k], k))
         plan = Plan()
         assert self.reserve(plan, key, self.BLOCKS * BLOCK_TOKENS)
-        self.table.distrust(key)
+        self.table.roll_back(key)
 
     @invariant()
     def all_balances(self) -> None:

@@ -24,7 +24,7 @@ def test_what_a_replica_does_not_say_or_says_wrongly_predicts_nothing(
     curve: tuple[tuple[int, int], ...],
 ) -> None:
     times = VerdictTimes(curve)
-    times.saw(times.predicted_ns(7), 10**9)
+    times.record(times.predicted_ns(7), 10**9)
     assert times.expected_ns(10**6) == 0
 
 
@@ -33,13 +33,13 @@ def test_verdicts_that_take_longer_than_predicted_are_expected_to() -> None:
     times = VerdictTimes(CURVE)
     predicted = times.predicted_ns(1)
     for _ in range(100):
-        times.saw(predicted, predicted // 100)
+        times.record(predicted, predicted // 100)
     assert times.expected_ns(1) == predicted
     for _ in range(100):
-        times.saw(predicted, 4 * predicted)
+        times.record(predicted, 4 * predicted)
     assert times.expected_ns(1) == pytest.approx(4 * predicted, rel=0.01)
     for _ in range(100):
-        times.saw(predicted, 10**6 * predicted)
+        times.record(predicted, 10**6 * predicted)
     assert times.expected_ns(1) <= 16 * predicted, "it is bounded, whatever was seen"
 
 
@@ -49,12 +49,12 @@ def test_patience_doubles_with_each_move_and_comes_down_with_verdicts_in_time() 
     assert patience.limit_ns(LEAST_NS) == 8 * LEAST_NS
     limits = []
     for _ in range(10):
-        patience.lost()
+        patience.record_late()
         limits.append(patience.limit_ns(0) // LEAST_NS)
     assert limits == [2, 4, 8, 16, 32, 64, 64, 64, 64, 64]
     for _ in range(64 * 6 - 1):
-        patience.served()
+        patience.record_in_time()
     assert patience.limit_ns(0) == 2 * LEAST_NS
     for _ in range(65):
-        patience.served()
+        patience.record_in_time()
     assert patience.limit_ns(0) == LEAST_NS

@@ -122,19 +122,19 @@ def test_the_wait_must_pay_for_all_sessions_of_the_pass() -> None:
     due = ExpectedHint(at_ns=4 * MS, mean_ns=4 * MS, length=4, alpha=0.8, trust=1.0)
 
     def until(sessions: int) -> int | None:
-        return linger_until([due], sessions=sessions, now=0, latest=50 * MS, pass_ns=LiveStepTimes(FLAT))
+        return linger_until([due], sessions=sessions, now=0, latest=50 * MS, step_ns=LiveStepTimes(FLAT))
 
     assert until(1) == 4 * MS
     assert until(16) is None
     many = [due] * 16
-    assert linger_until(many, sessions=16, now=0, latest=50 * MS, pass_ns=LiveStepTimes(FLAT)) == 4 * MS
+    assert linger_until(many, sessions=16, now=0, latest=50 * MS, step_ns=LiveStepTimes(FLAT)) == 4 * MS
 
 
 def test_it_waits_for_the_rest_where_some_hints_are_here() -> None:
     def until(coming: int, at_ns: int) -> int | None:
         due = [ExpectedHint(at_ns=at_ns, mean_ns=at_ns, length=4, alpha=0.8, trust=1.0)] * coming
         here = [0.8, 0.64, 0.5, 0.4] * (16 - coming)
-        return linger_until(due, sessions=16, now=0, latest=50 * MS, pass_ns=LiveStepTimes(FLAT), here=here)
+        return linger_until(due, sessions=16, now=0, latest=50 * MS, step_ns=LiveStepTimes(FLAT), ready=here)
 
     assert until(8, 1 * MS) == 1 * MS
     assert until(1, 1 * MS) is None, "all others pay for it"
@@ -158,12 +158,12 @@ def test_acceptance_follows_what_is_seen() -> None:
     acceptance = AcceptanceEstimate()
     assert acceptance.alpha == PRIOR_ALPHA
     for _ in range(80):
-        acceptance.saw(right=False)
-        acceptance.saw_shaken(right=True)
+        acceptance.record_token(right=False)
+        acceptance.record_recovery(right=True)
     assert acceptance.alpha < 0.05
     assert acceptance.recovery > 0.95
     for _ in range(80):
-        acceptance.saw(right=True)
+        acceptance.record_token(right=True)
     assert acceptance.alpha > 0.95
     assert acceptance.survival(2) == [acceptance.alpha, acceptance.alpha**2]
 
@@ -171,8 +171,8 @@ def test_acceptance_follows_what_is_seen() -> None:
 def test_no_correction_makes_a_draft_certain_so_that_other_sessions_have_their_rows() -> None:
     lucky = AcceptanceEstimate()
     for _ in range(200):
-        lucky.saw(right=True, told=0.8)
-    far = lucky.corrected([0.8**i for i in range(1, 9)])
+        lucky.record_token(right=True, predicted=0.8)
+    far = lucky.calibrated([0.8**i for i in range(1, 9)])
     assert far == sorted(far, reverse=True)
     assert far[-1] < 0.85
 
@@ -181,7 +181,7 @@ def test_the_delay_is_learnt_with_a_margin() -> None:
     habits = HintTiming()
     assert habits.expected_at(0) == (float("inf"), float("inf"))
     for delay in (10, 12, 8, 10, 11, 9) * 5:
-        habits.came(delay, 4)
+        habits.record_arrival(delay, 4)
     mean_ns, at_ns = habits.expected_at(0)
     assert 9 < mean_ns < at_ns < 16
 
@@ -189,12 +189,12 @@ def test_the_delay_is_learnt_with_a_margin() -> None:
 def test_what_drafts_say_of_their_chances_is_corrected_by_what_became_of_them() -> None:
     boasting = AcceptanceEstimate()
     for i in range(200):
-        boasting.saw(right=i % 5 == 0, told=0.9)
-    assert [round(chance, 1) for chance in boasting.corrected([0.9, 0.81])] == [0.2, 0.0]
+        boasting.record_token(right=i % 5 == 0, predicted=0.9)
+    assert [round(chance, 1) for chance in boasting.calibrated([0.9, 0.81])] == [0.2, 0.0]
     modest = AcceptanceEstimate()
     for _ in range(200):
-        modest.saw(right=True, told=0.5)
-    assert modest.corrected([0.5, 0.25]) == pytest.approx([0.975, 0.95], abs=0.01)
-    assert modest.corrected([0.99, 0.98]) == pytest.approx([0.99, 0.98]), "a draft may be surer itself"
+        modest.record_token(right=True, predicted=0.5)
+    assert modest.calibrated([0.5, 0.25]) == pytest.approx([0.975, 0.95], abs=0.01)
+    assert modest.calibrated([0.99, 0.98]) == pytest.approx([0.99, 0.98]), "a draft may be surer itself"
     fair = AcceptanceEstimate()
-    assert fair.corrected([0.5, 0.2, 0.0, 0.0]) == pytest.approx([0.5, 0.2, 0.0, 0.0])
+    assert fair.calibrated([0.5, 0.2, 0.0, 0.0]) == pytest.approx([0.5, 0.2, 0.0, 0.0])

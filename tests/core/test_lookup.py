@@ -69,11 +69,11 @@ def test_nothing_repeats_nothing_is_found() -> None:
 
 def test_whether_a_session_went_on() -> None:
     lookup = session([1, 2, 3, 4])
-    assert lookup.agrees([1, 2, 3, 4], 0)
-    assert lookup.agrees([1, 2, 3, 4, 5], 2)
-    assert not lookup.agrees([1, 2, 9, 4, 5], 2)
-    assert not lookup.agrees([1, 2, 3], 0)
-    assert lookup.agrees([1, 9, 3, 4, 5], 2)  # what stands before is not compared
+    assert lookup.is_prefix_of([1, 2, 3, 4], 0)
+    assert lookup.is_prefix_of([1, 2, 3, 4, 5], 2)
+    assert not lookup.is_prefix_of([1, 2, 9, 4, 5], 2)
+    assert not lookup.is_prefix_of([1, 2, 3], 0)
+    assert lookup.is_prefix_of([1, 9, 3, 4, 5], 2)  # what stands before is not compared
 
 
 class TestRecentAnswers:

@@ -17,7 +17,7 @@ def prompt(count: int, seed: int) -> list[int]:
 
 
 def facts_of(bench: Bench) -> BatchInfo:
-    return bench.scheduler.under_way
+    return bench.scheduler.current_batch
 
 
 def test_rows_are_told_apart_by_what_they_are_for() -> None:
@@ -26,8 +26,8 @@ def test_rows_are_told_apart_by_what_they_are_for() -> None:
     feeding = bench.submit(request(prompt(80, 1), session="feeding", arrival_ns=2))
     bench.begin()
     # Of 64 rows: a prompt of 4 with 2 draft tokens, and a part of another prompt.
-    assert bench.scheduler.under_way == BatchInfo(
-        items=(drafting, feeding),
+    assert bench.scheduler.current_batch == BatchInfo(
+        request_ids=(drafting, feeding),
         rows=64,
         draft_rows=2,
         prefill_rows=3 + 58,
@@ -40,7 +40,7 @@ def test_rows_are_told_apart_by_what_they_are_for() -> None:
 
 def test_there_is_nothing_to_tell_of_no_pass() -> None:
     with pytest.raises(Broken):
-        _ = Bench().scheduler.under_way
+        _ = Bench().scheduler.current_batch
 
 
 def test_a_session_that_makes_place_for_an_older_one_is_told_and_named_once() -> None:
@@ -50,7 +50,7 @@ def test_a_session_that_makes_place_for_an_older_one_is_told_and_named_once() ->
     old = bench.submit(request(PROMPT, session="old", arrival_ns=1, credit=1))
     plan = bench.begin()
     assert facts_of(bench).preempted == ("young",)
-    answers = {answer.item: answer for answer in bench.finish(plan)}
+    answers = {answer.request_id: answer for answer in bench.finish(plan)}
     assert isinstance(answers[young].outcome, Miss)
     assert answers[young].preempted
     assert not answers[old].preempted
@@ -64,15 +64,15 @@ def test_a_session_whose_blocks_are_taken_in_a_pass_is_preempted() -> None:
     bench.step()
     bench.submit(request(prompt(20, 2), session="old", arrival_ns=1))
     plan = bench.begin()
-    assert bench.scheduler.under_way.preempted == ("young",)
-    [lost] = [answer for answer in bench.finish(plan) if answer.item == young and answer.preempted]
+    assert bench.scheduler.current_batch.preempted == ("young",)
+    [lost] = [answer for answer in bench.finish(plan) if answer.request_id == young and answer.preempted]
     assert isinstance(lost.outcome, Miss)
 
 
 def test_a_miss_of_what_was_never_held_is_no_preemption() -> None:
     bench = Bench()
     bench.submit(request(PROMPT, start=2))
-    [missed] = bench.scheduler.take_answers()
+    [missed] = bench.scheduler.take_responses()
     assert isinstance(missed.outcome, Miss)
     assert not missed.preempted
 
@@ -83,5 +83,5 @@ def test_an_idle_session_that_makes_room_is_evicted() -> None:
     bench.step()
     bench.submit(request(prompt(20, 2), session="new", arrival_ns=2))
     bench.begin()
-    assert bench.scheduler.under_way.evicted == ("idle",)
-    assert bench.scheduler.under_way.preempted == ()
+    assert bench.scheduler.current_batch.evicted == ("idle",)
+    assert bench.scheduler.current_batch.preempted == ()

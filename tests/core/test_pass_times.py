@@ -48,7 +48,7 @@ def test_no_other_number_of_rows_confirms_more_tokens_per_time(
     worth: list[float], sessions: int, prompt_rows: int, room: int
 ) -> None:
     rows = sessions + prompt_rows
-    chosen = rows_that_pay(worth, tokens=sessions, rows=rows, pass_ns=LiveStepTimes(CURVE), room=room)
+    chosen = rows_that_pay(worth, tokens=sessions, rows=rows, step_ns=LiveStepTimes(CURVE), room=room)
 
     def rate(count: int) -> float:
         return (sessions + sum(worth[:count])) / CURVE(rows + count)
@@ -62,7 +62,7 @@ def test_no_other_number_of_rows_confirms_more_tokens_per_time(
 def test_a_row_never_makes_a_pass_shorter() -> None:
     falling = {1: 100, 2: 100, 3: 60}
     assert (
-        rows_that_pay([0.0, 0.0], tokens=1, rows=1, pass_ns=lambda rows, drafts: falling[rows], room=2) == 0
+        rows_that_pay([0.0, 0.0], tokens=1, rows=1, step_ns=lambda rows, drafts: falling[rows], room=2) == 0
     )
 
 
@@ -72,9 +72,9 @@ def test_a_row_never_makes_a_pass_shorter() -> None:
 def test_what_is_not_contradicted_is_as_measured() -> None:
     live = LiveStepTimes(CURVE)
     for rows in (1, 2, 3, 8, 100, 5000):
-        live.saw(rows, 0, CURVE(rows))
-        live.saw(rows, 2, CURVE(rows))
-        live.saw(rows, 0, 0)
+        live.record(rows, 0, CURVE(rows))
+        live.record(rows, 2, CURVE(rows))
+        live.record(rows, 0, 0)
     assert [live(rows, 0) for rows in (1, 8, 12, 2000, 5000)] == [
         CURVE(rows) for rows in (1, 8, 12, 2000, 5000)
     ]
@@ -85,37 +85,37 @@ def test_a_bad_start_is_made_good() -> None:
     noisy = StepTimes.measured([(1, 30_000), (8, 30_000), (64, 60_000)])
     live = LiveStepTimes(noisy)
     for _ in range(200):
-        live.saw(1, 0, 10_000)
-        live.saw(8, 0, 12_000)
+        live.record(1, 0, 10_000)
+        live.record(8, 0, 12_000)
     assert live(1, 0) == pytest.approx(10_000, rel=0.02)
     assert live(8, 0) == pytest.approx(12_000, rel=0.02)
     worth = [0.02] * 7
-    assert rows_that_pay(worth, tokens=1, rows=1, pass_ns=LiveStepTimes(noisy), room=7) == 7
-    assert rows_that_pay(worth, tokens=1, rows=1, pass_ns=live, room=7) == 0
+    assert rows_that_pay(worth, tokens=1, rows=1, step_ns=LiveStepTimes(noisy), room=7) == 7
+    assert rows_that_pay(worth, tokens=1, rows=1, step_ns=live, room=7) == 0
 
 
 def test_what_was_never_seen_goes_along_and_what_was_seen_stays() -> None:
     live = LiveStepTimes(CURVE)
     for _ in range(200):
-        live.saw(64, 0, 120_000)
+        live.record(64, 0, 120_000)
     assert live(1, 0) == pytest.approx(20_000, rel=0.02), "all of the machine may be slower"
     for _ in range(200):
-        live.saw(1, 0, 10_000)
+        live.record(1, 0, 10_000)
     assert live(1, 0) == pytest.approx(10_000, rel=0.02)
     assert live(64, 0) == pytest.approx(120_000, rel=0.02)
 
 
 def test_one_pass_that_was_interrupted_changes_little() -> None:
     live = LiveStepTimes(CURVE)
-    live.saw(1, 0, 10_000_000_000)
+    live.record(1, 0, 10_000_000_000)
     assert live(1, 0) < 1.2 * CURVE(1)
 
 
 def test_what_draft_rows_cost_is_told_from_what_others_do() -> None:
     live = LiveStepTimes(CURVE)
     for _ in range(200):
-        live.saw(64, 0, 90_000)
-        live.saw(64, 16, 110_000)
+        live.record(64, 0, 90_000)
+        live.record(64, 16, 110_000)
     assert live(64, 0) == pytest.approx(90_000, rel=0.02)
     assert live(64, 16) == pytest.approx(110_000, rel=0.02)
     assert live(1, 1) == live(1, 0), "as others, where none was seen"
@@ -124,15 +124,15 @@ def test_what_draft_rows_cost_is_told_from_what_others_do() -> None:
 def test_draft_rows_that_were_dear_are_tried_again() -> None:
     live = LiveStepTimes(CURVE)
     for _ in range(100):
-        live.saw(8, 0, CURVE(8))
-        live.saw(8, 4, 3 * CURVE(8))
+        live.record(8, 0, CURVE(8))
+        live.record(8, 4, 3 * CURVE(8))
     assert live(8, 4) > 2.5 * CURVE(8)
     for _ in range(3000):
-        live.saw(8, 0, CURVE(8))
+        live.record(8, 0, CURVE(8))
     assert live(8, 4) == pytest.approx(CURVE(8), rel=0.02)
 
 
 def test_a_row_costs_what_it_does_where_a_step_is_filled() -> None:
     steps = LiveStepTimes(StepTimes.measured([(1, 10_000), (8, 10_007), (9, 18_000), (40, 18_031)]))
-    assert steps.of_a_row(1) <= 1, "the others of the first step are free"
-    assert steps.of_a_row(8) == (18_031 - 10_007) // 32
+    assert steps.added_row_ns(1) <= 1, "the others of the first step are free"
+    assert steps.added_row_ns(8) == (18_031 - 10_007) // 32

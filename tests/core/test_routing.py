@@ -104,15 +104,18 @@ def test_a_replica_without_room_is_left_for_one_that_has_it() -> None:
 def test_the_directory_names_who_holds_the_kv() -> None:
     holder = lease("b")
     held = CacheLocation("b", holder.incarnation, kv_len=30)
-    assert chosen(replace(WANTED, held=held), lease("a"), holder, lease("c")) == "b"
-    assert chosen(replace(WANTED, held=held), lease("c"), replace(holder, incarnation="another life")) == "c"
+    assert chosen(replace(WANTED, cached_at=held), lease("a"), holder, lease("c")) == "b"
+    assert (
+        chosen(replace(WANTED, cached_at=held), lease("c"), replace(holder, incarnation="another life"))
+        == "c"
+    )
 
 
 def test_its_own_build_comes_before_all_others() -> None:
     wanted = replace(WANTED, fingerprint="build-1")
     other = caching("other", TOKENS, fingerprint="build-2")
     assert chosen(wanted, other, lease("own", queue_depth=50)) == "own"
-    assert chosen(wanted, other, TargetCandidate(lease("own"), up=False)) == "other"
+    assert chosen(wanted, other, TargetCandidate(lease("own"), is_healthy=False)) == "other"
     assert chosen(wanted, other, lease("own"), avoid=["own"]) == "own", "while one lives"
     assert chosen(WANTED, other, lease("own")) == "other", "a new session has no build yet"
 
@@ -120,7 +123,7 @@ def test_its_own_build_comes_before_all_others() -> None:
 def test_one_that_failed_the_session_is_asked_only_when_there_is_no_other() -> None:
     assert chosen(WANTED, caching("a", TOKENS), lease("b", queue_depth=9), avoid=["a"]) == "b"
     assert chosen(WANTED, lease("a"), avoid=["a"]) == "a"
-    assert chosen(WANTED, TargetCandidate(lease("a"), up=False)) == "a", "it may be back by then"
+    assert chosen(WANTED, TargetCandidate(lease("a"), is_healthy=False)) == "a", "it may be back by then"
 
 
 def test_one_that_is_too_small_for_the_answer_is_not_asked() -> None:
@@ -166,11 +169,11 @@ def test_whoever_is_there(found: list[TargetCandidate], avoid: set[str], fingerp
     assert choose_target(wanted, found[::-1], avoid) is picked, (
         "the order in which they were found says nothing"
     )
-    assert picked.up or not any(c.up for c in able)
-    own = [c for c in able if c.up == picked.up and c.lease.fingerprint == fingerprint]
+    assert picked.is_healthy or not any(c.is_healthy for c in able)
+    own = [c for c in able if c.is_healthy == picked.is_healthy and c.lease.fingerprint == fingerprint]
     assert not own or picked in own
     # Nothing beats it in everything.
-    rivals = [c for c in own or able if c.up == picked.up and c.lease.address not in avoid]
+    rivals = [c for c in own or able if c.is_healthy == picked.is_healthy and c.lease.address not in avoid]
     assert not any(
         cached_tokens(wanted, c.lease) > cached_tokens(wanted, picked.lease)
         and c.load < picked.load

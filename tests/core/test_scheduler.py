@@ -188,7 +188,7 @@ def test_rows_go_to_the_drafts_that_are_likeliest_to_survive() -> None:
         ): name
         for name, survival in survivals.items()
     }
-    verified = {items[answer.item]: result_of(answer).verified for answer in bench.step()}
+    verified = {items[answer.request_id]: result_of(answer).verified for answer in bench.step()}
     assert verified == {"good": 2, "bad": 0}
 
 
@@ -202,7 +202,7 @@ def test_a_doubtful_draft_pays_no_more_beside_a_long_prompt() -> None:
         request(PROMPT, start=4, session="a", draft_tokens=tuple(ANSWER[:1]), survival=(0.2,))
     )
     bench.submit(request(prompt(80), session="b"))
-    results = {answer.item: result_of(answer) for answer in bench.step()}
+    results = {answer.request_id: result_of(answer) for answer in bench.step()}
     assert results[drawn].verified == 0
     assert results[drawn].compute_ns == times(81)
     assert results[drawn].prefill_ns == times(81) - times(2)
@@ -234,8 +234,8 @@ def test_a_session_that_arrives_during_a_pass_joins_the_next() -> None:
     first = bench.submit(request(PROMPT, session="a", credit=9))
     plan = bench.begin()
     second = bench.submit(request(PROMPT, session="b", credit=9))
-    assert [answer.item for answer in bench.finish(plan)] == [first]
-    assert {answer.item for answer in bench.step()} == {first, second}
+    assert [answer.request_id for answer in bench.finish(plan)] == [first]
+    assert {answer.request_id for answer in bench.step()} == {first, second}
 
 
 def test_a_long_prompt_takes_one_budget_a_pass_and_the_others_go_on() -> None:
@@ -247,7 +247,7 @@ def test_a_long_prompt_takes_one_budget_a_pass_and_the_others_go_on() -> None:
     while len(rows) < 5:
         plan = bench.begin()
         rows.append(plan.rows)
-        assert talker in {answer.item for answer in bench.finish(plan)}
+        assert talker in {answer.request_id for answer in bench.finish(plan)}
     assert rows == [16, 16, 16, 16, 11], "15 rows beside the talker's one, and the rest at last"
 
 
@@ -287,8 +287,8 @@ def test_a_newer_item_overtakes_an_older_one() -> None:
     bench.step()
     new = bench.submit(request([*PROMPT, ANSWER[0]], start=5))
     over, result = bench.step()
-    assert (over.item, over.outcome) == (old, Superseded(6, prefix_hash([*PROMPT, ANSWER[0]])))
-    assert result.item == new
+    assert (over.request_id, over.outcome) == (old, Superseded(6, prefix_hash([*PROMPT, ANSWER[0]])))
+    assert result.request_id == new
 
 
 def test_the_slice_is_the_truth_even_against_what_was_confirmed() -> None:
@@ -297,7 +297,7 @@ def test_the_slice_is_the_truth_even_against_what_was_confirmed() -> None:
     bench.step()
     other = [*PROMPT[:4], 0, 0, 2]
     item = bench.submit(request(other))
-    (result,) = (result_of(answer) for answer in bench.step() if answer.item == item)
+    (result,) = (result_of(answer) for answer in bench.step() if answer.request_id == item)
     assert result.tokens == (truth(other),)
 
 
@@ -307,14 +307,14 @@ def test_what_comes_in_mid_pass_waits_for_its_end() -> None:
     plan = bench.begin()
     second = bench.submit(request([*PROMPT, ANSWER[0]], start=5))
     third = bench.submit(request([*PROMPT, ANSWER[0]], start=5))
-    assert not bench.scheduler.take_answers()
+    assert not bench.scheduler.take_responses()
     answers = bench.finish(plan)
-    assert [(answer.item, type(answer.outcome)) for answer in answers] == [
+    assert [(answer.request_id, type(answer.outcome)) for answer in answers] == [
         (first, Confirmed),
         (first, Superseded),
         (second, Superseded),
     ]
-    assert [answer.item for answer in bench.step()] == [third]
+    assert [answer.request_id for answer in bench.step()] == [third]
 
 
 def test_cancelling_in_mid_pass_keeps_the_kv_and_says_nothing() -> None:
@@ -337,8 +337,8 @@ def test_a_failed_pass_costs_its_sessions_what_it_computed_and_no_more() -> None
     bench.finish(bench.begin())
     plan = bench.begin()
     bench.scheduler.fail(plan, Unavailable("the step failed"))
-    (failed,) = bench.scheduler.take_answers()
-    assert (failed.item, type(failed.outcome)) == (item, Unavailable)
+    (failed,) = bench.scheduler.take_responses()
+    assert (failed.request_id, type(failed.outcome)) == (item, Unavailable)
     bench.table.check()
     bench.submit(request(prompt(12)))
     assert [len(chunk.tokens) for chunk in bench.begin().chunks] == [4]
@@ -349,7 +349,7 @@ def test_an_error_of_one_chunk_is_its_own() -> None:
     sick, well = (bench.submit(request(PROMPT, session=name)) for name in ("sick", "well"))
     plan = bench.begin()
     bench.scheduler.conclude(plan, [Broken("not a number"), Sampled((ANSWER[0],))], bench.now)
-    answers = {answer.item: answer.outcome for answer in bench.scheduler.take_answers()}
+    answers = {answer.request_id: answer.outcome for answer in bench.scheduler.take_responses()}
     assert isinstance(answers[sick], Broken)
     assert isinstance(answers[well], Confirmed)
 
@@ -360,7 +360,7 @@ def test_an_engine_that_draws_nothing_ends_the_item_and_stalls_nobody(outcome: S
     bench.submit(request(PROMPT, credit=9))
     plan = bench.begin()
     bench.scheduler.conclude(plan, [outcome], bench.now)
-    (answer,) = bench.scheduler.take_answers()
+    (answer,) = bench.scheduler.take_responses()
     assert isinstance(answer.outcome, Broken)
     assert bench.scheduler.plan(bench.now) is None
 
@@ -370,14 +370,16 @@ def test_what_was_accepted_before_bad_logits_is_confirmed_and_the_next_pass_fail
     item = bench.submit(request(PROMPT, draft_tokens=tuple(ANSWER[:4]), credit=9))
     plan = bench.begin()
     bench.scheduler.conclude(plan, [Sampled(tuple(ANSWER[:2]))], bench.now)
-    result = only(bench.scheduler.take_answers())
+    result = only(bench.scheduler.take_responses())
     assert (result.tokens, result.accepted, result.verified) == (tuple(ANSWER[:2]), 2, 2)
     assert (result.kv_len, result.more) == (6, True)
     plan = bench.begin()
     assert plan.chunks[0].tokens[0] == ANSWER[1], "the last confirmed token is fed again"
     broken = Broken("no finite maximum")
     bench.scheduler.conclude(plan, [broken], bench.now)
-    assert [(answer.item, answer.outcome) for answer in bench.scheduler.take_answers()] == [(item, broken)]
+    assert [(answer.request_id, answer.outcome) for answer in bench.scheduler.take_responses()] == [
+        (item, broken)
+    ]
     bench.table.check()
 
 
@@ -386,7 +388,7 @@ def test_the_youngest_makes_room_for_the_older_and_learns_what_is_left() -> None
     young = bench.submit(request(prompt(16, 1), session="young", arrival_ns=9, credit=99))
     bench.step()
     old = bench.submit(request(prompt(24, 2), session="old", arrival_ns=1))
-    answers = {answer.item: answer.outcome for answer in bench.step()}
+    answers = {answer.request_id: answer.outcome for answer in bench.step()}
     assert isinstance(answers[old], Confirmed)
     missed = answers[young]
     assert isinstance(missed, Miss)
@@ -401,7 +403,7 @@ def test_a_young_session_is_refused_where_older_ones_hold_everything() -> None:
     old = bench.submit(request(prompt(28, 1), session="old", arrival_ns=1, credit=3))
     bench.step()
     young = bench.submit(request(prompt(8, 2), session="young", arrival_ns=9))
-    answers = {answer.item: answer.outcome for answer in bench.step()}
+    answers = {answer.request_id: answer.outcome for answer in bench.step()}
     assert isinstance(answers[old], Confirmed)
     refused = answers[young]
     assert isinstance(refused, Overloaded)
@@ -415,7 +417,7 @@ def test_the_youngest_makes_place_for_an_older_session() -> None:
     bench.step()
     old = bench.submit(request(PROMPT, session="old", arrival_ns=0))
     young = bench.submit(request(PROMPT, session="young", arrival_ns=3))
-    answers = {answer.item: answer.outcome for answer in bench.step()}
+    answers = {answer.request_id: answer.outcome for answer in bench.step()}
     assert isinstance(answers[old], Confirmed)
     assert isinstance(answers[items[0]], Confirmed)
     missed = answers[items[1]]
@@ -431,7 +433,7 @@ def test_a_higher_priority_takes_the_blocks_of_an_older_session() -> None:
     old = bench.submit(request(prompt(16, 1), session="old", arrival_ns=1, credit=99))
     bench.step()
     urgent = bench.submit(request(prompt(24, 2), session="urgent", arrival_ns=9, priority=1))
-    answers = {answer.item: answer.outcome for answer in bench.step()}
+    answers = {answer.request_id: answer.outcome for answer in bench.step()}
     assert isinstance(answers[urgent], Confirmed)
     assert isinstance(answers[old], Miss)
 
@@ -441,7 +443,7 @@ def test_a_higher_priority_takes_the_place_of_an_older_session() -> None:
     old = bench.submit(request(prompt(9), session="old", arrival_ns=1, credit=50))
     bench.step()
     urgent = bench.submit(request(PROMPT, session="urgent", arrival_ns=9, priority=1))
-    answers = {answer.item: answer.outcome for answer in bench.step()}
+    answers = {answer.request_id: answer.outcome for answer in bench.step()}
     assert isinstance(answers[urgent], Confirmed)
     assert isinstance(answers[old], Miss)
 
@@ -456,7 +458,7 @@ def test_prompts_are_fed_by_priority_and_then_by_arrival() -> None:
     fed = []
     for _ in arrivals:
         plan = bench.begin()
-        fed += [items[item] for item in bench.scheduler.under_way.items]
+        fed += [items[item] for item in bench.scheduler.current_batch.request_ids]
         bench.finish(plan)
     assert fed == ["urgent", "early", "late", "idle"]
 
@@ -470,9 +472,9 @@ def test_where_too_many_wait_the_youngest_of_the_least_priority_is_refused() -> 
     with pytest.raises(Overloaded):
         bench.submit(request(PROMPT, session="younger", arrival_ns=3, priority=-1))
     urgent = bench.submit(request(PROMPT, session="urgent", arrival_ns=3))
-    [refused] = bench.scheduler.take_answers()
-    assert (refused.item, type(refused.outcome)) == (low[1], Overloaded)
-    assert {answer.item for answer in bench.step()} == {low[0], urgent}
+    [refused] = bench.scheduler.take_responses()
+    assert (refused.request_id, type(refused.outcome)) == (low[1], Overloaded)
+    assert {answer.request_id for answer in bench.step()} == {low[0], urgent}
     bench.table.check()
 
 
@@ -497,8 +499,8 @@ def test_a_deadline_counts_until_the_work_begins() -> None:
     bench.step()
     late = bench.submit(request(PROMPT, session="late", deadline_ns=bench.now))
     bench.scheduler.expire(bench.now)
-    answers = bench.scheduler.take_answers()
-    assert [(answer.item, type(answer.outcome)) for answer in answers] == [(late, DeadlinePassed)]
+    answers = bench.scheduler.take_responses()
+    assert [(answer.request_id, type(answer.outcome)) for answer in answers] == [(late, DeadlinePassed)]
     assert list(bench.results()) == [begun]
 
 
@@ -508,7 +510,7 @@ def test_a_miss_says_what_is_held() -> None:
     bench.step()
     bench.submit(request([*PROMPT, 1, 2, 3], start=7))
     bench.submit(request([9, 9, 9, 9], start=3, session="unknown"))
-    short, nothing = (answer.outcome for answer in bench.scheduler.take_answers())
+    short, nothing = (answer.outcome for answer in bench.scheduler.take_responses())
     assert short == Miss(5, prefix_hash(PROMPT))
     assert nothing == Miss(0, prefix_hash([]))
     assert bench.scheduler.counts.missed == 2
@@ -521,7 +523,7 @@ def test_times_are_of_what_led_to_each_result() -> None:
     first, second = only(bench.step()), only(bench.step())
     assert first.queue_ns == 3 * MS
     assert first.compute_ns == FLAT(5)
-    assert bench.scheduler.waits_ns == [], "of the second pass, which was no item's first"
+    assert bench.scheduler.queue_times_ns == [], "of the second pass, which was no item's first"
     assert (second.queue_ns, second.compute_ns) == (0, FLAT(1))
 
 
@@ -559,8 +561,8 @@ def test_after_a_fault_of_its_own_everything_ends_and_begins_anew() -> None:
     items.append(bench.submit(request(PROMPT, session="s1")))
     error = Unavailable("failed")
     bench.scheduler.abandon(error)
-    answers = bench.scheduler.take_answers()
-    assert [(answer.item, answer.outcome) for answer in answers] == [(item, error) for item in items]
+    answers = bench.scheduler.take_responses()
+    assert [(answer.request_id, answer.outcome) for answer in answers] == [(item, error) for item in items]
     assert (bench.scheduler.queue_depth, bench.table.live_blocks) == (0, 0)
     assert bench.table.cached_prefixes(9) == []
     item = bench.submit(request(PROMPT, session="s1", credit=5))

@@ -296,7 +296,7 @@ class StreamsBeforeCommit(Session):
         effects = super().step(event, now)
         if isinstance(event, ev.Verified):
             delivery, confirmed = self._delivery, self.answer.output_len
-            effects.append(ev.Emit(tuple(self.answer.stream(delivery._emitted, confirmed))))
+            effects.append(ev.Emit(tuple(self.answer.chunks(delivery._emitted, confirmed))))
             delivery._emitted = confirmed
         return effects
 

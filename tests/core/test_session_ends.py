@@ -15,7 +15,7 @@ def resumed(stream_from: int, ending: Ending) -> list[ev.Effect]:
     """The effects of resuming a finished session of three output tokens."""
     answer = Answer(spec(), decode)
     for token in (1, 2, 3):
-        answer.absorb(token, TokenRecord())
+        answer.append(token, TokenRecord())
     return Session(answer, stream_from=stream_from, finished=ending).start(0)
 
 

@@ -146,9 +146,9 @@ def taught(
     chance = random.Random(1)
     session = session_of(book)
     for _ in range(400):
-        session.saw_token(chance.random() < alpha)
-        session.saw_pass(round(pass_ms * MS), 1, round(row_ms * MS), 1)
-        session.saw_proposal(4, 0, round((4 * token_ms + 0.4) * MS), round(4 * token_ms * MS), sharing)
+        session.record_token(chance.random() < alpha)
+        session.record_step(round(pass_ms * MS), 1, round(row_ms * MS), 1)
+        session.record_proposal(4, 0, round((4 * token_ms + 0.4) * MS), round(4 * token_ms * MS), sharing)
     return session
 
 
@@ -158,9 +158,9 @@ def test_where_sessions_are_alike_what_sets_one_apart_is_not_believed() -> None:
     alike = [session_of(book, f"s{i}") for i in range(16)]
     for _ in range(60):
         for session in alike:
-            session.saw_token(chance.random() < 0.5)
+            session.record_token(chance.random() < 0.5)
     told = [session.alpha for session in alike]
-    seen = [session.habits.alpha for session in alike]
+    seen = [session.statistics.alpha for session in alike]
     assert max(told) - min(told) < (max(seen) - min(seen)) / 2
 
 
@@ -170,7 +170,7 @@ def test_where_sessions_differ_each_is_taken_for_what_it_is() -> None:
     sessions = [session_of(book, f"s{i}") for i in range(16)]
     for _ in range(60):
         for i, session in enumerate(sessions):
-            session.saw_token(chance.random() < (0.95 if i % 2 else 0.1))
+            session.record_token(chance.random() < (0.95 if i % 2 else 0.1))
     assert min(session.alpha for session in sessions[1::2]) > 0.75
     assert max(session.alpha for session in sessions[::2]) < 0.3
 
@@ -181,11 +181,11 @@ def test_a_session_whose_drafts_are_of_no_use_is_soon_known_among_good_ones() ->
     for i in range(16):
         session = session_of(book, f"s{i}")
         for _ in range(60):
-            session.saw_token(chance.random() < 0.8)
+            session.record_token(chance.random() < 0.8)
     other = session_of(book, "other")
     assert other.alpha > 0.7
     for _ in range(16):
-        other.saw_token(False)
+        other.record_token(False)
     assert other.alpha < 0.35
 
 
@@ -196,7 +196,7 @@ def test_a_run_of_bad_luck_does_not_move_what_all_sessions_are_like() -> None:
     far = 0.0
     for round_ in range(120):
         for session in sessions:
-            session.saw_token(chance.random() < 0.5)
+            session.record_token(chance.random() < 0.5)
         if round_ > 8:
             far = max(far, *(abs(session.alpha - 0.5) for session in sessions))
     assert far < 0.1
@@ -210,7 +210,7 @@ def test_a_workload_that_collapses_is_soon_noticed_by_its_sessions_and_its_retur
     def after(rounds: int, alpha: float) -> float:
         for _ in range(rounds):
             for session in sessions:
-                session.saw_token(chance.random() < alpha)
+                session.record_token(chance.random() < alpha)
         return sum(session.alpha for session in sessions) / len(sessions)
 
     assert after(100, 0.8) == pytest.approx(0.8, abs=0.06)
@@ -221,13 +221,13 @@ def test_a_workload_that_collapses_is_soon_noticed_by_its_sessions_and_its_retur
 def test_rows_ahead_of_a_guess_are_spent_only_if_it_comes_true() -> None:
     """What is drafted there is worth it at the price that rows have then, however doubtful the guess."""
     session = taught(SharedStatistics(), 0.8, pass_ms=20, token_ms=1, row_ms=12)
-    assert session.wanted(0, 1.0, 60, 0) > 0
-    assert session.wanted(1, 0.5, 60, 0) > 0
+    assert session.tokens_to_draft(0, 1.0, 60, 0) > 0
+    assert session.tokens_to_draft(1, 0.5, 60, 0) > 0
 
 
 def test_no_more_is_asked_for_at_once_than_is_drafted_in_a_pass() -> None:
-    long = taught(SharedStatistics(), 0.98, pass_ms=40, token_ms=1.5).wanted(0, 1.0, 60, 0)
-    short = taught(SharedStatistics(), 0.98, pass_ms=9, token_ms=1.5).wanted(0, 1.0, 60, 0)
+    long = taught(SharedStatistics(), 0.98, pass_ms=40, token_ms=1.5).tokens_to_draft(0, 1.0, 60, 0)
+    short = taught(SharedStatistics(), 0.98, pass_ms=9, token_ms=1.5).tokens_to_draft(0, 1.0, 60, 0)
     assert long >= 16
     assert 6 <= short <= 8, "and what is confirmed while messages are on their way"
 
@@ -236,31 +236,31 @@ def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
     """While drafting is as cheap as ever, and worth it for whom the draft has read already."""
     book = SharedStatistics()
     session = taught(book, 0.8, pass_ms=20, token_ms=1)
-    session.saw_proposal(4, 500, 5 * MS + 500 * MS, 4 * MS + 500 * MS, 1)
+    session.record_proposal(4, 500, 5 * MS + 500 * MS, 4 * MS + 500 * MS, 1)
     new = session_of(book, "new")
-    assert new.wanted(0, 1.0, 60, 4) > 0
-    assert new.wanted(0, 1.0, 60, 500) > 0, "in 60 tokens it will have been worth it"
-    assert new.wanted(0, 1.0, 4, 4) > 0
-    assert new.wanted(0, 1.0, 4, 500) == 0
+    assert new.tokens_to_draft(0, 1.0, 60, 4) > 0
+    assert new.tokens_to_draft(0, 1.0, 60, 500) > 0, "in 60 tokens it will have been worth it"
+    assert new.tokens_to_draft(0, 1.0, 4, 4) > 0
+    assert new.tokens_to_draft(0, 1.0, 4, 500) == 0
 
 
 def test_where_drafts_are_of_no_use_few_sessions_have_their_prompts_read() -> None:
     """Of many short answers, one now and again finds out for all whether drafts have become good."""
     book = SharedStatistics()
-    taught(book, 0.0, pass_ms=20, token_ms=1).saw_proposal(4, 500, 205 * MS, 204 * MS, 1)
+    taught(book, 0.0, pass_ms=20, token_ms=1).record_proposal(4, 500, 205 * MS, 204 * MS, 1)
     asked = 0
     for i in range(200):
         session = session_of(book, f"s{i}")
         for _ in range(10):
-            asked += session.wanted(0, 1.0, 10, 500) > 0
-            session.saw_verdict(offered=False, verified=0)
+            asked += session.tokens_to_draft(0, 1.0, 10, 500) > 0
+            session.record_verdict(offered=False, verified=0)
     assert 1 <= asked <= 12, "reading 200 ms, for 3 % of 40 s"
 
 
 def test_ahead_of_a_doubtful_guess_a_draft_works_if_nobody_else_wants_it() -> None:
     def ahead(sharing: int) -> int:
         session = taught(SharedStatistics(), 0.5, pass_ms=10, token_ms=4, sharing=sharing)
-        return session.wanted(1, 0.2, 60, 0)
+        return session.tokens_to_draft(1, 0.2, 60, 0)
 
     assert ahead(1) > 0
     assert ahead(2) == 0

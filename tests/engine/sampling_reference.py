@@ -22,7 +22,7 @@ Ids = NDArray[np.int64]
 
 def sample(logits: Tensor, draw: Draw, guesses: Sequence[int] = ()) -> list[int]:
     """`draw_all` of `draw` alone, with these guesses; raises its error."""
-    (outcome,) = draw_all(logits, [replace(draw, guesses=tuple(guesses))])
+    (outcome,) = draw_all(logits, [replace(draw, draft_tokens=tuple(guesses))])
     if not isinstance(outcome, Sampled):
         raise outcome
     return list(outcome.tokens)
@@ -31,7 +31,7 @@ def sample(logits: Tensor, draw: Draw, guesses: Sequence[int] = ()) -> list[int]
 def expected(logits: Floats, draw: Draw) -> Sampled | None:
     """What a draw gives of its rows [guesses + 1, vocab]; None if its first row is bad."""
     tokens: list[int] = []
-    for row, guess in zip(logits, [*draw.guesses, None], strict=True):
+    for row, guess in zip(logits, [*draw.draft_tokens, None], strict=True):
         token = _choose(row, draw, tokens)
         if token is None or (draw.logprobs is not None and not np.isfinite(row.max())):
             break

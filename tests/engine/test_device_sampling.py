@@ -75,12 +75,12 @@ def _guessed(rng: random.Random, draw: Draw, rows: torch.Tensor) -> Draw:
     """With guesses that are right for as long as can be, often but for the last."""
     guesses: list[int] = []
     while len(guesses) < len(rows) - 1:
-        (outcome,) = draw_all(rows[: len(guesses) + 1], [replace(draw, guesses=tuple(guesses))])
+        (outcome,) = draw_all(rows[: len(guesses) + 1], [replace(draw, draft_tokens=tuple(guesses))])
         good = isinstance(outcome, Sampled) and len(outcome.tokens) > len(guesses)
         guesses.append(outcome.tokens[-1] if good and isinstance(outcome, Sampled) else 0)
     if guesses and rng.random() < 0.4:
         guesses[rng.randrange(len(guesses))] += 1
-    return replace(draw, guesses=tuple(guesses))
+    return replace(draw, draft_tokens=tuple(guesses))
 
 
 def _same(ours: Sequence[Sampled | GalleyError], theirs: Sequence[Sampled | GalleyError]) -> None:
@@ -168,7 +168,7 @@ def test_a_bad_row_costs_its_own_draw_alone_and_no_accepted_guess() -> None:
     logits = torch.zeros(4, 9)
     logits[1], logits[3] = math.nan, -math.inf
     draw = Draw(SamplingParams(temperature=0.0), (5, 5), 1, frozenset(), 0)
-    guessed = replace(draw, guesses=(0,))
+    guessed = replace(draw, draft_tokens=(0,))
     first, second, last = device_sampling.draw_all(logits, [guessed, draw, draw])
     assert first == second == Sampled((0,)), "the accepted guess, without a token of its own"
     assert isinstance(last, Broken)

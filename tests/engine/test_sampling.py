@@ -222,11 +222,11 @@ def with_guesses(rng: np.random.Generator, rows: NDArray[np.float32], draw: Draw
     """The right ones, as far as there are any, often but for the last."""
     right: list[int] = []
     for i in range(len(rows) - 1):
-        own = expected(rows[: i + 1], replace(draw, guesses=tuple(right), logprobs=None))
+        own = expected(rows[: i + 1], replace(draw, draft_tokens=tuple(right), logprobs=None))
         right.append(own.tokens[-1] if own else 0)
     if right and rng.random() < 0.5:
         right[-1] += 1
-    return replace(draw, guesses=tuple(right))
+    return replace(draw, draft_tokens=tuple(right))
 
 
 @pytest.mark.parametrize(("vocab", "times"), [(1, 30), (7, 60), (257, 30), (3001, 8), (49152, 1)])
@@ -296,7 +296,7 @@ def test_a_bad_row_keeps_what_was_accepted_before_it(shape: str, logprobs: int |
     for bad in (1, 2, 3):
         spoiled = rows.clone()
         spoiled[bad] = math.nan
-        (outcome,) = draw_all(spoiled, [replace(draw, guesses=guesses)])
+        (outcome,) = draw_all(spoiled, [replace(draw, draft_tokens=guesses)])
         assert tokens_of(outcome) == guesses[:bad], "no token of its own: the next pass is the one that fails"
         assert len(logprobs_of(outcome)) == (0 if logprobs is None else bad)
 
@@ -305,10 +305,10 @@ def test_logits_that_can_be_drawn_from_but_not_normed_are_bad_where_logprobs_are
     # The infinite one is masked for sampling, but logprobs are of the logits as they are.
     rows = torch.zeros(2, 9)
     rows[1, 4] = math.inf
-    draw = replace(draw_of(GREEDY), guesses=(0,), stop_token_ids=frozenset({4}), min_tokens=5)
+    draw = replace(draw_of(GREEDY), draft_tokens=(0,), stop_token_ids=frozenset({4}), min_tokens=5)
     assert tokens_of(draw_all(rows, [draw])[0]) == (0, 0)
     assert tokens_of(draw_all(rows, [replace(draw, logprobs=1)])[0]) == (0,)
-    assert isinstance(draw_all(rows[1:], [replace(draw, guesses=(), logprobs=1)])[0], Broken)
+    assert isinstance(draw_all(rows[1:], [replace(draw, draft_tokens=(), logprobs=1)])[0], Broken)
 
 
 @pytest.mark.parametrize("at", [0, 4998])
@@ -328,7 +328,7 @@ def test_penalties_of_one_draw_do_not_reach_the_next() -> None:
     params = replace(GREEDY, frequency_penalty=2.0, repetition_penalty=2.0)
     rows = torch.tensor([[2.0, 1.5, 1.0]] * 4)
     draws = [draw_of(params, prompt=[1], output=[0]), draw_of(params, prompt=[2])]
-    draws = [replace(draw, guesses=(1,)) for draw in draws]
+    draws = [replace(draw, draft_tokens=(1,)) for draw in draws]
     assert [tokens_of(own) for own in draw_all(rows, draws)] == [(2,), (0,)]
 
 
@@ -490,7 +490,7 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
     rows = torch.from_numpy(np.random.default_rng(3).normal(size=(3, 500)).astype(np.float32) * 5)
     truth = torch.log_softmax(rows.double(), dim=-1)
     params = replace(GREEDY, logit_bias={7: 100.0}, frequency_penalty=1.0)
-    answers = listed(rows, replace(draw_of(params), guesses=(7, 8)), top=4)
+    answers = listed(rows, replace(draw_of(params), draft_tokens=(7, 8)), top=4)
     assert len(answers) == 2
     for row, token, answer in zip(truth, [7, 7], answers, strict=False):
         best = row.topk(4)

@@ -109,7 +109,7 @@ async def test_create_returns_what_was_stored(store: RedisStore) -> None:
         created_ms=made.created_ms,
         body_hash=BODY,
     )
-    assert made.as_new() == new
+    assert made.to_new_session() == new
     assert len(made.ownership.nonce) == 16
     assert made.created_ms > 1_600_000_000_000
 
@@ -317,14 +317,14 @@ async def test_an_owner_makes_anew_what_was_lost(store: RedisStore, raw: redis_a
     await store.commit(owner, 3, [7, 8], b"ab")
     await lose(raw, owner)
     for _ in range(2):  # the answer to the first was lost
-        await store.recreate(owner, made.as_new())
+        await store.recreate(owner, made.to_new_session())
     with pytest.raises(LogBehind) as behind:
         await store.commit(owner, 5, [9], b"c")
     assert behind.value.have == 3
     assert await store.commit(owner, 3, [7, 8, 9], b"abc") == 6
-    await store.recreate(owner, made.as_new())  # delivered late
+    await store.recreate(owner, made.to_new_session())  # delivered late
     with pytest.raises(Fenced):
-        await store.recreate(first.ownership, first.as_new())
+        await store.recreate(first.ownership, first.to_new_session())
     seen = await store.claim(owner.session_id, ALICE, nonce=owner.nonce)
     assert (seen.tokens, seen.meta, seen.fields) == ([*PROMPT, 7, 8, 9], b"abc", made.fields)
     assert (seen.ownership, seen.principal, seen.body_hash) == (owner, ALICE, BODY)
@@ -338,14 +338,14 @@ async def test_nothing_that_is_there_is_made_anew(store: RedisStore, raw: redis_
     await lose(raw, owner)
     other = await store.create(a_session(session_id, fields={"request": b"another seed"}))
     with pytest.raises(Fenced):
-        await store.recreate(owner, lost.as_new())
+        await store.recreate(owner, lost.to_new_session())
     with pytest.raises(ClaimLost):
-        await store.recreate(later, lost.as_new())
+        await store.recreate(later, lost.to_new_session())
     await store.abort(session_id, ALICE, b"aborted")
     with pytest.raises(SessionEnded):
-        await store.recreate(other.ownership, other.as_new())
+        await store.recreate(other.ownership, other.to_new_session())
     with pytest.raises(Fenced):
-        await store.recreate(owner, lost.as_new())
+        await store.recreate(owner, lost.to_new_session())
     seen = await store.claim(session_id, ALICE)
     assert (seen.fields, seen.finish) == ({"request": b"another seed"}, b"aborted")
 

@@ -333,7 +333,7 @@ async def test_a_replica_that_is_silent_altogether_is_left_by_all_its_sessions(
     assert len(patient) == 4
     for session in patient[1:]:
         for _ in range(6):
-            session.patience.lost()  # those would wait for long
+            session.patience.record_late()  # those would wait for long
     async with asyncio.timeout(PATIENCE_S):
         for answers in await asyncio.gather(*(here.ask(session, confirmed(1)) for session in sessions)):
             assert isinstance(answers[-1], ev.Verified | ev.Failed)

@@ -18,6 +18,7 @@ from services.gateway.service import GatewayService
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.session.timeouts import SECOND, Timeouts
+from services.gateway.telemetry.observer import RequestObservers
 from tests.simulation.loop import Process
 from tests.simulation.redis import SimRegistry, SimStore
 from tests.simulation.replicas import MOST_DRAFT_TOKENS, TOKENIZER
@@ -113,7 +114,9 @@ class SimGateway:
             "sim", self.targets, tokenizer, self.drafts, limits, places, MOST_DRAFT_TOKENS, ""
         )
         client_ns = int(self._world.schedule.client_s * SECOND)
-        servicer = GenerationServicer(self.streams, model, self.clock, ID_SECRET, client_ns)
+        servicer = GenerationServicer(
+            self.streams, model, self.clock, ID_SECRET, client_ns, RequestObservers(self.clock)
+        )
         self._world.servers[self.address] = Server(self.process, behind(self._world, self.process, servicer))
 
     async def _get_ready(self) -> None:

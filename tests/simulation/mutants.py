@@ -95,22 +95,22 @@ class NoiseByRound(SimEngine):
 
 def _trusting_length(session: KvSession, tokens: Sequence[int]) -> None:
     """As many tokens as are cached of a session are its first."""
-    session.cut(min(len(session.tokens), max(0, len(tokens) - 1)))
+    session.truncate(min(len(session.tokens), max(0, len(tokens) - 1)))
 
 
 class NeverAgain(Drafting):
     """A draft that has failed once is not asked again."""
 
-    def _rest(self, now: int) -> None:
-        super()._rest(now)
+    def _cool_down(self, now: int) -> None:
+        super()._cool_down(now)
         self._off_until = math.inf  # type: ignore[assignment]  # beyond all time
 
 
 class NeverCloses(Breaker):
     """A probe that succeeds is not believed."""
 
-    def succeeded(self, attempt: int) -> bool:
-        return not self._probing and super().succeeded(attempt)
+    def record_success(self, attempt: int) -> bool:
+        return not self._probing and super().record_success(attempt)
 
 
 def _met_once(draft: Draft) -> bool:
@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         "trusts a cache by length",
         "the truth is",
-        patches={"galley.core.kv.session.KvSession.keep_or_attach": _trusting_length},
+        patches={"galley.core.kv.session.KvSession.restore": _trusting_length},
         theme="wandering",
     ),
     Mutant(

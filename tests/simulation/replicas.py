@@ -88,7 +88,7 @@ class SimEngine:
         first = len(draw.history)
         for i in range(chunk.want_logits):
             tokens.append(self.token(draw.params.seed, first + i, seen[: first + i]))
-            if i < len(draw.guesses) and draw.guesses[i] != tokens[-1]:
+            if i < len(draw.draft_tokens) and draw.draft_tokens[i] != tokens[-1]:
                 break
         asked = draw.logprobs is not None
         return Sampled(tuple(tokens), tuple(PositionLogprobs(-float(t)) for t in tokens) if asked else ())

@@ -316,15 +316,15 @@ class FuzzWorld:
     # ----------------------------------------------------------------------------------- answers --
 
     def _take_answers(self) -> None:
-        for answer in self._scheduler.take_answers():
-            session = self._by_item.get(answer.item)
+        for answer in self._scheduler.take_responses():
+            session = self._by_item.get(answer.request_id)
             if session is not None:
                 self._hear(session, answer)
 
     def _hear(self, session: _Session, answer: Response) -> None:
-        current = session.item == answer.item
-        if answer.last:
-            del self._by_item[answer.item]
+        current = session.item == answer.request_id
+        if answer.is_last:
+            del self._by_item[answer.request_id]
         outcome = answer.outcome
         self.counts.happened[type(outcome).__name__] += 1
         if isinstance(outcome, Confirmed):
@@ -334,7 +334,7 @@ class FuzzWorld:
             session.held = min(outcome.have, len(session.tokens) - 1) if agrees else 0
         elif isinstance(outcome, GalleyError) and current:
             self._hear_error(session, outcome)
-        if current and answer.last:
+        if current and answer.is_last:
             session.item, session.request = None, None
 
     def _hear_confirmed(self, session: _Session, confirmed: Confirmed, *, current: bool) -> None:
@@ -379,7 +379,7 @@ class FuzzWorld:
             prompt_len=session.prompt_len,
             stop_token_ids=frozenset({STOP}),
             min_tokens=0,
-            guesses=tuple(tokens[:-1]),
+            draft_tokens=tuple(tokens[:-1]),
         )
         expected = fresh_tokens(self._fresh, draw)
         if expected != tokens:
@@ -445,9 +445,9 @@ def fresh_tokens(model: CausalModel, draw: Draw) -> list[int]:
 
 def fresh_outcome(model: CausalModel, draw: Draw) -> StepOutcome:
     """The draw of one sequence, in one chunk, from nothing."""
-    tokens = [*draw.history, *draw.guesses]
+    tokens = [*draw.history, *draw.draft_tokens]
     blocks = range(-(-len(tokens) // model.kv.block_tokens))
-    chunk = StepChunk(0, tokens, blocks, 1 + len(draw.guesses), draw)
+    chunk = StepChunk(0, tokens, blocks, 1 + len(draw.draft_tokens), draw)
     return run_plan(model, StepPlan((chunk,)))[0]
 
 

@@ -32,7 +32,7 @@ class Timed:
         for chunk in plan.chunks:
             assert chunk.want_logits == len(chunk.tokens)
             assert chunk.draw is not None
-            assert len(chunk.draw.guesses) == chunk.want_logits - 1
+            assert len(chunk.draw.draft_tokens) == chunk.want_logits - 1
             assert len(chunk.blocks) * self.info.kv_block_tokens >= chunk.start + len(chunk.tokens)
         return [None] * len(plan.chunks)
 

@@ -58,7 +58,7 @@ def _guard_stream(behavior: Behavior) -> Behavior:
 
 async def _fail(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
     log_internal(error)
-    if isinstance(error, GalleyError) and error.told != str(error):
+    if isinstance(error, GalleyError) and error.public_message != str(error):
         _LOG.warning("call failed", error=str(error))
     await abort(context, error)
 

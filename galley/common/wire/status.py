@@ -51,7 +51,7 @@ def message_of(error: BaseException) -> str:
     code = code_of(error)
     if code is grpc.StatusCode.INTERNAL:
         return "internal error"
-    message = error.told if isinstance(error, errors.GalleyError) else str(error)
+    message = error.public_message if isinstance(error, errors.GalleyError) else str(error)
     return message or code.value[1]
 
 

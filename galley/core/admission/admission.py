@@ -42,7 +42,7 @@ class _Account:
     held: int = 0
     waits_until_ns: int = 0
 
-    def waits(self, now: int) -> bool:
+    def is_waiting(self, now: int) -> bool:
         """It was refused for want of a place, and may still come back for it."""
         return self.waits_until_ns > now
 
@@ -53,7 +53,9 @@ class _Account:
 
     def is_idle(self, now: int) -> bool:
         """Nothing is lost if it is forgotten."""
-        return not self.held and not self.waits(now) and (self.bucket is None or self.bucket.is_full(now))
+        return (
+            not self.held and not self.is_waiting(now) and (self.bucket is None or self.bucket.is_full(now))
+        )
 
 
 @dataclass(slots=True)
@@ -67,8 +69,8 @@ class AdmissionSlot:
     since_ns: int
     reserved: int
     used: int | None = None
-    kept: bool = False
-    left: bool = False
+    is_kept: bool = False
+    is_released: bool = False
 
 
 class Admission:
@@ -103,41 +105,41 @@ class Admission:
 
     def leave(self, place: AdmissionSlot, now: int) -> None:
         """The call is over. Told again, nothing changes: the place is another's by then."""
-        if place.left:
+        if place.is_released:
             return
-        place.left = True
+        place.is_released = True
         account = self._accounts[place.principal.name]
         _spend(account, (place.used or 0) - place.reserved, now)
         account.held -= 1
         self.held -= 1
         if place.used is not None:  # what failed before tells nothing of how long streams are
             for turnover in (account.turnover, self._turnover):
-                turnover.left(now - place.since_ns)
+                turnover.record_end(now - place.since_ns)
 
     def _check_own(self, principal: Principal, account: _Account, now: int) -> None:
         most = principal.limits.max_sessions
         if most is not None and account.held >= most:
-            wait_ns = account.turnover.promise(most, now)
+            wait_ns = account.turnover.next_wait_ns(most, now)
             what = f"all {most} streams of {principal.name} are in use"
             raise _overloaded(what, wait_ns, OWN_STREAMS)
 
     def _check_places(self, principal: Principal, account: _Account, now: int) -> None:
         if self.held >= self._places:
-            wait_ns = account.await_place(self._turnover.promise(self._places, now), now)
+            wait_ns = account.await_place(self._turnover.next_wait_ns(self._places, now), now)
             what = f"all {self._places} {self._what} of this gateway are in use"
             raise _overloaded(what, wait_ns, NO_PLACE)
         share = self._share(account, now)
         if account.held >= share:
-            wait_ns = account.await_place(account.turnover.promise(share, now), now)
+            wait_ns = account.await_place(account.turnover.next_wait_ns(share, now), now)
             what = f"{principal.name} has its share of {share} {self._what}, and others wait"
             raise _overloaded(what, wait_ns, NO_SHARE)
 
     def _share(self, account: _Account, now: int) -> int:
         """The places that are its own while others wait; more than all where nobody does."""
         others = [other for other in self._accounts.values() if other is not account]
-        if not any(other.waits(now) for other in others):
+        if not any(other.is_waiting(now) for other in others):
             return self._places + 1
-        sharing = 1 + sum(other.held > 0 or other.waits(now) for other in others)
+        sharing = 1 + sum(other.held > 0 or other.is_waiting(now) for other in others)
         return -(-self._places // sharing)
 
     def _account(self, principal: Principal, now: int) -> _Account:

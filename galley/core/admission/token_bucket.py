@@ -24,7 +24,7 @@ class TokenBucket:
         self.burst = burst
         self._level = burst
         self._at_ns = now
-        self._told_until = now
+        self._assigned_ns = now
 
     def try_take(self, tokens: int, now: int) -> int:
         """Take them and return 0; or take none and return how many nanoseconds to wait.
@@ -38,9 +38,9 @@ class TokenBucket:
             self._level -= tokens
             return 0
         ready = now + int((needed - self._level) / self.per_s * _SECOND) + 1
-        after_others = self._told_until + int(needed / self.per_s * _SECOND)
-        self._told_until = max(ready, min(after_others, now + _MOST_WAIT_NS))
-        return max(self._told_until - now, _LEAST_WAIT_NS)
+        after_others = self._assigned_ns + int(needed / self.per_s * _SECOND)
+        self._assigned_ns = max(ready, min(after_others, now + _MOST_WAIT_NS))
+        return max(self._assigned_ns - now, _LEAST_WAIT_NS)
 
     def is_full(self, now: int) -> bool:
         """Nothing was used that would still matter."""
@@ -56,7 +56,7 @@ class TokenBucket:
         self._level = min(self.burst, self._level + (now - self._at_ns) / _SECOND * self.per_s)
         self._at_ns = now
         if self._level >= self.burst:
-            self._told_until = now
+            self._assigned_ns = now
 
 
 class Turnover:
@@ -67,15 +67,15 @@ class Turnover:
 
     def __init__(self) -> None:
         self._length_ns = 0.0
-        self._promised_ns = 0
+        self._assigned_ns = 0
 
-    def left(self, length_ns: int) -> None:
+    def record_end(self, length_ns: int) -> None:
         """A stream has ended after so long."""
         known = self._length_ns or float(length_ns)
         self._length_ns = known + _NEWEST * (length_ns - known)
 
-    def promise(self, places: int, now: int) -> int:
+    def next_wait_ns(self, places: int, now: int) -> int:
         """Nanoseconds after which another of this caller's kind should find a place."""
         gap = (self._length_ns or _FIRST_LENGTH_NS) / places
-        self._promised_ns = min(max(self._promised_ns, now) + int(gap), now + _MOST_WAIT_NS)
-        return max(self._promised_ns - now, _LEAST_WAIT_NS)
+        self._assigned_ns = min(max(self._assigned_ns, now) + int(gap), now + _MOST_WAIT_NS)
+        return max(self._assigned_ns - now, _LEAST_WAIT_NS)

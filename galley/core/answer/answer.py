@@ -109,18 +109,18 @@ class Answer:
 
     def prefix_hash(self, length: int) -> bytes:
         """The content address of the first `length` tokens, which are there."""
-        return self._hasher.of(self.tokens, length)
+        return self._hasher.digest(self.tokens, length)
 
-    def hash_beyond(self, guesses: Sequence[int]) -> bytes:
+    def extended_hash(self, guesses: Sequence[int]) -> bytes:
         """The content address of all tokens and these guesses after them."""
-        return self._hasher.beyond(self.tokens, guesses)
+        return self._hasher.extended_digest(self.tokens, guesses)
 
     def output_hash(self, length: int) -> bytes:
         """The content address of the first `length` output tokens, as a client computes it."""
         start = len(self.spec.prompt)
         return prefix_hash(self.tokens[start : start + length])
 
-    def absorb(self, token: int, record: TokenRecord) -> bool:
+    def append(self, token: int, record: TokenRecord) -> bool:
         """Append one confirmed token; false once the answer has ended: what follows is cut."""
         if self.ending is not None:
             return False
@@ -144,7 +144,7 @@ class Answer:
             return piece.text + self._stream.flush(), Ending(Reason.LENGTH)
         return piece.text, None
 
-    def stream(self, start: int, end: int) -> Iterator[Chunk | NumericsChanged]:
+    def chunks(self, start: int, end: int) -> Iterator[Chunk | NumericsChanged]:
         """What a client is told of output tokens [start, end), cut where the origin changes."""
         while start < end:
             fingerprint = self.records[start].fingerprint

@@ -45,7 +45,7 @@ class LiveStepTimes:
         drafted = self._drafted[i]
         return self._plain[i] if drafted is None or not drafts else drafted
 
-    def of_a_row(self, rows: int) -> int:
+    def added_row_ns(self, rows: int) -> int:
         """Nanoseconds that a draft row adds to `rows` rows, if as many are added as makes it cheapest.
 
         Of steps, that is what filling them comes to: a pass takes as many draft rows as pay.
@@ -53,7 +53,7 @@ class LiveStepTimes:
         took_ns = self(rows, 0)
         return max(0, min((self(rows + more, more) - took_ns) // more for more in _MORE_ROWS))
 
-    def saw(self, rows: int, drafts: int, took_ns: int) -> None:
+    def record(self, rows: int, drafts: int, took_ns: int) -> None:
         """A pass over `rows` >= 1 rows took this long; nothing is learned of one that took no time."""
         if took_ns <= 0:
             return

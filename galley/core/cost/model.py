@@ -250,7 +250,7 @@ def rows_that_pay(
     *,
     tokens: float,
     rows: int,
-    pass_ns: StepNs,
+    step_ns: StepNs,
     room: int,
     prompts_ns: float = 0.0,
 ) -> int:
@@ -263,11 +263,11 @@ def rows_that_pay(
     `prompts_ns` of each pass are taken by rows that have to be fed sooner or later anyhow, and do not count:
     with them a row's time would look small, and next to a long prompt each draft token would pay.
     """
-    took_ns = pass_ns(rows, 0) - prompts_ns
+    took_ns = step_ns(rows, 0) - prompts_ns
     best, best_rate = 0, tokens / took_ns
     for count, gained in enumerate(worth[: max(0, room)], 1):
         tokens += gained
-        took_ns = max(took_ns, pass_ns(rows + count, count) - prompts_ns)
+        took_ns = max(took_ns, step_ns(rows + count, count) - prompts_ns)
         rate = tokens / took_ns
         if rate > best_rate:
             best, best_rate = count, rate

@@ -69,7 +69,7 @@ class BlockPool:
         """The block of this content, held or cached."""
         return self._registered.get(block_hash)
 
-    def recent(self, limit: int) -> list[bytes]:
+    def recent_hashes(self, limit: int) -> list[bytes]:
         """Up to `limit` registered hashes, the most recently used first."""
         return list(islice(reversed(self._registered), limit))
 

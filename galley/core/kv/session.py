@@ -25,10 +25,10 @@ class KvSession:
     """Blocks [0, len(hashes)) are full of standing tokens; the others are partly filled, or room."""
 
     __slots__ = (
+        "_block_table",
         "_block_tokens",
         "_copied",
         "_pool",
-        "_view",
         "arrival",
         "blocks",
         "hashes",
@@ -51,7 +51,7 @@ class KvSession:
         self._pool = pool
         self._block_tokens = block_tokens
         self._copied: int | None = None  # index of a block whose copy is ordered, but not known to be done
-        self._view: tuple[int, ...] | None = None
+        self._block_table: tuple[int, ...] | None = None
 
     @property
     def age(self) -> tuple[int, int, SessionKey]:
@@ -59,11 +59,11 @@ class KvSession:
         return -self.priority, self.arrival, self.key
 
     @property
-    def view(self) -> tuple[int, ...]:
+    def block_table(self) -> tuple[int, ...]:
         """`blocks`, as a value that does not change; made once for as long as they do not."""
-        if self._view is None:
-            self._view = tuple(self.blocks)
-        return self._view
+        if self._block_table is None:
+            self._block_table = tuple(self.blocks)
+        return self._block_table
 
     def missing(self, length: int) -> int:
         """How many blocks more it takes to cover [0, length)."""
@@ -87,46 +87,46 @@ class KvSession:
             else:
                 self._pool.unpin(block)
 
-    def settle(self) -> None:
+    def roll_back(self) -> None:
         """Keeps what is sure: nothing beyond the standing tokens, nothing in a block whose copy is open."""
         sure = len(self.tokens)
         if self._copied is not None:
             sure = min(sure, self._copied * self._block_tokens)
             self._copied = None
-        self.cut(sure)
+        self.truncate(sure)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Stands at `length` tokens at most, and returns the blocks that are wholly beyond."""
         self._release(self._blocks_for(length))
         if length < len(self.tokens):
-            self.prefix.cut(length)
+            self.prefix.truncate(length)
             del self.tokens[length:]
             del self.hashes[length // self._block_tokens :]
 
-    def keep_or_attach(self, tokens: Sequence[int]) -> None:
+    def restore(self, tokens: Sequence[int]) -> None:
         """Stands at as many of `tokens`, but the last, as its own blocks hold or cached ones would."""
         most = max(0, len(tokens) - 1)
-        self.cut(min(common_prefix_len(self.tokens, tokens), most))
+        self.truncate(min(common_prefix_len(self.tokens, tokens), most))
         own = len(self.hashes)
         found = self._find_after_own(tokens)
         reach = min((own + len(found)) * self._block_tokens, most)
         if reach <= len(self.tokens):
             return
-        self.cut(own * self._block_tokens)
+        self.truncate(own * self._block_tokens)
         for _, block in found[: self._blocks_for(reach) - own]:
             self._pool.share(block)
             self._append(block)
         self.tokens.extend(tokens[own * self._block_tokens : reach])
         self.hashes.extend(block_hash for block_hash, _ in found[: reach // self._block_tokens - own])
 
-    def make_room(self, length: int) -> tuple[tuple[int, int], ...]:
+    def grow(self, length: int) -> tuple[tuple[int, int], ...]:
         """Covers [0, length), with blocks of its own from its standing on; returns copies (from, to)."""
         copies = self._make_own() if length > len(self.tokens) else ()
         while len(self.blocks) < self._blocks_for(length):
             self._append(self._pool.take())
         return copies
 
-    def computed(self, tokens: Sequence[int]) -> None:
+    def append_computed(self, tokens: Sequence[int]) -> None:
         """Stands at `tokens` more; registers the blocks that got full. Raises Broken without `make_room`."""
         if tokens:
             self._check_room(len(self.tokens) + len(tokens))
@@ -165,7 +165,7 @@ class KvSession:
     def _append(self, block: int) -> None:
         """Holds one more block, of which the pool knows already."""
         self.blocks.append(block)
-        self._view = None
+        self._block_table = None
         if self.live:
             self._pool.pin(block)
 
@@ -173,7 +173,7 @@ class KvSession:
         """Returns its blocks from the last down to `keep`, so that chains are lost from their ends."""
         while len(self.blocks) > keep:
             block = self.blocks.pop()
-            self._view = None
+            self._block_table = None
             index = len(self.blocks)
             if index < len(self.hashes):
                 # The content counts as used now; where no other block is known to have it, this one does.
@@ -196,7 +196,7 @@ class KvSession:
             return ()
         fresh = self._pool.take()
         self.blocks[index] = fresh
-        self._view = None
+        self._block_table = None
         self._copied = index
         if self.live:
             self._pool.pin(fresh)

@@ -123,11 +123,11 @@ class KvTable:
     def blocks_of(self, key: SessionKey) -> tuple[int, ...]:
         """The session's block table: position p lies in block blocks_of(key)[p // block_tokens]."""
         session = self._session(key)
-        return session.view if session is not None else ()
+        return session.block_table if session is not None else ()
 
     def cached_prefixes(self, limit: int) -> list[bytes]:
         """Up to `limit` hashes of blocks that a new session could attach, most recently used first."""
-        return self._pool.recent(limit)
+        return self._pool.recent_hashes(limit)
 
     def take_evicted(self) -> tuple[SessionKey, ...]:
         """The last idle sessions that have lost their blocks to others since this was asked."""
@@ -135,10 +135,10 @@ class KvTable:
         self._lost.clear()
         return evicted
 
-    def held(self, key: SessionKey) -> Miss:
+    def cached_prefix(self, key: SessionKey) -> Miss:
         """The session's longest prefix that is in its blocks, or still cached: what a cache_miss says."""
         tokens, prefix = self._known(key)
-        return Miss(len(tokens), prefix.of(tokens, len(tokens)))
+        return Miss(len(tokens), prefix.digest(tokens, len(tokens)))
 
     def look_up(self, key: SessionKey, start: int, tokens: Sequence[int], prefix_hash: bytes) -> Hit | Miss:
         """`content.look_up` over what is `held` of the session, not hashing all of it. Changes nothing."""
@@ -157,7 +157,7 @@ class KvTable:
         """
         session = self._wake(key)
         session.arrival, session.priority = arrival, priority
-        session.keep_or_attach(tokens)
+        session.restore(tokens)
         return len(session.tokens)
 
     def reserve(self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()) -> Reservation:
@@ -175,9 +175,9 @@ class KvTable:
         preempted = tuple(victim.key for victim in victims if victim.live)
         for victim in victims:
             self._evict(victim)
-        return Reservation(session.make_room(length), preempted)
+        return Reservation(session.grow(length), preempted)
 
-    def computed(self, key: SessionKey, tokens: Sequence[int]) -> None:
+    def append_computed(self, key: SessionKey, tokens: Sequence[int]) -> None:
         """A pass is over: the KV of `tokens`, confirmed and next after those it stood at, now stands too.
 
         May be empty. Registers the blocks that got full. Raises Broken if the session has no blocks, or
@@ -186,26 +186,26 @@ class KvTable:
         session = self._session(key)
         if session is None:
             raise Broken(f"session {key[1]!r} was computed but holds no blocks")
-        session.computed(tokens)
+        session.append_computed(tokens)
 
     def truncate(self, key: SessionKey, length: int) -> None:
         """The session stands at `length` tokens at most; blocks wholly beyond `length` are returned."""
         session = self._session(key)
         if session is not None:
-            session.cut(length)
+            session.truncate(length)
 
-    def distrust(self, key: SessionKey) -> None:
+    def roll_back(self, key: SessionKey) -> None:
         """Its pass failed or never ran: what stood before stands, but for a block that was to be copied."""
         session = self._session(key)
         if session is not None:
-            session.settle()
+            session.roll_back()
 
-    def idle(self, key: SessionKey) -> None:
+    def make_idle(self, key: SessionKey) -> None:
         """No item stands: the session keeps the blocks of what it stands at until somebody needs them."""
         session = self._live.pop(key, None)
         if session is None:
             return
-        session.settle()
+        session.roll_back()
         session.set_live(False)
         if session.blocks:
             self._idle[key] = session
@@ -260,7 +260,7 @@ class KvTable:
             self._make_place()
             session = KvSession(key, self._pool, self.block_tokens)
             self._evicted.pop(key, None)
-        session.settle()
+        session.roll_back()
         session.set_live(True)
         self._idle.pop(key, None)
         self._live[key] = session
@@ -274,7 +274,7 @@ class KvTable:
             self._evict(next(iter(self._idle.values())))
 
     def _remove(self, session: KvSession) -> None:
-        session.cut(0)
+        session.truncate(0)
         self._live.pop(session.key, None)
         self._idle.pop(session.key, None)
 

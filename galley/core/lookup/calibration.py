@@ -33,7 +33,7 @@ class Calibration:
         self._verified = [0.0] * buckets
         self._accepted = [0.0] * buckets
 
-    def narrowed(self) -> Calibration:
+    def child(self) -> Calibration:
         """A new one for a part of what this one is for, which learns with it."""
         return Calibration(len(self._prior), self._prior, self._strength, self)
 
@@ -43,10 +43,10 @@ class Calibration:
         accepted = self._accepted[bucket] + self._strength * prior
         return min(1.0, accepted / (self._verified[bucket] + self._strength))
 
-    def saw(self, bucket: int, accepted: bool) -> None:
+    def record(self, bucket: int, accepted: bool) -> None:
         """A guess of this bucket was verified, all before it having been accepted."""
         if self._overall is not None:
-            self._overall.saw(bucket, accepted)
+            self._overall.record(bucket, accepted)
         keep = 1.0 - 1.0 / MEMORY
         self._verified[bucket] = self._verified[bucket] * keep + 1.0
         self._accepted[bucket] = self._accepted[bucket] * keep + accepted

@@ -40,7 +40,7 @@ class SessionLookup:
         """Tokens followed so far."""
         return len(self._text.tokens)
 
-    def agrees(self, tokens: Sequence[int], start: int) -> bool:
+    def is_prefix_of(self, tokens: Sequence[int], start: int) -> bool:
         """Do `tokens` go on from those followed so far? Compared are those from `start` on."""
         followed = self._text.tokens
         return len(tokens) >= len(followed) and followed[start:].tolist() == tokens[start : len(followed)]

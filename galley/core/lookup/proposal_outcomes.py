@@ -16,10 +16,10 @@ class _Proposal:
     start: int
     ahead: Sequence[int]
     proposed: Sequence[int]
-    saw: Callable[[int, bool], None]
+    record: Callable[[int, bool], None]
     right: int = 0
 
-    def judge(self, confirmed: Sequence[int]) -> bool:
+    def compare(self, confirmed: Sequence[int]) -> bool:
         """Tell what is known now; may there be more later?"""
         while (position := self.start + self.right) < len(confirmed):
             of_proposed = self.right - len(self.ahead)
@@ -28,7 +28,7 @@ class _Proposal:
             guess = self.ahead[self.right] if of_proposed < 0 else self.proposed[of_proposed]
             accepted = guess == confirmed[position]
             if of_proposed >= 0:
-                self.saw(of_proposed, accepted)
+                self.record(of_proposed, accepted)
             if not accepted:
                 return False
             self.right += 1
@@ -41,16 +41,16 @@ class ProposalOutcomes:
     def __init__(self) -> None:
         self._waiting: list[_Proposal] = []
 
-    def expect(
-        self, start: int, ahead: Sequence[int], proposed: Sequence[int], saw: Callable[[int, bool], None]
+    def add(
+        self, start: int, ahead: Sequence[int], proposed: Sequence[int], record: Callable[[int, bool], None]
     ) -> None:
         """After `start` confirmed tokens and those `ahead` come the `proposed`, which may still grow.
 
         As they are confirmed, `saw(i, accepted)` is told of each up to the first that is wrong; of none if
         those ahead were wrong.
         """
-        self._waiting = [*self._waiting[1 - _MOST :], _Proposal(start, ahead, proposed, saw)]
+        self._waiting = [*self._waiting[1 - _MOST :], _Proposal(start, ahead, proposed, record)]
 
     def confirm(self, confirmed: Sequence[int]) -> None:
         """These are the session's confirmed tokens now."""
-        self._waiting = [proposal for proposal in self._waiting if proposal.judge(confirmed)]
+        self._waiting = [proposal for proposal in self._waiting if proposal.compare(confirmed)]

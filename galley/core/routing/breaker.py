@@ -43,19 +43,19 @@ class Breaker:
             return State.CLOSED
         return State.OPEN if now < self._open_until else State.HALF_OPEN
 
-    def allows(self, now: int) -> bool:
+    def can_begin(self, now: int) -> bool:
         """Whether an attempt may begin."""
         state = self.state(now)
         return state is State.CLOSED or (state is State.HALF_OPEN and not self._probing)
 
     def begin(self, now: int) -> int:
         """An attempt begins; half open, it is the probe. One that is not allowed says nothing in the end."""
-        if not self.allows(now):
+        if not self.can_begin(now):
             return -1
         self._probing = self.state(now) is State.HALF_OPEN
         return self._number
 
-    def succeeded(self, attempt: int) -> bool:
+    def record_success(self, attempt: int) -> bool:
         """It did; whether that closed the breaker."""
         if attempt != self._number:
             return False
@@ -67,7 +67,7 @@ class Breaker:
         self._change()
         return True
 
-    def failed(self, attempt: int, now: int) -> bool:
+    def record_failure(self, attempt: int, now: int) -> bool:
         """It did; whether that opened the breaker, or keeps it open."""
         if attempt != self._number:
             return False
@@ -79,7 +79,7 @@ class Breaker:
         self._change()
         return True
 
-    def given_up(self, attempt: int) -> None:
+    def record_cancelled(self, attempt: int) -> None:
         """Nobody waited for what would have come of it: another may be the probe."""
         if attempt == self._number:
             self._probing = False

@@ -79,7 +79,7 @@ class TargetCandidate:
 
     lease: TargetLease
     sessions: int = 0
-    up: bool = True
+    is_healthy: bool = True
 
     @property
     def load(self) -> int:
@@ -99,7 +99,7 @@ class RoutingRequest:
     max_position: int
     tenant_salt: bytes = b""
     fingerprint: str = ""
-    held: CacheLocation | None = None
+    cached_at: CacheLocation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class DraftCandidate:
 
     lease: DraftLease
     sessions: int = 0
-    up: bool = True
+    is_healthy: bool = True
 
     def is_home(self, home: Replica | None) -> bool:
         """Whether this life of this replica has the session's tokens."""
@@ -134,7 +134,7 @@ def choose_draft(
     """
     able = [c for c in candidates if strategy in {"", *c.lease.strategies}]
     able = [c for c in able if not c.lease.draining or c.is_home(home)]
-    able = [c for c in able if c.up and not c.lease.draining] or able
+    able = [c for c in able if c.is_healthy and not c.lease.draining] or able
     able = [c for c in able if c.lease.address not in avoid] or able
     at_home = [c for c in able if c.is_home(home)]
     return min(at_home or able, key=_draft_rank, default=None)
@@ -155,7 +155,7 @@ def choose_target(
     An address in `avoid` is chosen only where that leaves no other.
     """
     able = [c for c in candidates if not c.lease.draining and c.lease.context_window >= wanted.max_position]
-    able = [c for c in able if c.up] or able
+    able = [c for c in able if c.is_healthy] or able
     if wanted.fingerprint:
         able = [c for c in able if c.lease.fingerprint == wanted.fingerprint] or able
     able = [c for c in able if c.lease.address not in avoid] or able
@@ -166,7 +166,7 @@ def choose_target(
 
 def cached_tokens(wanted: RoutingRequest, lease: TargetLease) -> int:
     """How many of the first tokens the replica need not compute; the last one's logits it always must."""
-    held = wanted.held
+    held = wanted.cached_at
     known = 0
     if held is not None and (held.replica, held.incarnation) == (lease.address, lease.incarnation):
         known = held.kv_len

@@ -61,17 +61,17 @@ class VerdictTimes:
         """The same as verdicts have been of late."""
         return round(self._slower * self.predicted_ns(rows))
 
-    def slower_than(self, quantile: float) -> int | None:
+    def first_verdict_quantile(self, quantile: float) -> int | None:
         """How long an item's first verdict must take to be later than this share of the last ones."""
         if len(self._firsts) < _LEAST_FIRSTS:
             return None
         return sorted(self._firsts)[min(len(self._firsts) - 1, int(quantile * len(self._firsts)))]
 
-    def saw_first(self, waited_ns: int) -> None:
+    def record_first(self, waited_ns: int) -> None:
         """An item's first verdict came."""
         self._firsts.append(waited_ns)
 
-    def saw(self, predicted_ns: int, waited_ns: int) -> None:
+    def record(self, predicted_ns: int, waited_ns: int) -> None:
         """A verdict came."""
         if predicted_ns > 0:
             slower = min(max(waited_ns / predicted_ns, 1.0), _MOST_SLOWER)
@@ -91,12 +91,12 @@ class VerdictTimeout:
         """How long this verdict may take, in nanoseconds."""
         return round(max(LEAST_NS, self._factor * expected_ns)) << self._doublings
 
-    def lost(self) -> None:
+    def record_late(self) -> None:
         """The session has left a replica for being late."""
         self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)
         self._in_time = 0
 
-    def served(self) -> None:
+    def record_in_time(self) -> None:
         """A verdict came in time."""
         self._in_time += 1
         if self._in_time >= _FORGIVEN_AFTER:

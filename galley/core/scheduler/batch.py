@@ -34,14 +34,14 @@ class ActiveBatch:
 
     plan: StepPlan
     grants: dict[SessionKey, Grant]
-    begun_ns: int
+    started_ns: int
     draft_rows: int
     drawn_rows: int
     preempted: tuple[str, ...]
     evicted: tuple[SessionKey, ...]
 
     @classmethod
-    def begun(
+    def start(
         cls,
         plan: StepPlan,
         grants: dict[SessionKey, Grant],
@@ -51,13 +51,13 @@ class ActiveBatch:
     ) -> Self:
         """At this time; those named have lost their blocks since the pass before."""
         drafts = sum(len(grant.draft_tokens) for grant in grants.values())
-        drawn = drafts + sum(grant.final for grant in grants.values())
+        drawn = drafts + sum(grant.is_final for grant in grants.values())
         return cls(plan, grants, now, drafts, drawn, preempted, evicted)
 
-    def facts(self, free_blocks: int, queue_depth: int) -> BatchInfo:
+    def info(self, free_blocks: int, queue_depth: int) -> BatchInfo:
         """What there is to tell of it."""
         return BatchInfo(
-            items=tuple(grant.item.id for grant in self.grants.values()),
+            request_ids=tuple(grant.request.id for grant in self.grants.values()),
             rows=self.plan.rows,
             draft_rows=self.draft_rows,
             prefill_rows=self.plan.rows - self.drawn_rows,
@@ -67,7 +67,7 @@ class ActiveBatch:
             evicted=tuple(session_id for _, session_id in self.evicted),
         )
 
-    def learn(self, times: LiveStepTimes, took_ns: int, batch_span: bytes) -> BatchTimes:
+    def record(self, times: LiveStepTimes, took_ns: int, batch_span: bytes) -> BatchTimes:
         """It is over: tell `times`, and what its results say of it.
 
         Rows of prompts cost less, for nothing is drawn from them: what a row costs is learnt without them.
@@ -75,26 +75,26 @@ class ActiveBatch:
         drafts, drawn, sessions = self.draft_rows, self.drawn_rows, len(self.grants)
         prefill_ns = 0
         if drawn == self.plan.rows:
-            times.saw(drawn, drafts, took_ns)
+            times.record(drawn, drafts, took_ns)
         else:
             prefill_ns = max(0, took_ns - times(drawn, drafts)) if drawn else took_ns
         drafts_ns = max(0, times(drawn, drafts) - times(drawn - drafts, 0)) if drafts else 0
         return BatchTimes(
             sessions=sessions,
             rows=self.plan.rows,
-            row_ns=times.of_a_row(sessions),
+            row_ns=times.added_row_ns(sessions),
             prefill_ns=prefill_ns,
             drafts_ns=min(drafts_ns, took_ns),
             span=batch_span,
         )
 
 
-def chunk_of(grant: Grant, blocks: Sequence[int]) -> StepChunk:
+def chunk_for(grant: Grant, blocks: Sequence[int]) -> StepChunk:
     """What is fed of the item, and what is drawn after it."""
-    item, request = grant.item, grant.item.request
+    item, request = grant.request, grant.request.message
     start = item.kv_len or 0
     confirmed = item.tokens[start : start + grant.rows]
-    if not grant.final:
+    if not grant.is_final:
         return StepChunk(start, confirmed, blocks, want_logits=0)
     draw = Draw(
         params=request.sampling,
@@ -102,7 +102,7 @@ def chunk_of(grant: Grant, blocks: Sequence[int]) -> StepChunk:
         prompt_len=request.prompt_len,
         stop_token_ids=request.stop_token_ids,
         min_tokens=request.min_tokens,
-        guesses=grant.draft_tokens,
+        draft_tokens=grant.draft_tokens,
         logprobs=request.logprobs,
     )
     return StepChunk(start, [*confirmed, *grant.draft_tokens], blocks, 1 + len(grant.draft_tokens), draw)

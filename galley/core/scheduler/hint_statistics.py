@@ -44,16 +44,16 @@ class AcceptanceEstimate:
         self.recovery: float = overall.recovery if overall else _PRIOR_RECOVERY
         self._seen = _PRIOR_TOKENS
 
-    def saw(self, *, right: bool, told: float | None = None) -> None:
+    def record_token(self, *, right: bool, predicted: float | None = None) -> None:
         """See `hints.Listener`."""
         if self._overall is not None:
-            self._overall.saw(right=right)
+            self._overall.record_token(right=right)
         self._seen += 1
         self.alpha += max(_ALPHA_WEIGHT, 1.0 / self._seen) * (right - self.alpha)
-        if told is not None:
-            self.bias += _ALPHA_WEIGHT * (right - told - self.bias)
+        if predicted is not None:
+            self.bias += _ALPHA_WEIGHT * (right - predicted - self.bias)
 
-    def corrected(self, survival: Sequence[float]) -> list[float]:
+    def calibrated(self, survival: Sequence[float]) -> list[float]:
         """What drafts say of their chances, by what became of such: falling, in [0, 1].
 
         None becomes certain by that: a pass would go far with one session and leave no row for others.
@@ -67,14 +67,14 @@ class AcceptanceEstimate:
             before = told
         return chances
 
-    def saw_shaken(self, *, right: bool) -> None:
+    def record_recovery(self, *, right: bool) -> None:
         """See `hints.Listener`."""
         if self._overall is not None:
-            self._overall.saw_shaken(right=right)
+            self._overall.record_recovery(right=right)
         self.recovery += _RECOVERY_WEIGHT * (right - self.recovery)
 
     @property
-    def recovers(self) -> bool:
+    def can_recover(self) -> bool:
         """Is what is left after a wrong token as good as a fresh draft?"""
         return self.recovery >= max(self.alpha, _GOOD_RECOVERY)
 
@@ -100,7 +100,7 @@ class HintTiming:
         self.length: float = overall.length if overall else 0.0
         self.trust = 1.0
 
-    def came(self, delay_ns: int, length: int) -> None:
+    def record_arrival(self, delay_ns: int, length: int) -> None:
         """A hint of `length` tokens came this long after the result that it is anchored at."""
         self.trust += _RECOVERY * (1.0 - self.trust)
         self.length += _DELAY_WEIGHT * (length - self.length) if self.length else length
@@ -109,7 +109,7 @@ class HintTiming:
             return
         self._learn(delay_ns)
         if self._overall is not None:
-            self._overall.came(delay_ns, length)
+            self._overall.record_arrival(delay_ns, length)
 
     def _learn(self, delay_ns: int) -> None:
         if self.delay_ns is None:
@@ -123,7 +123,7 @@ class HintTiming:
     def _margin_ns(self, delay_ns: float) -> float:
         return max(_DELAY_MARGIN * self.deviation_ns, _LEAST_MARGIN * delay_ns)
 
-    def stayed_away(self) -> None:
+    def record_absence(self) -> None:
         """It was waited for in vain."""
         self.trust = max(_MIN_TRUST, self.trust / 2)
 

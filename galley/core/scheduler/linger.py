@@ -34,7 +34,7 @@ class ExpectedHint:
     length: int
     alpha: float
     trust: float
-    instead: tuple[float, ...] = ()
+    fallback: tuple[float, ...] = ()
 
     def survival(self, passes_late: int) -> list[float]:
         """Of each of its tokens that is left, when it comes so many plain passes too late."""
@@ -47,8 +47,8 @@ def linger_until(
     sessions: int,
     now: int,
     latest: int,
-    pass_ns: StepNs,
-    here: Sequence[float] = (),
+    step_ns: StepNs,
+    ready: Sequence[float] = (),
 ) -> int | None:
     """Until when a pass of `sessions` rows had better wait for some of the `due`; None: not at all.
 
@@ -60,8 +60,8 @@ def linger_until(
     for count in _counts(len(coming)):
         awaited = coming[:count]
         wait_ns = max(0.0, max(one.mean_ns for one in awaited) - now)
-        others = [chance for one in coming[count:] for chance in one.instead]
-        gain = _gain(awaited, wait_ns, sessions, pass_ns, [*here, *others])
+        others = [chance for one in coming[count:] for chance in one.fallback]
+        gain = _gain(awaited, wait_ns, sessions, step_ns, [*ready, *others])
         if gain > best_gain:
             best, best_gain = math.ceil(awaited[-1].at_ns), gain
     return best
@@ -76,16 +76,16 @@ def _gain(
     due: Sequence[ExpectedHint],
     wait_ns: float,
     sessions: int,
-    pass_ns: StepNs,
-    here: Sequence[float],
+    step_ns: StepNs,
+    ready: Sequence[float],
 ) -> float:
     """How many times as many tokens per time lingering confirms as going on does."""
-    tokens, took_ns = _pass([*here, *_left(due, 0)], sessions, pass_ns)
+    tokens, took_ns = _step([*ready, *_left(due, 0)], sessions, step_ns)
     lingering = tokens / (wait_ns + took_ns)
     # Going on, whoever has a hint has another by the next pass.
-    tokens, took_ns = _pass([*here, *(chance for one in due for chance in one.instead)], sessions, pass_ns)
+    tokens, took_ns = _step([*ready, *(chance for one in due for chance in one.fallback)], sessions, step_ns)
     late = math.ceil(wait_ns / took_ns)
-    last, last_ns = _pass([*here, *_left(due, late)], sessions, pass_ns)
+    last, last_ns = _step([*ready, *_left(due, late)], sessions, step_ns)
     return lingering / ((late * tokens + last) / (late * took_ns + last_ns))
 
 
@@ -94,13 +94,13 @@ def _left(due: Sequence[ExpectedHint], late: int) -> list[float]:
     return [chance for one in due for chance in one.survival(late)]
 
 
-def _pass(chances: Sequence[float], sessions: int, pass_ns: StepNs) -> tuple[float, float]:
+def _step(chances: Sequence[float], sessions: int, step_ns: StepNs) -> tuple[float, float]:
     """The tokens of a pass with such of these draft rows as pay, and its time; not every count is tried."""
     tokens = list(accumulate(sorted(chances, reverse=True), initial=float(sessions)))
     most = len(chances)
     tried = [*range(0, most, 1 + most // _TRIED_ROWS), most]
-    rows = max(tried, key=lambda rows: tokens[rows] / pass_ns(sessions + rows, rows))
-    return tokens[rows], pass_ns(sessions + rows, rows)
+    rows = max(tried, key=lambda rows: tokens[rows] / step_ns(sessions + rows, rows))
+    return tokens[rows], step_ns(sessions + rows, rows)
 
 
 class LingerPolicy:
@@ -111,7 +111,7 @@ class LingerPolicy:
 
     def __init__(self, max_ns: int, pass_ns: StepNs) -> None:
         self._max_ns = max_ns
-        self._pass_ns = pass_ns
+        self._step_ns = pass_ns
         self.waited_ns = 0
         self._since_ns: int | None = None
         self._until_ns = 0
@@ -123,7 +123,7 @@ class LingerPolicy:
         That is made out once a pass: then it begins as soon as all that are awaited are here.
         """
         self.waited_ns = 0 if self._since_ns is None else now - self._since_ns
-        if self._max_ns == 0 or any(item.missing > 1 for item in items):
+        if self._max_ns == 0 or any(item.uncomputed > 1 for item in items):
             self._forget()
             return None
         if self._since_ns is None:
@@ -135,7 +135,7 @@ class LingerPolicy:
         if missed and now < self._until_ns:
             return self._until_ns
         for item in missed:
-            item.memory.habits.stayed_away()
+            item.statistics.hint_timing.record_absence()
             item.hint_due = False  # until it is said again
         self._forget()
         return None
@@ -149,8 +149,8 @@ class LingerPolicy:
             sessions=len(items),
             now=now,
             latest=now + self._max_ns,
-            pass_ns=self._pass_ns,
-            here=[chance for item in items if item.id not in due for chance in item.survival()[:_MOST_ROWS]],
+            step_ns=self._step_ns,
+            ready=[chance for item in items if item.id not in due for chance in item.survival()[:_MOST_ROWS]],
         )
         self._awaited = {key for key, one in due.items() if until is not None and now < one.at_ns <= until}
         return until
@@ -162,11 +162,11 @@ class LingerPolicy:
 
 def _awaits(item: ActiveRequest) -> bool:
     """Has it no hint, but one is due?"""
-    return item.hint_due and item.room > 0 and not item.hinted
+    return item.hint_due and item.room > 0 and not item.has_usable_hint
 
 
 def _due(item: ActiveRequest) -> ExpectedHint:
-    habits, acceptance = item.memory.habits, item.memory.acceptance
+    habits, acceptance = item.statistics.hint_timing, item.statistics.acceptance
     length = min(round(habits.length), item.room)
     mean_ns, at_ns = habits.expected_at(item.result_ns)
     instead = tuple(item.survival()[:_MOST_ROWS])

@@ -112,12 +112,12 @@ class Response:
     `preempted`: a cache miss because its blocks went to an older session, or there were none for it.
     """
 
-    item: int
+    request_id: int
     outcome: Outcome
     preempted: bool = False
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         """Nothing further comes of this item."""
         return not (isinstance(self.outcome, Confirmed) and self.outcome.more)
 
@@ -131,7 +131,7 @@ class BatchInfo:
     the `preempted` while they had an item, the `evicted` while they had none.
     """
 
-    items: tuple[int, ...]
+    request_ids: tuple[int, ...]
     rows: int
     draft_rows: int
     prefill_rows: int

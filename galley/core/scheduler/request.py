@@ -17,12 +17,12 @@ _ANCHORS = 8
 class SessionStatistics:
     """What is worth knowing of a session beyond its items: how good its drafts are, and how late."""
 
-    __slots__ = ("acceptance", "habits")
+    __slots__ = ("acceptance", "hint_timing")
 
     def __init__(self, overall: SessionStatistics | None = None) -> None:
         """A session begins with what `overall`, those of all sessions, are like."""
         self.acceptance: AcceptanceEstimate = AcceptanceEstimate(overall.acceptance if overall else None)
-        self.habits: HintTiming = HintTiming(overall.habits if overall else None)
+        self.hint_timing: HintTiming = HintTiming(overall.hint_timing if overall else None)
 
 
 class ActiveRequest:
@@ -35,15 +35,15 @@ class ActiveRequest:
 
     def __init__(self, item_id: int, request: VerifyRequest, memory: SessionStatistics, now: int) -> None:
         self.id = item_id
-        self.request = request
-        self.memory = memory
+        self.message = request
+        self.statistics = memory
         self.tokens: list[int] = []
         self.kv_len: int | None = None
         self.limit = min(request.limit, request.max_position)
         self.hint_due = request.hint_due
-        self.rest = NOTHING
-        self.came_ns = now
-        self.begun = False
+        self.tail = NOTHING
+        self.arrived_ns = now
+        self.has_started = False
         self.cancelled = False
         self.compute_ns = 0
         self.linger_ns = 0
@@ -53,7 +53,7 @@ class ActiveRequest:
         self._hasher = PrefixHasher()
         offered = Hint(request.position, b"", request.draft_tokens, request.survival)
         self._hint: PendingHint | None = (
-            PendingHint(offered, memory.acceptance, rooted=True) if request.draft_tokens else None
+            PendingHint(offered, memory.acceptance, anchored=True) if request.draft_tokens else None
         )
         self._former: PendingHint | None = None
         self._anchors: deque[tuple[int, int]] = deque([(request.position, now)], _ANCHORS)
@@ -61,12 +61,12 @@ class ActiveRequest:
     @property
     def key(self) -> SessionKey:
         """Of its session."""
-        return self.request.key
+        return self.message.key
 
     @property
     def age(self) -> tuple[int, int, int]:
         """Orders items: the higher priority first, and of equal ones the oldest session."""
-        return (-self.request.priority, self.request.arrival_ns, self.id)
+        return (-self.message.priority, self.message.arrival_ns, self.id)
 
     @property
     def position(self) -> int:
@@ -74,7 +74,7 @@ class ActiveRequest:
         return len(self.tokens)
 
     @property
-    def missing(self) -> int:
+    def uncomputed(self) -> int:
         """Confirmed tokens without KV: at least the last one, which every verification feeds."""
         return len(self.tokens) - (self.kv_len or 0)
 
@@ -82,7 +82,7 @@ class ActiveRequest:
     def room(self) -> int:
         """Draft tokens that could be verified: none confirms a token at or beyond the limit."""
         room = self.limit - self.position - 1
-        return min(room, self.request.max_verified) if self.request.max_verified else room
+        return min(room, self.message.max_verified) if self.message.max_verified else room
 
     @property
     def result_ns(self) -> int:
@@ -91,9 +91,9 @@ class ActiveRequest:
 
     def prefix_hash(self) -> bytes:
         """Of all that is confirmed."""
-        return self._hasher.of(self.tokens, len(self.tokens))
+        return self._hasher.digest(self.tokens, len(self.tokens))
 
-    def look(self) -> None:
+    def update_hint(self) -> None:
         """Follow the hint to the present position: `rest` is what it offers there, within the room.
 
         Where it offers nothing, the one before may still: a draft that is asked afresh after a refused token
@@ -102,48 +102,50 @@ class ActiveRequest:
         self._hint, offered = self._followed(self._hint)
         self._former, formerly = self._followed(self._former)
         rest = offered if offered.draft_tokens else formerly
-        self.rest = HintTail(rest.draft_tokens[: self.room], rest.survival[: self.room], rest.shaken)
+        self.tail = HintTail(rest.draft_tokens[: self.room], rest.survival[: self.room], rest.after_mismatch)
 
     def _followed(self, hint: PendingHint | None) -> tuple[PendingHint | None, HintTail]:
         """What it offers; and the hint itself, as long as it may be of use."""
         if hint is None:
             return None, NOTHING
         rest = hint.follow(self.tokens, self._hasher)
-        return (None if hint.useless else hint), rest
+        return (None if hint.is_exhausted else hint), rest
 
     def survival(self) -> list[float]:
         """Of each draft token that is offered: the chance that it is accepted, with all before it."""
-        acceptance = self.memory.acceptance
-        if self.rest.survival:
-            chances = acceptance.corrected(list(accumulate(self.rest.survival, min)))
+        acceptance = self.statistics.acceptance
+        if self.tail.survival:
+            chances = acceptance.calibrated(list(accumulate(self.tail.survival, min)))
         else:
-            chances = acceptance.survival(len(self.rest.draft_tokens))
-        if self.rest.shaken and chances and chances[0] > 0.0:
+            chances = acceptance.survival(len(self.tail.draft_tokens))
+        if self.tail.after_mismatch and chances and chances[0] > 0.0:
             # The first says whether it has recovered; given that, the others are as good as ever.
-            recovered = self.memory.acceptance.recovery / chances[0]
+            recovered = self.statistics.acceptance.recovery / chances[0]
             chances = [min(1.0, chance * recovered) for chance in chances]
         return chances
 
     @property
-    def hinted(self) -> bool:
+    def has_usable_hint(self) -> bool:
         """There are draft tokens to verify, which are not worth less than those that may come."""
-        return bool(self.rest.draft_tokens) and (not self.rest.shaken or self.memory.acceptance.recovers)
+        return bool(self.tail.draft_tokens) and (
+            not self.tail.after_mismatch or self.statistics.acceptance.can_recover
+        )
 
     def extend(self, told: Extend, now: int) -> None:
         """Take what a caller says of an item under way."""
-        self.limit = max(self.limit, min(told.limit, self.request.max_position))
+        self.limit = max(self.limit, min(told.limit, self.message.max_position))
         self.hint_due = told.hint_due
         if told.hint is not None:
             if self._hint is not None and self._hint.hint.end > told.hint.end:
                 self._former = self._hint
-            self._hint = PendingHint(told.hint, self.memory.acceptance)
+            self._hint = PendingHint(told.hint, self.statistics.acceptance)
             self._learn_delay(told.hint, now)
 
     def _learn_delay(self, hint: Hint, now: int) -> None:
         """Of the first hint after a result that left none; what is added to one says nothing of delays."""
         asked_ns = next((at for position, at in self._anchors if position == hint.position), None)
         if self._unhinted and asked_ns is not None:
-            self.memory.habits.came(now - asked_ns, len(hint.draft_tokens))
+            self.statistics.hint_timing.record_arrival(now - asked_ns, len(hint.draft_tokens))
         self._unhinted = False
 
     def take_reused(self) -> int:
@@ -151,7 +153,7 @@ class ActiveRequest:
         reused, self.kv_reused = self.kv_reused, 0
         return reused
 
-    def confirmed(self, tokens: tuple[int, ...], now: int) -> tuple[int, int, int]:
+    def confirm(self, tokens: tuple[int, ...], now: int) -> tuple[int, int, int]:
         """Append them; the (queue_ns, compute_ns, linger_ns) of what led to this result."""
         self.tokens.extend(tokens)
         compute_ns, self.compute_ns = self.compute_ns, 0
@@ -159,6 +161,6 @@ class ActiveRequest:
         queue_ns = max(0, now - self._since_ns - compute_ns)
         self._since_ns = now
         self._anchors.append((len(self.tokens), now))
-        self.look()
-        self._unhinted = not self.rest.draft_tokens or self.rest.shaken
+        self.update_hint()
+        self._unhinted = not self.tail.draft_tokens or self.tail.after_mismatch
         return queue_ns, compute_ns, min(linger_ns, queue_ns)

@@ -16,28 +16,28 @@ _PREFILL_SHARE = 4
 class Grant:
     """`rows` confirmed tokens of the item are fed, and after the last of them these draft tokens."""
 
-    item: ActiveRequest
+    request: ActiveRequest
     rows: int
     draft_tokens: tuple[int, ...] = ()
 
     @property
-    def final(self) -> bool:
+    def is_final(self) -> bool:
         """It comes to the item's position, so that a token is drawn."""
-        return self.rows == self.item.missing
+        return self.rows == self.request.uncomputed
 
 
-def share_rows(items: Sequence[ActiveRequest], pass_ns: StepNs, max_rows: int) -> list[Grant]:
+def grant_rows(items: Sequence[ActiveRequest], step_ns: StepNs, max_rows: int) -> list[Grant]:
     """What each of the items, oldest first, gets of a pass of about `max_rows` rows, in that order.
 
     Every item whose KV reaches its position gets its one row, whatever the budget. Draft rows come next, as
     many as pay by `pass_ns`, and prefill takes what is left, but at least a quarter of the budget.
     """
-    standing = sum(item.missing == 1 for item in items)
-    demand = sum(item.missing for item in items if item.missing > 1)
+    standing = sum(item.uncomputed == 1 for item in items)
+    demand = sum(item.uncomputed for item in items if item.uncomputed > 1)
     reserved = min(demand, max_rows // _PREFILL_SHARE)
     prefill = min(demand, max(max_rows - standing, reserved))
     offering = _reaching(items, prefill)
-    counts = _draft_counts(offering, standing + prefill, max_rows - standing - reserved, pass_ns)
+    counts = _draft_counts(offering, standing + prefill, max_rows - standing - reserved, step_ns)
     used = standing + sum(counts.values())
     return _grants(items, counts, max(max_rows - used, reserved))
 
@@ -46,23 +46,23 @@ def _reaching(items: Sequence[ActiveRequest], prefill: int) -> list[ActiveReques
     """The items that come to their position with so many rows of prefill."""
     reaching = []
     for item in items:
-        if item.missing > 1:
-            prefill -= item.missing
-        if item.missing == 1 or prefill >= 0:
+        if item.uncomputed > 1:
+            prefill -= item.uncomputed
+        if item.uncomputed == 1 or prefill >= 0:
             reaching.append(item)
     return reaching
 
 
-def _draft_counts(offering: Sequence[ActiveRequest], rows: int, room: int, pass_ns: StepNs) -> dict[int, int]:
+def _draft_counts(offering: Sequence[ActiveRequest], rows: int, room: int, step_ns: StepNs) -> dict[int, int]:
     """How many draft tokens of each item, by its id, are verified beside `rows` other rows."""
     worth = [(chance, item.id) for item in offering for chance in item.survival()]
     # Of one session the chances fall, so that the best of all are the first of each.
     worth.sort(key=lambda one: -one[0])
     chances = [chance for chance, _ in worth]
     drawing = len(offering)
-    prompts_ns = pass_ns(rows, 0) - pass_ns(drawing, 0) if rows > drawing > 0 else 0.0
+    prompts_ns = step_ns(rows, 0) - step_ns(drawing, 0) if rows > drawing > 0 else 0.0
     pays = rows_that_pay(
-        chances, tokens=drawing, rows=rows, pass_ns=pass_ns, room=room, prompts_ns=prompts_ns
+        chances, tokens=drawing, rows=rows, step_ns=step_ns, room=room, prompts_ns=prompts_ns
     )
     counts: dict[int, int] = {}
     for _, item_id in worth[:pays]:
@@ -73,11 +73,11 @@ def _draft_counts(offering: Sequence[ActiveRequest], rows: int, room: int, pass_
 def _grants(items: Sequence[ActiveRequest], counts: dict[int, int], prefill: int) -> list[Grant]:
     grants = []
     for item in items:
-        rows = 1 if item.missing == 1 else min(item.missing, prefill)
-        if item.missing > 1:
+        rows = 1 if item.uncomputed == 1 else min(item.uncomputed, prefill)
+        if item.uncomputed > 1:
             prefill -= rows
         if rows == 0:
             continue
-        drafts = item.rest.draft_tokens[: counts.get(item.id, 0)] if rows == item.missing else ()
+        drafts = item.tail.draft_tokens[: counts.get(item.id, 0)] if rows == item.uncomputed else ()
         grants.append(Grant(item, rows, drafts))
     return grants

@@ -29,7 +29,7 @@ from galley.core.cost.live import LiveStepTimes
 from galley.core.cost.model import StepTimes
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
 from galley.core.kv.table import KvTable, Reservation
-from galley.core.scheduler.batch import ActiveBatch, BatchTimes, SchedulerCounts, chunk_of
+from galley.core.scheduler.batch import ActiveBatch, BatchTimes, SchedulerCounts, chunk_for
 from galley.core.scheduler.linger import LingerPolicy
 from galley.core.scheduler.messages import (
     BatchInfo,
@@ -41,7 +41,7 @@ from galley.core.scheduler.messages import (
     VerifyRequest,
 )
 from galley.core.scheduler.request import ActiveRequest, SessionStatistics
-from galley.core.scheduler.rows import Grant, share_rows
+from galley.core.scheduler.rows import Grant, grant_rows
 from galley.core.step import Sampled, StepOutcome, StepPlan
 
 MAX_ROWS = 256
@@ -76,20 +76,20 @@ class Scheduler:
         `waits_ns` is how long the items had waited that the last pass was the first of.
         """
         self.counts = SchedulerCounts()
-        self.waits_ns: Sequence[int] = ()
+        self.queue_times_ns: Sequence[int] = ()
         self._table = table
         self._times = LiveStepTimes(times)
         self._max_rows = max_rows
         self._max_waiting = max_waiting
         self._lingering = LingerPolicy(max_linger_ns, self._times)
-        self._items: dict[int, ActiveRequest] = {}
-        self._standing: dict[SessionKey, ActiveRequest] = {}
+        self._requests: dict[int, ActiveRequest] = {}
+        self._active: dict[SessionKey, ActiveRequest] = {}
         self._arriving: dict[SessionKey, list[ActiveRequest]] = {}
         self._memories: OrderedDict[SessionKey, SessionStatistics] = OrderedDict()
         self._overall = SessionStatistics()
-        self._under_way: ActiveBatch | None = None
+        self._batch: ActiveBatch | None = None
         self._preempted: deque[str] = deque(maxlen=_NAMED)
-        self._answers: list[Response] = []
+        self._responses: list[Response] = []
         self._last_id = 0
         self._draining = False
 
@@ -98,19 +98,19 @@ class Scheduler:
     @property
     def queue_depth(self) -> int:
         """Items with work to do."""
-        return len(self._items)
+        return len(self._requests)
 
     @property
-    def under_way(self) -> BatchInfo:
+    def current_batch(self) -> BatchInfo:
         """What there is to tell of the pass under way. Raises Broken if there is none."""
-        now = self._under_way
+        now = self._batch
         if now is None:
             raise Broken("no pass is under way")
-        return now.facts(self._table.free, self.queue_depth)
+        return now.info(self._table.free, self.queue_depth)
 
-    def take_answers(self) -> list[Response]:
+    def take_responses(self) -> list[Response]:
         """All answers since the last time."""
-        answers, self._answers = self._answers, []
+        answers, self._responses = self._responses, []
         return answers
 
     # ---------------------------------------------------------------------------- what is asked --
@@ -129,7 +129,7 @@ class Scheduler:
         self._last_id += 1
         item = ActiveRequest(self._last_id, request, self._memory(request.key), now)
         self._make_room(item)
-        self._items[item.id] = item
+        self._requests[item.id] = item
         if self._is_busy(item.key):
             self._arriving.setdefault(item.key, []).append(item)
         else:
@@ -138,28 +138,28 @@ class Scheduler:
 
     def _make_room(self, item: ActiveRequest) -> None:
         """Refuse the youngest that waits where too many do; raises Overloaded if that is this item."""
-        waiting = [other for other in self._items.values() if not other.begun]
+        waiting = [other for other in self._requests.values() if not other.has_started]
         if len(waiting) < self._max_waiting:
             return
         refused = Overloaded(f"{self._max_waiting} items are waiting", _RETRY_AFTER_S)
         youngest = max(waiting, key=_age)
         if youngest.age <= item.age:
             raise refused
-        self._answer(youngest, refused)
+        self._respond(youngest, refused)
 
-    def extend(self, item_id: int, told: Extend, now: int) -> None:
+    def extend(self, request_id: int, extension: Extend, now: int) -> None:
         """More credit or a hint for an item; ignored if it does not stand any more."""
-        if (item := self._items.get(item_id)) is not None:
-            item.extend(told, now)
+        if (item := self._requests.get(request_id)) is not None:
+            item.extend(extension, now)
 
-    def cancel(self, item_id: int) -> None:
+    def cancel(self, request_id: int) -> None:
         """Give an item up: no answer follows. Its session keeps its KV as long as nobody needs the room."""
-        item = self._items.get(item_id)
+        item = self._requests.get(request_id)
         if item is None:
             return
         if self._takes_part(item):
             item.cancelled = True
-            del self._items[item_id]
+            del self._requests[request_id]
         else:
             self._close(item)
 
@@ -167,14 +167,14 @@ class Scheduler:
         """Refuse the items whose deadline has passed before anything was done for them."""
         late = [
             item
-            for item in self._items.values()
-            if item.request.deadline_ns is not None
-            and item.request.deadline_ns <= now
-            and not item.begun
+            for item in self._requests.values()
+            if item.message.deadline_ns is not None
+            and item.message.deadline_ns <= now
+            and not item.has_started
             and not self._takes_part(item)
         ]
         for item in late:
-            self._answer(item, DeadlinePassed("the deadline passed before the work began"))
+            self._respond(item, DeadlinePassed("the deadline passed before the work began"))
 
     def drain(self) -> None:
         """From now on every item ends with its next result, whatever credit it has."""
@@ -185,25 +185,25 @@ class Scheduler:
 
         No pass may be under way in the engine.
         """
-        self._answers += [Response(item_id, error) for item_id in self._items]
-        self._items.clear()
-        self._standing.clear()
+        self._responses += [Response(item_id, error) for item_id in self._requests]
+        self._requests.clear()
+        self._active.clear()
         self._arriving.clear()
-        self._under_way = None
+        self._batch = None
         self._table.clear()
 
     def _admit(self, item: ActiveRequest) -> None:
         """Let it stand for its session, if the cache holds what it builds on."""
-        if (before := self._standing.get(item.key)) is not None:
-            self._answer(before, Superseded(before.position, before.prefix_hash()))
-        request = item.request
+        if (before := self._active.get(item.key)) is not None:
+            self._respond(before, Superseded(before.position, before.prefix_hash()))
+        request = item.message
         found = self._table.look_up(item.key, request.start, request.tokens, request.prefix_hash)
         if isinstance(found, Miss):
             self.counts.missed += 1
-            self._answer(item, found)
+            self._respond(item, found)
             return
         item.tokens = [*self._table.tokens_of(item.key)[: request.start], *request.tokens]
-        self._standing[item.key] = item
+        self._active[item.key] = item
 
     def _memory(self, key: SessionKey) -> SessionStatistics:
         memory = self._memories.pop(key, None) or SessionStatistics(self._overall)
@@ -213,45 +213,45 @@ class Scheduler:
         return memory
 
     def _is_busy(self, key: SessionKey) -> bool:
-        return self._under_way is not None and key in self._under_way.grants
+        return self._batch is not None and key in self._batch.grants
 
     def _takes_part(self, item: ActiveRequest) -> bool:
-        return self._is_busy(item.key) and self._standing.get(item.key) is item
+        return self._is_busy(item.key) and self._active.get(item.key) is item
 
     # --------------------------------------------------------------------------------- the plan --
 
     def plan(self, now: int) -> StepPlan | Linger | None:
         """The next pass, which is then under way; or until when to wait for a hint; None: nothing to do."""
-        if self._under_way is not None:
+        if self._batch is not None:
             raise Broken("a pass is under way")
         while items := self._opened():
             for item in items:
-                item.look()
+                item.update_hint()
             until_ns = self._lingering.until(items, now)
             if until_ns is not None:
                 return Linger(until_ns)
-            grants, copies = self._reserve(share_rows(items, self._times, self._max_rows))
+            grants, copies = self._reserve(grant_rows(items, self._times, self._max_rows))
             if grants:
                 return self._begin(grants, copies, now)
         return None
 
     def _opened(self) -> list[ActiveRequest]:
         """The standing items, oldest first, with their blocks opened."""
-        for item in sorted(self._standing.values(), key=_age):
+        for item in sorted(self._active.values(), key=_age):
             # One may have made place for an older one already.
-            if item.kv_len is None and self._standing.get(item.key) is item:
+            if item.kv_len is None and self._active.get(item.key) is item:
                 self._open(item)
-        return sorted(self._standing.values(), key=_age)
+        return sorted(self._active.values(), key=_age)
 
     def _open(self, item: ActiveRequest) -> None:
         """Where there is no place left for a session, the youngest makes it, if it is younger than this."""
         try:
             self._hold(item)
         except Overloaded as error:
-            opened = (other for other in self._standing.values() if other.kv_len is not None)
+            opened = (other for other in self._active.values() if other.kv_len is not None)
             youngest = max(opened, key=_age, default=item)
             if youngest.age <= item.age:
-                self._answer(item, error)
+                self._respond(item, error)
                 return
             self._preempt(youngest)
             self._hold(item)
@@ -266,7 +266,7 @@ class Scheduler:
 
     def _open_blocks(self, item: ActiveRequest) -> int:
         """How far they hold it already. Raises Overloaded."""
-        request = item.request
+        request = item.message
         return self._table.open(item.key, request.arrival_ns, item.tokens, request.priority)
 
     def _reserve(self, wanted: Sequence[Grant]) -> tuple[dict[SessionKey, Grant], list[tuple[int, int]]]:
@@ -274,22 +274,22 @@ class Scheduler:
         grants: dict[SessionKey, Grant] = {}
         copies: list[tuple[int, int]] = []
         for grant in wanted:
-            item = grant.item
-            if self._standing.get(item.key) is not item:
+            item = grant.request
+            if self._active.get(item.key) is not item:
                 continue  # preempted by an older one
             try:
                 granted, reservation = self._reserve_for(grant, frozenset(grants))
             except Overloaded as error:
                 self.counts.out_of_blocks += 1
                 # What it has computed stays until somebody needs it; it goes on from there when asked again.
-                if item.begun:
+                if item.has_started:
                     self._preempt(item)
                 else:
-                    self._answer(item, error)
+                    self._respond(item, error)
                 continue
             self.counts.out_of_blocks += len(reservation.preempted)
             for key in reservation.preempted:
-                self._preempt(self._standing[key])
+                self._preempt(self._active[key])
             grants[item.key] = granted
             copies += reservation.copies
         return grants, copies
@@ -298,11 +298,11 @@ class Scheduler:
         """It cannot go on; its caller is told what of it is left."""
         self.counts.preempted += 1
         self._preempted.append(item.key[1])
-        self._answer(item, self._table.held(item.key), preempted=True)
+        self._respond(item, self._table.cached_prefix(item.key), preempted=True)
 
     def _reserve_for(self, grant: Grant, busy: frozenset[SessionKey]) -> tuple[Grant, Reservation]:
         """With its draft tokens, or without where only these do not fit. Raises Overloaded."""
-        item = grant.item
+        item = grant.request
         length = (item.kv_len or 0) + grant.rows
         if grant.draft_tokens:
             try:
@@ -315,16 +315,16 @@ class Scheduler:
     def _begin(
         self, grants: dict[SessionKey, Grant], copies: Sequence[tuple[int, int]], now: int
     ) -> StepPlan:
-        items = [grant.item for grant in grants.values()]
-        self.waits_ns = [now - item.came_ns for item in items if not item.begun]
+        items = [grant.request for grant in grants.values()]
+        self.queue_times_ns = [now - item.arrived_ns for item in items if not item.has_started]
         self.counts.linger_ns += self._lingering.waited_ns
         for item in items:
-            item.begun = True
+            item.has_started = True
             item.linger_ns += self._lingering.waited_ns
-        chunks = tuple(chunk_of(grant, self._table.blocks_of(key)) for key, grant in grants.items())
+        chunks = tuple(chunk_for(grant, self._table.blocks_of(key)) for key, grant in grants.items())
         plan = StepPlan(chunks, tuple(copies))
         preempted, evicted = tuple(self._preempted), self._table.take_evicted()
-        self._under_way = ActiveBatch.begun(plan, grants, now, preempted, evicted)
+        self._batch = ActiveBatch.start(plan, grants, now, preempted, evicted)
         self._preempted.clear()
         return plan
 
@@ -340,10 +340,10 @@ class Scheduler:
         done = self._end(plan)
         if len(outcomes) != len(plan.chunks):
             raise Broken(f"a pass of {len(plan.chunks)} chunks had {len(outcomes)} outcomes")
-        took_ns = now - done.begun_ns
-        shared = done.learn(self._times, took_ns, batch_span)
+        took_ns = now - done.started_ns
+        shared = done.record(self._times, took_ns, batch_span)
         for grant, outcome in zip(done.grants.values(), outcomes, strict=True):
-            grant.item.compute_ns += took_ns
+            grant.request.compute_ns += took_ns
             self._settle(grant, outcome, shared, now)
         self._admit_arrived(done)
 
@@ -351,15 +351,15 @@ class Scheduler:
         """The pass came to nothing: its sessions get `error`, and keep what KV they had before it."""
         done = self._end(plan)
         for grant in done.grants.values():
-            self._table.distrust(grant.item.key)
-            self._answer(grant.item, error)
+            self._table.roll_back(grant.request.key)
+            self._respond(grant.request, error)
         self._admit_arrived(done)
 
     def _end(self, plan: StepPlan) -> ActiveBatch:
-        done = self._under_way
+        done = self._batch
         if done is None or done.plan is not plan:
             raise Broken("this pass is not under way")
-        self._under_way = None
+        self._batch = None
         return done
 
     def _admit_arrived(self, done: ActiveBatch) -> None:
@@ -369,15 +369,15 @@ class Scheduler:
 
     def _settle(self, grant: Grant, outcome: StepOutcome, shared: BatchTimes, now: int) -> None:
         """One session's outcome; an error costs it what the pass computed, and no other anything."""
-        item = grant.item
-        if grant.final and (outcome is None or (isinstance(outcome, Sampled) and not outcome.tokens)):
+        item = grant.request
+        if grant.is_final and (outcome is None or (isinstance(outcome, Sampled) and not outcome.tokens)):
             outcome = Broken("the engine drew no token where one was wanted")
         if isinstance(outcome, GalleyError):
-            self._table.distrust(item.key)
-            self._answer(item, outcome)
+            self._table.roll_back(item.key)
+            self._respond(item, outcome)
             return
         start = item.kv_len or 0
-        if isinstance(outcome, Sampled) and grant.final and not item.cancelled:
+        if isinstance(outcome, Sampled) and grant.is_final and not item.cancelled:
             self._confirm(grant, outcome, shared, now)
             return
         # A prompt's part; or a cancelled item's tokens, which nobody will be told: theirs is only the KV.
@@ -387,12 +387,12 @@ class Scheduler:
 
     def _computed(self, item: ActiveRequest, length: int) -> None:
         """The item's first `length` tokens have their KV now."""
-        self._table.computed(item.key, item.tokens[item.kv_len or 0 : length])
+        self._table.append_computed(item.key, item.tokens[item.kv_len or 0 : length])
         self._table.truncate(item.key, length)
         item.kv_len = length
 
     def _confirm(self, grant: Grant, sampled: Sampled, shared: BatchTimes, now: int) -> None:
-        item, request, position = grant.item, grant.item.request, grant.item.position
+        item, request, position = grant.request, grant.request.message, grant.request.position
         verdict = confirm(
             grant.draft_tokens,
             sampled.tokens,
@@ -404,10 +404,10 @@ class Scheduler:
         )
         stopped = _has_stopped(request, position, verdict.tokens)
         checked = _checked(grant, sampled)
-        queue_ns, compute_ns, linger_ns = item.confirmed(verdict.tokens, now)
+        queue_ns, compute_ns, linger_ns = item.confirm(verdict.tokens, now)
         # The last confirmed token has no KV yet: the next pass feeds it.
         self._computed(item, len(item.tokens) - 1)
-        self._answer(
+        self._respond(
             item,
             Confirmed(
                 position=position,
@@ -431,23 +431,23 @@ class Scheduler:
         )
 
     def _goes_on(self, item: ActiveRequest, *, stopped: bool) -> bool:
-        return not (stopped or self._draining) and item.request.credit > 0 and item.position < item.limit
+        return not (stopped or self._draining) and item.message.credit > 0 and item.position < item.limit
 
-    def _answer(self, item: ActiveRequest, outcome: Outcome, *, preempted: bool = False) -> None:
+    def _respond(self, item: ActiveRequest, outcome: Outcome, *, preempted: bool = False) -> None:
         """Say it, unless the item was given up; close the item unless more follows."""
         answer = Response(item.id, outcome, preempted)
         if not item.cancelled:
-            self._answers.append(answer)
-        if answer.last:
+            self._responses.append(answer)
+        if answer.is_last:
             self._close(item)
 
     def _close(self, item: ActiveRequest) -> None:
-        self._items.pop(item.id, None)
+        self._requests.pop(item.id, None)
         if item in (arriving := self._arriving.get(item.key, [])):
             arriving.remove(item)
-        if self._standing.get(item.key) is item:
-            del self._standing[item.key]
-            self._table.idle(item.key)
+        if self._active.get(item.key) is item:
+            del self._active[item.key]
+            self._table.make_idle(item.key)
 
 
 def _age(item: ActiveRequest) -> tuple[int, int, int]:

@@ -75,7 +75,7 @@ class Delivery:
             self._emitted = self.stream_from
         if logged <= self._emitted or logged <= self.stream_from:
             return None
-        items = tuple(self._answer.stream(self._emitted, logged))
+        items = tuple(self._answer.chunks(self._emitted, logged))
         self._emitted = logged
         return Emit(items)
 

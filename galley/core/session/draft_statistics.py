@@ -36,44 +36,44 @@ class DraftStatistics:
 
     alpha: float = 0.6
     recovery: float = 0.25
-    voice: float = 1.0
-    taken: float = 1.0
-    verified: float = 4.0
+    nonempty_rate: float = 1.0
+    verified_rate: float = 1.0
+    verified_len: float = 4.0
     token_ns: float = 0.0
     share_ns: float = 0.0
     others_ns: float = 0.0
     read_ns: float = 0.0
     tokens: int = 0
-    quiet: int = 0
-    apart_squared: float = _APART
-    apart_shown: float = _APART
+    verdicts_since_draft: int = 0
+    deviation_squared: float = _APART
+    deviation_explained: float = _APART
 
     @property
-    def own(self) -> float:
+    def deviation_weight(self) -> float:
         """The slope of a regression of tokens on what their sessions are apart from the workload."""
-        return min(1.0, max(0.0, self.apart_shown / self.apart_squared))
+        return min(1.0, max(0.0, self.deviation_explained / self.deviation_squared))
 
-    def saw_session(self, alpha: float, weight: float, *, right: bool) -> None:
+    def record_deviation(self, alpha: float, weight: float, *, right: bool) -> None:
         """The next token of a session of this `alpha`; to be told before `saw_token`."""
         apart = alpha - self.alpha
-        self.apart_squared += weight * (apart * apart - self.apart_squared)
-        self.apart_shown += weight * (apart * (right - self.alpha) - self.apart_shown)
+        self.deviation_squared += weight * (apart * apart - self.deviation_squared)
+        self.deviation_explained += weight * (apart * (right - self.alpha) - self.deviation_explained)
 
-    def saw_token(self, weight: float, *, right: bool) -> None:
+    def record_token(self, weight: float, *, right: bool) -> None:
         """A draft token was right, or the first that was not."""
         self.tokens += 1
         self.alpha += max(weight, 1.0 / (self.tokens + _PRIOR_TOKENS)) * (right - self.alpha)
 
-    def saw_shaken(self, weight: float, *, right: bool) -> None:
+    def record_recovery(self, weight: float, *, right: bool) -> None:
         """The draft token after a wrong one was right, or was not."""
         self.recovery += weight * (right - self.recovery)
 
-    def saw_proposal(self, came: int, unread: int, compute_ns: int, sessions: int, weight: float) -> None:
+    def record_proposal(self, came: int, unread: int, compute_ns: int, sessions: int, weight: float) -> None:
         """A proposal of `came` tokens, which took the draft so long, for so many sessions at once.
 
         It had `unread` tokens to read first. Where these are many, the time tells what reading takes.
         """
-        self.voice += weight * ((came > 0) - self.voice)
+        self.nonempty_rate += weight * ((came > 0) - self.nonempty_rate)
         share = 1.0 / max(1, sessions)
         if not came:
             return
@@ -87,11 +87,11 @@ class DraftStatistics:
             self.share_ns = _mean(self.share_ns, token_ns * share, weight)
             self.others_ns += weight * (token_ns * share * (1.0 - share) - self.others_ns)
 
-    def saw_verdict(self, verified: int, weight: float) -> None:
+    def record_verdict(self, verified: int, weight: float) -> None:
         """Draft tokens were offered, and so many verified."""
-        self.taken += weight * ((verified > 0) - self.taken)
+        self.verified_rate += weight * ((verified > 0) - self.verified_rate)
         if verified:
-            self.verified += weight * (verified - self.verified)
+            self.verified_len += weight * (verified - self.verified_len)
 
 
 def _mean(before: float, seen: float, weight: float) -> float:
@@ -108,36 +108,36 @@ class SharedStatistics:
     """
 
     def __init__(self) -> None:
-        self.pass_ns = 0.0
+        self.step_ns = 0.0
         self.share_ns = 0.0
         self.row_ns = 0.0
-        self.confirmed = 1.0
+        self.confirmed_per_step = 1.0
         self.latency_ns = 0.0
         self.message_ns = 0.0
-        self._habits: LruCache[tuple[str, str | None], DraftStatistics] = LruCache(
+        self._drafts: LruCache[tuple[str, str | None], DraftStatistics] = LruCache(
             DraftStatistics, _WORKLOADS
         )
 
-    def habits(self, strategy: str, workload: str) -> DraftStatistics:
+    def for_workload(self, strategy: str, workload: str) -> DraftStatistics:
         """Of a strategy's drafts for a workload; those not met for long are forgotten.
 
         A workload begins with what the strategy's drafts are like whatever the workload.
         """
-        overall = self.overall(strategy)
-        return self._habits.get((strategy, workload), lambda: replace(overall, tokens=0))
+        overall = self.for_strategy(strategy)
+        return self._drafts.get((strategy, workload), lambda: replace(overall, tokens=0))
 
-    def overall(self, strategy: str) -> DraftStatistics:
+    def for_strategy(self, strategy: str) -> DraftStatistics:
         """Of a strategy's drafts, whatever they are for."""
-        return self._habits.get((strategy, None))
+        return self._drafts.get((strategy, None))
 
-    def saw_pass(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
+    def record_step(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
         """A pass of the target, shared by so many sessions, of which one got so many tokens."""
-        self.pass_ns = _mean(self.pass_ns, compute_ns, _LOAD)
+        self.step_ns = _mean(self.step_ns, compute_ns, _LOAD)
         self.share_ns = _mean(self.share_ns, compute_ns / max(1, sessions), _LOAD)
         self.row_ns = _mean(self.row_ns, row_ns, _LOAD)
-        self.confirmed += _LOAD * (confirmed - self.confirmed)
+        self.confirmed_per_step += _LOAD * (confirmed - self.confirmed_per_step)
 
-    def saw_proposal(self, latency_ns: int, compute_ns: int) -> None:
+    def record_proposal(self, latency_ns: int, compute_ns: int) -> None:
         """A proposal came, so long after it was asked for."""
         self.latency_ns = _mean(self.latency_ns, latency_ns, _LOAD)
         self.message_ns = _mean(self.message_ns, max(0, latency_ns - compute_ns), _LOAD)

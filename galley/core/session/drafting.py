@@ -23,20 +23,20 @@ class PendingProposal:
     position: int
     prefix_hash: bytes
     k: int
-    at_ns: int
+    requested_ns: int
 
 
 class ProposalObserver(Protocol):
     """Learns how good proposals are, and says what is to be made of that."""
 
     @property
-    def recovers(self) -> bool:
+    def can_recover(self) -> bool:
         """Is what was proposed after a wrong token mostly right again?"""
 
-    def saw_token(self, right: bool) -> None:
+    def record_token(self, right: bool) -> None:
         """A proposed token was right, or the first that was not."""
 
-    def saw_shaken(self, right: bool) -> None:
+    def record_recovery(self, right: bool) -> None:
         """The one after a wrong one was right, or was not."""
 
 
@@ -49,39 +49,39 @@ class Drafting:
     `spent`: it had less to say than was asked for, so that there is no more to be had after this hint.
     """
 
-    def __init__(self, cooldown_ns: int, max_cooldown_ns: int, judge: ProposalObserver) -> None:
-        self._judge = judge
+    def __init__(self, cooldown_ns: int, max_cooldown_ns: int, observer: ProposalObserver) -> None:
+        self._observer = observer
         self._after_wrong: tuple[int, int] | None = None
         self._wrong_from: int | None = None
-        self.asked: PendingProposal | None = None
+        self.pending: PendingProposal | None = None
         self.hint: Hint | None = None
         self.hint_since_ns = 0
-        self.silent = False
-        self.spent = False
+        self.was_empty = False
+        self.is_exhausted = False
         self.cache_len = 0
         self.misses = 0
         self._first_cooldown = self._cooldown = cooldown_ns
         self._max_cooldown = max_cooldown_ns
         self._off_until = 0
 
-    def has_asked(self, request_id: int) -> bool:
+    def is_pending(self, request_id: int) -> bool:
         """Whether this request is the one under way."""
-        return self.asked is not None and self.asked.request_id == request_id
+        return self.pending is not None and self.pending.request_id == request_id
 
-    def resting(self, now: int) -> bool:
+    def is_cooling_down(self, now: int) -> bool:
         """Whether it failed or lied a short while ago."""
         return now < self._off_until
 
-    def take(self, event: Proposed, answer: Answer, alpha: float, now: int) -> int:
+    def receive(self, event: Proposed, answer: Answer, alpha: float, now: int) -> int:
         """What was asked has come: keep what is of use; how many tokens that is.
 
         A draft that answers something else is left alone for a while. Where it does not say how likely its
         tokens are to survive, `alpha` does, for each that all before it have.
         """
-        asked, self.asked = self.asked, None
+        asked, self.pending = self.pending, None
         self.misses = 0
         if asked is None or (event.position, event.prefix_hash) != (asked.position, asked.prefix_hash):
-            self._rest(now)
+            self._cool_down(now)
             return 0
         self._cooldown = self._first_cooldown
         came = _read_hint(event, asked.k, answer.spec.vocab_size, alpha)
@@ -89,9 +89,9 @@ class Drafting:
         self.hint = joined(before, came)
         if before is None or self.hint.position != before.position:
             self.hint_since_ns = now
-        most = asked.k if event.most is None else min(asked.k, event.most)
-        self.spent = len(came.draft_tokens) < most
-        self.silent = not came.draft_tokens
+        most = asked.k if event.max_tokens is None else min(asked.k, event.max_tokens)
+        self.is_exhausted = len(came.draft_tokens) < most
+        self.was_empty = not came.draft_tokens
         self.cache_len = max(0, event.cache_len)
         if self._wrong_from is not None:  # it went on from a guess that has turned out wrong
             self.cache_len = min(self.cache_len, self._wrong_from)
@@ -106,7 +106,7 @@ class Drafting:
         asked if it is of no use either: as it goes on from such a guess, or is for confirmed tokens alone.
         """
         self._judge_recovery(tokens)
-        if self.asked is not None and self.asked.position + self.asked.k <= len(tokens):
+        if self.pending is not None and self.pending.position + self.pending.k <= len(tokens):
             return self.give_up()
         hint = self.hint
         if hint is None:
@@ -115,7 +115,7 @@ class Drafting:
         agreeing = common_prefix_len(hint.draft_tokens, tokens[hint.position :])
         refused = agreeing < min(reached, len(hint.draft_tokens))
         for right in (*[True] * agreeing, *[False] * refused):
-            self._judge.saw_token(right)
+            self._observer.record_token(right)
         if refused:
             return self._refuse(hint, tokens, agreeing)
         if reached > 0:
@@ -127,11 +127,11 @@ class Drafting:
         wrong, reached = hint.position + agreeing, len(tokens) - hint.position
         self.cache_len = min(self.cache_len, wrong)
         self.hint = None
-        goes_on = self.asked is not None and self.asked.position > wrong
+        goes_on = self.pending is not None and self.pending.position > wrong
         left = hint.draft_tokens[reached:]
         if left:
             self._after_wrong = (len(tokens), left[0])
-        if not left or not self._judge.recovers:
+        if not left or not self._observer.can_recover:
             return self.give_up() if goes_on else None
         self.hint = _rerooted(hint, reached)
         if goes_on:
@@ -142,26 +142,26 @@ class Drafting:
         """Of the last wrong token: was the next one right?"""
         if self._after_wrong is not None and len(tokens) > self._after_wrong[0]:
             position, guess = self._after_wrong
-            self._judge.saw_shaken(tokens[position] == guess)
+            self._observer.record_recovery(tokens[position] == guess)
             self._after_wrong = None
 
     def give_up(self) -> PendingProposal | None:
         """What is asked is not wanted any more; whether the draft's cache came to hold it is not known."""
-        asked, self.asked = self.asked, None
+        asked, self.pending = self.pending, None
         self.misses = 0
         self._wrong_from = None
         return asked
 
     def fail(self, now: int) -> None:
         """What was asked came to nothing."""
-        self.asked = None
+        self.pending = None
         self._wrong_from = None
         self.hint = None
         self.misses = 0
         self.cache_len = 0
-        self._rest(now)
+        self._cool_down(now)
 
-    def _rest(self, now: int) -> None:
+    def _cool_down(self, now: int) -> None:
         """Leave it alone, each time twice as long as the last."""
         self.hint = None
         self._off_until = now + self._cooldown
@@ -182,7 +182,7 @@ def _rerooted(hint: Hint, reached: int) -> Hint | None:
     """What is left of it after its first tokens, from there on; the hash of what is before is not kept."""
     if reached >= len(hint.draft_tokens):
         return None
-    rest = hint.after(reached)
+    rest = hint.tail(reached)
     return Hint(hint.position + reached, b"", rest.draft_tokens, rest.survival)
 
 
@@ -195,14 +195,14 @@ def _read_hint(event: Proposed, k: int, vocab_size: int, alpha: float) -> Hint:
     return Hint(event.position, event.prefix_hash, tokens, survival)
 
 
-def rest_of(hint: Hint, confirmed: Sequence[int]) -> HintTail:
+def remaining(hint: Hint, confirmed: Sequence[int]) -> HintTail:
     """What is left of a hint whose prefix agrees, once these tokens (from position 0) are confirmed."""
     reached = len(confirmed) - hint.position
     if not 0 <= reached < len(hint.draft_tokens):
         return NOTHING
     if tuple(confirmed[hint.position :]) != hint.draft_tokens[:reached]:
         return NOTHING
-    return hint.after(reached)
+    return hint.tail(reached)
 
 
 def valid_prefix(tokens: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ class Proposed:
     timing: Timing = field(default_factory=Timing)
     survival: tuple[float, ...] = ()
     sessions: int = 1
-    most: int | None = None
+    max_tokens: int | None = None
     strategy: str = ""
 
 

@@ -39,7 +39,7 @@ from galley.core.records import TokenRecord
 from galley.core.session import events as ev
 from galley.core.session.delivery import Delivery
 from galley.core.session.draft_statistics import SharedStatistics
-from galley.core.session.drafting import Drafting, PendingProposal, rest_of
+from galley.core.session.drafting import Drafting, PendingProposal, remaining
 from galley.core.session.open_verify import OpenVerify
 from galley.core.session.round import Round
 from galley.core.session.speculation import Speculation
@@ -97,7 +97,7 @@ class Session:
         stream_from: int = 0,
         seen_hash: bytes = b"",
         finished: Ending | None = None,
-        book: SharedStatistics | None = None,
+        shared: SharedStatistics | None = None,
     ) -> None:
         """`answer` holds what the log holds already; `finished` is the stored end of a session that has one.
 
@@ -115,7 +115,7 @@ class Session:
         self._draining = False
         self._request_id = 0
         self._credit = min(self._limits.credit, self._limits.window)
-        self._speculation = Speculation(answer.spec, book or SharedStatistics())
+        self._speculation = Speculation(answer.spec, shared or SharedStatistics())
         self._drafting = Drafting(
             self._limits.draft_cooldown_ns, self._limits.max_draft_cooldown_ns, self._speculation
         )
@@ -127,7 +127,7 @@ class Session:
         self._target_cache_len = 0
         self._retry = self._limits.retry_ns
         self._trouble_since: int | None = None
-        self._round = Round(0, unasked=self._credit > 0)
+        self._round = Round(0, with_credit=self._credit > 0)
         self._effects: list[ev.Effect] = []
 
     @property
@@ -160,7 +160,7 @@ class Session:
         """A reply to a request that has been given up or answered."""
         if not isinstance(event, ev.Proposed | ev.Verified | ev.CacheMissed | ev.Failed):
             return False
-        return not (self._drafting.has_asked(event.request_id) or self._stands(event.request_id))
+        return not (self._drafting.is_pending(event.request_id) or self._stands(event.request_id))
 
     def _stands(self, request_id: int) -> bool:
         return self._standing is not None and self._standing.request_id == request_id
@@ -190,7 +190,7 @@ class Session:
 
     def _start_round(self, now: int) -> None:
         self._begin_round(now)
-        awaited = self._drafting.asked is not None and not self._rest_of_hint().draft_tokens
+        awaited = self._drafting.pending is not None and not self._rest_of_hint().draft_tokens
         if awaited and not self._credit:
             self.phase = Phase.DRAFTING
         else:
@@ -202,12 +202,12 @@ class Session:
         self._tell_target()
 
     def _begin_round(self, now: int) -> None:
-        self._round = Round(now, unasked=self._credit > 0)
+        self._round = Round(now, with_credit=self._credit > 0)
         ready = bool(self._rest_of_hint().draft_tokens)
         self._draft_ahead(now)
         if ready:
             self._round.overlap = "hit"
-        elif self._drafting.asked is not None:
+        elif self._drafting.pending is not None:
             self._round.overlap = "miss"
 
     def _next_request(self) -> int:
@@ -224,31 +224,31 @@ class Session:
     def _draft_ahead(self, now: int) -> None:
         """Have what follows drafted while the target is at work, if it is not under way already."""
         drafting, rest = self._drafting, self._rest_of_hint()
-        if drafting.asked is None and not drafting.resting(now):
-            k = 0 if rest.draft_tokens and drafting.spent else self._wanted(rest)
+        if drafting.pending is None and not drafting.is_cooling_down(now):
+            k = 0 if rest.draft_tokens and drafting.is_exhausted else self._wanted(rest)
             if k > 0:
                 self._ask_draft(k, rest, now)
             elif not rest.draft_tokens:
                 self._k = 0
         # After silence the target is not made to wait, nor told of each question: a hint is taken any time.
         # While it has one, another will follow as soon as that has its verdict.
-        coming = drafting.asked is not None and not drafting.silent
-        self._hint_due = coming or (bool(rest.draft_tokens) and not drafting.resting(now))
+        coming = drafting.pending is not None and not drafting.was_empty
+        self._hint_due = coming or (bool(rest.draft_tokens) and not drafting.is_cooling_down(now))
 
     def _wanted(self, rest: HintTail) -> int:
         ready = len(rest.draft_tokens)
         sure = rest.survival[-1] if ready else 1.0
         unread = len(self.answer.tokens) - self._drafting.cache_len
-        return self._speculation.wanted(ready, sure, self._room() - 1 - ready, unread)
+        return self._speculation.tokens_to_draft(ready, sure, self._room() - 1 - ready, unread)
 
     def _ask_draft(self, k: int, rest: HintTail, now: int) -> None:
         """For what follows the confirmed tokens and the `rest` of the hint."""
         guesses = rest.draft_tokens
         part = self._slice(self._drafting.cache_len)
         part = ev.Slice(part.start, part.tokens + guesses, part.prefix_hash)
-        position, prefix = len(self.answer.tokens) + len(guesses), self.answer.hash_beyond(guesses)
+        position, prefix = len(self.answer.tokens) + len(guesses), self.answer.extended_hash(guesses)
         asked = PendingProposal(self._next_request(), position, prefix, k, now)
-        self._drafting.asked = asked
+        self._drafting.pending = asked
         self._k = k
         self._emit_effect(ev.Propose(asked.request_id, part, k, self.spec.strategy, len(guesses)))
 
@@ -258,22 +258,22 @@ class Session:
             self._emit_effect(ev.CancelPropose(asked.request_id))
 
     def _on_proposed(self, event: ev.Proposed, now: int) -> None:
-        asked = self._drafting.asked
+        asked = self._drafting.pending
         if asked is None or asked.request_id != event.request_id:
             raise Broken("Proposed for what the target was asked")
-        latency_ns = now - asked.at_ns
+        latency_ns = now - asked.requested_ns
         # A draft may say anything.
         timing = ev.Timing(min(event.timing.queue_ns, latency_ns), min(event.timing.compute_ns, latency_ns))
-        self._round.draft_came(timing, now)
+        self._round.record_proposal(timing, now)
         unread = asked.position - self._drafting.cache_len
-        came = self._drafting.take(event, self.answer, self._speculation.alpha, now)
+        came = self._drafting.receive(event, self.answer, self._speculation.alpha, now)
         self.stats.proposed += len(event.tokens)
         self._strategy = event.strategy or self.spec.strategy or NO_STRATEGY
-        self._speculation.saw_proposal(came, unread, latency_ns, timing.compute_ns, event.sessions)
+        self._speculation.record_proposal(came, unread, latency_ns, timing.compute_ns, event.sessions)
         self._after_draft(came, asked.position, now)
 
     def _on_draft_failed(self, now: int) -> None:
-        self._round.draft_came(ev.Timing(), now)
+        self._round.record_proposal(ev.Timing(), now)
         self._drafting.fail(now)
         self._after_draft(0, len(self.answer.tokens), now)
 
@@ -299,7 +299,7 @@ class Session:
     def _rest_of_hint(self) -> HintTail:
         """What the last proposal says of the tokens that follow."""
         hint = self._drafting.hint
-        return NOTHING if hint is None else rest_of(hint, self.answer.tokens)
+        return NOTHING if hint is None else remaining(hint, self.answer.tokens)
 
     def _on_draft_missed(self, event: ev.CacheMissed, now: int) -> None:
         drafting = self._drafting
@@ -308,7 +308,7 @@ class Session:
             self._on_draft_failed(now)
             return
         drafting.cache_len = self._usable(event)
-        asked, drafting.asked = drafting.asked, None
+        asked, drafting.pending = drafting.pending, None
         rest = self._rest_of_hint()
         k = min(asked.k, self._room() - 1 - len(rest.draft_tokens)) if asked else 0
         if k > 0:
@@ -389,7 +389,7 @@ class Session:
         standing = self._standing
         if standing is None or not self._stands(event.request_id):
             raise Broken("Verified for what the draft was asked")
-        fault = standing.fault_of(event, self.answer)
+        fault = standing.violation(event, self.answer)
         if fault:
             self._end_with(Broken(f"the target's verdict {fault}"))
             return
@@ -408,9 +408,9 @@ class Session:
         if not reads_prompt:
             # Prompts have to be read whatever is drafted: no token that is confirmed sooner saves that time.
             pass_ns = max(0, event.timing.compute_ns - event.prefill_ns)
-            self._speculation.saw_pass(pass_ns, event.sessions, event.row_ns, confirmed)
+            self._speculation.record_step(pass_ns, event.sessions, event.row_ns, confirmed)
         standing.prefills = False
-        self._speculation.saw_verdict(offered=offered, verified=event.verified)
+        self._speculation.record_verdict(offered=offered, verified=event.verified)
         self._give_up_draft(self._drafting.confirm(self.answer.tokens))
         standing.confirm(self.answer)
         self._count_round(event, confirmed, now, reads_prompt=reads_prompt)
@@ -442,25 +442,25 @@ class Session:
                 logprobs=event.logprobs[index] if self.spec.logprobs is not None else None,
                 fingerprint=event.fingerprint if changed else None,
             )
-            if not self.answer.absorb(token, record):
+            if not self.answer.append(token, record):
                 break
         return self.answer.output_len - before
 
     def _count_round(self, event: ev.Verified, confirmed: int, now: int, *, reads_prompt: bool) -> None:
-        done = self._round.ended(
+        done = self._round.finish(
             event, confirmed, now, k=self._k, strategy=self._strategy, reads_prompt=reads_prompt
         )
-        self.stats.count(done)
+        self.stats.add(done)
         self._emit_effect(done)
 
     def _on_missed(self, event: ev.CacheMissed, now: int) -> None:
-        if self._drafting.has_asked(event.request_id):
+        if self._drafting.is_pending(event.request_id):
             self._on_draft_missed(event, now)
         else:
             self._on_target_missed(event, now)
 
     def _on_failed(self, event: ev.Failed, now: int) -> None:
-        if self._drafting.has_asked(event.request_id):
+        if self._drafting.is_pending(event.request_id):
             self._on_draft_failed(now)
         else:
             self._on_target_failed(event, now)

@@ -33,7 +33,7 @@ class OpenVerify:
         """The answer has grown: forget the hints that it leaves nothing of."""
         self._hints = [hint for hint in self._hints if hint.end > len(answer.tokens)]
 
-    def fault_of(self, event: Verified, answer: Answer) -> str:
+    def violation(self, event: Verified, answer: Answer) -> str:
         """What is wrong with a verdict, if anything: a broken target must not reach the log."""
         spec, position = answer.spec, len(answer.tokens)
         end = position + len(event.tokens)

@@ -9,7 +9,7 @@ from galley.core.session.events import Overlap, RoundEnded, Timing, Verified
 class Round:
     """What is known of the round under way."""
 
-    def __init__(self, started_ns: int, *, unasked: bool) -> None:
+    def __init__(self, started_ns: int, *, with_credit: bool) -> None:
         """With credit the target goes on `unasked`."""
         self.started_ns = started_ns
         self.verify_ns = started_ns
@@ -18,14 +18,14 @@ class Round:
         self.drafted = 0
         self.overlap: Overlap = "none"
         self.draft = Timing()
-        self._unasked = unasked
+        self._with_credit = with_credit
 
-    def draft_came(self, timing: Timing, now: int) -> None:
+    def record_proposal(self, timing: Timing, now: int) -> None:
         """A proposal came, or came to nothing."""
         self.draft_wait_ns = now - self.started_ns
         self.draft = Timing(self.draft.queue_ns + timing.queue_ns, self.draft.compute_ns + timing.compute_ns)
 
-    def ended(
+    def finish(
         self,
         verdict: Verified,
         confirmed: int,
@@ -36,7 +36,7 @@ class Round:
         reads_prompt: bool,
     ) -> RoundEnded:
         """By this verdict, of which so many tokens were confirmed."""
-        if self._unasked:
+        if self._with_credit:
             unaccounted = now - self.verify_ns - verdict.timing.queue_ns - verdict.timing.compute_ns
         else:
             unaccounted = now - self.started_ns - self.draft.compute_ns - verdict.timing.compute_ns
@@ -50,7 +50,7 @@ class Round:
             confirmed=confirmed,
             draft_wait_ns=self.draft_wait_ns,
             verify_wait_ns=now - self.verify_ns,
-            exposed_draft_ns=verdict.timing.linger_ns if self._unasked else self.exposed_ns,
+            exposed_draft_ns=verdict.timing.linger_ns if self._with_credit else self.exposed_ns,
             orchestration_ns=max(0, unaccounted),
             draft=self.draft,
             target=verdict.timing,

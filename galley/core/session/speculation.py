@@ -52,67 +52,69 @@ class Speculation:
     def __init__(self, spec: SessionSpec, book: SharedStatistics) -> None:
         self._k = spec.k
         self._auto = spec.auto
-        self._workload = book.habits(spec.strategy, spec.workload)
-        self._shared = (self._workload, book.overall(spec.strategy))
-        self._book = book
-        self.habits = replace(self._workload, tokens=0)
+        self._workload = book.for_workload(spec.strategy, spec.workload)
+        self._parents = (self._workload, book.for_strategy(spec.strategy))
+        self._shared = book
+        self.statistics = replace(self._workload, tokens=0)
         self._right_running = 0
 
-    def saw_proposal(self, came: int, unread: int, latency_ns: int, compute_ns: int, sessions: int) -> None:
+    def record_proposal(
+        self, came: int, unread: int, latency_ns: int, compute_ns: int, sessions: int
+    ) -> None:
         """A proposal of `came` tokens came, so long after it was asked for; `sessions` shared the work.
 
         The draft had `unread` tokens to read first.
         """
-        self.habits.saw_proposal(came, unread, compute_ns, sessions, _SESSION)
-        for habits in self._shared:
-            habits.saw_proposal(came, unread, compute_ns, sessions, _WORKLOAD)
-        self._book.saw_proposal(latency_ns, compute_ns)
+        self.statistics.record_proposal(came, unread, compute_ns, sessions, _SESSION)
+        for habits in self._parents:
+            habits.record_proposal(came, unread, compute_ns, sessions, _WORKLOAD)
+        self._shared.record_proposal(latency_ns, compute_ns)
 
-    def saw_token(self, right: bool) -> None:
+    def record_token(self, right: bool) -> None:
         """A proposed token was right, or the first that was not."""
-        for habits in self._shared:
-            habits.saw_session(self.habits.alpha, _WORKLOAD_TOKEN, right=right)
-            habits.saw_token(_WORKLOAD_TOKEN, right=right)
-        self.habits.saw_token(_SESSION, right=right)
+        for habits in self._parents:
+            habits.record_deviation(self.statistics.alpha, _WORKLOAD_TOKEN, right=right)
+            habits.record_token(_WORKLOAD_TOKEN, right=right)
+        self.statistics.record_token(_SESSION, right=right)
         self._right_running = self._right_running + 1 if right else 0
 
-    def saw_shaken(self, right: bool) -> None:
+    def record_recovery(self, right: bool) -> None:
         """The proposed token after a wrong one was right, or was not."""
-        self.habits.saw_shaken(_SHAKEN, right=right)
-        for habits in self._shared:
-            habits.saw_shaken(_SHAKEN, right=right)
+        self.statistics.record_recovery(_SHAKEN, right=right)
+        for habits in self._parents:
+            habits.record_recovery(_SHAKEN, right=right)
 
     @property
-    def recovers(self) -> bool:
+    def can_recover(self) -> bool:
         """Is what was proposed after a wrong token mostly right again?"""
-        return self.habits.recovery >= _RECOVERS
+        return self.statistics.recovery >= _RECOVERS
 
     @property
     def message_ns(self) -> float:
         """What a question to the draft takes besides its computing."""
-        return self._book.message_ns
+        return self._shared.message_ns
 
     @property
     def alpha(self) -> float:
         """The chance that a draft token is right if those before were: its own, as far as sessions differ."""
         workload = self._workload
-        return workload.alpha + workload.own * (self.habits.alpha - workload.alpha)
+        return workload.alpha + workload.deviation_weight * (self.statistics.alpha - workload.alpha)
 
-    def saw_pass(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
+    def record_step(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
         """A pass, shared by `sessions`, `confirmed` tokens; a draft token more adds `row_ns` to such."""
-        self._book.saw_pass(compute_ns, sessions, row_ns, confirmed)
+        self._shared.record_step(compute_ns, sessions, row_ns, confirmed)
 
-    def saw_verdict(self, *, offered: bool, verified: int) -> None:
+    def record_verdict(self, *, offered: bool, verified: int) -> None:
         """A verdict came; draft tokens for it had been `offered`, or not."""
-        self.habits.quiet += 1
-        self._workload.quiet += 1
+        self.statistics.verdicts_since_draft += 1
+        self._workload.verdicts_since_draft += 1
         if not offered:
             return
-        self.habits.saw_verdict(verified, _SESSION)
-        for habits in self._shared:
-            habits.saw_verdict(verified, _WORKLOAD)
+        self.statistics.record_verdict(verified, _SESSION)
+        for habits in self._parents:
+            habits.record_verdict(verified, _WORKLOAD)
 
-    def wanted(self, ready: int, sure: float, room: int, unread: int) -> int:
+    def tokens_to_draft(self, ready: int, sure: float, room: int, unread: int) -> int:
         """How many tokens to have drafted now, at most `room`, after `ready` that are.
 
         `sure` is the chance that all that are ready are accepted. The draft would have `unread` tokens to
@@ -122,7 +124,7 @@ class Speculation:
         if not self._k or room <= 0:
             return 0
         if ready == 0:
-            return min(room, self._for_this_pass(unread * self.habits.read_ns, room))
+            return min(room, self._for_this_pass(unread * self.statistics.read_ns, room))
         proposal = self._proposal()
         at_least = 0 if self._auto else min(self._k - ready, room)
         # Each costs a message: none for a token or two.
@@ -133,10 +135,12 @@ class Speculation:
         if not self._auto:
             return self._proposal()
         count = self._worth(self._proposal(), 1.0, reading_ns / min(room, _PASSES_TO_COME))
-        if not count and max(self.habits.quiet, self._workload.quiet) >= self._probe_after(reading_ns):
+        if not count and max(
+            self.statistics.verdicts_since_draft, self._workload.verdicts_since_draft
+        ) >= self._probe_after(reading_ns):
             count = min(_PROBE_TOKENS, self._k)
         if count:
-            self.habits.quiet = self._workload.quiet = 0
+            self.statistics.verdicts_since_draft = self._workload.verdicts_since_draft = 0
         return count
 
     def _probe_after(self, reading_ns: float) -> float:
@@ -144,18 +148,18 @@ class Speculation:
 
         Those of the session or those of its workload: where answers are short, few sessions try for all.
         """
-        if self._right_running >= _PROBE_TOKENS or not self._book.share_ns:
+        if self._right_running >= _PROBE_TOKENS or not self._shared.share_ns:
             return 1
-        spared_ns = _PROBE_SHARE * self._book.share_ns
-        after = (_ASK_NS + _PROBE_TOKENS * self.habits.share_ns) / spared_ns
+        spared_ns = _PROBE_SHARE * self._shared.share_ns
+        after = (_ASK_NS + _PROBE_TOKENS * self.statistics.share_ns) / spared_ns
         return min(max(after, _FIRST_PROBE), _LAST_PROBE) + reading_ns / spared_ns
 
     def _worth(self, most: int, sure: float, reading_ns: float = 0.0) -> int:
         """How many further tokens are worth drafting; none unless those for one pass are worth asking for."""
-        if not self._book.share_ns:
+        if not self._shared.share_ns:
             return most  # nothing was measured yet
         gains = self._gains_of_a_pass(sure, most)
-        if sum(gains) * self.habits.voice * self.habits.taken <= _ASK_NS + reading_ns:
+        if sum(gains) * self.statistics.nonempty_rate * self.statistics.verified_rate <= _ASK_NS + reading_ns:
             return 0
         count = len(gains)
         while count < most and (left := self._gains_of_a_pass(sure * self.alpha**count, most - count)):
@@ -168,9 +172,9 @@ class Speculation:
         That pass has them with chance `reached`: if all tokens before them are accepted. Else no row is
         spent on them. For a row, all tokens that a pass confirms come later.
         """
-        share_ns, alpha = self._book.share_ns, self.alpha
-        row_ns = self._book.row_ns * self._book.confirmed
-        others_ns = self.habits.others_ns if reached < 1.0 else 0.0
+        share_ns, alpha = self._shared.share_ns, self.alpha
+        row_ns = self._shared.row_ns * self._shared.confirmed_per_step
+        others_ns = self.statistics.others_ns if reached < 1.0 else 0.0
         gains: list[float] = []
         chance = alpha
         while len(gains) < most and (gain := reached * (chance * share_ns - row_ns) - others_ns) > 0.0:
@@ -190,15 +194,15 @@ class Speculation:
     def _best(self) -> int:
         if not self._auto:
             return self._k
-        habits = self.habits
-        took_ns = self._book.pass_ns + self.message_ns
-        if not self._book.pass_ns or not habits.token_ns:
+        habits = self.statistics
+        took_ns = self._shared.step_ns + self.message_ns
+        if not self._shared.step_ns or not habits.token_ns:
             return min(self._k, _FIRST_TOKENS)
-        token_ns = habits.token_ns + self._book.row_ns
+        token_ns = habits.token_ns + self._shared.row_ns
         alpha = self.alpha
         confirmed, chance = 1.0, 1.0
         best, best_rate = 0, confirmed / took_ns
-        most = min(self._k, math.ceil(self._book.pass_ns / habits.token_ns))
+        most = min(self._k, math.ceil(self._shared.step_ns / habits.token_ns))
         for count in range(1, most + 1):
             chance *= alpha
             confirmed += chance
@@ -211,15 +215,15 @@ class Speculation:
     def _depth(self) -> int:
         """How many tokens may be ready: a pass's, its bonus, the next pass's, and those of the way here."""
         of_a_pass = self._of_a_pass()
-        on_the_way = self._confirmed_in(2 * self._book.latency_ns + self.message_ns)
+        on_the_way = self._confirmed_in(2 * self._shared.latency_ns + self.message_ns)
         return min(2 * of_a_pass + 1 + on_the_way, max(_MOST_AHEAD, of_a_pass))
 
     def _of_a_pass(self) -> int:
-        return min(self._k, math.ceil(2 * self.habits.verified)) if self._auto else self._k
+        return min(self._k, math.ceil(2 * self.statistics.verified_len)) if self._auto else self._k
 
     def _confirmed_in(self, time_ns: float) -> int:
         """How many tokens the target could confirm in that time, never without drafts."""
-        if not self._book.pass_ns:
+        if not self._shared.step_ns:
             return 0
         a_pass = expected_confirmed(self.alpha, self._of_a_pass())
-        return math.ceil(a_pass * time_ns / self._book.pass_ns)
+        return math.ceil(a_pass * time_ns / self._shared.step_ns)

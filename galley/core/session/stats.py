@@ -32,7 +32,7 @@ class SpeculationStats:
     cancelled: int = 0
     exposed_draft_ns: int = 0
 
-    def count(self, done: RoundEnded) -> None:
+    def add(self, done: RoundEnded) -> None:
         """Add one round."""
         elapsed = done.ended_ns - done.started_ns
         self.rounds += 1

@@ -49,7 +49,7 @@ def plain(draw: Draw) -> bool:
 
 def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Outcome]:
     """See `galley.engine.sampling.draw.draw_all`; the rows are the draws'."""
-    ends = list(accumulate(len(draw.guesses) + 1 for draw in draws))
+    ends = list(accumulate(len(draw.draft_tokens) + 1 for draw in draws))
     here = [(draw, end) for draw, end in zip(draws, ends, strict=True) if plain(draw)]
     others = [(draw, end) for draw, end in zip(draws, ends, strict=True) if not plain(draw)]
     tokens, rows = _fetch(logits, here, [row for pair in others for row in _rows_of(*pair)])
@@ -59,7 +59,7 @@ def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Outcome]:
 
 
 def _rows_of(draw: Draw, end: int) -> range:
-    return range(end - len(draw.guesses) - 1, end)
+    return range(end - len(draw.draft_tokens) - 1, end)
 
 
 def _outcome(draw: Draw, tokens: list[int]) -> Outcome:
@@ -69,7 +69,7 @@ def _outcome(draw: Draw, tokens: list[int]) -> Outcome:
         if token == NOTHING:
             break
         taken.append(token)
-        if draw.guesses[i : i + 1] != (token,):
+        if draw.draft_tokens[i : i + 1] != (token,):
             break
     return Sampled(tuple(taken)) if taken else no_maximum(draw)
 

@@ -46,7 +46,7 @@ def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | GalleyErro
     ends before it, with the accepted guesses alone, so that no guess changes what is confirmed; it is Broken
     if its first row is bad. Other draws are not touched by it. Raises Broken if the rows are not the draws'.
     """
-    ends = list(accumulate(len(draw.guesses) + 1 for draw in draws))
+    ends = list(accumulate(len(draw.draft_tokens) + 1 for draw in draws))
     if logits.shape[0] != sum(ends[-1:]):
         raise Broken(f"{logits.shape[0]} rows of logits for {sum(ends[-1:])} to draw")
     if logits.device.type != "cpu":
@@ -58,13 +58,13 @@ def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | GalleyErro
 
 def draw_rows(rows: Floats, draws: Sequence[Draw]) -> list[Sampled | GalleyError]:
     """`draw_all` of rows that are on the host, and of which there are as many as the draws have."""
-    ends = list(accumulate(len(draw.guesses) + 1 for draw in draws))
+    ends = list(accumulate(len(draw.draft_tokens) + 1 for draw in draws))
     threads = openmp.worth(openmp.threads(), rows.size * _LOGIT_NS) if len(draws) > 1 else 1
     scratch = _scratch(threads, rows.shape[1], penalized=any(map(penalized, draws)))
     tokens, drawn = np.empty(len(rows), dtype=np.int64), np.empty(len(draws), dtype=np.int64)
     compiled().draw_rows(threads, rows, *_pack(draws), tokens, drawn, scratch)
     drawings = [
-        _Drawing(draw, end - len(draw.guesses) - 1, count)
+        _Drawing(draw, end - len(draw.draft_tokens) - 1, count)
         for draw, end, count in zip(draws, ends, drawn.tolist(), strict=True)
     ]
     listed = _logprobs(rows, [drawing for drawing in drawings if drawing.listed], tokens, scratch)
@@ -132,14 +132,14 @@ def _pack(draws: Sequence[Draw]) -> tuple[NDArray[np.void], Ids, Floats]:
     for draw in draws:
         history: Collection[int] = draw.history if penalized(draw) else ()
         masked: Collection[int] = draw.stop_token_ids if masked_rows(draw) else ()
-        prompt = end + len(draw.guesses)
+        prompt = end + len(draw.draft_tokens)
         output = prompt + min(draw.prompt_len, len(history))
         bias = prompt + len(history)
         mask = bias + len(draw.params.logit_bias)
         end = mask + len(masked)
         records.append((row, prompt, output, bias, mask, end, len(biases), *_record(draw)))
-        row += len(draw.guesses) + 1
-        ids += (draw.guesses, history, draw.params.logit_bias, masked)
+        row += len(draw.draft_tokens) + 1
+        ids += (draw.draft_tokens, history, draw.params.logit_bias, masked)
         biases += draw.params.logit_bias.values()
     flat = np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=end)
     return np.array(records, dtype=DRAW), flat, np.array(biases, dtype=np.float32)

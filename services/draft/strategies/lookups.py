@@ -75,7 +75,9 @@ class Lookups:
         confirmed = job.session.tokens[: job.session.confirmed]
         lookup = self._sessions.get(job.session)
         # What stands before the slice its hash has vouched for.
-        if lookup is None or not lookup.agrees(confirmed, max(0, min(job.slice.start, len(lookup) - _TAIL))):
+        if lookup is None or not lookup.is_prefix_of(
+            confirmed, max(0, min(job.slice.start, len(lookup) - _TAIL))
+        ):
             lookup = self._sessions[job.session] = SessionLookup()
             answers.lookups.pop(job.session, None)
         at = len(lookup)

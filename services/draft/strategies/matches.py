@@ -32,7 +32,7 @@ class MatchChances:
 
     def narrowed(self) -> MatchChances:
         """Of one workload, where this is of all."""
-        return MatchChances(self._calibration.narrowed())
+        return MatchChances(self._calibration.child())
 
     def chance(self, match: Match, i: int) -> float:
         """That the i-th token after the match is right if those before it are."""
@@ -40,4 +40,4 @@ class MatchChances:
 
     def saw(self, match: Match, i: int, accepted: bool) -> None:
         """The i-th token after it was right, or the first that was not."""
-        self._calibration.saw(class_of(match, i), accepted)
+        self._calibration.record(class_of(match, i), accepted)

@@ -48,7 +48,7 @@ class ModelStrategy:
         drafted = self._drafted.setdefault(session, Drafted())
         calibration = self._calibration_of(job)
         for verdict in drafted.compare(session, common_prefix_len(guess.cache.tokens, session.tokens)):
-            calibration.saw(verdict.evidence, verdict.guessed == verdict.confirmed)
+            calibration.record(verdict.evidence, verdict.guessed == verdict.confirmed)
         guess.settle()
         for token, bucket in drafted.ready(len(session.tokens), guess.limit, rules_of(job.slice)):
             guess.add(token, calibration.chance(bucket))
@@ -57,7 +57,7 @@ class ModelStrategy:
 
     def _calibration_of(self, job: DraftJob) -> Calibration:
         overall = self._overall.get(job.slice.key[0])
-        return self._calibrations.get(kind_of(job), overall.narrowed)
+        return self._calibrations.get(kind_of(job), overall.child)
 
 
 def _calibration() -> Calibration:

@@ -56,7 +56,7 @@ class NgramStrategy:
         guess.tokens = list(tokens[: len(guess.survival)])
         if guess.tokens:
             saw = partial(chances.saw, match)
-            waiting.expect(job.session.confirmed, ahead, tuple(guess.tokens), saw)
+            waiting.add(job.session.confirmed, ahead, tuple(guess.tokens), saw)
 
     def _chances_of(self, job: DraftJob) -> MatchChances:
         overall = self._overall.get(job.slice.key[0])

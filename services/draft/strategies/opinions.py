@@ -54,7 +54,7 @@ class Opined:
     def narrowed(self) -> Opined:
         """Of one workload, where this is of all."""
         tables = (self.found, self.alone, self.both, self.found_against, self.model_against)
-        return Opined(*(table.narrowed() for table in tables))
+        return Opined(*(table.child() for table in tables))
 
     def sure(self, found: Said) -> bool:
         """Need the model not be asked?"""
@@ -80,16 +80,16 @@ class Opined:
         """This token was confirmed where that was said, all guesses before it having been right."""
         found, model = said.found, said.model
         if found is not None:
-            self.found.saw(found.by, found.token == confirmed)
+            self.found.record(found.by, found.token == confirmed)
         if model is None:
             return
         if found is None:
-            self.alone.saw(model.by, model.token == confirmed)
+            self.alone.record(model.by, model.token == confirmed)
         elif found.token == model.token:
-            self.both.saw(_agreeing(found, model), model.token == confirmed)
+            self.both.record(_agreeing(found, model), model.token == confirmed)
         else:
-            self.found_against.saw(found.by, found.token == confirmed)
-            self.model_against.saw(model.by, model.token == confirmed)
+            self.found_against.record(found.by, found.token == confirmed)
+            self.model_against.record(model.by, model.token == confirmed)
 
 
 def _agreeing(found: Said, model: Said) -> int:

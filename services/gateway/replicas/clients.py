@@ -294,7 +294,7 @@ class DraftPool:
             timing=_timing(result.timing),
             survival=tuple(result.survival),
             sessions=max(1, result.batch_sessions),
-            most=self.info.max_draft_tokens,
+            max_tokens=self.info.max_draft_tokens,
             strategy=request.strategy or self.info.default_strategy,
         )
 

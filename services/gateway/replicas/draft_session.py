@@ -115,7 +115,7 @@ class SessionDraft:
                 self._draft_with(_PLAIN, MOVE_LATE)
                 self._drafts.doubt(draft)
             else:
-                breaker.given_up(attempt)
+                breaker.record_cancelled(attempt)
             raise
         if isinstance(answer, ev.Failed):
             self._drafts.failed(draft, breaker, attempt)

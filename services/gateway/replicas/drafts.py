@@ -49,7 +49,7 @@ class Draft(Member[DraftPool, DraftLease]):
 
     def may_be_asked(self, now_ns: int) -> bool:
         """It is there, and its breaker lets somebody try."""
-        return self.fits and self.pool.replica is not None and self.breaker.allows(now_ns)
+        return self.fits and self.pool.replica is not None and self.breaker.can_begin(now_ns)
 
     def serves(self, now_ns: int) -> bool:
         """It may be asked, and takes new sessions."""
@@ -123,13 +123,13 @@ class Drafts(Members[Draft]):
         """It failed an item, or kept it waiting for too long."""
         now = self._clock.now_ns()
         before = breaker.state(now)
-        if breaker.failed(attempt, now):
+        if breaker.record_failure(attempt, now):
             _log.warning("a draft is left alone for a while", address=draft.address)
             _breaker_changed(draft, before, State.OPEN)
 
     def answered(self, draft: Draft, breaker: Breaker, attempt: int) -> None:
         """It answered an item; a miss is an answer."""
-        if breaker.succeeded(attempt):
+        if breaker.record_success(attempt):
             _log.info("a draft is used again", address=draft.address)
             _breaker_changed(draft, State.HALF_OPEN, State.CLOSED)
 

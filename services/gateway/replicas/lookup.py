@@ -41,7 +41,7 @@ class Lookup:
         return ev.Proposed(
             request.request_id,
             position,
-            self._hasher.of(self._tokens, position),
+            self._hasher.digest(self._tokens, position),
             guesses,
             cache_len=position,
             strategy=LOOKUP,
@@ -49,7 +49,7 @@ class Lookup:
 
     def _replace(self, start: int, tokens: Sequence[int]) -> None:
         """`tokens` stand from `start` on."""
-        self._hasher.cut(start)
+        self._hasher.truncate(start)
         self._tokens[start:] = tokens
         if start < len(self._followed):
             self._followed = SessionLookup()

@@ -263,7 +263,7 @@ class Members(ABC, Generic[MemberT]):
 
     def _cannot_look(self, error: GalleyError) -> None:
         """Who is there cannot be found out. Logged once for each reason, of which clients read a part."""
-        self._problem = error.told
+        self._problem = error.public_message
         if self._unread != str(error):
             self._unread = str(error)
             _log.warning(f"cannot find out which {self._kind}s there are", problem=self._unread)

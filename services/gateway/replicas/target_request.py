@@ -156,9 +156,9 @@ class Routed:
         now_s = asyncio.get_running_loop().time()
         waited_ns = round((now_s - self._asked_s) * SECOND)
         member.answered(now_s, self._rows)
-        member.times.saw(self._predicted_ns, waited_ns)
+        member.times.record(self._predicted_ns, waited_ns)
         if self._unanswered:
-            member.times.saw_first(waited_ns)
+            member.times.record_first(waited_ns)
             self._unanswered = False
             self._extensions.clear()
         self._rows = 0  # what an item goes on with is a few rows a pass, which every pass has room for

@@ -70,7 +70,7 @@ class SessionTarget:
         self._fingerprint = verdict.fingerprint
         self._held = None  # its KV is where the session is
         self._failed.clear()
-        self.patience.served()
+        self.patience.record_in_time()
         if replica is not None and replica != self._served_by:
             if self._served_by is not None:
                 self._targets.moves.note(session_id, self._served_by, replica, self._why_left)
@@ -97,7 +97,7 @@ class SessionTarget:
     def hedge_after_ns(self, at: Target) -> int | None:
         """How long an item's first verdict may take before another replica is asked too; None: for ever."""
         quantile = self._targets.hedge_quantile
-        return at.times.slower_than(quantile) if quantile else None
+        return at.times.first_verdict_quantile(quantile) if quantile else None
 
     def warm_other(self, spec: SessionSpec, request: ev.Verify, at: Target) -> Target | None:
         """A replica that could take over, and holds the prefix but for less than a block."""
@@ -123,7 +123,7 @@ class SessionTarget:
         if other is None or not other.moves_on(asked_s):
             return False
         self.leave(at, MOVE_LATE)
-        self.patience.lost()
+        self.patience.record_late()
         self._targets.doubt(at)
         self._at = other
         return True
@@ -135,5 +135,5 @@ class SessionTarget:
             max_position=spec.max_position,
             tenant_salt=spec.tenant_salt,
             fingerprint=self._fingerprint,
-            held=self._held,
+            cached_at=self._held,
         )

@@ -68,7 +68,7 @@ class Streams:
         try:
             yield place
         finally:
-            if not place.kept:
+            if not place.is_kept:
                 self._release(place)
 
     def _enter(self, principal: Principal, tokens: int) -> AdmissionSlot:
@@ -88,7 +88,7 @@ class Streams:
 
     def keep(self, work: asyncio.Task[None], place: AdmissionSlot, used: Callable[[], int]) -> None:
         """A session goes on without its client, if only to stop: it keeps its place until `work` is done."""
-        place.kept = True
+        place.is_kept = True
 
         def done(_: asyncio.Task[None]) -> None:
             place.used = used()
@@ -220,7 +220,7 @@ class Streams:
             stream_from=stream_from,
             seen_hash=seen_hash,
             finished=finished,
-            book=self._book,
+            shared=self._book,
         )
 
     def _answer(self, stored: StoredSession) -> Answer:
@@ -231,7 +231,7 @@ class Streams:
             spec = decode_spec(stored.fields[SPEC_FIELD], stored.ownership.session_id, prompt)
             answer = Answer(spec, self._decode)
             for token, record in zip(output, decode_records(stored.meta), strict=True):
-                answer.absorb(token, record)
+                answer.append(token, record)
         except (ValueError, KeyError, TypeError) as error:
             raise LogLost("what is stored of this session cannot be read") from error
         return answer

@@ -31,7 +31,7 @@ class OwnedSession:
     ) -> None:
         """The store held it at `held_ns`, and keeps whatever it holds for longer than `trusted_ns`."""
         self.owner = stored.ownership
-        self.new = stored.as_new()
+        self.new = stored.to_new_session()
         self._store = store
         self._clock = clock
         self._held_ns = held_ns

@@ -144,7 +144,7 @@ class StoreCall:
 
     def retried(self, error: StoreUnavailable) -> None:
         """Record a failed attempt that is repeated."""
-        self._retries.append((self._request.now_ns(), error.told))
+        self._retries.append((self._request.now_ns(), error.public_message))
 
     def end(self, error: BaseException | None = None) -> None:
         """End the span; a cancelled call did not fail."""
