@@ -154,12 +154,24 @@ audit: setup ## look for known vulnerabilities in what the locks install; fail i
 
 # ------------------------------------------------------------------------------------------- check --
 
-.PHONY: test pytest
-test: setup lint check-generated helm-lint pytest ## all that CI runs
+# How many processes run the tests; a file's tests stay together.
+TEST_WORKERS ?= 2
 
-pytest: setup
-	@echo "== tests"
-	@$(BIN)/python -m pytest
+.PHONY: test unit integration e2e
+test: lint check-generated helm-lint unit integration e2e ## all that CI runs
+
+unit: setup ## tests in memory: no sockets, no model (under a minute)
+	@echo "== unit tests"
+	@$(BIN)/python -m pytest tests/unit
+
+integration: helm ## tests of real servers and processes with tiny models, and of chart and repository
+	@echo "== integration tests"
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile \
+		tests/integration tests/simulation tests/attack tests/deploy tests/repo
+
+e2e: setup ## tests of whole stacks, with the default model, and while their parts fail
+	@echo "== end-to-end tests"
+	@$(BIN)/python -m pytest tests/e2e tests/chaos
 
 # What ruff's rules S do not have of bandit's.
 BANDIT := B613,B614,B615,B703
@@ -209,10 +221,10 @@ chart-files: ## copy alerts and dashboards into the chart
 	@scripts/chart_files.sh helm/galley/files
 
 trace-picture: setup ## draw docs/images/trace.png from the committed sample of a trace (needs chromium)
-	@$(BIN)/python -m tests.tracing.picture
+	@$(BIN)/python -m tests.unit.galley.trace.picture
 
 top-picture: setup ## draw docs/images/top.svg anew, of the sample in tests/top/recording
-	@$(BIN)/python -m tests.top.picture
+	@$(BIN)/python -m tests.unit.galley.top.picture
 
 metrics: setup ## write the tables of metrics into docs/observe/metrics.md anew
 	@$(BIN)/python scripts/metrics_table.py docs/observe/metrics.md

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from galley.client.client import AsyncClient
 from galley.client.options import Speculation
 from galley.core.names import NGRAM
-from tests.gateway.clusters import TcpServer, free_port, serving
-from tests.gateway.servers import VALKEY
+from tests.fakes.redis_clusters import TcpServer, free_port, serving
+from tests.fakes.redis_servers import VALKEY
 
 if TYPE_CHECKING:
     from scripts.images.container import Container, Running

@@ -26,8 +26,8 @@ from tests.attack import floods
 from tests.attack.campaign import Campaign
 from tests.attack.held import idle_connections, idle_streams
 from tests.attack.stack import HEALTH, MIB, SERVICES, Attacked, Told, attacked, undisturbed, warmed_up
-from tests.gateway.servers import VALKEY, running
-from tests.service import tokenizer_files
+from tests.fakes import tokenizer_files
+from tests.fakes.redis_servers import VALKEY, running
 
 _PARTS = 10
 _ROUNDS = 3

@@ -1,6 +1,6 @@
 """Prove that AUTO keeps up with the best fixed k: `make prove-drafting`, the long form of a test of ours.
 
-On virtual time (tests/core/pool_world.py: real session machines and a real scheduler, given costs and
+On virtual time (tests/fakes/pool_world.py: real session machines and a real scheduler, given costs and
 acceptance) AUTO is compared with each fixed k in hindsight, over kinds of drafts, costs of rows, costs of
 drafting and numbers of sessions. Writes all figures to bench/results/drafting/<commit>.json; every scenario
 below the bound is named.
@@ -17,7 +17,7 @@ from functools import partial
 
 from bench.harness import commit, result_path, write_record
 from galley.core.cost.model import StepTimes
-from tests.core.pool_world import MS, Pool, Scenario
+from tests.fakes.pool_world import MS, Pool, Scenario
 
 BOUND = 0.95
 FIXED = (0, 1, 2, 4, 8, 16)

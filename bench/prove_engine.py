@@ -1,4 +1,4 @@
-"""Prove the engine: `make prove-engine`, the long form of tests/target/test_engine_fuzz.py.
+"""Prove the engine: `make prove-engine`, the long form of test_engine_fuzz.py.
 
 *Fuzz*: random sequences of items, cuts, rewrites, repeats, cancellations, hints, credit, evictions and
 failed passes at scheduler, block table and engine, at least 10,000 passes on a small random Llama and some
@@ -30,10 +30,10 @@ from bench.harness import BENCH, commit, machine, result_path, write_record
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
 from galley.engine.model import CausalModel
-from tests.ray.program import Work
-from tests.ray.ranks import run_ranks
-from tests.target.fuzz import SMALL, FuzzSize, FuzzWorld, load_pair, save_small_model
-from tests.target.invariance import InvarianceTrial
+from tests.integration.services.ray.program import Work
+from tests.integration.services.ray.ranks import run_ranks
+from tests.integration.services.target.fuzz import SMALL, FuzzSize, FuzzWorld, load_pair, save_small_model
+from tests.integration.services.target.invariance import InvarianceTrial
 
 STEPS_A_WORLD = 1000
 CHECK_EVERY = 20

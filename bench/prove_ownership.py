@@ -1,9 +1,9 @@
 """Prove that two gateways told to own one session at once never both extend its log: `make prove-ownership`.
 
-The long form of tests/service/test_ownership.py, with the gateways in processes of their own, over a real
-Valkey: each has a target that says its own letter, so that the log shows who wrote which token. Half of the
-rounds are two `Generate` of one idempotency key, half two `Resume` of a session that a third stream has under
-way; with credit and without. Writes bench/results/ownership/<commit>.json; exits 1 if anything shows.
+The long form of test_ownership.py, with the gateways in processes of their own, over a real Valkey: each has
+a target that says its own letter, so that the log shows who wrote which token. Half of the rounds are two
+`Generate` of one idempotency key, half two `Resume` of a session that a third stream has under way; with
+credit and without. Writes bench/results/ownership/<commit>.json; exits 1 if anything shows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.harness import BENCH, commit, machine, result_path, write_record
-from tests.gateway.servers import VALKEY, running
-from tests.service import tokenizer_files
-from tests.service.ownership import LENGTH, Tally, arena
-from tests.service.world import World
+from tests.fakes import tokenizer_files
+from tests.fakes.redis_servers import VALKEY, running
+from tests.fakes.world import World
+from tests.integration.services.gateway.ownership import LENGTH, Tally, arena
 
 CREDITS = (0, 32)
 

@@ -5,7 +5,7 @@ ranks on a local Ray answer 16 streams while a rank is killed with SIGKILL, and 
 down to one; every token must be transformers' own likeliest (a tie within 1e-4 is excused and counted), all
 replicas must be there again, and those that live on must keep their sessions. The last trial ends with
 the death of Ray's head, after which no process may be left. Then a deployment of a tiny model with
---max-replicas must grow while it is busy and shrink when it idles (tests/ray/autoscale_trial.py). Writes
+--max-replicas must grow while it is busy and shrink when it idles. Writes
 bench/results/ray/<commit>.json; exits 1 if anything shows.
 """
 
@@ -23,7 +23,7 @@ from bench.harness import BENCH, commit, machine, result_path, write_record
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
 from tests.e2e.ray_trial import RANKS, REPLICAS, Trial
-from tests.ray import autoscale_trial
+from tests.integration.services.ray import autoscale_trial
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from galley.core.content import prefix_hash
 from galley.core.names import FORCE_KEY, FORCE_VALUE
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.stack import HEALTH, SERVICES
-from tests.service.truth import VOCAB, true_next
+from tests.fakes.truth import VOCAB, true_next
 
 _SESSIONS, _LONGEST = 12, 400
 _SERVED = ("", "galley.v1.Generation", "galley.v1.Target", "none")

@@ -16,7 +16,7 @@ import grpc
 from tests.attack.asked import Known, Rpc, rpcs, some_metadata
 from tests.attack.mutation import Mutator
 from tests.attack.stack import BAD, HEALTH
-from tests.service.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S
 
 _WORKERS = 8
 _KEPT = 20

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.attack.stack import Attacked, attacked, warmed_up
-from tests.gateway.servers import VALKEY, running
-from tests.service import tokenizer_files
+from tests.fakes import tokenizer_files
+from tests.fakes.redis_servers import VALKEY, running
 
 
 @pytest.fixture(scope="session")

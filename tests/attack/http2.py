@@ -13,7 +13,7 @@ from enum import IntEnum
 from hpack import Decoder
 from hpack.exceptions import HPACKError
 
-from tests.service.waiting import PATIENCE_S, Watch
+from tests.fakes.waiting import PATIENCE_S, Watch
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES = 9

@@ -25,8 +25,8 @@ from typing import Any
 
 from galley.client.client import AsyncClient
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.service.truth import SEED, true_output
-from tests.service.waiting import PATIENCE_S
+from tests.fakes.truth import SEED, true_output
+from tests.fakes.waiting import PATIENCE_S
 
 # The bystander, the attacker who has a key all the same, and one whose key has expired.
 GOOD, BAD, EXPIRED = "good-3f9a1c77", "bad-8d20e4b1", "expired-51c6f0aa"

@@ -17,7 +17,7 @@ from redis import asyncio as redis_asyncio
 from galley.client.client import NO_RETRIES, AsyncClient, TokenStream
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.stack import BAD, EXPIRED, GOOD, Attacked, hello, unharmed
-from tests.service.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S
 
 UNKNOWN = "0" * 32
 NOBODY = "nobody-7c19e4d2"

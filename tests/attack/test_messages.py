@@ -16,7 +16,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.floods import KEY, gzip_bomb, gzip_bombs
 from tests.attack.http2 import END_STREAM, Kind, frame, message, opening, wire
 from tests.attack.stack import MAX_MESSAGE_BYTES, MIB, SERVICES, Attacked, hello, unharmed
-from tests.service.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S
 
 GENERATE = "/galley.v1.Generation/Generate"
 # One unary method of each service, and its message.

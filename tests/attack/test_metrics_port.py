@@ -16,8 +16,8 @@ from galley.common.metrics.registry import Registry
 from galley.top.scrape import MAX_BYTES, MAX_LINE, MAX_ROWS, Away, scrape
 from galley.top.series import Samples
 from tests.attack.stack import MIB, Attacked, unharmed
-from tests.service.waiting import PATIENCE_S
-from tests.top.servers import answering
+from tests.fakes.metric_servers import answering
+from tests.fakes.waiting import PATIENCE_S
 
 ASKED = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 SEED = 20261122

@@ -24,10 +24,10 @@ from tests.attack.http2 import (
     wire,
 )
 from tests.attack.stack import MIB, Attacked, hello, undisturbed, unharmed
-from tests.common import service
-from tests.common.tls_world import tls_settings
-from tests.gateway.tls import Authority, mounted
-from tests.service.waiting import PATIENCE_S
+from tests.fakes import echo_service as service
+from tests.fakes.certificates import Authority, mounted
+from tests.fakes.tls_servers import tls_settings
+from tests.fakes.waiting import PATIENCE_S
 
 GENERATE = "/galley.v1.Generation/Generate"
 

@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from galley.common.server.server import RunningServer, start_server
 from galley.common.wire.status import describe
-from tests.common.service import EchoService, building, settings
-from tests.service.waiting import PATIENCE_S
+from tests.fakes.echo_service import EchoService, building, settings
+from tests.fakes.waiting import PATIENCE_S
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"

@@ -45,7 +45,7 @@ from services.gateway.settings import GatewaySettings
 from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
 from tests.attack.stack import CALL, HEALTH, MAX_MESSAGE_BYTES, files_allowed
-from tests.service.truth import END, VOCAB, true_next
+from tests.fakes.truth import END, VOCAB, true_next
 from tests.simulation.replicas import SimEngine
 
 _BLOCK_TOKENS, _BLOCKS, _WINDOW = 8, 1024, 1024
@@ -54,7 +54,7 @@ _TIMES = StepTimes.measured([(1, 2_000_000), (1024, 2_000_001)])
 
 
 class Engine(SimEngine):
-    """Says what tests/service/truth.py says, a pass in `_PASS_S`."""
+    """Says what tests/fakes/truth.py says, a pass in `_PASS_S`."""
 
     def __init__(self, tokenizer: str) -> None:
         super().__init__("build-1")

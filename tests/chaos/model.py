@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tests.target import tiny
+from tests.fakes import tiny_model as tiny
 
 CONTEXT = 2048
 _HIDDEN = 256

@@ -10,8 +10,8 @@ from galley.client.client import AsyncClient, Retries
 from galley.client.options import GenerateOptions, Speculation
 from galley.client.streams import TokenStream
 from galley.core.names import NGRAM
-from tests.service.waiting import Watch
-from tests.target.tiny import POISON
+from tests.fakes.tiny_model import POISON
+from tests.fakes.waiting import Watch
 
 PROMPT_TOKENS = 24
 PATIENCE_S = 60.0

@@ -11,10 +11,10 @@ import pytest
 
 from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import BadFile, NamedFile
-from tests.common.service import EchoService
-from tests.common.tls_world import asked_anew, serving
 from tests.deploy.render import ROOT
-from tests.gateway.tls import Certificate, mounted
+from tests.fakes.certificates import Certificate, mounted
+from tests.fakes.echo_service import EchoService
+from tests.fakes.tls_servers import asked_anew, serving
 
 
 @pytest.fixture(scope="module")

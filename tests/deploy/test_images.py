@@ -16,11 +16,11 @@ import pytest
 
 from galley.common.server.server import start_server
 from galley.version import __version__
-from tests.common.service import EchoService, building, settings
-from tests.common.tls_world import tls_settings
 from tests.deploy.render import LOCKS, ROLES, ROOT, container, default_values, pod, render, workloads
 from tests.deploy.settings_of import variables_of
-from tests.gateway.tls import Authority, mounted
+from tests.fakes.certificates import Authority, mounted
+from tests.fakes.echo_service import EchoService, building, settings
+from tests.fakes.tls_servers import tls_settings
 
 
 def dockerfile(role: str) -> str:

@@ -14,7 +14,7 @@ from galley.common.metrics.catalogue import METRICS
 from galley.common.metrics.metric import Metric
 from tests.deploy.matrix import KEDA, SWITCHES
 from tests.deploy.render import Manifest, default_values, of_kind, render
-from tests.repo.promql import unknown_names
+from tests.fakes.promql import unknown_names
 
 NOT_INSTALLED = "promtool is not installed"
 IN = 'namespace="galley"'

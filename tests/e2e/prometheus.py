@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.service.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S
 
 NOT_INSTALLED = "prometheus is not installed"
 _LISTENING = re.compile(r'msg="Listening on" address=(\S+)')

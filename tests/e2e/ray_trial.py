@@ -29,7 +29,7 @@ from galley.stack.stack import Stack, StackOptions
 from services.gateway.request.tokenize import Tokenizer
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.reference import TIE
-from tests.target.items import slice_of, verify
+from tests.fakes.verify_items import slice_of, verify
 
 REPLICAS, RANKS = 2, 3
 SESSION = [5, 8, 13, 21, 34]

@@ -16,7 +16,7 @@ from galley.client.options import Message, Speculation
 from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
 from galley.core.routing.choice import DraftLease
 from galley.stack.stack import Stack, StackOptions
-from tests.service.waiting import Watch
+from tests.fakes.waiting import Watch
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 

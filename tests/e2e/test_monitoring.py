@@ -16,9 +16,9 @@ from galley.stack.part import Facts, PartSpec
 from galley.stack.parts import python_module, stack_parts
 from galley.stack.stack import Stack, StackDirs, StackOptions
 from tests.e2e.prometheus import Prometheus, scraping
-from tests.gateway.tls import Authority, Mounted, mounted
-from tests.repo.promql import ALERTS, SERIES, always, dashboards, panels, rules
-from tests.target.tiny import CONTEXT, save_tiny_model
+from tests.fakes.certificates import Authority, Mounted, mounted
+from tests.fakes.promql import ALERTS, SERIES, always, dashboards, panels, rules
+from tests.fakes.tiny_model import CONTEXT, save_tiny_model
 
 PATIENCE_S = 40.0
 # Greedy, a model of random weights soon repeats itself: lookup is right then.

@@ -23,9 +23,9 @@ from galley.stack.stack import Stack, StackOptions
 from galley.trace.read.otlp_json import document_of, spans_in
 from galley.trace.read.spans import Span, SpanKey
 from tests.e2e.test_replicas import told
-from tests.service.collector import Collector
-from tests.service.narrow import narrow
-from tests.service.waiting import PATIENCE_S
+from tests.fakes.collector import Collector
+from tests.fakes.narrow_client import narrow
+from tests.fakes.waiting import PATIENCE_S
 
 CLIENT = "galley-client"
 ASK = "ask"

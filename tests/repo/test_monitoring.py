@@ -15,7 +15,7 @@ from galley.common.metrics.exposition import Exposition
 from galley.common.metrics.labels import SERVICES
 from galley.common.metrics.metric import Kind, LabelValues, Metric
 from galley.common.metrics.registry import Registry
-from tests.repo.promql import (
+from tests.fakes.promql import (
     ALERTS,
     FAMILIES,
     ROOT,

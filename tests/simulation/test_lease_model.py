@@ -11,7 +11,7 @@ from redis import asyncio as redis_asyncio
 from galley.common.registry.leases import TARGET_POOL, Replaced, ReplicaRegistry, target_lease
 from galley.core.routing.choice import TargetLease
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.gateway.servers import VALKEY, Server, running
+from tests.fakes.redis_servers import VALKEY, Server, running
 from tests.simulation.leases import Leases
 
 _RUNS = 10

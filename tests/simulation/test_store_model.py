@@ -29,7 +29,7 @@ from galley.core.store import (
     StoredSession,
 )
 from services.gateway.store.redis import RedisStore
-from tests.gateway.servers import VALKEY, Server, running
+from tests.fakes.redis_servers import VALKEY, Server, running
 from tests.simulation.redis import Sessions, at_once
 from tests.simulation.schedule import Fault, Schedule
 from tests.simulation.seeds import schedule_of

@@ -13,6 +13,7 @@ from typing import Any
 
 from galley.stack.part import log_tail
 from tests.deploy.render import Manifest
+from tests.fakes.waiting import Watch
 from tests.proofs.boot.groups import keep_group
 from tests.proofs.boot.names import LAG_S, Answers, NameServer, Served, Service
 from tests.proofs.boot.node import Node
@@ -20,7 +21,6 @@ from tests.proofs.boot.objects import GROUPS, Objects, PodTemplate, Workload
 from tests.proofs.boot.pod import Identity, Pod
 from tests.proofs.boot.policies import Endpoint, Policies, read_policies
 from tests.proofs.boot.wires import DNS_IP
-from tests.service.waiting import Watch
 
 NAMESPACES = ("kube-system", "kube-public", "default")
 _NAME_LABEL = "kubernetes.io/metadata.name"

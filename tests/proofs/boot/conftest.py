@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.deploy.matrix import SWITCHES, laid_over
+from tests.integration.services.ray.conftest import four_heads
 from tests.proofs.boot.runs import run_trial
 from tests.proofs.boot.worlds import RANKS, SECURED, SMALL, TWICE, few_layers_of, plan
-from tests.ray.conftest import four_heads
 
 __all__ = ["four_heads"]
 

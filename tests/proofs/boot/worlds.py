@@ -11,7 +11,7 @@ from typing import Any
 from galley.engine.load.truncate import truncate_model
 from tests.deploy.matrix import SWITCHES, laid_over
 from tests.deploy.render import Manifest
-from tests.gateway.tls import Authority, Certificate
+from tests.fakes.certificates import Authority, Certificate
 from tests.proofs.boot.objects import secret
 from tests.proofs.boot.plan import Plan
 

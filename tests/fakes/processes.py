@@ -1,0 +1,117 @@
+"""The gateway, and drafts, as processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Self
+
+from tests.fakes.waiting import PATIENCE_S
+
+if TYPE_CHECKING:
+    from tests.fakes.world import World
+
+
+@asynccontextmanager
+async def gateway_process(
+    world: World,
+    log: Path,
+    environment: Mapping[str, str],
+    more: Mapping[str, str] = MappingProxyType({}),
+    module: str = "services.gateway",
+) -> AsyncIterator[str]:
+    """Its address; it writes its log to `log`, and is stopped by SIGTERM, which must end it in order.
+
+    `more` flags are added to those of the world.
+    """
+    settings = world.settings()
+    flags = {
+        "target": settings.target,
+        "draft": settings.draft,
+        "redis-url": settings.redis_url.get_secret_value(),
+        "model": settings.model,
+        "credit": str(settings.credit),
+        **more,
+    }
+    async with service_process(module, log, environment, flags) as told:
+        yield told["address"]
+
+
+@asynccontextmanager
+async def service_process(
+    module: str, log: Path, environment: Mapping[str, str], flags: Mapping[str, str]
+) -> AsyncIterator[Mapping[str, str]]:
+    """What it says of itself once it serves: its `address`, that of its `metrics`; ended as above."""
+    read_fd, write_fd = os.pipe()
+    with log.open("wb") as out:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", module, "--die-with-parent", "--ready-fd", str(write_fd)),
+            *(part for name, value in flags.items() for part in (f"--{name}", value)),
+            pass_fds=(write_fd,),
+            env={**os.environ, **environment},
+            stdout=out,
+            stderr=out,
+        )
+    os.close(write_fd)
+    try:
+        yield await asyncio.to_thread(_ready, read_fd)
+        process.terminate()
+        async with asyncio.timeout(PATIENCE_S):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def _ready(read_fd: int) -> Mapping[str, str]:
+    with os.fdopen(read_fd) as lines:
+        for line in lines:
+            if (told := json.loads(line))["stage"] == "ready":
+                return {str(name): str(value) for name, value in told.items()}
+    raise RuntimeError("the process did not start")
+
+
+class DraftProcess:
+    """A real draft that registers; use as an async context, at whose end it is gone, however it stands."""
+
+    def __init__(self, world: World) -> None:
+        self._flags = ("--redis-url", world.redis_url, "--tokenizer", str(world.tokenizer))
+        self._process: asyncio.subprocess.Process | None = None
+        self.address = ""
+
+    async def __aenter__(self) -> Self:
+        read_fd, write_fd = os.pipe()
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "services.draft", "--die-with-parent", "--ready-fd", str(write_fd), *self._flags),
+            *("--log-level", "error"),
+            pass_fds=(write_fd,),
+        )
+        os.close(write_fd)
+        self.address = (await asyncio.to_thread(_ready, read_fd))["address"]
+        return self
+
+    def send(self, number: signal.Signals) -> None:
+        """Such as SIGSTOP."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    async def ended(self) -> int:
+        """The exit status."""
+        assert self._process is not None
+        async with asyncio.timeout(PATIENCE_S):
+            return await self._process.wait()
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()

@@ -1,0 +1,486 @@
+"""A target and a draft over real gRPC whose answers are known beforehand, and which fail at command."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from galley.common.server.requests import answer_stream
+from galley.common.wire.codec import check_token_ids, logprobs_message, read_slice
+from galley.common.wire.status import item_status
+from galley.core.acceptance import confirm
+from galley.core.content import Miss, look_up, prefix_hash
+from galley.core.errors import InvalidField
+from galley.core.hints import MAX_HINT_TOKENS
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from tests.fakes.certificates import caller_of
+from tests.fakes.truth import CONTEXT, END, VOCAB, logprobs_of, true_next
+from tests.fakes.waiting import Gate, Watch
+
+MAX_DRAFT_TOKENS = 16
+# What it says that a pass took: as long as a model's, so that drafts are worth asking for.
+PASS_NS = 20_000_000
+STRATEGIES: tuple[str, ...] = ("model", "ngram")
+
+
+class _Failure(Exception):
+    def __init__(self, code: grpc.StatusCode) -> None:
+        super().__init__(code.name)
+        self.code = code
+
+
+class Replica:
+    """What both fakes are: a server on a unix socket, which can go and come back, with a gate before it.
+
+    `calls` is every item that came, `answered` how many passed the gate (under credit, each pass of an item
+    does), `cancelled` how many were given up. `streams` are those that are open, by the name in the caller's
+    certificate. With `credentials` it speaks TLS.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.address = f"unix:{directory / name}"
+        self.gate = Gate()
+        self.watch = Watch()
+        self.calls: list[Any] = []
+        self.answered = 0
+        self.cancelled = 0
+        self._waiting = 0
+        self.failure: grpc.StatusCode | None = None
+        self.failures_left = 0
+        self.incarnations = 0
+        self.credentials: grpc.ServerCredentials | None = None
+        self.streams: list[str] = []
+        self._held: dict[str, list[int]] = {}
+        self._server: grpc.aio.Server | None = None
+
+    def _serve(self, server: grpc.aio.Server) -> None:
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        """Serve, as a new process would: with empty caches."""
+        self.incarnations += 1
+        self._held.clear()
+        self._server = grpc.aio.server()
+        self._serve(self._server)
+        if self.credentials is None:
+            self._server.add_insecure_port(self.address)
+        else:
+            self._server.add_secure_port(self.address, self.credentials)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Go away at once."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(None)
+
+    def forget(self) -> None:
+        """Be another process at the same address: nothing is cached."""
+        self.incarnations += 1
+        self._held.clear()
+
+    def fail(self, code: grpc.StatusCode, times: int) -> None:
+        """Let each of the next items break the stream that it came by."""
+        self.failure, self.failures_left = code, times
+
+    async def called(self, times: int) -> None:
+        await self.watch.until(lambda: len(self.calls) >= times)
+
+    async def has_answered(self, times: int) -> None:
+        await self.watch.until(lambda: self.answered >= times)
+
+    async def waits_after(self, times: int) -> None:
+        """Until it has answered so often, and stands before a closed gate with more."""
+        await self.watch.until(lambda: self.answered >= times and self._waiting > 0)
+
+    async def was_given_up(self, times: int = 1) -> None:
+        await self.watch.until(lambda: self.cancelled >= times)
+
+    async def has_streams(self, *callers: str) -> None:
+        """Wait until just these have one open."""
+        await self.watch.until(lambda: sorted(self.streams) == sorted(callers))
+
+    @contextmanager
+    def _open_stream(self, context: Any) -> Iterator[None]:
+        caller = caller_of(context)
+        self.streams.append(caller)
+        self.watch.changed()
+        try:
+            yield
+        finally:
+            self.streams.remove(caller)
+            self.watch.changed()
+
+    async def _enter(self, item: Any) -> None:
+        self.calls.append(item)
+        self.watch.changed()
+        try:
+            await self._pass_gate()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            self.watch.changed()
+            raise
+
+    async def _pass_gate(self) -> None:
+        self._waiting += 1
+        self.watch.changed()
+        try:
+            await self.gate.enter()
+        finally:
+            self._waiting -= 1
+        self.answered += 1
+        self.watch.changed()
+        if self.failures_left > 0 and self.failure is not None:
+            self.failures_left -= 1
+            raise _Failure(self.failure)
+
+    def _admit(self, part: pb.SessionSlice) -> Miss | list[int]:
+        """The confirmed tokens, if the cache agrees in content."""
+        held = self._held.get(part.session_id, [])
+        found = look_up(held, part.start, part.tokens, part.prefix_hash)
+        return found if isinstance(found, Miss) else [*held[: part.start], *part.tokens]
+
+
+class _Standing:
+    """An item at the fake target: where it stands, how far it may go, and its hint."""
+
+    def __init__(self, item: pb.VerifyItem) -> None:
+        self.item = item
+        self.tokens: list[int] | None = None
+        position = item.slice.start + len(item.slice.tokens)
+        self.limit = position + len(item.draft_tokens) + 1 + item.credit
+        self.hint: pb.Hint | None = None
+
+    def extend(self, extension: pb.Extension) -> None:
+        self.limit = max(self.limit, extension.limit)
+        if extension.HasField("hint"):
+            _check_hint(extension.hint)
+            self.hint = extension.hint
+
+    def begin(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        if self.hint is None:
+            self.hint = pb.Hint(
+                position=len(tokens), prefix_hash=prefix_hash(tokens), draft_tokens=self.item.draft_tokens
+            )
+
+    def guesses(self) -> list[int]:
+        """What is left of the hint, if it agrees in content, as far as the limit allows."""
+        if self.hint is None or self.tokens is None or self.hint.position > len(self.tokens):
+            return []
+        root, reached = self.tokens[: self.hint.position], self.tokens[self.hint.position :]
+        agrees = prefix_hash(root) == self.hint.prefix_hash
+        if not agrees or reached != self.hint.draft_tokens[: len(reached)]:
+            return []
+        room = max(0, self.limit - len(self.tokens) - 1)
+        return list(self.hint.draft_tokens[len(reached) :])[: min(room, self.item.max_verified or room)]
+
+
+class FakeTarget(Replica, rpc.TargetServicer):
+    """Says `true_next`, checks drafts by the one rule of acceptance, and counts what it was asked.
+
+    An item with credit goes on unasked, a pass each `pass_s` seconds; each pass goes through the gate.
+    `confirmed` is how many output tokens each session has; who it is, it says when `spoken` lets it.
+    """
+
+    def __init__(self, directory: Path, tokenizer_hash: str) -> None:
+        super().__init__(directory, "target")
+        self.tokenizer_hash = tokenizer_hash
+        self.fingerprint = "build-1"
+        self.row_costs: tuple[tuple[int, int], ...] = ()
+        self.spoken = Gate()
+        self.item_failure: grpc.StatusCode | None = None
+        self.misses = 0
+        self.pass_s = 0.0
+        self.extensions: list[pb.Extension] = []
+        self.preemptions_left = 0
+        self.confirmed: Counter[str] = Counter()
+        self.spoil: Callable[[pb.VerifyResult], None] = lambda _: None
+
+    def _serve(self, server: grpc.aio.Server) -> None:
+        rpc.add_TargetServicer_to_server(self, server)
+
+    async def GetTargetInfo(self, request: pb.GetTargetInfoRequest, context: Any) -> pb.GetTargetInfoResponse:
+        await self.spoken.enter()
+        return pb.GetTargetInfoResponse(
+            model="tiny",
+            tokenizer_hash=self.tokenizer_hash,
+            context_window=CONTEXT,
+            vocab_size=VOCAB,
+            eos_token_ids=[END],
+            fingerprint=self.fingerprint,
+            deterministic=True,
+            incarnation=f"target-{self.incarnations}",
+            max_draft_tokens=MAX_DRAFT_TOKENS,
+            dtype="float32",
+            device="none",
+            row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in self.row_costs],
+        )
+
+    async def Verify(self, request: Any, context: Any) -> pb.VerifyResponse:
+        raise NotImplementedError
+
+    async def VerifyStream(
+        self, request_iterator: AsyncIterator[pb.VerifyStreamRequest], context: Any
+    ) -> AsyncIterator[pb.VerifyStreamResponse]:
+        stream = _TargetStream(self)
+        reader = asyncio.create_task(stream.read(request_iterator))
+        try:
+            with self._open_stream(context):
+                while (answer := await stream.answers.get()) is not None:
+                    yield pb.VerifyStreamResponse(answers=[answer])
+        except _Failure as failure:
+            await context.abort(failure.code, "as told")
+        finally:
+            await stream.stop(reader)
+
+    async def told(self, holds: Callable[[pb.Extension], bool]) -> None:
+        """Wait for an extension of which this holds."""
+        await self.watch.until(lambda: any(map(holds, self.extensions)))
+
+    async def stand(self, standing: _Standing) -> AsyncIterator[pb.VerifyAnswer]:
+        """The answers to one item."""
+        item, more = standing.item, True
+        self.calls.append(item)
+        self.watch.changed()
+        try:
+            while more:
+                await self._pass_gate()
+                answer = pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
+                try:
+                    self._step(standing, answer)
+                except InvalidField as error:
+                    answer.status.CopyFrom(item_status(error))
+                more = answer.result.more
+                yield answer
+                await asyncio.sleep(self.pass_s)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            self.watch.changed()
+            raise
+
+    def _step(self, standing: _Standing, answer: pb.VerifyAnswer) -> None:
+        _check(standing.item)
+        if self.item_failure is not None:
+            answer.status.code = self.item_failure.value[0]
+            answer.status.message = "the logits are not numbers"
+            return
+        if standing.tokens is None:
+            admitted = self._admit(standing.item.slice)
+            if isinstance(admitted, Miss):
+                self.misses += 1
+                answer.cache_miss.have, answer.cache_miss.prefix_hash = admitted.have, admitted.prefix_hash
+                return
+            standing.begin(admitted)
+        elif self.preemptions_left:
+            self.preemptions_left -= 1
+            self._preempt(standing, answer)
+            return
+        self._verify(standing, answer.result)
+        self.spoil(answer.result)
+
+    def _preempt(self, standing: _Standing, answer: pb.VerifyAnswer) -> None:
+        """The later half of its cache goes to another session."""
+        session_id = standing.item.slice.session_id
+        held = self._held[session_id] = self._held[session_id][: len(self._held[session_id]) // 2]
+        answer.cache_miss.have, answer.cache_miss.prefix_hash = len(held), prefix_hash(held)
+
+    def _verify(self, standing: _Standing, result: pb.VerifyResult) -> None:
+        item, part, tokens = standing.item, standing.item.slice, standing.tokens
+        assert tokens is not None
+        guesses = standing.guesses()
+        verdict = confirm(
+            guesses,
+            _samples(tokens, item, guesses),
+            position=len(tokens),
+            max_position=part.max_position,
+            stop_token_ids=frozenset(part.stop_token_ids),
+            output_len=len(tokens) - part.prompt_len,
+            min_tokens=part.min_tokens,
+        )
+        result.position = len(tokens)
+        tokens += verdict.tokens
+        self.confirmed[part.session_id] = len(tokens) - part.prompt_len
+        held = self._held[part.session_id] = tokens[:-1]
+        result.tokens.extend(verdict.tokens)
+        result.accepted = verdict.accepted
+        result.verified = len(guesses)
+        result.kv_len = len(held)
+        result.fingerprint = self.fingerprint
+        result.timing.compute_ns = PASS_NS
+        stopped = len(tokens) - part.prompt_len > part.min_tokens and tokens[-1] in part.stop_token_ids
+        may_go_on = item.credit > 0 and len(tokens) < min(standing.limit, part.max_position)
+        result.more = may_go_on and not stopped
+        if item.HasField("logprobs"):
+            result.logprobs.extend(
+                logprobs_message(logprobs_of(token, item.logprobs)) for token in verdict.tokens
+            )
+
+
+class _TargetStream:
+    """The open items of one stream to the fake target."""
+
+    def __init__(self, target: FakeTarget) -> None:
+        self.answers: _Answers = _Answers()
+        self._target = target
+        self._items: dict[int, tuple[_Standing, asyncio.Task[None]]] = {}
+
+    async def read(self, requests: AsyncIterator[pb.VerifyStreamRequest]) -> None:
+        async for message in requests:
+            for item in message.items:
+                standing = _Standing(item)
+                self._items[item.slice.request_id] = (standing, asyncio.create_task(self._run(standing)))
+            for extension in message.extensions:
+                if extension.request_id in self._items:
+                    self._items[extension.request_id][0].extend(extension)
+                self._target.extensions.append(extension)
+                self._target.watch.changed()
+            for ref in message.cancelled:
+                if ref.request_id in self._items:
+                    self._items.pop(ref.request_id)[1].cancel()
+        self.answers.put(None)
+
+    async def _run(self, standing: _Standing) -> None:
+        try:
+            async for answer in self._target.stand(standing):
+                self.answers.put(answer)
+        except _Failure as failure:
+            self.answers.put(failure)
+        self._items.pop(standing.item.slice.request_id, None)
+
+    async def stop(self, reader: asyncio.Task[None]) -> None:
+        tasks = [reader, *(task for _, task in self._items.values())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Answers:
+    """What the stream is to say: answers, a failure that ends it, or None at its end."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[pb.VerifyAnswer | _Failure | None] = asyncio.Queue()
+
+    def put(self, answer: pb.VerifyAnswer | _Failure | None) -> None:
+        self._queue.put_nowait(answer)
+
+    async def get(self) -> pb.VerifyAnswer | None:
+        answer = await self._queue.get()
+        if isinstance(answer, _Failure):
+            raise answer
+        return answer
+
+
+def _check_hint(hint: pb.Hint) -> None:
+    check_token_ids("hint.draft_tokens", hint.draft_tokens, VOCAB)
+    if len(hint.draft_tokens) > MAX_HINT_TOKENS:
+        raise InvalidField("hint.draft_tokens", "too many")
+
+
+def _check(item: pb.VerifyItem) -> None:
+    """As strict as the real one: a gateway that passes nonsense on is refused."""
+    read_slice(item.slice, vocab_size=VOCAB, context_window=CONTEXT)
+    check_token_ids("draft_tokens", item.draft_tokens, VOCAB)
+    if len(item.draft_tokens) > MAX_DRAFT_TOKENS:
+        raise InvalidField("draft_tokens", "too many")
+
+
+def _samples(tokens: list[int], item: pb.VerifyItem, guesses: list[int]) -> list[int]:
+    """The target's own token at each position, given the draft tokens before it."""
+    part = item.slice
+    samples = []
+    context = list(tokens)
+    for guess in (*guesses, None):
+        banned = (
+            frozenset(part.stop_token_ids)
+            if len(context) - part.prompt_len < part.min_tokens
+            else frozenset()
+        )
+        samples.append(true_next(context, part.sampling.seed, banned))
+        if guess is not None:
+            context.append(guess)
+    return samples
+
+
+class FakeDraft(Replica, rpc.DraftServicer):
+    """Guesses what the target will say, each token spoiled with chance `spoil_rate`; or tells a `lie`."""
+
+    def __init__(self, directory: Path, tokenizer_hash: str) -> None:
+        super().__init__(directory, "draft")
+        self.tokenizer_hash = tokenizer_hash
+        self.spoil_rate = 0.0
+        self.strategies = STRATEGIES
+        self.lie: Callable[[pb.ProposeItem, pb.ProposeAnswer], None] = lambda _item, _answer: None
+        self.before_answering: Callable[[], Any] | None = None
+
+    def _serve(self, server: grpc.aio.Server) -> None:
+        rpc.add_DraftServicer_to_server(self, server)
+
+    async def GetDraftInfo(self, request: pb.GetDraftInfoRequest, context: Any) -> pb.GetDraftInfoResponse:
+        return self.info()
+
+    def info(self) -> pb.GetDraftInfoResponse:
+        return pb.GetDraftInfoResponse(
+            model="tiny-draft",
+            tokenizer_hash=self.tokenizer_hash,
+            strategies=self.strategies,
+            default_strategy=self.strategies[0],
+            incarnation=f"draft-{self.incarnations}",
+            max_draft_tokens=MAX_DRAFT_TOKENS,
+            vocab_size=VOCAB,
+        )
+
+    async def Propose(self, request: Any, context: Any) -> pb.ProposeResponse:
+        raise NotImplementedError
+
+    async def ProposeStream(
+        self, request_iterator: AsyncIterator[pb.ProposeStreamRequest], context: Any
+    ) -> AsyncIterator[pb.ProposeStreamResponse]:
+        with self._open_stream(context):
+            async for answers in self._answers(request_iterator, context):
+                yield pb.ProposeStreamResponse(answers=answers)
+
+    async def _answers(
+        self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[list[Any]]:
+        """Of a stream, each as it comes about."""
+        try:
+            async for answers in answer_stream(requests, self._answer, asyncio.Event()):
+                yield answers
+        except _Failure as failure:
+            await context.abort(failure.code, "as told")
+
+    async def _answer(self, item: pb.ProposeItem) -> pb.ProposeAnswer:
+        await self._enter(item)
+        if self.before_answering is not None:
+            await self.before_answering()
+        answer = pb.ProposeAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
+        tokens = self._admit(item.slice)
+        if isinstance(tokens, Miss):
+            answer.cache_miss.have, answer.cache_miss.prefix_hash = tokens.have, tokens.prefix_hash
+        else:
+            self._propose(item, tokens, answer.result)
+        self.lie(item, answer)
+        return answer
+
+    def _propose(self, item: pb.ProposeItem, tokens: list[int], result: pb.ProposeResult) -> None:
+        result.position, result.prefix_hash = len(tokens), prefix_hash(tokens)
+        for _ in range(item.k):
+            token = true_next(tokens, item.slice.sampling.seed)
+            tokens.append((token + 1) % VOCAB if self._spoils(len(tokens)) else token)
+        self._held[item.slice.session_id] = tokens
+        result.draft_tokens.extend(tokens[result.position :])
+        result.kv_len = len(tokens)
+        result.timing.compute_ns = 500
+
+    def _spoils(self, position: int) -> bool:
+        """By position alone, so that two sessions of one request have the same rounds."""
+        return blake2b(position.to_bytes(4, "little"), digest_size=1).digest()[0] < 256 * self.spoil_rate

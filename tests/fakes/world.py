@@ -1,0 +1,231 @@
+"""One Valkey, one fake target, one fake draft, and as many real gateways as a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
+from galley.client.options import Prompt
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.server.server import Parts, RunningServer, start_server
+from galley.core.records import PositionLogprobs
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.service import build, interceptors
+from services.gateway.settings import GatewaySettings, Tuning
+from tests.fakes.replicas import FakeDraft, FakeTarget
+from tests.fakes.truth import SEED, text_of, true_output
+from tests.fakes.waiting import PATIENCE_S
+
+PROMPT = "Tell me more."
+PROMPT_TOKENS = list(PROMPT.encode())
+MAX_TOKENS = 40
+
+any_credit = pytest.mark.parametrize("credit", [0, 32], ids=["asked", "unasked"])
+"""For tests that hold however the target is asked: round by round, or to go on by itself."""
+
+
+@dataclass
+class Heard:
+    """What a client heard of one stream, or of several that go on from one another."""
+
+    tokens: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    changes: list[tuple[int, str]] = field(default_factory=list)
+    started: pb.Started | None = None
+    finished: pb.Finished | None = None
+    first_index: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def hear(self, event: pb.StreamEvent) -> None:
+        match event.WhichOneof("event"):
+            case "started":
+                self.started = event.started
+            case "chunk":
+                chunk = event.chunk
+                assert chunk.index == self.first_index + len(self.tokens), "an index twice or skipped"
+                assert len(chunk.from_draft) == len(chunk.token_ids)
+                self.tokens += chunk.token_ids
+                self.texts.append(chunk.text)
+                self.from_draft += chunk.from_draft
+                self.logprobs += [
+                    PositionLogprobs(entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))
+                    for entry in chunk.logprobs
+                ]
+            case "numerics_changed":
+                self.changes.append((event.numerics_changed.index, event.numerics_changed.fingerprint))
+            case "finished":
+                self.finished = event.finished
+
+    async def listen(self, stream: TokenStream, until: int | None = None) -> Heard:
+        """Hear the stream to its end, or until `until` tokens are there."""
+        async with asyncio.timeout(PATIENCE_S):
+            while until is None or len(self.tokens) < until:
+                try:
+                    self.hear(await anext(stream))
+                except StopAsyncIteration:
+                    break
+        return self
+
+
+async def hear(stream: TokenStream, until: int | None = None, first_index: int = 0) -> Heard:
+    return await Heard(first_index=first_index).listen(stream, until)
+
+
+async def refused(answer: Awaitable[object]) -> GalleyRpcError:
+    """The status that a call ends with."""
+    with pytest.raises(GalleyRpcError) as caught:
+        await answer
+    return caught.value
+
+
+def must_be_true(heard: Heard, max_tokens: int = MAX_TOKENS, seed: int = SEED) -> None:
+    """The stream is what the target alone says to PROMPT."""
+    truth = true_output(PROMPT_TOKENS, max_tokens, seed)
+    assert heard.tokens == truth
+    assert heard.text == text_of(truth)
+    assert heard.finished is not None
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """A real gateway, and a client of it."""
+
+    running: RunningServer
+    client: AsyncClient
+
+    @property
+    def address(self) -> str:
+        return self.running.address
+
+    def ask(self, prompt: Prompt = PROMPT, **options: Any) -> TokenStream:
+        """A stream of MAX_TOKENS tokens, unless the options say otherwise."""
+        asked = {"max_tokens": MAX_TOKENS, "seed": SEED, "ignore_eos": True, **options}
+        return self.client.generate(prompt, **asked)
+
+    async def has_places(self) -> None:
+        """Wait until none of its places is taken."""
+        async with asyncio.timeout(PATIENCE_S):
+            await cast("Any", self.running.service)._streams.wait_idle()
+
+    async def idle(self) -> None:
+        """Wait until no stream is open here and none of its tasks is left; fails if some stay."""
+        streams = cast("Any", self.running.service)._streams
+        async with asyncio.timeout(PATIENCE_S):
+            await streams.wait_idle()
+            ours = [task for task in asyncio.all_tasks() if _is_gateways(task)]
+            if ours:
+                await asyncio.wait(ours)
+        assert not streams._running
+        gc.collect()  # a generator that was left behind speaks up now
+
+
+def _is_gateways(task: asyncio.Task[Any]) -> bool:
+    name = getattr(task.get_coro(), "__qualname__", "")
+    return name.startswith(("Pump.", "SessionRunner."))
+
+
+class _Errors(logging.Handler):
+    """What libraries log as errors."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.name}: {record.getMessage()}")
+
+
+class World:
+    """Use as an async context; everything that it started ends with it."""
+
+    def __init__(self, directory: Path, tokenizer: Path, redis_url: str, credit: int = 0) -> None:
+        """`credit` is the gateways': 0 goes round by round, which tests can step through."""
+        self.directory = directory
+        self._credit = credit
+        self.tokenizer = tokenizer
+        self.tokenizer_hash = tokenizer_hash(tokenizer)
+        self.redis_url = redis_url
+        self.target = FakeTarget(directory, self.tokenizer_hash)
+        self.draft = FakeDraft(directory, self.tokenizer_hash)
+        self._gateways: list[Gateway] = []
+        self._unhandled: list[dict[str, Any]] = []
+        self._errors = _Errors(logging.ERROR)
+
+    def settings(self, **given: object) -> GatewaySettings:
+        return GatewaySettings.model_validate(
+            {
+                "target": self.target.address,
+                "draft": self.draft.address,
+                "redis_url": self.redis_url,
+                "model": str(self.tokenizer),
+                "max_message_bytes": 1 << 16,
+                # Generous: machines of tests are slow, and what is late is tested on purpose.
+                "draft_timeout_s": 10,
+                "drain_timeout_s": 5,
+                "buffer": 1000,
+                "credit": self._credit,
+                "id_secret": "the same at all gateways",
+                **given,
+            }
+        )
+
+    async def gateway(self, **given: object) -> Gateway:
+        """A gateway with these settings."""
+        return await self.gateway_of(Parts(), **given)
+
+    async def gateway_of(self, parts: Parts, /, **given: object) -> Gateway:
+        """The same, which uses these parts."""
+        tuning = tuning_of(given)
+        settings = self.settings(**given)
+        running = await start_server(
+            settings, build(settings, tuning=tuning), parts, interceptors(settings, tuning)
+        )
+        client = await AsyncClient(running.address, retries=NO_RETRIES).__aenter__()
+        self._gateways.append(Gateway(running, client))
+        return self._gateways[-1]
+
+    async def __aenter__(self) -> World:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: self._unhandled.append(what))
+        logging.getLogger().addHandler(self._errors)
+        await self.target.start()
+        await self.draft.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.target.gate.open()
+        self.draft.gate.open()
+        for gateway in self._gateways:
+            await gateway.client.__aexit__(None, None, None)
+            await gateway.running.stop()
+        await self.draft.stop()
+        await self.target.stop()
+        logging.getLogger().removeHandler(self._errors)
+        assert not self._unhandled, "an exception that nobody handled"
+        assert not self._errors.lines, "errors in the log"
+
+
+def tuning_of(given: dict[str, Any]) -> Tuning:
+    """Take what is no setting out of `given`.
+
+    Without lookup, the origin of a token says whether the draft proposed it.
+    """
+    values = {name: given.pop(name) for name in Tuning._fields if name in given}
+    return Tuning(**{"window": 1000, "lookup_fallback": False, **values})
+
+
+def field_of(error: GalleyRpcError) -> str:
+    [(name, _)] = error.violations
+    return name

@@ -1,0 +1,275 @@
+"""Test the harness of the loop benchmarks without models: its blocks, its sides, its goals and its record."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from bench.loops import base, peers, sessions, speculation, telemetry
+from bench.loops.__main__ import SCENARIOS, parse_arguments, report
+from bench.loops.options import Options
+from bench.loops.run import Run, Scenario, loads, measure
+from bench.loops.sides import Spent, process_loop
+from galley.bench.answers import Answer, Prompt, Rounds
+from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide
+from galley.bench.gateway import AUTO, OFF
+from tests.unit.galley.bench.blocks import block
+
+# --------------------------------------------------------------------------------------- the blocks --
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
+def test_arms_of_a_pair_do_the_same_work(scenario: Scenario) -> None:
+    options = replace(scenario.defaults, pairs=2, streams=scenario.defaults.streams[:2])
+    pairs: dict[tuple[int, str, int, float], list[Load]] = {}
+    for load in loads(scenario, options, life=1):
+        if load.pair != WARM_UP:
+            pairs.setdefault((load.pair, load.workload, load.streams, load.temperature), []).append(load)
+    for mine in pairs.values():
+        assert {load.arm for load in mine} == set(options.arms)
+        assert len({tuple(prompt.id for prompt in load.prompts) for load in mine}) == 1
+        assert len({(load.seed, load.max_tokens) for load in mine}) == 1
+    assert {pair for pair, *_ in pairs} == {2, 3}, "a life goes on where the one before ended"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
+def test_no_arm_finds_a_prompt_cached_that_another_does_not(scenario: Scenario) -> None:
+    """Either every arm has texts of its own, or a block that does not count asks them first."""
+    options = replace(scenario.defaults, pairs=2, lives=2)
+    seen: set[str] = set()
+    for load in (load for life in range(2) for load in loads(scenario, options, life)):
+        if load.pair == WARM_UP:
+            if load.max_tokens == 1:
+                assert load.arm == scenario.primed_by
+                seen |= {prompt.text for prompt in load.prompts}
+            continue
+        texts = {prompt.text for prompt in load.prompts}
+        if scenario.primed_by:
+            assert texts <= seen
+        elif not scenario.shared_prompts:
+            assert not texts & seen
+            seen |= texts
+
+
+def test_no_two_blocks_share_a_workload_label() -> None:
+    counted = list(loads(speculation.SPECULATION, speculation.SPECULATION.defaults, 0))
+    labels = [load.prompts[0].label for load in counted if load.max_tokens > 1]
+    assert len(set(labels)) == len(labels)
+
+
+def test_the_first_arm_rotates() -> None:
+    first: dict[int, str] = {}
+    for load in loads(peers.PEERS, peers.PEERS.defaults, 0):
+        if load.pair != WARM_UP:
+            first.setdefault(load.pair, load.arm)
+    assert set(first.values()) == set(peers.PEERS.defaults.arms)
+
+
+# ----------------------------------------------------------------------------------------- the run --
+
+
+def _answer(prompt: Prompt, seconds: float) -> Answer:
+    at_s = tuple(seconds * (at + 1) for at in range(4))
+    return Answer(prompt.id, 3, (1, 2, 3, 4), at_s, at_s[-1], 0.0)
+
+
+class _Side:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def run(self, load: Load) -> LoopBlock:
+        answers = tuple(_answer(prompt, self._seconds) for prompt in load.prompts)
+        return LoopBlock(load, answers, self._seconds, 0.5)
+
+
+async def test_a_run_is_reported_and_recorded(tmp_path: Path) -> None:
+    """Our stack is half as fast as vLLM, our engine alone twice as fast."""
+    lives: list[int] = []
+
+    @asynccontextmanager
+    async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
+        lives.append(run.life)
+        yield {OFF: _Side(2.0), peers.ENGINE: _Side(0.5), peers.VLLM: _Side(1.0)}
+
+    scenario = replace(peers.PEERS, start=start)
+    options = replace(peers.PEERS.defaults, streams=(1,), temperatures=(0.0,), pairs=4, lives=2)
+    lines: list[str] = []
+    run = await measure(scenario, options, tmp_path, lines.append)
+    assert lives == [0, 1]
+    assert len(run.blocks) == 8 * 3
+    goals = scenario.goals(run)
+    assert [goal.met for goal in goals] == [False, True]
+
+    console = Console(file=io.StringIO(), width=200)
+    record = tmp_path / "peers.json"
+    report(scenario, run, goals, record, console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+    assert "| 0.50 [0.50, 0.50]x | >= 0.8x | missed" in printed
+    found = json.loads(record.read_text())
+    assert found["goals"][1]["met"] is True
+    assert record.with_suffix(".png").stat().st_size > 0
+
+
+_ECHO = """
+import json, sys
+print(json.dumps({"ready": "echo 1"}), flush=True)
+for line in sys.stdin:
+    block = json.loads(line)
+    answers = [{"tokens": ids, "at_s": [0.5] * len(ids), "began_s": 0.0} for ids in block["prompts"]]
+    print(json.dumps({"answers": answers, "wall_s": 2.0, "busy_s": 1.0}), flush=True)
+"""
+
+
+async def test_a_process_answers_blocks_and_is_gone_after(tmp_path: Path) -> None:
+    load = Load(0, "echo", 2, 0.0, tuple(Prompt(f"p{at}", "x" * 8) for at in range(5)), 4, 100)
+    command = [sys.executable, "-c", _ECHO]
+    async with process_loop(command, os.environ, tmp_path / "log", lambda text: [len(text)] * 3) as side:
+        assert side.ready == "echo 1"
+        came = await side.run(load)
+        children = psutil.Process().children()
+    assert [answer.tokens for answer in came.answers] == [(8, 8, 8)] * 5
+    assert (came.wall_s, came.timed_s, came.timed_tokens) == (2.0, 1.0, 15)
+    assert not any(child.is_running() for child in children)
+
+
+async def test_a_process_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ended with status 3"):
+        async with process_loop(
+            [sys.executable, "-c", "exit(3)"], os.environ, tmp_path / "log", lambda _: []
+        ):
+            pass
+
+
+# --------------------------------------------------------------------------------------- the goals --
+
+_ROUNDS = Rounds(rounds=10, round_ns=1000, exposed_draft_ns=100)
+
+
+def _run(options: Options, blocks: list[LoopBlock]) -> Run:
+    run = Run(options, Path(), Path(), print)
+    run.blocks = blocks
+    return run
+
+
+def _pairs(arms: Mapping[str, float], **cell: object) -> list[LoopBlock]:
+    """Return seven pairs; `arms` gives the seconds a token."""
+    return [
+        block(arm, seconds, pair=pair, rounds=_ROUNDS, **cell)  # type: ignore[arg-type]
+        for pair in range(7)
+        for arm, seconds in arms.items()
+    ]
+
+
+def test_a_loss_in_one_cell_misses_never_a_loss_and_names_the_cell() -> None:
+    blocks = _pairs({OFF: 1.0, AUTO: 0.5, "ngram-4": 0.6})
+    blocks += _pairs({OFF: 1.0, AUTO: 1.1, "ngram-4": 1.2}, workload="code", streams=8)
+    blocks += _pairs({OFF: 1.0, AUTO: 0.9, "ngram-4": 1.2}, workload="chat", streams=8)
+    goals = {
+        (goal.name, "8 streams" in goal.what): goal
+        for goal in speculation.goals(_run(speculation.SPECULATION.defaults, blocks))
+    }
+    assert goals["never-a-loss", False].met
+    missed = goals["never-a-loss", True]
+    assert not missed.met
+    assert "worst code at 0, 1 of 2 missed" in missed.what
+    assert goals["alone", False].met
+    assert goals["exposed", False].met
+
+
+def test_a_missed_fixed_choice_is_not_hidden_by_a_met_one() -> None:
+    slower = _pairs({OFF: 1.0, AUTO: 0.5, "ngram-4": 0.4})
+    goals = speculation.goals(_run(speculation.SPECULATION.defaults, slower))
+    fixed = next(goal for goal in goals if goal.name == "best-fixed")
+    assert not fixed.met
+    assert "0.80" in fixed.measured
+
+
+def test_waiting_for_the_draft_is_bounded_and_no_rounds_meet_no_goal() -> None:
+    waits = _pairs({OFF: 1.0, AUTO: 0.5})
+    held = [
+        replace(
+            one, answers=tuple(replace(a, rounds=replace(_ROUNDS, exposed_draft_ns=300)) for a in one.answers)
+        )
+        for one in waits
+    ]
+    without = [replace(one, answers=tuple(replace(a, rounds=None) for a in one.answers)) for one in waits]
+    for blocks in (held, without):
+        goals = speculation.goals(_run(speculation.SPECULATION.defaults, blocks))
+        assert not any(goal.met for goal in goals if goal.name == "exposed")
+
+
+def test_this_tree_is_held_against_the_base_in_speed_cpu_and_start_up() -> None:
+    arms = {arm: 1.0 if arm.startswith(base.BASE) else 1.2 for arm in base.ARMS}
+    blocks = _pairs(arms) + _pairs(arms, streams=16)
+    options = replace(base.LOOPS.defaults, base="abc", temperatures=(0.0,))
+    run = _run(options, blocks)
+    run.facts = {"start_base_s": [10.0] * 7, "start_this_s": [9.0] * 7}
+    met = {goal.name: [] for goal in base.goals(run)}  # type: ignore[var-annotated]
+    for goal in base.goals(run):
+        met[goal.name].append(goal.met)
+    assert met == {"speed": [False] * 4, "cpu": [True] * 4, "start": [True]}
+
+
+def test_telemetry_is_compared_with_the_mean_of_two_starts() -> None:
+    added = {telemetry.OFF: 0.9, telemetry.AGAIN: 1.1, telemetry.FEW: 1.0, telemetry.ALL: 1.05}
+    added[telemetry.MEASURED] = 1.2
+    run = _run(telemetry.TELEMETRY.defaults, _pairs(dict.fromkeys(added, 1.0), streams=16))
+    run.facts["spent"] = [
+        Spent(pair, arm, 100, {"gateway": cpu_s, "target": 1.0})
+        for pair in range(7)
+        for arm, cpu_s in added.items()
+    ]
+    goals = {goal.what: goal.met for goal in telemetry.goals(run) if goal.name == "cpu"}
+    assert list(goals.values()) == [True, False, True]
+    assert run.facts["differing_answers"] == 0
+    assert run.facts["added_cpu_us_a_token"][telemetry.MEASURED] == {"gateway": 2000.0, "target": 0.0}
+
+
+def test_what_redis_adds_is_the_difference_of_a_pair() -> None:
+    commits = [
+        {"arm": arm, "pair": pair, "temperature": 0.0, "streams": 1, "median_ms": median_ms + pair}
+        for pair in range(7)
+        for arm, median_ms in ((sessions.REDIS, 0.9), (sessions.INSTANT, 0.5))
+    ]
+    assert sessions.added_ms(commits, 1).median == pytest.approx(0.4)
+    assert sessions.StoredBytes(bytes=1000, tokens=100).beside_tokens == 600
+
+
+# --------------------------------------------------------------------------------------- the flags --
+
+
+def test_a_quick_run_is_short_and_leaves_no_record() -> None:
+    scenario, options, root = parse_arguments(["speculation", "--quick"])
+    assert (scenario.name, options.pairs, options.lives, root) == ("speculation", 1, 1, None)
+    assert len(list(loads(scenario, options, 0))) <= 8
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["throughput", "--pairs", "3"], "--pairs: must be at least 7"),
+        (["throughput", "--arms", "engine"], "--arms: must include off"),
+        (["throughput", "--streams", "x"], "--streams"),
+        (["speculation", "--workloads", "poems"], "--workloads: must be of mixed, chat"),
+        (["speculation", "--threads", "0"], "--threads: must be at least 1, got 0"),
+        (["slow-links", "--delay-ms", "-1"], "--delay-ms: must be at least 0"),
+        (["telemetry", "--streams", "1,16"], "--streams, --temperatures: must be one number each"),
+        (["base"], "--base: required"),
+        (["base", "--base", "no-such-revision"], "--base: must be a revision"),
+        (["nothing"], "invalid choice"),
+    ],
+)
+def test_a_wrong_flag_is_named(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(argv)
+    assert named in capsys.readouterr().err

@@ -1,0 +1,30 @@
+"""Run as a process of its own: a stack with a real Valkey, whose pids it prints; then it waits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from rich.console import Console
+
+from galley.cli.up import run_stack, shown_stack
+from galley.stack.options import StackOptions
+from tests.integration.galley.cli.stand_in_stack import stand_in, valkey
+
+
+async def keep_up() -> None:
+    console = Console(stderr=True)
+
+    specs = [stand_in("target"), stand_in("gateway", after=("target", "valkey"))]
+    async with shown_stack(
+        StackOptions(), console, lambda options, dirs: [valkey(options, dirs), *specs]
+    ) as stack:
+        told = {"pids": [stack.pid(part) for part in stack.parts], "run": str(stack.dirs.run)}
+        sys.stdout.write(f"{json.dumps(told)}\n")
+        sys.stdout.flush()
+        await stack.run(asyncio.Event().wait())
+
+
+if __name__ == "__main__":
+    run_stack(keep_up())

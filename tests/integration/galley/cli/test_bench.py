@@ -1,0 +1,126 @@
+"""`galley bench` as an operator meets it: through the command line, against a gateway on real gRPC."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import grpc
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from galley.cli.bench import bench
+from galley.client.errors import GalleyRpcError
+from galley.core.errors import InvalidField
+from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.fakes.gateway import FakeGateway, serving
+
+SHORT = ["--workloads=chat", "--concurrency=1,2", "--prompts-per-workload=1", "--repeats=2", "--max-tokens=4"]
+
+
+def run(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(bench)
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"})
+
+
+def asked_of(gateway: FakeGateway) -> list[pb.GenerateRequest]:
+    return [request for request in gateway.requests if isinstance(request, pb.GenerateRequest)]
+
+
+def test_all_strategies_that_the_gateway_offers_are_measured_and_one_sentence_ends_it(tmp_path: Path) -> None:
+    gateway = FakeGateway()
+    plot = tmp_path / "bench.png"
+    with serving(gateway) as address:
+        result = run("--address", address, *SHORT, "--plot", str(plot))
+    assert result.exit_code == 0, result.output
+    modes = {(request.speculation.mode, request.speculation.strategy) for request in asked_of(gateway)}
+    fixed = pb.Speculation.MODE_FIXED
+    assert modes == {(pb.Speculation.MODE_OFF, ""), (pb.Speculation.MODE_AUTO, ""), (fixed, "ngram")}
+    assert "for tiny and its draft" in result.output.splitlines()[-1]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_measured_again_a_gateway_is_asked_nothing_that_it_knows() -> None:
+    gateway = FakeGateway()
+    asked = []
+    with serving(gateway) as address:
+        for _ in range(2):
+            gateway.requests.clear()
+            assert run("--address", address, *SHORT, "--strategies=auto").exit_code == 0
+            requests = asked_of(gateway)
+            asked.append(({r.workload for r in requests}, {r.messages.SerializeToString() for r in requests}))
+    (labels, prompts), (labels_again, prompts_again) = asked
+    assert not labels & labels_again
+    assert not prompts & prompts_again
+
+
+def test_json_is_one_object_and_nothing_else_on_standard_output() -> None:
+    with serving(FakeGateway()) as address:
+        result = run("--address", address, *SHORT, "--strategies=auto", "--temperature=0,0.7", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["asked"]["arms"] == ["off", "auto"]
+    assert list(found["asked"]["prompt_sha256"]) == ["chat"]
+    cells = [(row["streams"], row["temperature"], row["arm"]) for row in found["rows"]]
+    assert sorted(cells) == sorted((n, t, arm) for n in (1, 2) for t in (0.0, 0.7) for arm in ("off", "auto"))
+    assert all(row["speculation"]["verified"] for row in found["rows"])
+    assert {row["streams"] for row in found["rows"]} == {1, 2}
+    assert found["conclusion"]
+
+
+def test_the_user_s_own_prompts_are_asked(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.txt"
+    mine.write_text("Where is the harbour?\n", encoding="utf-8")
+    gateway = FakeGateway()
+    with serving(gateway) as address:
+        result = run(
+            "--address", address, f"--prompts={mine}", "--concurrency=1", "--repeats=1", "--strategies=off"
+        )
+    assert result.exit_code == 0, result.output
+    texts = {request.messages.messages[0].content.partition(" ")[2] for request in asked_of(gateway)}
+    assert texts == {"Where is the harbour?"}
+    assert all(request.workload.startswith("mine/") for request in asked_of(gateway))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--workloads=poems"], "no workload 'poems'"),
+        (["--concurrency=0"], "must be numbers >= 1"),
+        (["--concurrency=x"], "must be numbers >= 1"),
+        (["--temperature=nan"], "must be numbers >= 0"),
+        (["--k="], "must be numbers >= 1"),
+        (["--prompts=/no/such/file"], "cannot read /no/such/file"),
+        (["--plot=/no/such/folder/x.png"], "no such directory"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_is_started(arguments: list[str], problem: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert problem in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_strategy_that_is_not_offered_is_named_with_those_that_are() -> None:
+    with serving(FakeGateway()) as address:
+        result = run("--address", address, *SHORT, "--strategies=off,hybrid")
+    assert result.exit_code == 1
+    assert "no strategy hybrid; there are off, auto, ngram" in result.stderr
+
+
+def test_a_gateway_that_refuses_is_a_line_and_no_traceback() -> None:
+    with serving(FakeGateway(error=InvalidField("max_tokens", "is too many"), fail_at=0)) as address:
+        result = run("--address", address, *SHORT)
+    assert result.exit_code == 1
+    assert "INVALID_ARGUMENT" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_an_answer_that_fails_ends_the_run() -> None:
+    """The model is known, so that it is the stream that fails."""
+    with serving(FakeGateway(error=InvalidField("max_tokens", "is too many"), fail_at=1)) as address:
+        result = run("--address", address, *SHORT)
+    assert result.exit_code == 1
+    assert grpc.StatusCode.INVALID_ARGUMENT.name in result.stderr
+    assert not isinstance(result.exception, GalleyRpcError)

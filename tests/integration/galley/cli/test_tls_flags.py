@@ -1,0 +1,124 @@
+"""Commands that speak TLS to a gateway: by flags, by the environment, and by no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from galley.cli.__main__ import app
+from galley.stack import endpoint
+from tests.fakes.certificates import Authority, Mounted, mounted
+from tests.fakes.gateway import SESSION, FakeGateway, serving
+from tests.fakes.tls_servers import credentials_of
+
+COMMANDS = {
+    "generate": ("generate", "Say hello"),
+    "resume": ("resume", SESSION),
+    "chat": ("chat",),
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Mounted:
+    authority = Authority(tmp_path, "authority")
+    return mounted(tmp_path / "client", authority.ca, authority.issue("galley.test"))
+
+
+@pytest.fixture
+def address(files: Mounted) -> Iterator[str]:
+    """Of a gateway that asks for certificates of the authority."""
+    credentials = credentials_of(files, mutual=True)
+    with serving(FakeGateway(), credentials) as address:
+        yield address
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def told(files: Mounted) -> dict[str, str]:
+    return {
+        "GALLEY_TLS_CA_FILE": files.ca,
+        "GALLEY_TLS_CERT_FILE": files.cert,
+        "GALLEY_TLS_KEY_FILE": files.key,
+        "GALLEY_TLS_SERVER_NAME": "galley.test",
+    }
+
+
+def flags(files: Mounted) -> list[str]:
+    names = {
+        name.removeprefix("GALLEY_").lower().replace("_", "-"): path for name, path in told(files).items()
+    }
+    return [f"--{name}={path}" for name, path in names.items()]
+
+
+def galley(*args: str, **env: str) -> Result:
+    plain = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200", "GALLEY_ENDPOINT": ""}
+    return CliRunner().invoke(app, list(args), input="Say hello\n", env={**plain, **env})
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_commands_take_flags_or_the_environment(
+    command: tuple[str, ...], files: Mounted, address: str
+) -> None:
+    for result in (
+        galley(*command, "--endpoint", address, *flags(files)),
+        galley(*command, "--endpoint", address, **told(files)),
+    ):
+        assert "Hello, world!" in result.stdout, result.stderr
+
+
+def test_bench_speaks_tls_too(files: Mounted, address: str) -> None:
+    asked = ("--strategies=off", "--workloads=chat", "--concurrency=1", "--repeats=1", "--endpoint", address)
+    assert galley("bench", *asked, **told(files)).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"GALLEY_TLS": "1"}, {"GALLEY_TLS_SERVER_NAME": "another"}],
+    ids=["plain", "public authorities", "another name"],
+)
+def test_who_does_not_fit_the_gateway_gets_no_answer(
+    given: dict[str, str], files: Mounted, address: str
+) -> None:
+    whole = {**told(files), **given} if "GALLEY_TLS_SERVER_NAME" in given else given
+    result = galley("generate", "x", "--patience", "0", "--endpoint", address, **whole)
+    assert result.exit_code == 1
+    assert "UNAVAILABLE" in result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_key_that_is_not_there_is_told_in_a_line(
+    command: tuple[str, ...], files: Mounted, address: str
+) -> None:
+    result = galley(*command, "--endpoint", address, **told(files), GALLEY_API_KEY_FILE="/nowhere")
+    assert "error: GALLEY_API_KEY_FILE: /nowhere: No such file" in result.stderr
+    assert not isinstance(result.exception, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("flag", "problem"),
+    [
+        (["--tls-ca-file=/nowhere"], "--tls-ca-file: /nowhere: No such file"),
+        (["--tls-cert-file={cert}"], "--tls-key-file: is missing"),
+        (["--tls-cert-file={cert}", "--tls-key-file={ca}"], "--tls-key-file: {ca}: holds no private key"),
+    ],
+)
+def test_a_file_of_no_use_is_told_before_anybody_is_asked(
+    flag: list[str], problem: str, files: Mounted
+) -> None:
+    paths = {"ca": files.ca, "cert": files.cert}
+    result = galley("generate", "x", "--endpoint", "127.0.0.1:1", *(part.format(**paths) for part in flag))
+    assert result.exit_code == 2
+    assert problem.format(**paths) in result.stderr
+
+
+def test_the_stack_that_runs_here_is_spoken_to_plainly(files: Mounted) -> None:
+    with serving(FakeGateway()) as plain:
+        announced = endpoint.announce(plain)
+        assert galley("generate", "x", **told(files)).stdout == "Hello, world!\n"
+        endpoint.withdraw(announced)

@@ -1,0 +1,121 @@
+"""What `galley up --trace` starts to take traces, and how the other parts are told of it."""
+
+from __future__ import annotations
+
+import shutil
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from galley.stack.part import PartFailed, PartSpec, ReadyBy
+from galley.stack.parts import stack_parts, traced
+from galley.stack.stack import Stack, StackDirs, StackOptions
+from galley.stack.viewer import find_viewer
+from galley.trace.read.otlp_file import Lines
+from galley.trace.read.otlp_json import spans_in
+from galley.trace.read.places import newest_file
+from tests.integration.galley.cli.stand_in_stack import once, stack_of, stand_in
+
+STAND_IN = Path(__file__).with_name("stand_in_phoenix.py")
+
+
+@pytest.fixture(autouse=True)
+def trace_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "traces"
+    monkeypatch.setenv("GALLEY_TRACE_DIR", str(directory))
+    # What a user has set for other programs must not lead the traces elsewhere.
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    return directory
+
+
+@pytest.fixture
+def phoenix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phoenix is installed, as far as one can see."""
+    site = tmp_path / "site"
+    package = site / "phoenix" / "server"
+    package.mkdir(parents=True)
+    for directory in (package.parent, package):
+        (directory / "__init__.py").touch()
+    shutil.copy(STAND_IN, package / "main.py")
+    about = site / "arize_phoenix-99.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: arize-phoenix\nVersion: 99.0\n")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
+
+
+def traced_stack(*specs: PartSpec) -> tuple[Stack, str]:
+    viewer = find_viewer()
+    return stack_of(*traced(list(specs), viewer.part)), viewer.told
+
+
+async def test_the_services_send_their_spans_to_a_file(trace_dir: Path) -> None:
+    stack, told = traced_stack(once("model", "print('/m')"), stand_in("gateway", "--span=hello"))
+    async with stack:
+        assert set(stack.running) == {"traces", "gateway"}
+    path = newest_file(trace_dir)
+    assert path is not None
+    assert told == f"traces go to {path}; galley trace --list shows them"
+    spans = [span for line in Lines(path) for span in spans_in(line.document())]
+    assert [(span.name, span.process.service) for span in spans] == [("hello", "stand-in")]
+
+
+async def test_with_phoenix_they_send_them_there(phoenix: None, trace_dir: Path) -> None:
+    stack, told = traced_stack(stand_in("gateway", "--span=hello"))
+    async with stack:
+        link = told.split()[2]
+        assert told == f"traces at {link} (Arize Phoenix)"
+        assert link.startswith("http://127.0.0.1:")
+        with urllib.request.urlopen(link) as page:  # noqa: ASYNC210  # it answers at once
+            assert page.read() == b"Phoenix"
+    assert (trace_dir / "phoenix" / "spans").read_text() == "hello\n"
+    assert newest_file(trace_dir) is None
+
+
+async def test_a_phoenix_that_cannot_start_is_blamed(phoenix: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAND_IN_PHOENIX_FAILS", "1")
+    stack, _ = traced_stack(stand_in("gateway"))
+    with pytest.raises(PartFailed, match="phoenix ended with exit code 1 before it was ready") as caught:
+        await stack.start()
+    assert caught.value.tail == "cannot open its database"
+    stack.forget()
+
+
+async def test_a_stack_outlives_what_only_takes_its_traces() -> None:
+    stack, _ = traced_stack(stand_in("gateway"))
+    async with stack:
+
+        async def work() -> tuple[str, ...]:
+            await stack.kill("traces")
+            await stack.ended("traces")
+            return stack.running
+
+        assert await stack.run(work()) == ("gateway",)
+
+
+async def test_a_part_that_has_no_ports_to_wait_for_is_a_mistake() -> None:
+    stack = stack_of(PartSpec("phoenix", lambda _: ["true"], ready_by=ReadyBy.PORTS))
+    with pytest.raises(ValueError, match="phoenix: PORTS needs ports"):
+        await stack.start()
+    stack.forget()
+
+
+def test_all_services_are_told_and_the_store_is_not(tmp_path: Path) -> None:
+    viewer = PartSpec("traces", lambda _: [])
+    options = StackOptions(gateways=2, drafts=2, replicas=2, viewer=viewer)
+    parts = stack_parts(options, StackDirs(tmp_path, tmp_path, tmp_path))
+    facts = {"traces": {"address": "127.0.0.1:4711"}}
+    told = {part.name for part in parts if endpoint(part.environment, facts) == "http://127.0.0.1:4711"}
+    assert told == {"target", "target-2", "draft", "draft-2", "gateway", "gateway-2"}
+    assert {part.name for part in parts if "traces" in part.after} == told
+
+
+def endpoint(
+    environment: Callable[[dict[str, dict[str, str]]], object], facts: dict[str, dict[str, str]]
+) -> str:
+    found = environment(facts)
+    assert isinstance(found, dict)
+    return str(found.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", ""))

@@ -1,0 +1,298 @@
+"""What breaks under a stream, and what its reader notices of it: nothing, or an error that is final."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import grpc
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanContext, TraceFlags
+
+from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, Retries, TokenStream
+from galley.common.tracing.telemetry import telemetry_to, traceparent_of
+from galley.core.content import prefix_hash
+from galley.core.errors import (
+    Broken,
+    Cancelled,
+    Fenced,
+    GalleyError,
+    KeyReused,
+    LogLost,
+    Overloaded,
+    Unavailable,
+    UnknownSession,
+)
+from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.fakes.gateway import SESSION, FakeGateway, Said, serving
+
+NOWHERE = "127.0.0.1:1"
+CALLER, READER = (
+    SpanContext(number, number, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    for number in (0xABC, 0xDEF)
+)
+SOON = Retries(patience_s=1.0, start_patience_s=0.5, first_pause_s=0.01)
+
+
+async def heard(stream: TokenStream) -> tuple[list[str | None], str]:
+    """The kinds of its events, and its text."""
+    events = [event async for event in stream]
+    return [event.WhichOneof("event") for event in events], "".join(event.chunk.text for event in events)
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[FakeGateway, FakeGateway, str]]:
+    """Two gateways, and the addresses of both."""
+    with ExitStack() as opened:
+        first, second = FakeGateway(), FakeGateway()
+        addresses = [opened.enter_context(serving(gateway)) for gateway in (first, second)]
+        yield first, second, ",".join(addresses)
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 2])
+@pytest.mark.parametrize("error", [Unavailable("draining"), Cancelled("stopping")], ids=type)
+async def test_a_stream_that_breaks_goes_on_at_the_next_gateway(
+    two: tuple[FakeGateway, FakeGateway, str], error: GalleyError, fail_at: int
+) -> None:
+    leaving, staying, addresses = two
+    leaving.error, leaving.fail_at = error, fail_at
+    async with AsyncClient(addresses) as client:
+        stream = client.generate("x")
+        events, text = await heard(stream)
+    assert text == "Hello, world!\n"
+    assert events == ["started", "chunk", "chunk", "chunk", "finished"]
+    assert stream.token_ids == [11, 12, 13, 14]
+    seen = [11, 12, 13][: (0, 1, 3)[fail_at]]
+    expected = pb.ResumeRequest(
+        session_id=SESSION, next_index=len(seen), seen_hash=prefix_hash(seen) if seen else b""
+    )
+    assert staying.requests == [expected]
+    assert len(leaving.requests) == 1
+
+
+@pytest.mark.parametrize("error", [Unavailable("draining"), Cancelled("stopping"), Fenced(SESSION)], ids=type)
+async def test_what_breaks_behind_the_end_of_an_answer_is_nothing_to_its_reader(
+    two: tuple[FakeGateway, FakeGateway, str], error: GalleyError
+) -> None:
+    leaving, staying, addresses = two
+    leaving.error, leaving.fail_at = error, len(leaving.script)
+    async with AsyncClient(addresses) as client:
+        events, text = await heard(client.generate("x"))
+    assert text == "Hello, world!\n"
+    assert events == ["started", "chunk", "chunk", "chunk", "finished"]
+    assert not staying.requests
+
+
+async def test_it_breaks_as_often_as_it_comes_on(two: tuple[FakeGateway, FakeGateway, str]) -> None:
+    """Each of the two gives one token more, and breaks."""
+    script = tuple(Said((token,), f"{token} ") for token in range(8))
+    for gateway in two[:2]:
+        gateway.script, gateway.error = script, Unavailable("again")
+    retries = Retries(first_pause_s=0.001)
+    async with AsyncClient(two[2], retries=retries) as client:
+        stream = client.generate("x")
+        text = ""
+        for index in range(len(script)):
+            for gateway in two[:2]:
+                gateway.fail_at = index + 1
+            text += (await _next_chunk(stream)).text
+        assert text == "0 1 2 3 4 5 6 7 "
+        assert [event.WhichOneof("event") async for event in stream] == ["finished"]
+
+
+async def _next_chunk(stream: TokenStream) -> pb.Chunk:
+    async for event in stream:
+        if event.WhichOneof("event") == "chunk":
+            return event.chunk
+    raise AssertionError("the stream ended")
+
+
+async def test_what_has_not_begun_is_asked_for_again_with_the_same_key(
+    two: tuple[FakeGateway, FakeGateway, str],
+) -> None:
+    first, second, addresses = two
+    first.error, first.silent = Unavailable("draining"), True
+    async with AsyncClient(f"{NOWHERE},{addresses}") as client:
+        assert (await heard(client.generate("x")))[1] == "Hello, world!\n"
+        assert (await heard(client.generate("x")))[1] == "Hello, world!\n"
+    assert len(first.requests) == 1, "who failed is not asked first again"
+    [asked, repeated, other] = [*first.requests, *second.requests]
+    assert isinstance(asked, pb.GenerateRequest)
+    assert isinstance(other, pb.GenerateRequest)
+    assert asked == repeated
+    assert len(asked.idempotency_key) >= 16
+    assert other.idempotency_key != asked.idempotency_key
+
+
+async def test_one_address_may_come_back_as_another_gateway() -> None:
+    gateway = FakeGateway(error=Unavailable("draining"), fail_at=1, failures=3)
+    with serving(gateway) as address:
+        async with AsyncClient(address, retries=SOON) as client:
+            assert (await heard(client.generate("x")))[1] == "Hello, world!\n"
+    assert len(gateway.requests) == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Fenced(SESSION),
+        LogLost("other tokens"),
+        UnknownSession(SESSION),
+        KeyReused(),
+        Broken("a bug"),
+    ],
+    ids=type,
+)
+async def test_what_another_try_cannot_help_is_raised(
+    two: tuple[FakeGateway, FakeGateway, str], error: GalleyError
+) -> None:
+    first, second, addresses = two
+    first.error, first.fail_at = error, 1
+    async with AsyncClient(addresses) as client:
+        with pytest.raises(GalleyRpcError):
+            await heard(client.generate("x"))
+    assert not second.requests
+
+
+async def test_a_full_gateway_refuses_what_is_new_and_keeps_what_goes_on_waiting(
+    two: tuple[FakeGateway, FakeGateway, str],
+) -> None:
+    first, second, addresses = two
+    first.error = second.error = Overloaded("full", 0.05)
+    first.silent = second.silent = True
+    async with AsyncClient(addresses) as client:
+        with pytest.raises(GalleyRpcError) as caught:
+            await heard(client.generate("x"))
+        assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not second.requests
+        first.failures = second.failures = 1
+        assert (await heard(client.resume(SESSION, 1)))[1] == ", world!\n"
+
+
+@pytest.mark.parametrize("silent", [True, False])
+async def test_it_gives_up_after_its_patience(silent: bool) -> None:
+    gateway = FakeGateway(error=Unavailable("for ever"), fail_at=1, silent=silent)
+    with serving(gateway) as address:
+        async with AsyncClient(address, retries=SOON) as client:
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(GalleyRpcError, match="for ever"):
+                await heard(client.generate("x"))
+            took = asyncio.get_running_loop().time() - began
+    assert took < SOON.patience_s + 1
+    assert 2 < len(gateway.requests) < 12, "the pauses grow"
+
+
+async def test_without_patience_nothing_is_tried_again() -> None:
+    gateway = FakeGateway(error=Unavailable("draining"), fail_at=1)
+    with serving(gateway) as address:
+        async with AsyncClient(address, retries=NO_RETRIES) as client:
+            with pytest.raises(GalleyRpcError):
+                await heard(client.generate("x"))
+    assert len(gateway.requests) == 1
+
+
+async def test_the_deadline_is_of_all_tries_together() -> None:
+    gateway = FakeGateway(error=Unavailable("for ever"), fail_at=1)
+    with serving(gateway) as address:
+        async with AsyncClient(address) as client:
+            async with asyncio.timeout(30):
+                with pytest.raises(GalleyRpcError):
+                    await heard(client.generate("x", timeout_s=0.5))
+    assert gateway.deadline_s is not None
+
+
+async def test_who_cancels_his_stream_is_not_helped() -> None:
+    gateway = FakeGateway(hang=True, fail_at=1)
+    with serving(gateway) as address:
+        async with AsyncClient(address) as client:
+            stream = client.generate("x")
+            await _next_chunk(stream)
+            stream.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await anext(stream)
+    assert len(gateway.requests) == 1
+
+
+async def test_a_gateway_that_skips_tokens_is_not_believed() -> None:
+    class Skipping(FakeGateway):
+        def Resume(
+            self, request: pb.ResumeRequest, context: grpc.ServicerContext
+        ) -> Iterator[pb.ResumeResponse]:
+            request.next_index += 1
+            return super().Resume(request, context)
+
+    with serving(Skipping(error=Unavailable("draining"), fail_at=1, failures=1)) as address:
+        async with AsyncClient(address, retries=SOON) as client:
+            with pytest.raises(GalleyRpcError, match="went on at token"):
+                await heard(client.generate("x"))
+
+
+async def test_questions_are_asked_of_the_first_gateway_that_is_there() -> None:
+    with serving(FakeGateway()) as address:
+        async with AsyncClient([NOWHERE, address]) as client:
+            assert (await client.model_info()).model == "tiny"
+            await client.abort(SESSION)
+        async with AsyncClient([NOWHERE]) as client:
+            with pytest.raises(GalleyRpcError) as caught:
+                await client.model_info()
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_client_needs_an_address() -> None:
+    with pytest.raises(ValueError, match="address"):
+        AsyncClient(" , ")
+
+
+@pytest.mark.parametrize("by_call", [True, False])
+async def test_a_stream_stays_in_the_trace_that_it_was_asked_for_in(
+    two: tuple[FakeGateway, FakeGateway, str], by_call: bool
+) -> None:
+    """And is forced again where it goes on, whatever its reader does by then."""
+    leaving, staying, addresses = two
+    leaving.error, leaving.fail_at = Unavailable("draining"), 1
+    async with AsyncClient(addresses, force_trace=not by_call) as client:
+        with trace.use_span(trace.NonRecordingSpan(CALLER)):
+            stream = client.generate("x", force_trace=True) if by_call else client.generate("x")
+        with trace.use_span(trace.NonRecordingSpan(READER)):
+            await heard(stream)
+    for metadata in (*leaving.metadata, *staying.metadata):
+        assert metadata["traceparent"] == f"00-{CALLER.trace_id:032x}-{CALLER.span_id:016x}-01"
+        assert metadata["x-galley-trace"] == "force"
+    assert [type(request).__name__ for request in (*leaving.requests, *staying.requests)] == [
+        "GenerateRequest",
+        "ResumeRequest",
+    ]
+
+
+async def test_a_stream_that_was_asked_for_in_no_trace_brings_none() -> None:
+    gateway = FakeGateway()
+    with serving(gateway) as address:
+        async with AsyncClient(address) as client:
+            await heard(client.generate("x"))
+            with trace.use_span(trace.NonRecordingSpan(CALLER)):
+                await heard(client.resume(SESSION, 0))
+    asked, resumed = gateway.metadata
+    assert not {"traceparent", "x-galley-trace"} & asked.keys()
+    assert "x-galley-trace" not in resumed
+    assert "traceparent" in resumed
+
+
+async def test_a_client_with_spans_of_its_own_names_those_and_stays_in_the_trace(
+    two: tuple[FakeGateway, FakeGateway, str],
+) -> None:
+    leaving, staying, addresses = two
+    leaving.error, leaving.fail_at = Unavailable("draining"), 1
+    kept = InMemorySpanExporter()
+    telemetry = telemetry_to(SimpleSpanProcessor(kept), "client")
+    async with AsyncClient(addresses, telemetry) as client:
+        with trace.use_span(trace.NonRecordingSpan(CALLER)):
+            stream = client.generate("x")
+        await heard(stream)
+    spans = kept.get_finished_spans()
+    assert [span.parent and span.parent.span_id for span in spans] == [CALLER.span_id] * 2
+    told = [metadata["traceparent"] for metadata in (*leaving.metadata, *staying.metadata)]
+    assert told == [traceparent_of(span.context) for span in spans]

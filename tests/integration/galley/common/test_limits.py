@@ -1,0 +1,260 @@
+"""What a server lets its peers have: each limit holds, and whoever keeps to it does not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from galley.common.server.health import MAX_OPEN_CALLS
+from galley.common.server.listen import server_options
+from galley.common.server.server import RunningServer, start_server
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from tests.fakes import http2
+from tests.fakes.echo_service import SERVICE, EchoService, building, settings
+
+PROPOSE, WATCH = f"/{SERVICE}/Propose", "/grpc.health.v1.Health/Watch"
+PATIENCE_S = 10.0
+
+
+class Counting(EchoService):
+    """Knows how many calls are open, and over how many connections they came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = 0
+        self.came = asyncio.Condition()
+        self.peers: list[str] = []
+
+    async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:
+        self.peers.append(context.peer())
+        async with self.came:
+            self.open += 1
+            self.came.notify_all()
+        try:
+            return await super().Propose(request, context)
+        finally:
+            self.open -= 1
+
+    async def has_open(self, calls: int) -> None:
+        async with asyncio.timeout(PATIENCE_S), self.came:
+            await self.came.wait_for(lambda: self.open >= calls)
+
+
+@asynccontextmanager
+async def serving(service: EchoService | None = None, **limits: object) -> AsyncIterator[RunningServer]:
+    running = await start_server(settings(**limits), building(service or EchoService()))
+    try:
+        yield running
+    finally:
+        async with asyncio.timeout(PATIENCE_S):
+            await running.stop()
+
+
+def ask(channel: grpc.aio.Channel, **options: Any) -> Any:
+    request = pb.ProposeRequest(items=[pb.ProposeItem(slice=pb.SessionSlice(session_id="s"))])
+    return rpc.DraftStub(channel).Propose(request, **options)
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call
+    return raised.value
+
+
+def test_every_option_is_one_that_grpc_knows() -> None:
+    """It ignores the others without a word."""
+    found = find_spec("grpc._cython.cygrpc")
+    assert found is not None
+    assert found.origin is not None
+    library = Path(found.origin).read_bytes()
+    told = server_options(settings(max_connection_age_s=1, max_connection_idle_s=1))
+    assert len(told) == 18
+    assert [name for name, _ in told if name.encode() + b"\0" not in library] == []
+
+
+async def test_metadata_is_bounded() -> None:
+    async with (
+        serving(max_metadata_bytes=2048) as running,
+        grpc.aio.insecure_channel(running.address) as channel,
+    ):
+        await ask(channel, metadata=(("x-small", "a" * 1000),))
+        for metadata in ((("x-large", "a" * 2048),), tuple((f"x-{n}", "a") for n in range(100))):
+            refused = await failure(ask(channel, metadata=metadata))
+            assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await ask(channel)
+
+
+async def test_more_calls_than_a_connection_may_have_wait() -> None:
+    service = Counting()
+    service.release.clear()
+    async with (
+        serving(service, max_concurrent_rpcs=2) as running,
+        grpc.aio.insecure_channel(running.address) as channel,
+    ):
+        calls = [asyncio.ensure_future(_answer(ask(channel))) for _ in range(3)]
+        await service.has_open(2)
+        # Over another connection, as these calls have this one's places.
+        async with grpc.aio.insecure_channel(running.address, options=[("galley.test", 1)]) as other:
+            await health_pb2_grpc.HealthStub(other).Check(health_pb2.HealthCheckRequest())
+        assert service.open == 2
+        service.release.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*calls)
+
+
+async def _answer(call: Any) -> Any:
+    return await call
+
+
+async def test_more_connections_than_there_may_be_are_closed() -> None:
+    async with (
+        serving(max_connections=1) as running,
+        grpc.aio.insecure_channel(running.address) as channel,
+    ):
+        await ask(channel)
+        async with http2.connected(running.address) as second:
+            second.begin()
+            await second.is_closed()
+        await ask(channel)
+
+
+async def test_who_floods_with_pings_is_turned_away() -> None:
+    async with serving() as running, http2.connected(running.address) as flood:
+        flood.begin()
+        # At once: what comes after the server has closed would have the system drop what it said.
+        flood.frames_at_once(http2.PING, b"pingping", 200)
+        goaway = await flood.until(http2.GOAWAY)
+        assert int.from_bytes(goaway.payload[4:8], "big") == http2.ENHANCE_YOUR_CALM
+        await flood.is_closed()
+
+
+async def test_pings_no_closer_than_allowed_are_answered() -> None:
+    async with serving(min_ping_interval_s=0.0) as running, http2.connected(running.address) as peer:
+        peer.begin()
+        for _ in range(150):
+            peer.frame(http2.PING, b"pingping")
+            assert (await peer.until(http2.PING)).payload == b"pingping"
+
+
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"])
+async def test_a_connection_that_does_not_become_one_is_closed(words: bytes) -> None:
+    async with serving(handshake_timeout_s=0.3) as running, http2.connected(running.address) as silent:
+        silent.say(words)
+        await silent.is_closed()
+
+
+async def test_an_idle_connection_is_told_to_go() -> None:
+    async with serving(max_connection_idle_s=0.2) as running, http2.connected(running.address) as idle:
+        idle.begin()
+        await idle.until(http2.GOAWAY)
+
+
+async def test_an_old_connection_takes_no_more_calls_and_its_streams_go_on() -> None:
+    service = Counting()
+    async with (
+        serving(service, max_connection_age_s=0.2) as running,
+        grpc.aio.insecure_channel(running.address) as channel,
+    ):
+        stream = rpc.DraftStub(channel).ProposeStream()
+        async with asyncio.timeout(PATIENCE_S):
+            while len(set(service.peers)) < 4:
+                await ask(channel)
+        item = pb.ProposeItem(slice=pb.SessionSlice(session_id="kept"))
+        await stream.write(pb.ProposeStreamRequest(items=[item]))
+        answer: Any = await stream.read()
+        assert answer.answers[0].session_id == "kept"
+        await stream.done_writing()
+        assert await stream.code() is grpc.StatusCode.OK
+
+
+# ---------------------------------------------------------------- requests that do not come --
+
+
+async def test_a_request_that_does_not_come_ends_its_call() -> None:
+    async with (
+        serving(request_timeout_s=0.2) as running,
+        grpc.aio.insecure_channel(running.address) as channel,
+    ):
+        late = await failure(channel.stream_unary(PROPOSE)())
+        assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "0.2 s" in (late.details() or "")
+        watching: Any = channel.stream_stream(WATCH)()
+        assert await watching.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_call_without_a_request_is_the_callers_fault() -> None:
+    async with serving() as running, grpc.aio.insecure_channel(running.address) as channel:
+        empty = await failure(channel.stream_unary(PROPOSE)(iter(())))
+        assert empty.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_nobody_is_told_off_who_leaves_before_it_has_asked(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as running:
+        async with http2.connected(running.address) as gone:
+            gone.begin()
+            for stream in range(1, 41, 2):
+                gone.call(PROPOSE, stream)
+                if stream % 4 == 1:
+                    gone.frame(http2.RST_STREAM, b"\0\0\0\x08", stream=stream)
+            gone.frame(http2.PING, b"pingping")
+            await gone.until(http2.PING)
+        async with grpc.aio.insecure_channel(running.address) as channel:
+            await ask(channel)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+# ------------------------------------------------------------------ health and reflection --
+
+
+async def test_health_is_bounded_for_each_kind_of_call() -> None:
+    async with serving() as running, grpc.aio.insecure_channel(running.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        asked = health_pb2.HealthCheckRequest()
+        watches = [health.Watch(asked) for _ in range(MAX_OPEN_CALLS)]
+        for watch in watches:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        refused = health.Watch(asked)
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await health.Check(asked)).status == health_pb2.HealthCheckResponse.SERVING
+        statuses = (await health.List(health_pb2.HealthListRequest())).statuses
+        assert set(statuses) == {"", SERVICE}
+        watches[0].cancel()
+        again = health.Watch(asked)
+        while await again.read() is grpc.aio.EOF:  # the place comes free when the server has noticed
+            again = health.Watch(asked)
+        unknown = await failure(health.Check(health_pb2.HealthCheckRequest(service="none")))
+        assert unknown.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_who_watches_without_reading_keeps_no_server_from_stopping() -> None:
+    async with serving() as running, http2.connected(running.address) as deaf:
+        deaf.begin((http2.INITIAL_WINDOW_SIZE, 0))
+        deaf.call(WATCH)
+        deaf.message(b"")
+        assert (await deaf.until(http2.HEADERS)).stream == 1
+        async with grpc.aio.insecure_channel(running.address) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            stopping = asyncio.ensure_future(running.stop())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            async with asyncio.timeout(PATIENCE_S):
+                await stopping
+
+
+async def test_reflection_can_be_switched_off() -> None:
+    async with serving(reflection=False) as running, grpc.aio.insecure_channel(running.address) as channel:
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        listing = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asked]))
+        assert await listing.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -1,0 +1,134 @@
+"""Calls to Redis over connections that end at any moment, on the event loop that services run on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+import uvloop
+
+from galley.common.redis.calls import Copies, RedisCalls, script_of
+from galley.core.errors import Broken, StoreUnavailable
+from tests.fakes.link import Link
+from tests.fakes.redis_servers import VALKEY, running
+from tests.fakes.relay import Relay
+
+pytestmark = pytest.mark.timeout(60)
+
+CALLERS = 8
+MANY = 100
+RESETS = 200
+
+
+async def test_a_connection_that_ends_at_any_moment_is_a_store_that_is_away() -> None:
+    """Also between the moment when it is taken from the pool and the one when it is written to."""
+    link, over = Link(), threading.Event()
+    with running(VALKEY) as server:
+        async with Relay(server.url.removeprefix("unix://"), link) as relay:
+            callers = asyncio.create_task(asyncio.to_thread(_keep_calling, f"redis://{relay.address}", over))
+            try:
+                for number in range(RESETS):
+                    await link.used()
+                    await asyncio.sleep(0.001 * (number % 7))
+                    link.reset()
+                    if callers.done():
+                        break
+            finally:
+                over.set()
+                answers = await callers
+    assert answers > RESETS
+
+
+@pytest.fixture
+async def calls() -> AsyncIterator[RedisCalls]:
+    with running(VALKEY) as server:
+        here = RedisCalls(server.url, call_timeout_s=5.0, max_connections=MANY)
+        yield here
+        await here.close()
+
+
+async def connections_made(calls: RedisCalls) -> int:
+    told = await calls.command("INFO", "stats")
+    assert isinstance(told, bytes)
+    [line] = [line for line in told.splitlines() if line.startswith(b"total_connections_received")]
+    return int(line.partition(b":")[2])
+
+
+async def test_calls_that_are_made_at_once_share_a_connection_and_each_has_its_own_answer(
+    calls: RedisCalls,
+) -> None:
+    before = await connections_made(calls)
+    answers = await asyncio.gather(*(calls.command("ECHO", str(number)) for number in range(MANY)))
+    assert answers == [str(number).encode() for number in range(MANY)]
+    assert await connections_made(calls) - before <= 1 + MANY // 64
+
+
+async def test_who_waits_for_replicas_makes_nobody_wait() -> None:
+    with running(VALKEY) as server:
+        copies = Copies(replicas=1, timeout_s=0.05)
+        calls = RedisCalls(server.url, call_timeout_s=5.0, max_connections=CALLERS, copies=copies)
+        script = script_of("return redis.call('INCR', KEYS[1])")
+        await calls.run(script, ["before"])
+        before = await connections_made(calls)
+        answers = await asyncio.gather(*(calls.run_copied(script, [f"k{n}"]) for n in range(CALLERS)))
+        assert answers == [(1, False)] * CALLERS
+        assert await connections_made(calls) - before == CALLERS - 1, "one connection each"
+        await calls.close()
+
+
+async def test_an_error_is_the_callers_own(calls: RedisCalls) -> None:
+    await calls.command("SET", "text", "x")
+    there, refused, also = await asyncio.gather(
+        calls.command("ECHO", "a"),
+        calls.command("INCR", "text"),
+        calls.command("ECHO", "b"),
+        return_exceptions=True,
+    )
+    assert (there, also) == (b"a", b"b")
+    assert isinstance(refused, Broken)
+
+
+async def test_a_script_that_the_server_has_forgotten_is_sent_again_by_each(calls: RedisCalls) -> None:
+    script = script_of("return redis.call('INCRBY', KEYS[1], ARGV[1])")
+    await calls.command("SCRIPT", "FLUSH")
+    answers = await asyncio.gather(*(calls.run(script, [f"k{number}"], number) for number in range(8)))
+    assert answers == list(range(8))
+
+
+async def test_who_is_cancelled_leaves_the_others_theirs(calls: RedisCalls) -> None:
+    tasks = [asyncio.create_task(calls.command("ECHO", str(number))) for number in range(8)]
+    await asyncio.sleep(0)  # all have asked
+    tasks[0].cancel()
+    tasks[5].cancel()
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    left = [number for number in range(8) if number not in {0, 5}]
+    assert [answers[number] for number in left] == [str(number).encode() for number in left]
+    assert await calls.command("ECHO", "after") == b"after"
+
+
+def _keep_calling(url: str, over: threading.Event) -> int:
+    """How many answers came; raises what is neither an answer nor a store that is away."""
+
+    async def keep_calling() -> int:
+        calls, answers = RedisCalls(url, call_timeout_s=5.0, max_connections=CALLERS), 0
+
+        async def call() -> None:
+            nonlocal answers
+            while not over.is_set():
+                try:
+                    assert await calls.command("ECHO", "here") == b"here"
+                    answers += 1
+                except StoreUnavailable:
+                    continue
+
+        try:
+            await asyncio.gather(*(call() for _ in range(CALLERS)))
+        finally:
+            over.set()
+            await calls.close()
+        return answers
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(keep_calling())

@@ -1,0 +1,222 @@
+"""A real grpc.aio server on a port of the system's choice: faults, limits, health, reflection, stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from galley.common.server.interceptors import StatusInterceptor
+from galley.common.server.listen import CannotBind
+from galley.common.server.server import RunningServer, start_server
+from galley.common.wire.status import describe
+from galley.core import errors
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from tests.fakes.echo_service import SERVICE, EchoService, building, settings
+
+
+@asynccontextmanager
+async def serving(service: EchoService) -> AsyncIterator[tuple[RunningServer, grpc.aio.Channel]]:
+    running = await start_server(settings(), building(service))
+    try:
+        async with grpc.aio.insecure_channel(running.address) as channel:
+            yield running, channel
+    finally:
+        await running.stop()
+
+
+def request(name: str = "s") -> pb.ProposeRequest:
+    return pb.ProposeRequest(items=[pb.ProposeItem(slice=pb.SessionSlice(session_id=name))])
+
+
+async def failure(call: Any) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as raised:
+        await call
+    return raised.value
+
+
+async def last(stream: Any) -> Any:
+    return [answer async for answer in stream][-1]
+
+
+CASES: list[tuple[BaseException, grpc.StatusCode]] = [
+    (errors.InvalidField("k", "must be <= 8"), grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.Unimplemented("credit"), grpc.StatusCode.UNIMPLEMENTED),
+    (errors.UnknownSession("s"), grpc.StatusCode.NOT_FOUND),
+    (errors.KeyReused(), grpc.StatusCode.ALREADY_EXISTS),
+    (errors.Fenced("s"), grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.TokenizerMismatch("a", "b"), grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.Overloaded("full", 1.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.DeadlinePassed(), grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.Cancelled(), grpc.StatusCode.CANCELLED),
+    (errors.StoreUnavailable("redis is away", "secret:6379 refused"), grpc.StatusCode.UNAVAILABLE),
+    (errors.TargetUnavailable("no target"), grpc.StatusCode.UNAVAILABLE),
+    (errors.LogLost("log is shorter"), grpc.StatusCode.DATA_LOSS),
+    (errors.Broken("secret"), grpc.StatusCode.INTERNAL),
+    (KeyError("secret"), grpc.StatusCode.INTERNAL),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), CASES, ids=lambda value: type(value).__name__)
+async def test_each_error_becomes_its_status_on_unary_and_stream(
+    error: BaseException, code: grpc.StatusCode
+) -> None:
+    async with serving(EchoService(error)) as (_, channel):
+        draft = rpc.DraftStub(channel)
+        unary = describe(await failure(draft.Propose(request())))
+        stream = describe(
+            await failure(last(draft.ProposeStream(iter([pb.ProposeStreamRequest(items=request().items)]))))
+        )
+    assert unary == stream
+    assert unary.code is code
+    assert "secret" not in unary.message
+
+
+async def test_a_bad_field_and_a_retry_time_reach_the_client() -> None:
+    async with serving(EchoService(errors.InvalidField("k", "must be <= 8"))) as (_, channel):
+        bad = describe(await failure(rpc.DraftStub(channel).Propose(request())))
+    assert bad.violations == (("k", "must be <= 8"),)
+    assert bad.message == "k: must be <= 8"
+    async with serving(EchoService(errors.Overloaded("full", 1.5))) as (_, channel):
+        full = describe(await failure(rpc.DraftStub(channel).Propose(request())))
+    assert full.retry_after_s == 1.5
+
+
+@pytest.mark.parametrize("error", [grpc.aio.InternalError("gone"), grpc.aio.AbortError("told")])
+async def test_what_grpc_raises_itself_is_neither_logged_nor_told_once_more(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as of an answer that cannot be sent, for its caller has gone."""
+
+    async def failing(_request: object, _context: object) -> None:
+        raise error
+
+    handler: Any = grpc.unary_unary_rpc_method_handler(failing)
+    wrapped: Any = StatusInterceptor().wrap(handler, "/galley.v1.Draft/Propose")
+    with pytest.raises(type(error)):
+        await wrapped.unary_unary(b"", None)
+    assert not caplog.records
+
+
+async def test_cancellation_reaches_the_servicer() -> None:
+    service = EchoService()
+    async with serving(service) as (_, channel):
+        service.release.clear()
+        call = rpc.DraftStub(channel).Propose(request())
+        await asyncio.wait_for(service.entered.wait(), 5)
+        call.cancel()
+        await asyncio.wait_for(service.cancelled.wait(), 5)
+        service.release.set()
+
+
+# The session_id of the second item is not UTF-8.
+BAD_UTF8 = b"\x0a\x05\x0a\x03\x0a\x01s" + b"\x0a\x05\x0a\x03\x0a\x01\xff"
+
+
+@pytest.mark.parametrize(
+    ("payload", "field", "problem"),
+    [
+        (BAD_UTF8, "{}", "UTF-8"),
+        (b"\x0a\x7f\x01", "{}", "well-formed"),
+        (b"\x0a\x02\x22\x00" * 400, "{}", "at most 1024 bytes, got 1600"),
+    ],
+    ids=["utf8", "garbage", "oversize"],
+)
+async def test_an_unreadable_message_is_the_callers_fault(payload: bytes, field: str, problem: str) -> None:
+    async with serving(EchoService()) as (_, channel):
+        unary: Any = channel.unary_unary(f"/{SERVICE}/Propose")
+        stream: Any = channel.stream_stream(f"/{SERVICE}/ProposeStream")
+        for call, kind in (
+            (unary(payload), "ProposeRequest"),
+            (last(stream(iter([payload]))), "ProposeStreamRequest"),
+        ):
+            told = describe(await failure(call))
+            assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+            ((named, why),) = told.violations
+            assert named == field.format(kind)
+            assert problem in why
+
+
+async def test_far_too_large_is_refused_by_grpc_itself() -> None:
+    async with serving(EchoService()) as (_, channel):
+        call: Any = channel.unary_unary(f"/{SERVICE}/Propose")
+        told = describe(await failure(call(b"\x00" * 17 * 1024)))
+    assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_health_and_reflection() -> None:
+    async with serving(EchoService()) as (running, channel):
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", SERVICE):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        listing = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        names = {entry.name for entry in (await listing.read()).list_services_response.service}
+        assert SERVICE in names
+        assert "grpc.health.v1.Health" in names
+        stopping = asyncio.ensure_future(running.stop())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await stopping
+
+
+async def test_a_stop_finishes_the_work_under_way() -> None:
+    service = EchoService()
+    running = await start_server(settings(), building(service))
+    async with grpc.aio.insecure_channel(running.address) as channel:
+        service.release.clear()
+        call = asyncio.ensure_future(_await(rpc.DraftStub(channel).Propose(request("kept"))))
+        await asyncio.wait_for(service.entered.wait(), 5)
+        stopping = asyncio.ensure_future(running.stop())
+        await asyncio.sleep(0)
+        service.release.set()
+        assert (await call).answers[0].session_id == "kept"
+        await stopping
+    assert service.closed
+
+
+async def _await(call: Any) -> Any:
+    return await call
+
+
+async def test_a_taken_port_is_told_at_once() -> None:
+    async with serving(EchoService()) as (running, _):
+        port = int(running.address.rsplit(":", 1)[1])
+        with pytest.raises(CannotBind, match=str(port)):
+            await start_server(settings(port=port), building(EchoService()))
+
+
+@pytest.mark.parametrize("left", [0, 3])
+async def test_a_process_says_at_its_end_how_many_tasks_outlived_its_service(left: int) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.integration.galley.common.leaking", str(left)),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(30):
+            events = []
+            async for line in process.stderr:
+                events.append(json.loads(line))
+                if events[-1]["event"] == "serving":
+                    process.send_signal(signal.SIGTERM)
+            await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert events[-1]["event"] == "stopped"
+    assert events[-1]["tasks"] == left

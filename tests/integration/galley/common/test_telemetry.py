@@ -1,0 +1,194 @@
+"""Spans leave the process by OTLP, with one trace over client and server."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_rpc
+
+from galley.common.logs import start_logging
+from galley.common.server.server import Parts, start_server
+from galley.common.tracing.telemetry import context_from, start_telemetry, w3c_metadata
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.version import __version__
+from tests.fakes.echo_service import EchoService, building, settings
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+class Collector(otlp_rpc.TraceServiceServicer):
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.schemas: set[str] = set()
+        self.resource: dict[str, str] = {}
+
+    def Export(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_spans:
+            self.resource |= {entry.key: entry.value.string_value for entry in resource.resource.attributes}
+            self.schemas |= {scope.schema_url for scope in resource.scope_spans}
+            self.spans += [span for scope in resource.scope_spans for span in scope.spans]
+        return otlp.ExportTraceServiceResponse()
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def collector(_clean: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    """A real OTLP gRPC collector, named by the environment."""
+    collector = Collector()
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    otlp_rpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]  # untyped
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+    yield collector
+    server.stop(None).wait()
+
+
+def traceparent() -> str:
+    return dict(w3c_metadata()).get("traceparent", "")
+
+
+async def test_one_trace_goes_over_client_and_server(collector: Collector) -> None:
+    telemetry = start_telemetry("galley-test", as_global=False)
+    running = await start_server(settings(), building(EchoService()), Parts(telemetry=telemetry))
+    with telemetry.tracer("test").start_as_current_span("round") as span:
+        inside = traceparent()
+        async with grpc.aio.insecure_channel(
+            running.address, interceptors=telemetry.client_interceptors()
+        ) as channel:
+            stub = rpc.DraftStub(channel)
+            await stub.Propose(pb.ProposeRequest())
+            health = health_pb2_grpc.HealthStub(channel)
+            await health.Check(health_pb2.HealthCheckRequest())
+            async for _ in stub.ProposeStream(iter([pb.ProposeStreamRequest()])):
+                pass
+    await running.stop()
+    telemetry.shutdown()
+    trace_id = span.get_span_context().trace_id
+    assert inside.split("-")[1] == trace.format_trace_id(trace_id)
+    assert {sent.trace_id for sent in collector.spans} == {trace_id.to_bytes(16, "big")}
+    kinds = sorted((sent.name.rsplit("/", 1)[-1], sent.kind) for sent in collector.spans)
+    assert kinds == [("Check", 3), ("Propose", 2), ("Propose", 3), ("round", 1)]
+    assert collector.resource["service.name"] == "galley-test"
+    assert collector.resource["service.namespace"] == "galley"
+    assert collector.resource["service.version"] == __version__
+    assert uuid.UUID(collector.resource["service.instance.id"]).version == 4
+
+
+async def test_peers_that_look_after_one_another_are_no_traces(collector: Collector) -> None:
+    telemetry = start_telemetry("galley-test", as_global=False)
+    running = await start_server(settings(), building(EchoService()), Parts(telemetry=telemetry))
+    async with grpc.aio.insecure_channel(
+        running.address, interceptors=telemetry.client_interceptors()
+    ) as channel:
+        stub = rpc.DraftStub(channel)
+        for _ in range(2):
+            await stub.GetDraftInfo(pb.GetDraftInfoRequest())
+        with telemetry.tracer("test").start_as_current_span("round") as span:
+            await stub.GetDraftInfo(pb.GetDraftInfoRequest())
+    await running.stop()
+    telemetry.shutdown()
+    trace_id = span.get_span_context().trace_id
+    assert {sent.trace_id for sent in collector.spans} == {trace_id.to_bytes(16, "big")}
+    assert {sent.name.rsplit("/", 1)[-1] for sent in collector.spans} == {"GetDraftInfo", "round"}
+
+
+def test_a_lean_span_arrives_as_any_other(collector: Collector) -> None:
+    telemetry = start_telemetry("galley-test", as_global=False)
+    scope = telemetry.scope("lean", "https://example.org/schema")
+    assert scope is not None
+    parent = scope.request(context_from(PARENT), "parent", {})
+    span = scope.span(
+        "child",
+        trace.SpanContext(parent.trace_id, 7, is_remote=False),
+        parent,
+        5,
+        lambda: 9,
+        kind=trace.SpanKind.CLIENT,
+        attributes={"a": 1, "b": "two", "c": (1, 2)},
+    )
+    span.set_attribute("d", 0.5)
+    span.add_event("said", {"what": "this"})
+    span.add_link(parent, {"to": "it"})
+    span.set_status(trace.StatusCode.ERROR, "what it was about")
+    span.set_status(trace.StatusCode.OK)
+    span.end(7)
+    span.end(8)
+    telemetry.shutdown()
+    [sent] = collector.spans
+    assert (sent.name, sent.kind, sent.start_time_unix_nano, sent.end_time_unix_nano) == ("child", 3, 5, 7)
+    assert sent.trace_id.hex() == PARENT.split("-")[1]
+    assert sent.parent_span_id == parent.span_id.to_bytes(8)
+    assert {entry.key for entry in sent.attributes} == {"a", "b", "c", "d"}
+    assert [(event.name, event.time_unix_nano) for event in sent.events] == [("said", 9)]
+    assert [link.span_id for link in sent.links] == [parent.span_id.to_bytes(8)]
+    assert (sent.status.code, sent.status.message) == (2, "")
+    assert collector.schemas == {"https://example.org/schema"}
+
+
+def test_spans_of_ours_and_of_the_sdk_leave_together(collector: Collector) -> None:
+    telemetry = start_telemetry("galley-test", as_global=False)
+    ours = [telemetry.scope("one"), telemetry.scope("two")]
+    for scope in ours:
+        assert scope is not None
+        scope.root("ours", 1).end(2)
+    with telemetry.tracer("library").start_as_current_span("theirs"):
+        pass
+    telemetry.shutdown()
+    assert sorted(sent.name for sent in collector.spans) == ["ours", "ours", "theirs"]
+    assert len({sent.trace_id for sent in collector.spans}) == 3
+
+
+def test_a_library_that_repeats_itself_is_heard_once(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    try:
+        start_logging("galley-test")
+        for number in range(3):
+            logging.getLogger("opentelemetry.exporter").error("cannot export, try %s", number)
+            logging.getLogger("another").error("try %s", number)
+        logging.getLogger("opentelemetry.exporter").error("another thing")
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+        structlog.reset_defaults()
+    said = [json.loads(line)["event"] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["cannot export, try 0", "try 0", "try 1", "try 2", "another thing"]
+
+
+def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not start_telemetry("x").on
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    assert not start_telemetry("x").on
+    monkeypatch.delenv("OTEL_TRACES_EXPORTER")
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    off = start_telemetry("x")
+    assert not off.on
+    assert off.client_interceptors() == off.server_interceptors() == []
+    with off.tracer("x").start_as_current_span("nothing"):
+        assert traceparent() == ""
+    off.shutdown()
+
+
+def test_a_context_comes_back_from_its_traceparent() -> None:
+    span = trace.get_current_span(context_from(PARENT)).get_span_context()
+    assert trace.format_trace_id(span.trace_id) == PARENT.split("-")[1]
+    assert not trace.get_current_span(context_from("")).get_span_context().is_valid

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from galley.common.config.defaults import DEFAULT_MODEL
+from galley.engine.load.resolve import resolve_model
+from galley.engine.model import CausalModel
+from tests.fakes.model_configs import save_random
+
+MakeModel = Callable[[Any], Path]
+
+
+@pytest.fixture(scope="session")
+def default_model_dir() -> Path:
+    return resolve_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def default_model(default_model_dir: Path) -> CausalModel:
+    """The default model in float32, on one thread."""
+    return CausalModel.load(default_model_dir, dtype=torch.float32, device="cpu", threads=1)
+
+
+@pytest.fixture(scope="session")
+def default_reference(default_model_dir: Path) -> Any:
+    """The default model as transformers alone would run it."""
+    auto: Any = AutoModelForCausalLM
+    return auto.from_pretrained(default_model_dir, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+@pytest.fixture
+def make_model(tmp_path: Path) -> MakeModel:
+    """`save_random`, into a folder named after the kind of model."""
+    return lambda config: save_random(config, tmp_path / str(config.model_type))

@@ -1,0 +1,198 @@
+"""Passes filled up to few shapes, recorded and played again: stand-ins for the device, on the CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.core.step import StepChunk
+from galley.engine import probe
+from galley.engine.cuda import flex_layout
+from galley.engine.cuda.flat_pool import FlatPool
+from galley.engine.cuda.flex import FlexAttention, attend_by
+from galley.engine.cuda.forward import DeviceForward, Shapes
+from galley.engine.cuda.graphs import Graphs
+from galley.engine.forward import TransformersForward
+from galley.engine.kv_pool import kv_shape
+from galley.engine.load.module import load_config, load_module
+from galley.engine.model import CausalModel, ModelInfo
+from galley.engine.pages import Span
+from tests.fakes.model_configs import CONFIGS, VOCAB, load, tokens_of
+from tests.integration.galley.engine.flex_standin import kernel
+
+CPU = torch.device("cpu")
+BLOCKS = 40
+KINDS = ("gemma2", "gpt2")
+
+
+class Again:
+    """In place of CUDA graphs: what is played runs again, and its result lies where the first one lay."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.played = 0
+
+    def record(self, body: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.recorded += 1
+        result = body()
+
+        def play() -> Tensor:
+            self.played += 1
+            result.copy_(body())
+            return result
+
+        return play
+
+
+def _model(
+    directory: Path, shapes: Shapes | None, graphs: Graphs | None = None, max_rows: int = 512
+) -> CausalModel:
+    """By DeviceForward, or without `shapes` the plain forward over the same attention."""
+    config = load_config(directory)
+    pool = FlatPool(kv_shape(config, torch.float32), BLOCKS, CPU)
+    module = load_module(directory, config, dtype=torch.float32, device="cpu").module
+    fixed = shapes is not None and shapes.fixed is not None
+    attend = partial(attend_by, kernel)
+    attention = FlexAttention(pool, config.num_attention_heads, fixed=fixed, attend=attend)
+    info = ModelInfo(
+        "m", directory, config.max_position_embeddings, VOCAB, (), "float32", "cpu", "", deterministic=False
+    )
+    if shapes is None:
+        return CausalModel(TransformersForward(module, attention), info)
+    return CausalModel(DeviceForward(module, attention, shapes, graphs), info, max_rows=max_rows)
+
+
+def _run(model: CausalModel, rng: random.Random) -> list[Tensor]:
+    """Passes of many shapes over a few sequences; now and then of no logits, or of many rows."""
+    lengths, blocks = [0] * 5, [list(range(6 * i, 6 * i + 6)) for i in range(5)]
+    answers = []
+    for step in range(24):
+        chosen = rng.sample(range(5), rng.randint(1, 5))
+        chunks = []
+        for i in chosen:
+            rows = 40 if step % 11 == 0 else rng.choice([1, 1, 3, 5])
+            lengths[i] = 0 if lengths[i] + rows > 6 * BLOCK_TOKENS else lengths[i]
+            wanted = 0 if step % 5 == 1 else rng.choice([1, rows])
+            chunks.append(StepChunk(lengths[i], tokens_of(rng, rows), blocks[i], wanted))
+            lengths[i] += rows
+        answers.append(model.run(chunks))
+    return answers
+
+
+def _same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for own, their in zip(ours, theirs, strict=True):
+        assert own.shape == their.shape
+        torch.testing.assert_close(own, their, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_filled_up_and_played_again_a_pass_says_what_it_says_alone(
+    kind: str, make_model: Callable[[Any], Path]
+) -> None:
+    directory = make_model(CONFIGS[kind]())
+    plain = _run(_model(directory, None), random.Random(5))
+    recorder = Again()
+    graphs = Graphs(recorder, CPU, most=3, sights=2)
+    listed = _run(_model(directory, Shapes((2, 4, 8, 16, 32)), graphs), random.Random(5))
+    _same(listed, plain)
+    assert recorder.recorded > 3
+    assert recorder.played > recorder.recorded, "a recording is of use again"
+    assert len(graphs) == 3, "and not too many are kept"
+    fixed = _model(directory, Shapes(fixed=128), Graphs(Again(), CPU, sights=1), max_rows=128)
+    _same(_run(fixed, random.Random(5)), plain)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
+def test_the_model_says_what_the_cpus_own_attention_says(
+    kind: str, make_model: Callable[[Any], Path]
+) -> None:
+    directory = make_model(CONFIGS[kind]())
+    device = _model(directory, Shapes(), Graphs(Again(), CPU, sights=1))
+    torch.testing.assert_close(
+        probe.probe_logits(device), probe.probe_logits(load(directory)), atol=2e-4, rtol=2e-4
+    )
+    assert (device.attention_kind, device.forward_kind) == ("FlexAttention", "transformers")
+
+
+def test_logits_of_one_pass_outlive_the_next(make_model: Callable[[Any], Path]) -> None:
+    model = _model(make_model(CONFIGS["llama"]()), Shapes(), Graphs(Again(), CPU, sights=1))
+    first = model.run([StepChunk(0, [1, 2, 3, 4], [0], 4)])
+    kept = first.clone()
+    second = model.run([StepChunk(0, [9, 8, 7, 6], [1], 4)])
+    assert torch.equal(first, kept)
+    assert not torch.equal(first, second)
+
+
+class Unable:
+    """Records nothing, as CUDA where a pass waits for the host."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def record(self, body: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.asked += 1
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_pass_that_cannot_be_recorded_runs_as_it_is() -> None:
+    recorder = Unable()
+    graphs = Graphs(recorder, CPU, sights=2)
+    for number in range(6):
+        packed = torch.full((3,), number, dtype=torch.int32)
+        assert torch.equal(graphs.run("shape", packed, lambda buffer: buffer + 1), packed + 1)
+    assert recorder.asked == 1, "it is not tried again"
+    assert len(graphs) == 0
+
+
+def test_recordings_are_kept_by_the_bytes_of_their_results() -> None:
+    recorder = Again()
+    graphs = Graphs(recorder, CPU, most_bytes=100, sights=1)
+
+    def play(name: str, numbers: int) -> None:
+        graphs.run(name, torch.zeros(numbers, dtype=torch.int32), lambda buffer: buffer + 1)
+
+    for name, numbers, kept in (("a", 10, 1), ("b", 10, 2), ("a", 10, 2), ("c", 10, 2), ("d", 50, 1)):
+        play(name, numbers)
+        assert len(graphs) == kept, name
+    before = recorder.recorded
+    play("d", 50)
+    assert recorder.recorded == before, "one that is too large alone is kept"
+
+
+def test_where_bits_must_be_the_same_every_pass_has_one_shape(make_model: Callable[[Any], Path]) -> None:
+    seen = set()
+
+    class Watched(Shapes):
+        def of(self, *arguments: Any) -> flex_layout.PassShape | None:
+            shape = super().of(*arguments)
+            seen.add(shape)
+            return shape
+
+    model = _model(make_model(CONFIGS["llama"]()), Watched(fixed=16), max_rows=16)
+    rng = random.Random(6)
+    for rows in (1, 5, 16, 50):
+        model.run([StepChunk(0, tokens_of(rng, rows), [0, 1], rows), StepChunk(0, tokens_of(rng, 2), [2], 1)])
+    assert len(seen) == 1
+    with pytest.raises(ValueError, match="a pass of 17 rows"):
+        Shapes(fixed=16).of(model._forward.attention.lay_out([Span(0, 17, [0])]), 1, 16)
+
+
+def test_a_list_of_shapes_holds_what_is_put_into_it() -> None:
+    attention = FlexAttention(FlatPool(kv_shape(CONFIGS["llama"](), torch.float32), 9, CPU), 4)
+    shapes = Shapes((4, 16))
+    for spans, wanted, rows in (([Span(0, 3, [0])], 2, 4), ([Span(0, 5, [0]), Span(9, 1, [1])], 6, 16)):
+        pages = attention.lay_out(spans)
+        shape = shapes.of(pages, wanted, 16)
+        assert shape is not None
+        assert (shape.rows, shape.slots) == (rows, 16)
+        assert shape.wanted >= wanted
+        assert shape.tiles > len(pages.tiles), "one for the rows that only fill up"
+    assert shapes.of(attention.lay_out([Span(0, 17, [0])]), 1, 16) is None

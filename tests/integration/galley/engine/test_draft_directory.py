@@ -1,0 +1,325 @@
+"""A trained draft's directory: what of it is served, what is refused, and what its reduced head says."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.core.sampling_params import SamplingParams
+from galley.core.step import Draw, Sampled
+from galley.engine.cpu import int8
+from galley.engine.cpu.int8 import Int8Linear, int8_product
+from galley.engine.cpu.packing import MIN_ROWS, Linears
+from galley.engine.errors import UnsupportedModel
+from galley.engine.load import draft_directory
+from galley.engine.load.draft_directory import embeddings_sha256
+from galley.engine.model import Rows
+from galley.engine.sampling.draw import draw_all
+from galley.engine.serving import load_model
+from tests.fakes.model_configs import VOCAB, load, save_random, tokens_of, whole
+from tests.integration.galley.engine.drafts import (
+    HEAD_TOKENS,
+    LAYERS,
+    Draft,
+    draft_of,
+    load_draft,
+    save_target,
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def directory(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draft_of(target).save(tmp_path_factory.mktemp("draft") / "draft")
+
+
+def reference(directory: Path, target: Path, tokens: list[int]) -> torch.Tensor:
+    """transformers' logits of the directory's weights, as written, over the whole vocabulary."""
+    weights = load_file(directory / "model.safetensors")
+    wide = {
+        name: weight.float() * weights[f"{name}.scale"][:, None] if weight.dtype == torch.int8 else weight
+        for name, weight in weights.items()
+        if not name.endswith(".scale")
+    }
+    embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    heads = wide.pop("galley.head_tokens").long()
+    head = torch.zeros(VOCAB, wide["lm_head.weight"].shape[1]).index_copy(0, heads, wide["lm_head.weight"])
+    config = transformers.LlamaConfig.from_pretrained(directory)
+    llama: Any = transformers.LlamaForCausalLM
+    model = llama(config).eval()
+    model.load_state_dict({"model.embed_tokens.weight": embedding} | wide | {"lm_head.weight": head})
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    outside = sorted(set(range(VOCAB)) - set(heads.tolist()))
+    logits[:, outside] = -torch.inf
+    return logits
+
+
+# --- what it says
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.02), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("has_int8", [False] if not int8.supported() else [True, False])
+def test_a_draft_says_what_its_weights_say(
+    directory: Path,
+    target: Path,
+    dtype: torch.dtype,
+    tolerance: float,
+    has_int8: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(int8, "supported", lambda: has_int8)
+    model = load_draft(directory, target, dtype)
+    tokens = tokens_of(random.Random(1), 50)
+    ours, theirs = whole(model, tokens), reference(directory, target, tokens)
+    assert ours.shape == (50, VOCAB)
+    assert torch.equal(ours.isfinite(), theirs.isfinite())
+    inside = sorted(HEAD_TOKENS)
+    error = (ours - theirs)[:, inside].norm() / theirs[:, inside].norm()
+    assert error < tolerance
+
+
+def test_a_draft_of_float_weights_and_its_own_embeddings_needs_no_target(
+    target: Path, tmp_path: Path
+) -> None:
+    directory = draft_of(target, own=True, int8=False).save(tmp_path / "draft")
+    model = load_draft(directory, None)
+    tokens = tokens_of(random.Random(2), 20)
+    expected = reference(directory, target, tokens)
+    assert torch.allclose(whole(model, tokens), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_what_is_known_of_a_draft_is_what_its_config_says(directory: Path, target: Path) -> None:
+    model = load_draft(directory, target)
+    assert model.info.vocab_size == VOCAB
+    assert model.info.tokenizer_hash == tokenizer_hash(target)
+    assert model.info.deterministic
+    assert model.forward_kind == "own"
+    assert model.kv.shape.layers == LAYERS
+
+
+def test_a_draft_is_served_with_the_embeddings_of_the_target_named(directory: Path, target: Path) -> None:
+    model = load_model(
+        str(directory), dtype="float32", device="cpu", threads=1, kv_blocks=16, target_model=str(target)
+    )
+    tokens = tokens_of(random.Random(3), 9)
+    assert torch.equal(whole(model, tokens), whole(load_draft(directory, target), tokens))
+
+
+def test_only_tokens_of_the_head_are_drawn(directory: Path, target: Path) -> None:
+    model = load_draft(directory, target)
+    rng = random.Random(4)
+    history = tokens_of(rng, 12)
+    logits = model.forward([Rows(model.new_cache(), history, 1)])[0].expand(40, -1)
+    draws = [
+        Draw(SamplingParams(temperature=temperature, seed=seed), history, 12, frozenset(), 0)
+        for temperature in (0.0, 5.0)
+        for seed in range(20)
+    ]
+    drawn = draw_all(logits, draws)
+    tokens = {token for outcome in drawn if isinstance(outcome, Sampled) for token in outcome.tokens}
+    assert len(tokens) > 10
+    assert tokens <= set(HEAD_TOKENS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_int8_head_over_float_layers_keeps_rows_apart(
+    target: Path, tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, make = [], Linears.make
+
+    def watched(linears: Linears, *layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        run = make(linears, *layer)
+
+        def product(rows: torch.Tensor) -> torch.Tensor:
+            given.append(len(rows))
+            return run(rows)
+
+        return product
+
+    monkeypatch.setattr(Linears, "make", watched)
+    draft = draft_of(target)
+    for name in [name for name in draft.weights if name.endswith(".scale") and ".layers." in name]:
+        weight = name.removesuffix(".scale")
+        draft.weights[weight] = draft.weights[weight].float() * draft.weights.pop(name)[:, None]
+    model = load_draft(draft.save(tmp_path / "draft"), target, dtype)
+    assert model.info.deterministic
+    tokens, cache = tokens_of(random.Random(6), 20), model.new_cache()
+    one_by_one = [model.forward([Rows(cache, [token], 1)])[0] for token in tokens]
+    assert torch.equal(torch.cat(one_by_one), whole(model, tokens))
+    assert min(given) >= MIN_ROWS, "fewer rows may take another kernel"
+
+
+def test_a_pass_without_logits_and_one_of_many_parts(directory: Path, target: Path) -> None:
+    model = load_draft(directory, target)
+    tokens = tokens_of(random.Random(5), 700)
+    cache = model.new_cache()
+    assert model.forward([Rows(cache, tokens, 0)])[0].shape == (0, VOCAB)
+    cache.truncate(0)
+    last = model.forward([Rows(cache, tokens, 600)])[0]
+    assert torch.equal(last, whole(model, tokens)[100:])
+
+
+# --- what is refused
+
+
+SPOILT: dict[str, tuple[Callable[[Draft], object], str]] = {
+    "another format": (lambda d: d.told.update(format=2), r"format 1 is served, this is 2"),
+    "no format": (lambda d: d.config.update(galley_draft="yes"), r"format 1 is served, this is 'yes'"),
+    "tied": (lambda d: d.config.update(tie_word_embeddings=True), "tie_word_embeddings false"),
+    "another family": (lambda d: d.config.update(model_type="qwen2"), "must be a llama"),
+    "no tokenizer": (lambda d: d.told.pop("tokenizer_hash"), "tokenizer_hash must be a hash"),
+    "whose embeddings": (lambda d: d.told.update(embeddings="mine"), "embeddings must be"),
+    "which embeddings": (lambda d: d.told.pop("embeddings_sha256"), "embeddings_sha256 must be a hash"),
+    "other embeddings": (lambda d: d.told.update(embeddings_sha256="0" * 64), "trained for another target"),
+    "a head too large": (lambda d: d.told.update(head_vocab=VOCAB + 1), r"head_vocab must be in \[1, 97\]"),
+    "a head of another size": (lambda d: d.told.update(head_vocab=5), r"must be int32 \[5\], is torch.int32"),
+    "a larger vocabulary": (lambda d: d.config.update(vocab_size=VOCAB + 1), r"needs embeddings \[98, 64\]"),
+    "another shape": (lambda d: d.config.update(intermediate_size=64), r"another shape.*layers\.0\.mlp"),
+    "a layer more": (lambda d: d.config.update(num_hidden_layers=3), r"missing.*layers\.2"),
+    "no head": (lambda d: d.weights.pop("galley.head_tokens"), "galley.head_tokens must be int32.*missing"),
+    "long tokens": (
+        lambda d: d.weights.update({"galley.head_tokens": d.weights["galley.head_tokens"].long()}),
+        r"must be int32 \[64\], is torch.int64",
+    ),
+    "falling tokens": (
+        lambda d: d.weights.update({"galley.head_tokens": d.weights["galley.head_tokens"].flip(0)}),
+        "must rise",
+    ),
+    "a token twice": (lambda d: d.weights["galley.head_tokens"][1:2].fill_(1), "must rise"),
+    "a token beyond": (lambda d: d.weights["galley.head_tokens"][-1:].fill_(VOCAB), "go from 1 to 97"),
+    "a token before": (lambda d: d.weights["galley.head_tokens"][:1].fill_(-1), "go from -1 to"),
+    "no scale": (lambda d: d.weights.pop("lm_head.weight.scale"), "lm_head.weight is int8 without"),
+    "a scale too few": (
+        lambda d: d.weights.update({"lm_head.weight.scale": torch.ones(63)}),
+        "lm_head.weight is int8 without",
+    ),
+    "a weight too many": (lambda d: d.weights.update(other=torch.ones(1)), "no weights called other"),
+    "a scale of nothing": (
+        lambda d: d.weights.update({"model.norm.weight.scale": torch.ones(1)}),
+        "no weights called model.norm.weight.scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_directory_that_does_not_fit_is_refused_by_name(name: str, target: Path, tmp_path: Path) -> None:
+    change, reason = SPOILT[name]
+    draft = draft_of(target)
+    change(draft)
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_draft(draft.save(tmp_path / "draft"), target)
+
+
+def test_a_draft_without_its_target_is_refused(directory: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="no target model is given"):
+        load_draft(directory, None)
+    with pytest.raises(UnsupportedModel, match="no target model is given"):
+        load(directory)
+
+
+def test_a_file_that_is_no_safetensors_is_refused(target: Path, tmp_path: Path) -> None:
+    directory = draft_of(target).save(tmp_path / "draft")
+    (directory / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(UnsupportedModel, match="cannot be read"):
+        load_draft(directory, target)
+
+
+def test_a_damaged_target_is_refused(directory: Path, tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    (target / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UnsupportedModel, match=r"model\.safetensors: cannot be read"):
+        load_draft(directory, target)
+
+
+def test_weights_that_no_draft_has_are_refused_before_they_are_widened(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = draft_of(target)
+    draft.weights |= {"x": torch.zeros(8, 8, dtype=torch.int8), "x.scale": torch.ones(8)}
+
+    def refuse(name: str, *_: object) -> None:
+        raise AssertionError(f"{name} was widened")
+
+    monkeypatch.setattr(draft_directory, "_scaled", refuse)
+    with pytest.raises(UnsupportedModel, match="no weights called x"):
+        load_draft(draft.save(tmp_path / "draft"), target)
+
+
+def test_a_target_without_embeddings_of_that_name_is_refused(directory: Path, tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=64, n_layer=1, n_head=4)
+    with pytest.raises(UnsupportedModel, match=r"holds no model\.embed_tokens\.weight"):
+        load_draft(directory, save_random(config, tmp_path / "gpt2"))
+
+
+def test_the_hash_is_of_float32_whatever_the_dtype() -> None:
+    numbers = torch.randn(5000, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = sha256(numbers.float().numpy().astype("<f4").tobytes()).hexdigest()
+    assert embeddings_sha256(numbers) == embeddings_sha256(numbers.float()) == expected
+
+
+# --- products of int8 weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_int8_product_is_that_of_its_parts_and_keeps_rows_apart(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    layers = [_int8_layer(outputs, 192, generator) for outputs in (64, 32)]
+    product = int8_product(layers, dtype)
+    assert (product is not None) == int8.supported()
+    if product is None:
+        return
+    rows = torch.randn(70, 192, generator=generator).to(dtype)
+    rows[3] *= 1000  # an outlier is its own row's affair
+    rows[5] = 0
+    together = product(rows)
+    expected = torch.cat([rows.float() @ layer.weight.T for layer in layers], dim=1)
+    error = (together.float() - expected).norm(dim=1)
+    assert bool((error <= 0.02 * expected.norm(dim=1)).all())
+    for first, last in ((0, 1), (3, 5), (5, 20), (60, 70)):
+        assert torch.equal(product(rows[first:last].contiguous()), together[first:last])
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
+def test_a_row_that_is_not_finite_gives_none_that_is(bad: float) -> None:
+    layer = _int8_layer(32, 192, torch.Generator().manual_seed(3))
+    product = int8_product([layer], torch.float32) or layer
+    rows = torch.ones(4, 192)
+    rows[1, 70], rows[2, 0] = bad, bad
+    out = product(rows)
+    assert not bool(out[1:3].isfinite().any())
+    assert bool(out[[0, 3]].isfinite().all())
+
+
+def _int8_layer(outputs: int, inputs: int, generator: torch.Generator) -> Int8Linear:
+    stored = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8, generator=generator)
+    scales = torch.rand(outputs, generator=generator) / 127
+    return Int8Linear(stored.float() * scales[:, None], stored, scales)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (64, 96)])
+def test_shapes_that_the_kernel_does_not_take_are_left_to_others(outputs: int, inputs: int) -> None:
+    assert int8_product([_int8_layer(outputs, inputs, torch.Generator())], torch.float32) is None
+
+
+def test_extremes_of_int8_are_exact() -> None:
+    stored = torch.full((32, 128), -128, dtype=torch.int8)
+    stored[1::2] = 127
+    layer = Int8Linear(stored.float(), stored, torch.ones(32))
+    product = int8_product([layer], torch.float32) or layer
+    rows = torch.stack((torch.full((128,), 127.0), torch.full((128,), -127.0)))
+    assert torch.equal(product(rows).detach(), rows @ layer.weight.T.detach())

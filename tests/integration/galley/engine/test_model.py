@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from galley.core.errors import Broken
+from galley.engine.cpu import packing
+from galley.engine.fingerprint import fingerprint
+from galley.engine.load.truncate import truncate_model
+from galley.engine.model import MAX_ROWS, CausalModel, Rows
+from tests.fakes.model_configs import CONFIGS, VOCAB, load, tokens_of, whole
+
+
+def ragged(
+    model: CausalModel, prompts: list[list[int]], rng: random.Random, longest: int
+) -> list[torch.Tensor]:
+    """The logits of every position of each prompt, fed in random chunks in random company."""
+    caches = [model.new_cache() for _ in prompts]
+    parts: list[list[torch.Tensor]] = [[] for _ in prompts]
+    while left := [i for i, prompt in enumerate(prompts) if len(caches[i].tokens) < len(prompt)]:
+        chosen = rng.sample(left, rng.randint(1, len(left)))
+        batch = []
+        for i in chosen:
+            start = len(caches[i].tokens)
+            chunk = prompts[i][start : start + rng.choice([1, 1, 5, rng.randint(1, longest)])]
+            batch.append(Rows(caches[i], chunk, len(chunk)))
+        for i, logits in zip(chosen, model.forward(batch), strict=True):
+            parts[i].append(logits)
+    return [torch.cat(part) for part in parts]
+
+
+@torch.inference_mode()
+def eager(directory: Path, tokens: list[int]) -> torch.Tensor:
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_each_family_says_what_its_own_eager_attention_says(
+    kind: str, make_model: Callable[[Any], Path]
+) -> None:
+    rng = random.Random(1)
+    directory = make_model(CONFIGS[kind]())
+    model = load(directory)
+    prompts = [tokens_of(rng, count) for count in (150, 64, 3)]
+    for prompt, ours in zip(prompts, ragged(model, prompts, rng, 70), strict=True):
+        theirs = eager(directory, prompt)
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
+def test_no_bit_depends_on_chunks_or_company(
+    kind: str, dtype: torch.dtype, make_model: Callable[[Any], Path]
+) -> None:
+    rng = random.Random(2)
+    model = load(make_model(CONFIGS[kind]()), dtype)
+    assert model.info.deterministic
+    prompts = [tokens_of(rng, count) for count in (200, 130, 65, 1)]
+    alone = [whole(model, prompt) for prompt in prompts]
+    for _ in range(3):
+        for prompt, mine in zip(ragged(model, prompts, rng, 90), alone, strict=True):
+            assert torch.equal(prompt, mine)
+
+
+def test_packed_weights_give_the_logits_of_plain_ones(
+    make_model: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_model(CONFIGS["qwen2"]())
+    tokens = tokens_of(random.Random(9), 40)
+    packed = load(directory, torch.bfloat16)
+    monkeypatch.setattr(packing, "serves", lambda dtype, device: False)
+    plain = load(directory, torch.bfloat16)
+    assert packed.info.deterministic
+    assert plain.info.deterministic
+    ours, theirs = whole(packed, tokens), whole(plain, tokens)
+    assert float((ours - theirs).norm() / theirs.norm()) < 0.02
+
+
+def test_rejected_tokens_leave_no_trace(make_model: Callable[[Any], Path]) -> None:
+    rng = random.Random(3)
+    model = load(make_model(CONFIGS["llama"]()), torch.bfloat16)
+    tokens = tokens_of(rng, 120)
+    expected = whole(model, tokens)
+    cache = model.new_cache()
+    while len(cache.tokens) < len(tokens):
+        start = len(cache.tokens)
+        accepted = min(rng.randint(1, 6), len(tokens) - start)
+        wrong = [(token + 1) % VOCAB for token in tokens[start + accepted : start + accepted + 4]]
+        fed = tokens[start : start + accepted] + wrong
+        (logits,) = model.forward([Rows(cache, fed, len(fed))])
+        assert torch.equal(logits[:accepted], expected[start : start + accepted])
+        cache.truncate(start + accepted)
+        assert cache.tokens == tokens[: start + accepted]
+
+
+def test_long_prompts_are_cut_into_passes(make_model: Callable[[Any], Path]) -> None:
+    rng = random.Random(4)
+    model = load(make_model(CONFIGS["llama"]()))
+    long, short = tokens_of(rng, MAX_ROWS + 100), tokens_of(rng, 3)
+    caches = [model.new_cache(), model.new_cache()]
+    got = model.forward([Rows(caches[0], long, 110), Rows(caches[1], short, 1)])
+    assert [logits.shape for logits in got] == [(110, VOCAB), (1, VOCAB)]
+    assert caches[0].tokens == long
+    assert torch.equal(got[0], whole(model, long)[-110:])
+    assert torch.equal(got[1], whole(model, short)[-1:])
+
+
+def test_no_logits_wanted(make_model: Callable[[Any], Path]) -> None:
+    model = load(make_model(CONFIGS["gpt2"]()))
+    tokens = tokens_of(random.Random(5), 20)
+    cache = model.new_cache()
+    (none,) = model.forward([Rows(cache, tokens[:19], 0)])
+    assert none.shape == (0, VOCAB)
+    (last,) = model.forward([Rows(cache, tokens[19:], 1)])
+    assert torch.equal(last, whole(model, tokens)[-1:])
+    assert model.forward([Rows(cache, [], 0)])[0].shape == (0, VOCAB)
+    assert model.forward([]) == []
+
+
+def test_what_cannot_be_computed_changes_nothing(make_model: Callable[[Any], Path]) -> None:
+    model = load(make_model(CONFIGS["llama"]()))
+    cache = model.new_cache()
+    for rows in (
+        [Rows(cache, [1], 2)],
+        [Rows(cache, [VOCAB], 1)],
+        [Rows(cache, [-1], 1)],
+        [Rows(cache, [1] * 1025, 1)],
+        [Rows(cache, [1], 1), Rows(cache, [2], 1)],
+    ):
+        with pytest.raises(Broken):
+            model.forward(rows)
+    assert cache.tokens == []
+    with pytest.raises(ValueError, match="cannot cut"):
+        cache.truncate(1)
+
+
+def test_a_fingerprint_names_weights_dtype_and_machine(
+    make_model: Callable[[Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GALLEY_CACHE_DIR", str(tmp_path / "cache"))
+    directory = make_model(CONFIGS["llama"]())
+    name = fingerprint(load(directory))
+    assert len(name) == 16
+    assert fingerprint(load(directory)) == name
+    assert fingerprint(load(directory, torch.bfloat16)) != name
+    assert fingerprint(load(truncate_model(directory, [0, 2], tmp_path / "shallow"))) != name
+    model = load(directory)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    assert fingerprint(model) != name
+
+
+@torch.inference_mode()
+def greedy(reference: Any, prompt: list[int], count: int) -> list[int]:
+    out = reference.generate(
+        torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    tokens: list[int] = out[0].tolist()
+    return tokens
+
+
+@pytest.mark.model
+def test_the_default_model_equals_transformers(default_model: CausalModel, default_reference: Any) -> None:
+    rng = random.Random(6)
+    vocab = default_model.info.vocab_size
+    prompts = [tokens_of(rng, count, vocab) for count in (90, 40, 7)]
+    for prompt, ours in zip(prompts, ragged(default_model, prompts, rng, 60), strict=True):
+        with torch.inference_mode():
+            theirs = default_reference(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.model
+def test_the_default_model_decodes_as_transformers_does(
+    default_model: CausalModel, default_reference: Any
+) -> None:
+    prompts = [[1, 9690, 198, 2683, 359], [504, 3575, 282, 4649, 314]]
+    caches = [default_model.new_cache() for _ in prompts]
+    chains = [list(prompt) for prompt in prompts]
+    for _ in range(24):
+        batch = [
+            Rows(cache, chain[len(cache.tokens) :], 1) for cache, chain in zip(caches, chains, strict=True)
+        ]
+        for chain, logits in zip(chains, default_model.forward(batch), strict=True):
+            chain.append(int(logits[-1].argmax()))
+    assert chains == [greedy(default_reference, prompt, 24) for prompt in prompts]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_of_the_default_model_depends_on_chunks_or_company(
+    dtype: torch.dtype, default_model: CausalModel, default_model_dir: Path
+) -> None:
+    model = default_model if dtype == torch.float32 else load(default_model_dir, dtype)
+    assert model.info.deterministic
+    rng = random.Random(8)
+    prompts = [tokens_of(rng, count, model.info.vocab_size) for count in (100, 70, 6)]
+    alone = [whole(model, prompt) for prompt in prompts]
+    for mine, expected in zip(ragged(model, prompts, rng, 50), alone, strict=True):
+        assert torch.equal(mine, expected)

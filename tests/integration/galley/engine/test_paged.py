@@ -1,0 +1,442 @@
+"""The pool, its pages, and attention over them: `CausalModel.run` as a scheduler uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from galley.common.server.process import in_passing_thread
+from galley.core.errors import Broken, Overloaded
+from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.core.step import StepChunk
+from galley.engine import paged
+from galley.engine.cpu import llama
+from galley.engine.cpu.kernels import openmp
+from galley.engine.kv_pool import KvPool, KvShape, kv_block_bytes, kv_shape
+from galley.engine.model import CausalModel, Rows
+from galley.engine.paged import CompiledAttention, Shape, TorchAttention
+from galley.engine.pages import Span
+from tests.fakes.model_configs import CONFIGS, VOCAB, load, tokens_of, whole
+
+MakeModel = Callable[[Any], Path]
+
+BLOCKS = 64
+
+
+# --- attention on its own
+
+
+def _filled(shape: KvShape, blocks: int, generator: torch.Generator) -> KvPool:
+    pool = KvPool(shape, blocks, torch.device("cpu"))
+    for part in (pool.keys, pool.values):
+        part.copy_(torch.randn(part.shape, generator=generator))
+    return pool
+
+
+def _attend(kind: Any, case: dict[str, Any], *, company: bool, seed: int = 0) -> torch.Tensor:
+    """Two rows' worth of queries of a sequence, alone or with another one before it; [rows, heads, dim]."""
+    kv_heads, group, dim = case["kv_heads"], case["group"], case["dim"]
+    generator = torch.Generator().manual_seed(seed)
+    pool = _filled(KvShape(2, kv_heads, dim, dim, case["dtype"]), 16, generator)
+    attention: paged.Attention = kind(pool, kv_heads * group, 16 * BLOCK_TOKENS)
+    span = Span(case["start"], case["rows"], [7, 3, 11, 2, 5, 14, 1, 9])
+    other = Span(33, 9, [0, 4])
+    query = torch.randn(case["rows"], kv_heads * group, dim, generator=generator).to(case["dtype"])
+    key, value = (
+        torch.randn(case["rows"], kv_heads, dim, generator=generator).to(case["dtype"]) for _ in "kv"
+    )
+    shape = Shape(0.3, case["window"], case["softcap"])
+    if not company:
+        return attention.store_attend(attention.lay_out([span]), 1, query, key, value, shape)
+    rows = [
+        torch.cat([torch.full((9, *part.shape[1:]), torch.nan).to(part), part])
+        for part in (query, key, value)
+    ]
+    pages = attention.lay_out([other, span])
+    mixed = attention.store_attend(pages, 1, rows[0], rows[1], rows[2], shape)
+    assert mixed[:9].isnan().all()
+    return mixed[9:]
+
+
+def _torch(pool: KvPool, heads: int, context: int) -> TorchAttention:
+    return TorchAttention(pool, heads)
+
+
+CASES = st.fixed_dictionaries(
+    {
+        "kv_heads": st.sampled_from([1, 2, 3]),
+        "group": st.sampled_from([1, 2, 3, 7]),
+        "dim": st.sampled_from([8, 32, 48, 64]),
+        "rows": st.integers(1, 60),
+        "start": st.integers(0, 150),
+        "window": st.sampled_from([None, 1, 5, 32, 70]),
+        "softcap": st.sampled_from([None, 2.0]),
+        "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
+    }
+)
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(CASES)
+def test_the_kernel_says_what_torch_says_and_feels_no_company(case: dict[str, Any]) -> None:
+    ours = _attend(CompiledAttention, case, company=False)
+    theirs = _attend(_torch, case, company=False)
+    tolerance = 1e-5 if case["dtype"] == torch.float32 else 2e-2
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+    assert torch.equal(ours, _attend(CompiledAttention, case, company=True))
+
+
+def test_another_thread_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {
+        "kv_heads": 3, "group": 3, "dim": 64, "rows": 60, "start": 100,
+        "window": None, "softcap": None, "dtype": torch.bfloat16,
+    }  # fmt: skip
+    alone = _attend(CompiledAttention, case, company=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(openmp, "_WORTH_NS", 0)
+    assert torch.equal(alone, _attend(CompiledAttention, case, company=False))
+
+
+def test_what_lies_beyond_a_row_does_not_reach_it() -> None:
+    """Neither stale numbers of a block's former owner, nor the rows that come after it."""
+    generator = torch.Generator().manual_seed(1)
+    pool = _filled(KvShape(1, 1, 16, 16, torch.float32), 4, generator)
+    attention = CompiledAttention(pool, 2, 128)
+    query, key, value = (torch.randn(6, heads, 16, generator=generator) for heads in (2, 1, 1))
+
+    def first_rows() -> torch.Tensor:
+        return attention.store_attend(
+            attention.lay_out([Span(30, 6, [2, 0])]), 0, query, key, value, Shape(1.0)
+        )[:3]
+
+    clean = first_rows()
+    for part in (query, key, value):
+        part[3:] = torch.nan
+    pool.keys[0, 0] = torch.nan
+    pool.values[0, 0] = torch.nan
+    assert torch.equal(first_rows(), clean)
+
+
+# --- the pool
+
+
+def test_a_pool_is_as_large_as_its_blocks() -> None:
+    config = CONFIGS["llama"]()
+    pool = KvPool(kv_shape(config, torch.bfloat16), 7, torch.device("cpu"))
+    assert pool.nbytes == 7 * pool.block_bytes
+    assert pool.block_bytes == kv_block_bytes(config, torch.bfloat16)
+    # Head size 16: values take whole vectors of 32.
+    assert pool.block_bytes == 3 * 2 * BLOCK_TOKENS * (16 + 32) * 2
+
+
+# --- a model by blocks
+
+
+def _fed(model: CausalModel, prompts: list[list[int]], rng: random.Random) -> list[torch.Tensor]:
+    """All positions' logits, in random chunks and company, in blocks taken at random.
+
+    Now and then wrong tokens are fed, and forgotten; a sequence is moved to other blocks; or it starts anew.
+    """
+    free = list(range(model.kv.blocks))
+    rng.shuffle(free)
+    blocks: list[list[int]] = [[] for _ in prompts]
+    done = [0] * len(prompts)
+    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
+    restarts = 2
+    while left := [i for i, prompt in enumerate(prompts) if done[i] < len(prompt)]:
+        chunks, wrongs, copies = [], [], []
+        chosen = rng.sample(left, rng.randint(1, len(left)))
+        for i in chosen:
+            if restarts and done[i] and rng.random() < 0.1:
+                restarts, done[i], rows[i] = restarts - 1, 0, []
+                free += blocks[i]
+                blocks[i] = []
+                rng.shuffle(free)
+            right = prompts[i][done[i] : done[i] + rng.choice([1, 1, 5, 40, 90])]
+            wrong = tokens_of(rng, rng.choice([0, 0, 3]))
+            while len(blocks[i]) * BLOCK_TOKENS < done[i] + len(right) + len(wrong):
+                blocks[i].append(free.pop())
+            if rng.random() < 0.2:
+                copies.append((blocks[i][0], free[0]))
+                free[0], blocks[i][0] = blocks[i][0], free[0]
+            fed = right + wrong
+            chunks.append(StepChunk(done[i], fed, list(blocks[i]), len(fed)))
+            wrongs.append(len(wrong))
+        logits = torch.split(model.run(chunks, copies), [len(chunk.tokens) for chunk in chunks])
+        for i, mine, wrong_rows in zip(chosen, logits, wrongs, strict=True):
+            kept = len(mine) - wrong_rows
+            rows[i].append(mine[:kept])
+            done[i] += kept
+    return [torch.cat(part) for part in rows]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma2"])
+def test_no_bit_depends_on_blocks_chunks_company_or_the_past(
+    kind: str, dtype: torch.dtype, make_model: MakeModel
+) -> None:
+    model = load(make_model(CONFIGS[kind]()), dtype, kv_blocks=BLOCKS)
+    assert model.info.deterministic
+    rng = random.Random(11)
+    prompts = [tokens_of(rng, count) for count in (170, 96, 33, 1)]
+    alone = []
+    for prompt in prompts:
+        needed = -(-len(prompt) // BLOCK_TOKENS)
+        alone.append(model.run([StepChunk(0, prompt, list(range(needed)), len(prompt))]))
+    model.kv.keys.fill_(torch.nan)
+    model.kv.values.fill_(torch.nan)
+    for _ in range(4):
+        for mine, expected in zip(_fed(model, prompts, rng), alone, strict=True):
+            assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_a_row_that_is_not_finite_stays_alone(kind: str, make_model: MakeModel) -> None:
+    directory = make_model(CONFIGS[kind]())
+    auto: Any = transformers.AutoModelForCausalLM
+    poisoned = auto.from_pretrained(directory)
+    poisoned.get_input_embeddings().weight.data[VOCAB - 1] = torch.nan
+    poisoned.save_pretrained(directory)
+    model = load(directory, kv_blocks=BLOCKS)
+    prompt = [1, 2, 3, 4, 5]
+    expected = model.run([StepChunk(0, prompt, [0], 5)])
+    got = model.run([StepChunk(0, [VOCAB - 1, 2], [1], 2), StepChunk(0, [*prompt, VOCAB - 1], [2], 6)])
+    assert got[:2].isnan().all()
+    assert torch.equal(got[2:7], expected)
+    assert got[7].isnan().all()
+
+
+def test_what_is_out_of_bounds_is_refused_before_any_work(make_model: MakeModel) -> None:
+    model = load(make_model(CONFIGS["llama"]()), kv_blocks=BLOCKS)
+    model.kv.keys.zero_()
+    good = StepChunk(0, [1], [0], 1)
+    for chunks, copies in (
+        ([good, StepChunk(0, [1, 2], [1], 3)], []),
+        ([good, StepChunk(0, [VOCAB], [1], 1)], []),
+        ([good, StepChunk(1024, [1], list(range(33)), 1)], []),
+        ([good, StepChunk(-1, [1], [1], 1)], []),
+        ([good, StepChunk(31, [1, 2], [1], 1)], []),
+        ([good, StepChunk(0, [1], [BLOCKS], 1)], []),
+        ([good, StepChunk(0, [1], [-1], 1)], []),
+        ([good], [(0, BLOCKS)]),
+    ):
+        with pytest.raises(Broken):
+            model.run(chunks, copies)
+    assert not model.kv.keys.any()
+    assert model.run([]).shape == (0, VOCAB)
+
+
+def test_caches_share_the_blocks_and_give_them_back(make_model: MakeModel) -> None:
+    model = load(make_model(CONFIGS["llama"]()), kv_blocks=8)
+    tokens = tokens_of(random.Random(12), 7 * BLOCK_TOKENS)
+    expected = whole(model, tokens)
+    gc.collect()
+    first, second = model.new_cache(), model.new_cache()
+    model.forward([Rows(first, tokens, 0)])
+    with pytest.raises(Overloaded):
+        model.forward([Rows(first, [1], 1), Rows(second, [1] * (BLOCK_TOKENS + 1), 1)])
+    assert (len(first.tokens), len(second.tokens)) == (len(tokens), 0)
+    first.truncate(3 * BLOCK_TOKENS + 1)
+    model.forward([Rows(second, tokens[: 4 * BLOCK_TOKENS], 0)])
+    del second
+    gc.collect()
+    (logits,) = model.forward([Rows(first, tokens[len(first.tokens) :], 1)])
+    assert torch.equal(logits, expected[-1:])
+
+
+# --- our own forward
+
+
+FAMILY: dict[str, Callable[[], Any]] = {
+    "llama": CONFIGS["llama"],
+    "llama with biases": lambda: transformers.LlamaConfig(
+        **CONFIGS["llama"]().to_diff_dict() | {"attention_bias": True, "mlp_bias": True}
+    ),
+    "llama, tied": lambda: transformers.LlamaConfig(
+        **CONFIGS["llama"]().to_diff_dict() | {"tie_word_embeddings": True, "num_key_value_heads": 4}
+    ),
+    "llama 3": lambda: transformers.LlamaConfig(
+        **CONFIGS["llama"]().to_diff_dict()
+        | {
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+            }
+        }
+    ),
+    "llama, heads of 24": lambda: transformers.LlamaConfig(
+        **CONFIGS["llama"]().to_diff_dict() | {"head_dim": 24, "num_key_value_heads": 1}
+    ),
+    "llama, yarn": lambda: transformers.LlamaConfig(
+        **CONFIGS["llama"]().to_diff_dict()
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        }
+    ),
+    "llama that names a window": lambda: transformers.LlamaConfig(
+        **CONFIGS["llama"]().to_diff_dict() | {"sliding_window": 11}
+    ),
+    "mistral": CONFIGS["mistral"],
+    "mistral, no window": lambda: transformers.MistralConfig(
+        **CONFIGS["mistral"]().to_diff_dict() | {"sliding_window": None}
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **CONFIGS["qwen2"]().to_diff_dict()
+        | {"use_sliding_window": True, "sliding_window": 29, "max_window_layers": 1, "layer_types": None}
+    ),
+    "qwen3": CONFIGS["qwen3"],
+    "qwen3, wide heads": lambda: transformers.Qwen3Config(
+        **CONFIGS["qwen3"]().to_diff_dict() | {"head_dim": 48, "attention_bias": True}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_our_own_forward_gives_the_logits_of_transformers(
+    name: str, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_model(FAMILY[name]())
+    tokens = tokens_of(random.Random(13), 90)
+    ours = load(directory, kv_blocks=BLOCKS), load(directory, torch.bfloat16, kv_blocks=BLOCKS)
+    monkeypatch.setattr(llama, "serves", lambda module, pool: False)
+    theirs = load(directory, kv_blocks=BLOCKS)
+    assert (ours[0].forward_kind, theirs.forward_kind) == ("own", "transformers")
+    expected = whole(theirs, tokens)
+    torch.testing.assert_close(whole(ours[0], tokens), expected, atol=2e-4, rtol=2e-4)
+    rough = whole(ours[1], tokens)
+    assert float((rough - expected).norm() / expected.norm()) < 0.1
+
+
+def test_more_threads_change_no_bit_of_our_own_forward(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row of a loop is worked on by one thread; torch's own threads stay as they are."""
+    directory, tokens = make_model(CONFIGS["qwen3"]()), tokens_of(random.Random(15), 90)
+    expected = whole(load(directory, torch.bfloat16, kv_blocks=BLOCKS), tokens)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(openmp, "_WORTH_NS", 0)
+    assert torch.equal(whole(load(directory, torch.bfloat16, kv_blocks=BLOCKS), tokens), expected)
+
+
+async def test_what_loads_in_a_passing_thread_leaves_no_team_of_openmps(make_model: MakeModel) -> None:
+    """Another team beside that of the thread that runs the steps would keep both from spinning."""
+    directory = make_model(CONFIGS["llama"]())
+    before = len(_tasks())
+    during = await in_passing_thread(_load_and_multiply, directory)
+    assert len(during) > before + 1, "no team was there that could be left"
+    async with asyncio.timeout(10):
+        while True:
+            if len(_tasks()) <= before:
+                break
+            await asyncio.sleep(0.01)
+
+
+def _load_and_multiply(directory: Path) -> list[Path]:
+    """On two threads; the process's threads at the end."""
+    load(directory, kv_blocks=BLOCKS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.randn(512, 512) @ torch.randn(512, 512)
+    torch.set_num_threads(threads)
+    return _tasks()
+
+
+def _tasks() -> list[Path]:
+    return list(Path("/proc/self/task").iterdir())
+
+
+def test_dynamic_shapes_of_heads_go_through_torch(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of other devices, on the CPU."""
+    directory = make_model(CONFIGS["gemma2"]())
+    tokens = tokens_of(random.Random(14), 90)
+    expected = whole(load(directory, kv_blocks=BLOCKS), tokens)
+    monkeypatch.setattr(
+        "galley.engine.forward.attention_for",
+        lambda pool, heads, device, context, **_: TorchAttention(pool, heads),
+    )
+    plain = load(directory, kv_blocks=BLOCKS)
+    assert plain.attention_kind == "TorchAttention"
+    torch.testing.assert_close(whole(plain, tokens), expected, atol=2e-4, rtol=2e-4)
+
+
+# --- the kernels' machine code
+
+
+# Normalizes a row of threes with each stored type named; BREAK comes before the first.
+_NORMALIZE = """
+import os, pathlib, shutil, sys
+import numpy as np
+from galley.engine.cpu.kernels.compile import compiled
+kernels = compiled()
+exec(os.environ.get("BREAK", ""))
+for kind in sys.argv[1:]:
+    out = np.empty((1, 2), kind)
+    kernels.normalize(np.full((1, 2), 3, np.float32), np.ones(2, np.float32), np.float32(0), out)
+    print(out.tolist())
+"""
+_ONES = {"float32": "[[1.0, 1.0]]\n", "uint16": "[[16256, 16256]]\n"}  # bfloat16 of 1
+
+
+def _normalize(cache: Path, *kinds: str, first: str = "") -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _NORMALIZE, *kinds],
+        env=os.environ | {"GALLEY_CACHE_DIR": str(cache), "BREAK": first},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "".join(map(_ONES.__getitem__, kinds)), done.stderr
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_machine_code_is_kept_where_that_is_possible(writable: bool, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    if not writable:
+        cache.write_text("a file, in which no directory can be made")
+    _normalize(cache, "float32")
+    assert writable == bool(list(cache.glob("kernels/**/*.nbc")))
+
+
+def test_a_disk_that_fails_between_loading_and_compiling_costs_only_time(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    _normalize(cache, "float32", first=f"shutil.rmtree({str(cache)!r}); pathlib.Path({str(cache)!r}).touch()")
+
+
+def test_machine_code_of_other_types_is_not_run(tmp_path: Path) -> None:
+    """Two processes that compile for different types at once may give their files one name."""
+    cache = tmp_path / "cache"
+    _normalize(cache, "float32", "uint16")
+    first, second = sorted(cache.glob("kernels/**/*.nbc"))
+    first.write_bytes(second.read_bytes())
+    _normalize(cache, "float32", "uint16")
+
+
+def test_damaged_machine_code_is_compiled_anew(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    _normalize(cache, "float32")
+    for suffix in ("nbi", "nbc"):
+        (damaged,) = cache.glob(f"kernels/**/*.{suffix}")
+        size = damaged.stat().st_size
+        damaged.write_bytes(damaged.read_bytes()[: size // 2])
+        _normalize(cache, "float32")
+        (again,) = cache.glob(f"kernels/**/*.{suffix}")
+        assert again.stat().st_size == size

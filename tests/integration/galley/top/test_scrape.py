@@ -1,0 +1,127 @@
+"""Reading metrics over HTTP: what is read, and what nobody may do to the reader."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from galley.top import scrape as scraping
+from galley.top.scrape import Away, read_samples, scrape, shown
+from galley.top.service import host_and_port, named_by_address
+from tests.fakes.metric_servers import answering, nobody, telling
+from tests.unit.galley.top.sample import services, text
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n"
+
+
+@pytest.mark.parametrize("at", range(4))
+async def test_a_scrape_is_what_the_exposition_says(at: int) -> None:
+    told = text(services()[at], 1)
+    with telling(told) as address:
+        samples = await scrape(address)
+    assert samples == read_samples(told)
+    lines = [line for line in told.splitlines() if not line.startswith("#")]
+    assert sum(map(len, samples.values())) == len(lines) > 30
+
+
+def test_openmetrics_with_exemplars_is_read_too() -> None:
+    told = (
+        "# TYPE galley_round_duration_seconds histogram\n"
+        'galley_round_duration_seconds_bucket{le="1.0"} 7 # {trace_id="ab",span_id="cd"} 0.3 1.7e9\n'
+        "galley_rounds_total 3.0\n# EOF\n"
+    )
+    assert read_samples(told) == {
+        "galley_round_duration_seconds_bucket": {(("le", "1.0"),): 7},
+        "galley_rounds_total": {(): 3},
+    }
+
+
+def test_numbers_that_are_none_and_metrics_of_others_are_left_out() -> None:
+    told = 'galley_a 1\ngalley_b NaN\ngalley_c +Inf\npython_info 3\ngalley_d{w="x"} -2e3\n'
+    assert read_samples(told) == {"galley_a": {(): 1}, "galley_d": {(("w", "x"),): -2000}}
+
+
+def test_what_a_terminal_would_obey_is_replaced() -> None:
+    (labels,) = read_samples('galley_a{w="\x1b[2J[red]\u202e"} 1\n')["galley_a"]
+    assert labels == (("w", "?[2J[red]?"),)
+    assert shown("x" * 500) == "x" * (scraping.MAX_TEXT - 1) + "…"
+
+
+@pytest.mark.parametrize(
+    "told",
+    ["galley_a{", "galley_a", "galley_a x", 'galley_a{w="x} 1', "galley_a " + "9" * 400, 'galley_{=","} 1'],
+)
+def test_what_cannot_be_read_is_told(told: str) -> None:
+    with pytest.raises(Away, match="cannot be read"):
+        read_samples(told)
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.text(alphabet='{}=,"\\ abé#\t019.eE+-_NInf', max_size=60))
+def test_no_line_whatever_it_is_does_more_than_that(told: str) -> None:
+    try:
+        read_samples("galley_" + told)
+    except Away:
+        return
+
+
+def test_the_number_and_the_length_of_lines_are_bounded() -> None:
+    many = "".join(f'galley_a{{n="{n}"}} 1\n' for n in range(scraping.MAX_ROWS + 1))
+    with pytest.raises(Away, match="more than 10000 rows"):
+        read_samples(many)
+    with pytest.raises(Away, match="a line of"):
+        read_samples('galley_a{w="' + '"' * scraping.MAX_LINE + '"} 1')
+
+
+async def test_nobody_there_is_told_at_once() -> None:
+    with pytest.raises(Away, match="refused"):
+        await scrape(nobody())
+
+
+async def test_another_status_is_told() -> None:
+    with telling("galley_a 1\n", status=503) as address, pytest.raises(Away, match="HTTP 503"):
+        await scrape(address)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"\x00\x01 nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Le", b"\r\n" * 9]
+)
+async def test_what_is_no_http_is_told(sent: bytes) -> None:
+    def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(sent)
+        writer.close()
+
+    async with answering(answer) as address:
+        with pytest.raises(Away, match=r"no HTTP|cannot be read|broke|reset"):
+            await scrape(address)
+
+
+async def test_an_answer_that_never_ends_in_time_is_given_up() -> None:
+    async with answering(lambda writer: writer.write(HEAD + b"galley_a 1\n")) as address:
+        with pytest.raises(Away, match=r"no answer in 0\.2 s"):
+            await scrape(address, 0.2)
+
+
+async def test_an_answer_without_end_is_cut_off() -> None:
+    async with answering(lambda writer: writer.write(HEAD + b"x" * (scraping.MAX_BYTES + 1))) as address:
+        with pytest.raises(Away, match="more than 2 MiB"):
+            await scrape(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "host", "host:", ":1", "host:0", "host:65536", "host:1x", "::1:9", "[::1]", "host:" + "9" * 5000],
+)
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="no host:port"):
+        host_and_port(address)
+
+
+def test_addresses() -> None:
+    assert host_and_port("[::1]:9464") == ("::1", 9464)
+    assert [one.metrics for one in named_by_address("a:1, b:2,,a:1")] == ["a:1", "b:2"]
+    with pytest.raises(ValueError, match="no address"):
+        named_by_address(" , ")

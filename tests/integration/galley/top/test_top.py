@@ -1,0 +1,228 @@
+"""`galley top` as a user runs it, against services that tell the committed sample over real HTTP."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from galley.cli.__main__ import app
+from galley.core.routing.choice import DraftLease
+from galley.stack import endpoint
+from galley.top.service import Service
+from tests.fakes.metric_servers import nobody, telling
+from tests.fakes.redis_servers import VALKEY, running
+from tests.unit.galley.top import sample
+
+GALLEY = [sys.executable, "-m", "galley.cli", "top"]
+SOON = ("--interval", "0.2")
+OTHER_SCREEN, FIRST_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("GALLEY_TOP_REDIS_URL", raising=False)
+    for name in ("COLUMNS", "LINES", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@contextmanager
+def the_sample() -> Iterator[list[Service]]:
+    """Its services, served."""
+    with ExitStack() as held:
+        yield [
+            Service(
+                one.name, held.enter_context(telling(sample.text(one, 0), sample.text(one, 1))), one.address
+            )
+            for one in sample.services()
+        ]
+
+
+def addresses(services: list[Service]) -> str:
+    return ",".join(one.metrics for one in services)
+
+
+def galley(*args: str) -> Result:
+    return CliRunner().invoke(app, ["top", *args], env={"TERM": "dumb", "COLUMNS": "80"})
+
+
+# ------------------------------------------------------------------------------------------- lines --
+
+
+def test_once_as_a_process_prints_one_frame_without_control_codes() -> None:
+    with the_sample() as services:
+        told = ["--metrics", addresses([*services, Service("x", nobody())])]
+        done = subprocess.run(
+            [*GALLEY, "--once", *SOON, *told], capture_output=True, timeout=60, check=False, text=True
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
+    assert "4 of 5 up" in done.stdout
+    assert "refused" in done.stdout
+    for workload in ("chat", "code", "support", "rewrite"):
+        assert re.search(rf"^{workload} +\d", done.stdout, re.MULTILINE)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_without_arguments_the_stack_that_runs_here_is_found() -> None:
+    with the_sample() as services:
+        told = endpoint.announce("127.0.0.1:1", services)
+        shown = galley("--once", *SOON)
+        endpoint.withdraw(told)
+    assert shown.exit_code == 0, shown.output
+    assert "4 of 4 up" in shown.stdout
+    assert "target-2" in shown.stdout
+    gone = galley("--once", *SOON)
+    assert gone.exit_code == 1
+    assert "error: no stack runs here" in gone.stderr
+
+
+def test_the_store_of_the_stack_that_runs_here_is_asked_too() -> None:
+    with the_sample() as services, running(VALKEY) as server:
+        endpoint.announce("127.0.0.1:1", services, server.url)
+        assert endpoint.find_services() == endpoint.Announced(tuple(services), server.url)
+        told = galley("--once", *SOON)
+        assert "registry" not in told.stdout
+    away = galley("--once", *SOON)
+    assert away.exit_code == 1
+    assert "registry away" in away.stdout
+
+
+def test_a_stack_that_tells_no_metrics_is_said_to_be_none() -> None:
+    endpoint.announce("127.0.0.1:1")
+    assert "name services with --metrics" in galley("--once").stderr
+
+
+def test_nobody_is_a_frame_and_an_error() -> None:
+    shown = galley("--once", *SOON, "--metrics", nobody())
+    assert shown.exit_code == 1
+    assert "0 of 1 up" in shown.stdout
+    assert "error: nobody answers" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--metrics", "somewhere"),
+        ("--metrics", ","),
+        ("--metrics", ",".join(f"host:{port}" for port in range(1, 70))),
+        ("--metrics", "host:1", "--interval", "0.1"),
+        ("--metrics", "host:1", "--interval", "61"),
+        ("--redis-url", "http://host"),
+        ("--redis-url", "redis://user:password@host"),
+    ],
+)
+def test_a_wrong_flag_is_a_usage_error(wrong: tuple[str, ...]) -> None:
+    assert galley("--once", *wrong).exit_code == 2
+
+
+# ---------------------------------------------------------------------------------------- registry --
+
+
+async def test_registered_replicas_are_shown_and_a_store_that_goes_away_is_told() -> None:
+    # With redis, which the command alone does without.
+    from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry  # noqa: PLC0415
+    from galley.top.registry import Leases  # noqa: PLC0415
+
+    with running(VALKEY) as server:
+        registry = ReplicaRegistry(server.url, lease_s=60)
+        lease = DraftLease(
+            address="10.0.0.8:5\x1b[2J", incarnation="1", model="m", tokenizer_hash="h", vocab_size=9
+        )
+        await registry.publish(DRAFT_POOL, lease)
+        await registry.close()
+        leases = Leases(server.url)
+        told = await leases.ask()
+        assert [one.address for one in told.drafts] == ["10.0.0.8:5?[2J"]
+        assert (list(told.targets), told.problem) == ([], "")
+    away = await leases.ask()
+    await leases.close()
+    assert away.problem
+    assert not away.drafts
+
+
+# ---------------------------------------------------------------------------------------- terminal --
+
+
+class Terminal:
+    """A terminal of 80 by 24 with `galley top` in it."""
+
+    def __init__(self, *args: str) -> None:
+        self._fd, theirs = pty.openpty()
+        ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.before = termios.tcgetattr(theirs)
+        self.process = subprocess.Popen(
+            [*GALLEY, *args],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm-256color"},
+        )
+        self._theirs = theirs
+        self.said = b""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._theirs)
+        os.close(self._fd)
+
+    def until(self, words: bytes) -> None:
+        """Read until they have come."""
+        end_s = time.monotonic() + PATIENCE_S
+        while words not in self.said:
+            left_s = end_s - time.monotonic()
+            assert left_s > 0, self.said.decode(errors="replace")
+            if select.select([self._fd], [], [], left_s)[0]:
+                self.said += os.read(self._fd, 65536)
+
+    def press(self, key: bytes) -> None:
+        os.write(self._fd, key)
+
+    @property
+    def modes(self) -> list[object]:
+        return list(termios.tcgetattr(self._theirs))
+
+
+def test_on_a_terminal_it_is_live_until_q_and_leaves_it_as_it_was() -> None:
+    with the_sample() as services, Terminal("--metrics", addresses(services), *SOON) as terminal:
+        terminal.until(OTHER_SCREEN)
+        terminal.until(b"4 of 4 up")
+        assert terminal.modes != terminal.before, "keys are heard at once, and not shown"
+        # Speeds come with the second look; a key that means nothing changes nothing.
+        terminal.press(b"x")
+        terminal.until(b"rewrite")
+        terminal.press(b"q")
+        terminal.until(FIRST_SCREEN)
+        assert terminal.process.wait(PATIENCE_S) == 0
+        assert terminal.modes == terminal.before
+
+
+def test_a_signal_ends_it_as_well() -> None:
+    with the_sample() as services, Terminal("--metrics", addresses(services[:1]), *SOON) as terminal:
+        terminal.until(b"1 of 1 up")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.until(FIRST_SCREEN)
+        assert terminal.process.wait(PATIENCE_S) == 0
+        assert terminal.modes == terminal.before

@@ -1,0 +1,166 @@
+"""Drafts whose steps a test lets happen one by one, in a real grpc.aio server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts, start_server
+from galley.common.tracing.light_spans import SpanScope
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.draft.drafter import Drafter
+from services.draft.items import DraftInfo
+from services.draft.servicer import DraftService
+from services.draft.settings import DraftSettings
+from services.draft.strategies.base import DraftJob, Guess, Strategy
+from services.draft.strategies.model import ModelStrategy
+from services.draft.strategies.steps import ModelSteps
+from tests.fakes.tiny_model import VOCAB, load_tiny_model
+from tests.fakes.verify_items import slice_of
+
+PATIENCE_S = 5
+MODEL = "model"
+
+
+class Gated:
+    """A strategy whose steps wait until they are allowed; `steps` are the sessions of each, those begun."""
+
+    def __init__(self, inner: Strategy) -> None:
+        self._inner = inner
+        self._begun = threading.Semaphore(0)
+        self._allowed = threading.Semaphore(0)
+        self._open = False
+        self.steps: list[str] = []
+        self.fails = False
+
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
+        return self._inner.begin(jobs)
+
+    def advance(self, guesses: Sequence[Guess]) -> None:
+        self.steps.append("".join(guess.job.slice.key[1] for guess in guesses))
+        self._begun.release()
+        if not self._open and not self._allowed.acquire(timeout=PATIENCE_S):
+            raise TimeoutError
+        if self.fails:
+            raise ValueError("secret")
+        self._inner.advance(guesses)
+
+    async def begun(self) -> None:
+        """Return when a further step has begun."""
+        if not await asyncio.to_thread(self._begun.acquire, timeout=PATIENCE_S):
+            raise TimeoutError
+
+    async def pass_on(self) -> None:
+        """Let the step under way happen, and return when the next has begun."""
+        self._allowed.release()
+        await self.begun()
+
+    def open(self) -> None:
+        """From now on steps happen at once."""
+        self._open = True
+        self._allowed.release()
+
+
+class Stream:
+    """A ProposeStream."""
+
+    def __init__(self, draft: rpc.DraftAsyncStub) -> None:
+        self._stream: Any = draft.ProposeStream()
+        self._read: list[pb.ProposeAnswer] = []
+
+    async def send(self, *items: pb.ProposeItem) -> None:
+        """Send items, and return when the draft has taken them and all that was sent before."""
+        await self._stream.write(pb.ProposeStreamRequest(items=items))
+        await self._settle()
+
+    async def cancel(self, session_id: str) -> None:
+        """Give an item up; returns when the draft knows."""
+        await self._stream.write(
+            pb.ProposeStreamRequest(cancelled=[pb.ItemRef(session_id=session_id, request_id=7)])
+        )
+        await self._settle()
+
+    async def next(self) -> pb.ProposeAnswer:
+        """The next answer."""
+        if not self._read:
+            await self._fetch()
+        return self._read.pop(0)
+
+    async def _settle(self) -> None:
+        """An item that is refused when it is read, so that its answer says that it was."""
+        await self._stream.write(
+            pb.ProposeStreamRequest(items=[pb.ProposeItem(slice=slice_of([], session_id="!"))])
+        )
+        kept: list[pb.ProposeAnswer] = []
+        while (answer := await self.next()).session_id != "!":
+            kept.append(answer)
+        self._read = kept + self._read
+
+    async def _fetch(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            response = await self._stream.read()
+        assert isinstance(response, pb.ProposeStreamResponse), "the stream has ended"
+        self._read += response.answers
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A draft that serves a strategy `MODEL` alone."""
+
+    stub: rpc.DraftAsyncStub
+    drafter: Drafter
+    service: DraftService
+
+
+@asynccontextmanager
+async def serving(
+    strategy: Strategy,
+    *,
+    max_waiting: int = 64,
+    spans: SpanScope | None = None,
+    metrics: Registry | None = None,
+    **limits: int,
+) -> AsyncIterator[Serving]:
+    """A draft of this strategy."""
+    drafter = Drafter(
+        {MODEL: strategy}, **({"max_sessions": 16, "max_tokens": 4096, "max_batch": 8} | limits)
+    )
+    info = DraftInfo("", "", (MODEL,), MODEL, 32, VOCAB)
+
+    service = DraftService(drafter, info, spans, max_waiting=max_waiting, metrics=metrics)
+
+    async def build(server: grpc.aio.Server, parts: Parts) -> DraftService:
+        rpc.add_DraftServicer_to_server(service, server)
+        return service
+
+    running = await start_server(DraftSettings(drain_timeout_s=5), build)
+    try:
+        async with grpc.aio.insecure_channel(running.address) as channel:
+            yield Serving(rpc.DraftStub(channel), drafter, service)
+    finally:
+        await running.stop()
+
+
+@asynccontextmanager
+async def gating(tiny: Path, **given: Any) -> AsyncIterator[tuple[Gated, Stream, Serving]]:
+    """A draft with the model in `tiny` whose steps are allowed one by one, and a stream to it."""
+    gated = Gated(ModelStrategy(ModelSteps(load_tiny_model(tiny, kv_blocks=256))))
+    async with serving(gated, **given) as draft:
+        try:
+            yield gated, Stream(draft.stub), draft
+        finally:
+            gated.open()
+
+
+def item(tokens: list[int], k: int, session_id: str, ahead: int = 0, **given: Any) -> pb.ProposeItem:
+    """For a session, whose id is a letter."""
+    return pb.ProposeItem(slice=slice_of(tokens, session_id=session_id, **given), k=k, ahead=ahead)

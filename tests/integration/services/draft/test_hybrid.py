@@ -1,0 +1,181 @@
+"""Token by token, whom the hybrid believes: by what both have been worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from galley.core.errors import Broken
+from services.draft.strategies.base import DraftJob, DraftSession, Guess
+from services.draft.strategies.hybrid import HybridStrategy
+from services.draft.strategies.lookups import Lookups
+from services.draft.strategies.steps import CONFIDENCES, Drawn, ModelSteps, SteppedGuess
+from tests.fakes.tiny_model import load_tiny_model
+from tests.integration.services.draft.jobs import job_of
+
+NEW = 1000
+HALF = CONFIDENCES.index(0.55)
+
+
+class Counting(ModelSteps):
+    """A model that guesses the token above the last one, half sure; `steps` are counted."""
+
+    def __init__(self, tiny: Path) -> None:
+        super().__init__(load_tiny_model(tiny, kv_blocks=64))
+        self.steps = 0
+        self.reach = 64
+
+    def open(self, job: DraftJob) -> SteppedGuess:
+        guess = super().open(job)
+        guess.limit = guess.reach = min(job.k, self.reach)
+        return guess
+
+    def advance(self, guesses: Sequence[SteppedGuess]) -> list[Drawn]:
+        self.steps += 1
+        return [Drawn(guess, (guess.tokens or guess.job.session.tokens)[-1] + 1, HALF) for guess in guesses]
+
+
+@pytest.fixture
+def model(tiny: Path) -> Counting:
+    return Counting(tiny)
+
+
+@pytest.fixture
+def hybrid(model: Counting) -> HybridStrategy:
+    return HybridStrategy(Lookups(), model)
+
+
+def run(strategy: HybridStrategy, *jobs: DraftJob) -> list[Guess]:
+    guesses = strategy.begin(jobs)
+    while going := [guess for guess in guesses if not guess.done]:
+        strategy.advance(going)
+    return guesses
+
+
+def ask(
+    strategy: HybridStrategy, session: DraftSession, tokens: list[int], ahead: int = 0, **given: object
+) -> Guess:
+    (guess,) = run(strategy, job_of(session, tokens, 4, ahead=ahead, **given))  # type: ignore[arg-type]  # as given
+    return guess
+
+
+def teach(strategy: HybridStrategy, above: int, salt: bytes = b"") -> None:
+    """The model is always right of late (above = 1), or always wrong."""
+    session, tokens = DraftSession(), [NEW]
+    for _ in range(120):
+        ask(strategy, session, tokens, salt=salt)
+        tokens.append(tokens[-1] + above)
+
+
+def test_what_a_long_match_says_is_taken_without_a_step(hybrid: HybridStrategy, model: Counting) -> None:
+    guess = ask(hybrid, DraftSession(), [*range(30), *range(20)])
+    assert guess.tokens == [20, 21, 22, 23]
+    assert guess.done
+    assert model.steps == 0
+    assert guess.survival[0] > 0.8
+
+
+def test_the_model_drafts_where_there_is_no_match_or_a_short_one(
+    hybrid: HybridStrategy, model: Counting
+) -> None:
+    assert ask(hybrid, DraftSession(), [1, 2, 3]).tokens == [4, 5, 6, 7]
+    assert ask(hybrid, DraftSession(), [3, 9, 8, 7, 3]).tokens == [4, 5, 6, 7]
+    assert model.steps == 8
+
+
+def test_a_token_that_both_say_is_surer_than_one_that_one_says(hybrid: HybridStrategy) -> None:
+    both = ask(hybrid, DraftSession(), [50, 51, 52, 7, 50, 51], salt=b"a")
+    alone = ask(hybrid, DraftSession(), [50, 51], salt=b"b")
+    against = ask(hybrid, DraftSession(), [51, 80, 7, 51], salt=b"c")
+    assert both.tokens[0] == alone.tokens[0] == against.tokens[0] == 52
+    assert both.survival[0] > alone.survival[0] >= against.survival[0]
+
+
+def test_a_lookup_that_still_follows_a_long_prompt_is_not_waited_for(
+    hybrid: HybridStrategy, model: Counting
+) -> None:
+    session, tokens = DraftSession(), [*range(1500), *range(20)]
+    assert ask(hybrid, session, tokens).tokens == [20, 21, 22, 23]
+    assert model.steps == 4
+    assert ask(hybrid, session, [*tokens, 20, 21, 22, 23, 24]).tokens == [25, 26, 27, 28]
+    assert model.steps == 4
+
+
+def test_it_is_decided_for_each_job_of_a_step(hybrid: HybridStrategy, model: Counting) -> None:
+    jobs = [
+        job_of(DraftSession(), tokens, 4, prompt_len=len(tokens))
+        for tokens in ([1, 2, 3], [*range(30), *range(20)], [51], [*range(100, 130), *range(100, 120)])
+    ]
+    assert [guess.tokens[0] for guess in run(hybrid, *jobs)] == [4, 20, 52, 120]
+    assert model.steps == 4
+
+
+def test_a_model_that_is_wrong_of_late_loses_to_short_matches(hybrid: HybridStrategy) -> None:
+    assert ask(hybrid, DraftSession(), [3, 9, 8, 7, 3]).tokens[0] == 4
+    session, tokens = DraftSession(), [3, 9]
+    for i in range(60):
+        tokens += [NEW + 13 * i, 3]
+        ask(hybrid, session, tokens)
+        tokens.append(9)
+    assert ask(hybrid, DraftSession(), [3, 9, 8, 7, 3]).tokens[0] == 9
+
+
+def test_beyond_the_models_window_there_is_still_the_lookup(hybrid: HybridStrategy, model: Counting) -> None:
+    model.reach = 0
+    assert ask(hybrid, DraftSession(), [*range(30), *range(20)]).tokens == [20, 21, 22, 23]
+    assert ask(hybrid, DraftSession(), [1, 2, 3]).tokens == []
+    assert model.steps == 0
+
+
+def test_nothing_is_learnt_of_drafts_after_a_wrong_guess(hybrid: HybridStrategy) -> None:
+    before = ask(hybrid, DraftSession(), [1, 2, 3]).survival
+    for _ in range(60):
+        session = DraftSession()
+        ask(hybrid, session, [NEW, NEW + 5], ahead=1)
+        ask(hybrid, session, [NEW, NEW + 1, NEW + 2, NEW + 3])
+    assert ask(hybrid, DraftSession(), [1, 2, 3]).survival == pytest.approx(before, rel=0.25)
+
+
+@pytest.mark.parametrize(("salt", "workload", "same"), [(b"other", "", False), (b"", "chat", True)])
+def test_tenants_are_told_apart_and_a_new_workload_begins_as_its_tenants_others(
+    hybrid: HybridStrategy, salt: bytes, workload: str, same: bool
+) -> None:
+    new = ask(hybrid, DraftSession(), [1, 2, 3], salt=b"third").survival[0]
+    teach(hybrid, 2)
+    taught = ask(hybrid, DraftSession(), [1, 2, 3]).survival[0]
+    asked = ask(hybrid, DraftSession(), [1, 2, 3], salt=salt, workload=workload).survival[0]
+    assert taught < new / 2
+    assert (asked < new / 2) == same
+    assert same or asked == new
+
+
+def test_what_was_guessed_already_needs_no_step(hybrid: HybridStrategy, model: Counting) -> None:
+    session = DraftSession()
+    whole = ask(hybrid, session, [1, 2, 3]).tokens
+    model.steps = 0
+    assert ask(hybrid, session, [1, 2, 3, *whole[:2]]).tokens[:2] == whole[2:]
+    assert model.steps == 2
+
+
+def test_drafts_that_can_hardly_survive_are_not_drafted(hybrid: HybridStrategy, model: Counting) -> None:
+    teach(hybrid, 2)
+    model.steps = 0
+    guess = ask(hybrid, DraftSession(), [1, 2, 3])
+    assert len(guess.tokens) == model.steps < 4
+    assert guess.done
+
+
+def test_the_models_error_is_the_outcome_of_its_own_job(tiny: Path) -> None:
+    class Sick(Counting):
+        def advance(self, guesses: Sequence[SteppedGuess]) -> list[Drawn]:
+            for guess in guesses:
+                guess.done, guess.error = True, Broken("sick")
+            return []
+
+    strategy = HybridStrategy(Lookups(), Sick(tiny))
+    jobs = [job_of(DraftSession(), tokens, 4) for tokens in ([1, 2, 3], [*range(30), *range(20)])]
+    sick, well = run(strategy, *jobs)
+    assert isinstance(sick.error, Broken)
+    assert (well.error, well.tokens) == (None, [20, 21, 22, 23])

@@ -1,0 +1,120 @@
+"""The real process: how it starts, stops and refuses to start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from tests.fakes.verify_items import slice_of
+
+COMMAND = [sys.executable, "-m", "services.draft"]
+
+
+def environment(**given: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GALLEY_", "OTEL_"))}
+    return kept | given
+
+
+@pytest.fixture
+def started() -> Iterator[tuple[subprocess.Popen[str], list[dict[str, Any]]]]:
+    """A draft process and what it told while it started."""
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [*COMMAND, "--ready-fd", str(write)],
+        pass_fds=[write],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    os.close(write)
+    try:
+        with os.fdopen(read) as lines:
+            yield process, [json.loads(line) for line in lines]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_it_tells_when_it_is_ready_and_stops_when_told(
+    started: tuple[subprocess.Popen[str], list[dict[str, Any]]], number: signal.Signals
+) -> None:
+    process, told = started
+    assert told[0] == {"stage": "starting"}
+    assert told[-1]["stage"] == "ready"
+    async with grpc.aio.insecure_channel(told[-1]["address"]) as channel:
+        stub = rpc.DraftStub(channel)
+        stream = stub.ProposeStream()
+        item = pb.ProposeItem(slice=slice_of([1, 2, 3, 1, 2]), k=1)
+        await stream.write(pb.ProposeStreamRequest(items=[item]))
+        answered: Any = await stream.read()
+        assert list(answered.answers[0].result.draft_tokens) == [3]
+        process.send_signal(number)
+        # An open stream does not hold up the stop: it is ended.
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await stream.read()
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+    _, logs = process.communicate(timeout=10)
+    assert process.returncode == 0
+    events = [json.loads(line) for line in logs.splitlines()]
+    assert [event["event"] for event in events if event["level"] == "info"] == [
+        "serving",
+        "stopping",
+        "stopped",
+    ]
+    assert all(event["service"] == "galley-draft" for event in events)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "expected"),
+    [
+        (["--max-batch", "0"], {}, "--max-batch (or GALLEY_DRAFT_MAX_BATCH): Input should be greater"),
+        ([], {"GALLEY_DRAFT_PORT": "99999"}, "--port (or GALLEY_DRAFT_PORT): Input should be less than"),
+        (["--default-strategy", "model"], {}, "--default-strategy model needs --model"),
+        (["--default-strategy", "hybrid"], {}, "--default-strategy hybrid needs --model"),
+        (["--nonsense"], {}, "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(
+    arguments: list[str], variables: dict[str, str], expected: str
+) -> None:
+    result = subprocess.run(
+        [*COMMAND, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment(**variables),
+        timeout=20,
+    )
+    assert result.returncode == 2
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_help_is_for_people_and_torch_is_not_needed() -> None:
+    script = (
+        "import sys, runpy; sys.argv = ['x', '--help']\n"
+        "try: runpy.run_module('services.draft', run_name='__main__')\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=20,
+    )
+    assert result.returncode == 0, result.stderr
+    for words in ("--max-draft-tokens", "--drain-timeout-s", "(default: ngram)", "Address to listen on."):
+        assert words in result.stdout

@@ -1,0 +1,63 @@
+"""The world that the tests of the whole gateway live in."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import tokenizer_files
+from tests.fakes.redis_servers import BINARIES, VALKEY, Server, running
+from tests.fakes.world import World
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_files.write(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def shared_store() -> Iterator[Server]:
+    """One Valkey for all tests that do not hurt it."""
+    with running(VALKEY) as server:
+        yield server
+
+
+@pytest.fixture(params=BINARIES)
+def own_store(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A Valkey or a Redis that the test may pause, kill and start again."""
+    with running(request.param) as server:
+        yield server
+
+
+@pytest.fixture
+def credit() -> int:
+    """Of all gateways, where a test is not marked with `any_credit`."""
+    return 0
+
+
+@pytest.fixture
+async def world(shared_store: Server, tokenizer: Path, credit: int) -> AsyncIterator[World]:
+    """Valkey, target and draft; the gateways are the test's to start."""
+    async with _world(shared_store, tokenizer, credit) as world:
+        yield world
+
+
+@pytest.fixture
+async def frail_world(own_store: Server, tokenizer: Path, credit: int) -> AsyncIterator[World]:
+    """The same around `own_store`."""
+    async with _world(own_store, tokenizer, credit) as world:
+        yield world
+
+
+@asynccontextmanager
+async def _world(store: Server, tokenizer: Path, credit: int) -> AsyncIterator[World]:
+    # Not pytest's tmp_path: the path of a unix socket may have 107 bytes only.
+    with tempfile.TemporaryDirectory(prefix="galley-") as directory:
+        async with World(Path(directory), tokenizer, store.url, credit) as world:
+            yield world

@@ -1,0 +1,223 @@
+"""Real services in this process, over real gRPC: a gateway, targets and a draft of the tiny model.
+
+What they tell is kept: their traces as `galley trace` would find them in a file, and their metrics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+
+from galley.client.client import NO_RETRIES, AsyncClient, TokenStream
+from galley.client.options import Tls
+from galley.common.metrics.labels import DRAFT, GATEWAY, TARGET
+from galley.common.metrics.metric import Metric
+from galley.common.metrics.registry import Registry
+from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.server.server import Parts, RunningServer, start_server
+from galley.core.names import MODEL
+from galley.core.step import StepOutcome, StepPlan, StepTrace
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.trace.read.build import stories_of
+from galley.trace.read.library import find
+from galley.trace.read.model import Story
+from galley.trace.read.otlp_file import Lines, OtlpFile
+from services.draft.drafter import Drafter
+from services.draft.items import DraftInfo
+from services.draft.servicer import DraftService
+from services.draft.settings import DraftSettings
+from services.draft.strategies.base import DraftJob, Guess
+from services.draft.strategies.model import ModelStrategy
+from services.draft.strategies.steps import ModelSteps
+from services.gateway.service import build, interceptors
+from services.gateway.settings import GatewaySettings, Tuning
+from services.target.engine.paged import PagedEngine
+from services.target.servicer import Limits, TargetService
+from services.target.settings import TargetSettings
+from tests.fakes.kept_spans import KeptSpans
+from tests.fakes.readings import histogram, number
+from tests.fakes.tiny_model import VOCAB, load_tiny_model
+from tests.fakes.world import Gateway
+from tests.integration.services.target.conftest import FLAT, KV_BLOCKS, Recording
+
+_DRAIN_S = 5
+
+
+class Priced(Recording):
+    """An engine whose passes take longer: all of them, and for each row and each further session in one."""
+
+    pass_s = row_s = company_s = 0.0
+
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
+        time.sleep(self.pass_s + self.row_s * plan.rows + self.company_s * (len(plan.chunks) - 1))
+        return super().run(plan, watch)
+
+
+class Stumbling:
+    """A strategy of which one step, counted from the first, takes `stumble_s` longer."""
+
+    def __init__(self, inner: ModelStrategy) -> None:
+        self._inner = inner
+        self._steps = 0
+        self.stumbles_at = 0
+        self.stumble_s = 0.0
+
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
+        return self._inner.begin(jobs)
+
+    def advance(self, guesses: Sequence[Guess]) -> None:
+        self._steps += 1
+        if self._steps == self.stumbles_at:
+            time.sleep(self.stumble_s)
+        self._inner.advance(guesses)
+
+
+@dataclass(frozen=True)
+class RealTarget:
+    """A target and its engine."""
+
+    running: RunningServer
+    engine: Priced
+
+    @property
+    def address(self) -> str:
+        return self.running.address
+
+    async def die(self) -> None:
+        """Answer nobody any more, from one moment to the next."""
+        await self.running._server.stop(None)
+
+
+@dataclass(frozen=True)
+class ServiceTls:
+    """Settings of all servers, and what the client is told."""
+
+    served: dict[str, Any] = field(default_factory=dict)
+    client: Tls | None = None
+
+
+class Real:
+    """Use as an async context; what they have told by then can be read after it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        tiny: Path,
+        store: str,
+        *,
+        targets: int = 1,
+        drafts: bool = False,
+        tls: ServiceTls | None = None,
+        **given: Any,
+    ) -> None:
+        """`given` are settings of the gateway."""
+        self._tiny = tiny
+        self._store = store
+        self._given = given
+        self._tls = tls or ServiceTls()
+        self._target_count = targets
+        self._file = directory / "traces.jsonl"
+        self._registries = {name: [Registry(name)] for name in (GATEWAY, DRAFT)}
+        self._registries[TARGET] = [Registry(TARGET) for _ in range(targets)]
+        self.kept = KeptSpans()
+        self.targets: list[RealTarget] = []
+        self.strategy = Stumbling(ModelStrategy(ModelSteps(load_tiny_model(tiny, kv_blocks=64))))
+        self.draft_address = "" if drafts else "none"
+        self.gateway: Gateway
+
+    def ask(self, prompt: Sequence[int], **options: Any) -> TokenStream:
+        """The likeliest answer: a token drawn from a model of random weights may poison it."""
+        asked = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **options}
+        return self.gateway.client.generate(list(prompt), **asked)
+
+    def total(self, metric: Metric, *labels: str) -> float:
+        """What all who give it have counted, or observed, together."""
+        registries = [registry for name in metric.services for registry in self._registries[name]]
+        read = [registry for registry in registries if metric in registry.metrics]
+        if metric.buckets:
+            return sum(histogram(registry, metric, *labels).total for registry in read)
+        return sum(number(registry, metric, *labels) for registry in read)
+
+    def story(self, stream: TokenStream) -> Story:
+        """What `galley trace` makes of the session's trace."""
+        file = OtlpFile(self._file)
+        file.append(encode_spans(self.kept.spans))
+        file.close()
+        found = find(Lines(self._file), stream.session_id)
+        [story] = stories_of(found.spans, found.session_id, found.index.sessions_of, cut=found.cut)
+        return story
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as opened:
+            for registry in self._registries[TARGET]:
+                self.targets.append(await self._target(registry))
+                opened.push_async_callback(self.targets[-1].running.stop)
+                opened.callback(self.targets[-1].engine.gate.set)
+            if not self.draft_address:
+                draft = await start_server(
+                    DraftSettings(drain_timeout_s=_DRAIN_S, **self._tls.served),
+                    self._build_draft,
+                    self._parts(DRAFT),
+                )
+                self.draft_address = draft.address
+                opened.push_async_callback(draft.stop)
+            gateway = await self._gateway()
+            opened.push_async_callback(gateway.stop)
+            client = await opened.enter_async_context(
+                AsyncClient(gateway.address, retries=NO_RETRIES, tls=self._tls.client)
+            )
+            self.gateway = Gateway(gateway, client)
+            self._opened = opened.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._opened.aclose()
+
+    def _parts(self, service: str) -> Parts:
+        return self.kept.parts(service, self._registries[service][0])
+
+    async def _target(self, registry: Registry) -> RealTarget:
+        engine = Priced(PagedEngine(load_tiny_model(self._tiny, kv_blocks=KV_BLOCKS), "f00d"))
+
+        async def build_target(server: grpc.aio.Server, parts: Parts) -> TargetService:
+            spans = parts.telemetry.scope("target")
+            service = TargetService(engine, FLAT, spans, Limits(max_sessions=16), parts.metrics)
+            rpc.add_TargetServicer_to_server(service, server)
+            return service
+
+        settings = TargetSettings(drain_timeout_s=_DRAIN_S, **self._tls.served)
+        return RealTarget(
+            await start_server(settings, build_target, self.kept.parts(TARGET, registry)), engine
+        )
+
+    async def _build_draft(self, server: grpc.aio.Server, parts: Parts) -> DraftService:
+        drafter = Drafter({MODEL: self.strategy}, max_sessions=16, max_tokens=4096, max_batch=8)
+        info = DraftInfo("tiny", tokenizer_hash(self._tiny), (MODEL,), MODEL, 16, VOCAB)
+        spans = parts.telemetry.scope("draft")
+        service = DraftService(drafter, info, spans, max_waiting=64, metrics=parts.metrics)
+        rpc.add_DraftServicer_to_server(service, server)
+        return service
+
+    async def _gateway(self) -> RunningServer:
+        settings = GatewaySettings.model_validate(
+            {
+                "target": ",".join(target.address for target in self.targets),
+                "draft": self.draft_address,
+                "redis_url": self._store,
+                "model": str(self._tiny),
+                "model_name": "tiny",
+                "draft_timeout_s": 10,
+                "drain_timeout_s": _DRAIN_S,
+                **self._tls.served,
+                **self._given,
+            }
+        )
+        built = build(settings, tuning=Tuning(lookup_fallback=False))
+        return await start_server(settings, built, self._parts(GATEWAY), interceptors(settings))

@@ -1,0 +1,844 @@
+"""The session store against real servers, and against the model of it that simulations use."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis import asyncio as redis_asyncio
+
+from galley.common.wire.status import message_of
+from galley.core.errors import (
+    Broken,
+    CallerFault,
+    Fenced,
+    GalleyError,
+    KeyReused,
+    LogLost,
+    StoreUnavailable,
+    UnknownSession,
+)
+from galley.core.store import (
+    SESSION_TTL_S,
+    CacheLocation,
+    ClaimLost,
+    KvDirectory,
+    LogBehind,
+    NewSession,
+    Ownership,
+    SessionEnded,
+    SessionStore,
+    StoredSession,
+)
+from services.gateway.request.session_id import session_id_for
+from services.gateway.store.redis import LONGEST_PAUSE_S, RedisStore, retrying
+from tests.fakes.redis_clusters import Cluster, free_port
+from tests.fakes.redis_servers import Server
+from tests.fakes.store import MemoryStore
+
+PROMPT = [11, 0, 2**32 - 1]
+ALICE, BOB = "alice", "bob"
+BODY, OTHER_BODY = b"\x01" * 32, b"\x02" * 32
+# At most what a server needs for a key's name and entry, beside what is in it.
+_KEY_BYTES = 420
+
+
+def a_session(session_id: str | None = None, **changes: Any) -> NewSession:
+    values: dict[str, Any] = {
+        "session_id": session_id or secrets.token_hex(16),
+        "principal": ALICE,
+        "body_hash": BODY,
+        "fields": {"request": b"\x00\xff\r\n", "model": b"m"},
+        "prompt": PROMPT,
+    }
+    return NewSession(**values | changes)
+
+
+class Backend(Protocol):
+    """Whatever is a store."""
+
+    @property
+    def url(self) -> str: ...
+
+
+@asynccontextmanager
+async def store_at(server: Backend, **options: Any) -> AsyncIterator[RedisStore]:
+    store = RedisStore(server.url, **options)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@pytest.fixture
+async def store(shared_server: Server | Cluster) -> AsyncIterator[RedisStore]:
+    async with store_at(shared_server) as store:
+        yield store
+
+
+@pytest.fixture
+async def raw(shared_server: Server | Cluster) -> AsyncIterator[redis_asyncio.Redis]:
+    client = shared_server.raw()
+    yield client
+    await client.aclose()
+
+
+def key_of(session_id: str) -> str:
+    return f"galley:{{{session_id}}}"
+
+
+# ------------------------------------------------------------------------------- one session's life --
+
+
+async def test_create_returns_what_was_stored(store: RedisStore) -> None:
+    new = a_session()
+    made = await store.create(new)
+    assert made == StoredSession(
+        ownership=Ownership(new.session_id, 1, made.ownership.nonce),
+        principal=ALICE,
+        fields=new.fields,
+        prompt_len=3,
+        tokens=PROMPT,
+        created_ms=made.created_ms,
+        body_hash=BODY,
+    )
+    assert made.to_new_session() == new
+    assert len(made.ownership.nonce) == 16
+    assert made.created_ms > 1_600_000_000_000
+
+
+async def test_commits_append_to_log_meta_and_directory(store: RedisStore) -> None:
+    owner = (await store.create(a_session())).ownership
+    where = KvDirectory(draft=CacheLocation("d:1", "x", 4), target=CacheLocation("t:1", "y", 5))
+    assert await store.commit(owner, 3, [7, 8], b"ab", where) == 5
+    assert await store.commit(owner, 5, [9], b"\x00", KvDirectory(target=CacheLocation("t:2", "z", 6))) == 6
+    seen = await store.claim(owner.session_id, ALICE)
+    assert seen.tokens == [*PROMPT, 7, 8, 9]
+    assert seen.meta == b"ab\x00"
+    assert seen.prompt_len == 3
+    assert seen.directory == KvDirectory(
+        draft=CacheLocation("d:1", "x", 4), target=CacheLocation("t:2", "z", 6)
+    )
+    assert seen.ownership.epoch == 2
+
+
+async def test_keys_and_layout_are_those_of_the_design(store: RedisStore, raw: redis_asyncio.Redis) -> None:
+    owner = (await store.create(a_session())).ownership
+    await store.commit(owner, 3, [258], b"m")
+    key = key_of(owner.session_id)
+    log = await raw.get(f"{key}:log")
+    assert log == b"\x0b\0\0\0" + b"\0\0\0\0" + b"\xff\xff\xff\xff" + b"\x02\x01\0\0"
+    assert await raw.get(f"{key}:meta") == b"m"
+    assert await raw.type(key) == b"hash"
+    lives = [await raw.pttl(name) for name in (key, f"{key}:log", f"{key}:meta")]
+    ttl_ms = 1000 * SESSION_TTL_S
+    assert all(ttl_ms - 1000 < life <= ttl_ms for life in lives)
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 128, 1000])
+async def test_long_fields_come_back_whole_and_are_kept_compact(
+    store: RedisStore, raw: redis_asyncio.Redis, size: int
+) -> None:
+    value = bytes(at % 251 for at in range(size))
+    new = a_session(fields={"request": value, "other": b"x" * 64})
+    made = await store.create(new)
+    assert made.fields == new.fields
+    assert (await store.claim(new.session_id, ALICE)).fields == new.fields
+    assert await raw.object("ENCODING", key_of(new.session_id)) == b"listpack"
+
+
+async def test_a_finished_session_keeps_no_room_to_grow(store: RedisStore, raw: redis_asyncio.Redis) -> None:
+    async def log_bytes() -> int:
+        return await raw.memory_usage(f"{key_of(owner.session_id)}:log", samples=0) or 0
+
+    owner = (await store.create(a_session())).ownership
+    length = 3
+    while not (length > 300 and await log_bytes() > 1.5 * 4 * length):  # it has just been given more room
+        length = await store.commit(owner, length, [length], b".")
+        assert length < 1000
+    await store.finish(owner, length, b"end")
+    size = await log_bytes()
+    assert 4 * length < size < 4 * length + _KEY_BYTES
+    seen = await store.claim(owner.session_id, ALICE)
+    assert (seen.tokens, seen.meta) == ([*PROMPT, *range(3, length)], b"." * (length - 3))
+
+
+async def test_a_finished_session_can_be_read_but_not_extended(store: RedisStore) -> None:
+    owner = (await store.create(a_session())).ownership
+    await store.finish(owner, 3, b"the end")
+    await store.finish(owner, 3, b"the end")  # its answer was lost
+    with pytest.raises(SessionEnded):
+        await store.commit(owner, 3, [7], b"")
+    with pytest.raises(SessionEnded):
+        await store.renew(owner)
+    seen = await store.claim(owner.session_id, ALICE)
+    assert (seen.state, seen.finish) == ("finished", b"the end")
+    with pytest.raises(SessionEnded):
+        await store.commit(seen.ownership, 3, [7], b"")
+    with pytest.raises(SessionEnded):
+        await store.finish(seen.ownership, 3, b"another end")
+    with pytest.raises(Fenced) as fenced:
+        await store.finish(owner, 3, b"another end")
+    assert not isinstance(fenced.value, SessionEnded), "how it ended is not for a former owner to conclude"
+
+
+async def test_finish_checks_the_length_of_the_log(store: RedisStore) -> None:
+    owner = (await store.create(a_session())).ownership
+    with pytest.raises(LogBehind) as behind:
+        await store.finish(owner, 4, b"x")
+    assert behind.value.have == 3
+    with pytest.raises(LogLost):
+        await store.finish(owner, 2, b"x")
+
+
+async def test_abort_ends_a_session_whoever_owns_it(store: RedisStore) -> None:
+    owner = (await store.create(a_session())).ownership
+    with pytest.raises(UnknownSession):
+        await store.abort(owner.session_id, BOB, b"aborted")
+    await store.abort(owner.session_id, ALICE, b"aborted")
+    await store.abort(owner.session_id, ALICE, b"aborted again")
+    with pytest.raises(SessionEnded):
+        await store.commit(owner, 3, [7], b"")
+    with pytest.raises(SessionEnded):
+        await store.finish(owner, 3, b"the end")
+    seen = await store.claim(owner.session_id, ALICE)
+    assert (seen.state, seen.finish) == ("finished", b"aborted")
+
+
+async def test_abort_of_an_unknown_session(store: RedisStore) -> None:
+    with pytest.raises(UnknownSession):
+        await store.abort(secrets.token_hex(16), ALICE, b"")
+
+
+# ------------------------------------------------------------------------------------------ ownership --
+
+
+async def test_a_claim_fences_the_owner_before(store: RedisStore) -> None:
+    first = (await store.create(a_session())).ownership
+    second = (await store.claim(first.session_id, ALICE)).ownership
+    for change in (
+        store.commit(first, 3, [7], b""),
+        store.finish(first, 3, b""),
+        store.renew(first),
+    ):
+        with pytest.raises(Fenced) as fenced:
+            await change
+        assert type(fenced.value) is Fenced
+    assert await store.commit(second, 3, [8], b"") == 4
+
+
+async def test_the_nonce_counts_and_not_the_epoch_alone(store: RedisStore) -> None:
+    owner = (await store.create(a_session())).ownership
+    with pytest.raises(Fenced):
+        await store.commit(Ownership(owner.session_id, owner.epoch, b"\0" * 16), 3, [7], b"")
+
+
+async def test_a_repeated_claim_does_not_fence_itself(store: RedisStore) -> None:
+    first = await store.create(a_session(), nonce=b"n" * 16)
+    again = await store.create(a_session(first.ownership.session_id), nonce=b"n" * 16)
+    assert again.ownership == first.ownership
+    claimed = await store.claim(first.ownership.session_id, ALICE, nonce=b"o" * 16)
+    assert (await store.claim(first.ownership.session_id, ALICE, nonce=b"o" * 16)) == claimed
+
+
+async def test_another_principals_session_is_unknown(store: RedisStore) -> None:
+    owner = (await store.create(a_session())).ownership
+    with pytest.raises(UnknownSession):
+        await store.claim(owner.session_id, BOB)
+    await store.renew(owner)
+
+
+async def test_create_claims_the_same_body_and_refuses_another(store: RedisStore) -> None:
+    owner = (await store.create(a_session())).ownership
+    await store.commit(owner, 3, [7], b"m")
+    same = await store.create(a_session(owner.session_id, fields={"request": b"with another seed"}))
+    assert same.tokens == [*PROMPT, 7]
+    assert same.fields["request"] == b"\x00\xff\r\n"
+    assert same.ownership.epoch == 2
+    with pytest.raises(KeyReused):
+        await store.create(a_session(owner.session_id, body_hash=OTHER_BODY))
+    await store.renew(same.ownership)
+
+
+async def test_create_refuses_field_names_of_its_own(store: RedisStore) -> None:
+    with pytest.raises(ValueError, match="epoch"):
+        await store.create(a_session(fields={"epoch": b"1"}))
+    with pytest.raises(ValueError, match="spec#1"):
+        await store.create(a_session(fields={"spec#1": b"1"}))
+
+
+async def test_two_owners_never_both_extend_the_log(shared_server: Server | Cluster) -> None:
+    async with store_at(shared_server) as one, store_at(shared_server) as two:
+        new = a_session()
+        await one.create(new)
+
+        async def own_and_write(store: RedisStore, mark: int) -> None:
+            for _ in range(20):
+                mine = await store.claim(new.session_id, ALICE)
+                length = len(mine.tokens)
+                with suppress(Fenced):
+                    for step in range(5):
+                        word = mark + length + step
+                        assert (
+                            await store.commit(mine.ownership, length + step, [word], b".")
+                            == length + step + 1
+                        )
+                        written[length + step] = word
+
+        written: dict[int, int] = {}
+        await asyncio.gather(own_and_write(one, 1_000_000), own_and_write(two, 2_000_000))
+        end = await one.claim(new.session_id, ALICE)
+        assert end.tokens[:3] == PROMPT
+        # Every commit that was acknowledged is there, at its place, and nothing else.
+        assert dict(enumerate(end.tokens[3:], start=3)) == written
+        assert end.meta == b"." * len(written)
+
+
+# ---------------------------------------------------------------------------------- making one anew --
+
+
+async def lose(raw: redis_asyncio.Redis, owner: Ownership) -> None:
+    """As a store does that comes back from before the session was made."""
+    key = key_of(owner.session_id)
+    await raw.delete(key, f"{key}:log", f"{key}:meta")
+
+
+async def test_an_owner_makes_anew_what_was_lost(store: RedisStore, raw: redis_asyncio.Redis) -> None:
+    first = await store.create(a_session())
+    made = await store.claim(first.ownership.session_id, ALICE)
+    owner = made.ownership
+    await store.commit(owner, 3, [7, 8], b"ab")
+    await lose(raw, owner)
+    for _ in range(2):  # the answer to the first was lost
+        await store.recreate(owner, made.to_new_session())
+    with pytest.raises(LogBehind) as behind:
+        await store.commit(owner, 5, [9], b"c")
+    assert behind.value.have == 3
+    assert await store.commit(owner, 3, [7, 8, 9], b"abc") == 6
+    await store.recreate(owner, made.to_new_session())  # delivered late
+    with pytest.raises(Fenced):
+        await store.recreate(first.ownership, first.to_new_session())
+    seen = await store.claim(owner.session_id, ALICE, nonce=owner.nonce)
+    assert (seen.tokens, seen.meta, seen.fields) == ([*PROMPT, 7, 8, 9], b"abc", made.fields)
+    assert (seen.ownership, seen.principal, seen.body_hash) == (owner, ALICE, BODY)
+    assert await raw.pttl(key_of(owner.session_id)) > 1000 * SESSION_TTL_S - 1000
+
+
+async def test_nothing_that_is_there_is_made_anew(store: RedisStore, raw: redis_asyncio.Redis) -> None:
+    lost = await store.create(a_session())
+    owner, session_id = lost.ownership, lost.ownership.session_id
+    later = (await store.claim(session_id, ALICE)).ownership
+    await lose(raw, owner)
+    other = await store.create(a_session(session_id, fields={"request": b"another seed"}))
+    with pytest.raises(Fenced):
+        await store.recreate(owner, lost.to_new_session())
+    with pytest.raises(ClaimLost):
+        await store.recreate(later, lost.to_new_session())
+    await store.abort(session_id, ALICE, b"aborted")
+    with pytest.raises(SessionEnded):
+        await store.recreate(other.ownership, other.to_new_session())
+    with pytest.raises(Fenced):
+        await store.recreate(owner, lost.to_new_session())
+    seen = await store.claim(session_id, ALICE)
+    assert (seen.fields, seen.finish) == ({"request": b"another seed"}, b"aborted")
+
+
+# ---------------------------------------------------------------------------- lengths and repetition --
+
+
+async def test_a_repeated_commit_changes_nothing(store: RedisStore) -> None:
+    owner = (await store.create(a_session())).ownership
+    for _ in range(3):
+        assert await store.commit(owner, 3, [7, 8], b"ab") == 5
+    assert await store.commit(owner, 5, [9], b"c") == 6
+    assert await store.commit(owner, 3, [7, 8], b"ab") == 6  # delivered late
+    seen = await store.claim(owner.session_id, ALICE)
+    assert (seen.tokens, seen.meta) == ([*PROMPT, 7, 8, 9], b"abc")
+
+
+async def test_a_commit_of_other_tokens_at_the_same_place_is_refused(store: RedisStore) -> None:
+    owner = (await store.create(a_session())).ownership
+    await store.commit(owner, 3, [7, 8], b"ab")
+    with pytest.raises(LogLost) as lost:
+        await store.commit(owner, 3, [7, 9], b"ab")
+    assert not isinstance(lost.value, LogBehind)
+
+
+async def test_a_short_log_says_how_far_it_reaches(store: RedisStore) -> None:
+    owner = (await store.create(a_session())).ownership
+    with pytest.raises(LogBehind) as behind:
+        await store.commit(owner, 5, [9], b"c")
+    assert behind.value.have == 3
+    await store.commit(owner, 3, [7], b"a")
+    with pytest.raises(LogBehind) as behind:
+        await store.commit(owner, 3, [7, 8], b"ab")
+    assert behind.value.have == 4
+    assert await store.commit(owner, 4, [8], b"b") == 5
+
+
+async def test_a_commit_may_be_empty(store: RedisStore) -> None:
+    owner = (await store.create(a_session())).ownership
+    assert await store.commit(owner, 3, [], b"", KvDirectory(target=CacheLocation("t", "i", 3))) == 3
+    assert await store.commit(owner, 2, [], b"") == 3
+    assert (await store.claim(owner.session_id, ALICE)).directory.target == CacheLocation("t", "i", 3)
+
+
+@pytest.mark.parametrize("part", ["log", "meta"])
+async def test_a_session_that_lost_a_key_is_lost(
+    store: RedisStore, raw: redis_asyncio.Redis, part: str
+) -> None:
+    owner = (await store.create(a_session())).ownership
+    await raw.delete(f"{key_of(owner.session_id)}:{part}")
+    with pytest.raises(LogLost):
+        await store.commit(owner, 3, [7], b"")
+    with pytest.raises(LogLost):
+        await store.claim(owner.session_id, ALICE)
+
+
+# --------------------------------------------------------------------------------------------- expiry --
+
+
+async def test_every_change_renews_all_keys(
+    shared_server: Server | Cluster, raw: redis_asyncio.Redis
+) -> None:
+    async with store_at(shared_server, ttl_s=100, finished_ttl_s=1000) as store:
+        owner = (await store.create(a_session())).ownership
+        key = key_of(owner.session_id)
+        keys = (key, f"{key}:log", f"{key}:meta")
+
+        async def lives() -> set[bool]:
+            return {99_000 < await raw.pttl(name) <= 100_000 for name in keys}
+
+        async def age() -> None:
+            for name in keys:
+                await raw.pexpire(name, 5_000)
+
+        await age()
+        await store.renew(owner)
+        assert await lives() == {True}
+        await age()
+        await store.commit(owner, 3, [7], b"")
+        assert await lives() == {True}
+        await age()
+        owner = (await store.claim(owner.session_id, ALICE)).ownership
+        assert await lives() == {True}
+        await store.finish(owner, 4, b"")
+        assert {999_000 < await raw.pttl(name) <= 1_000_000 for name in keys} == {True}
+        await age()
+        await store.claim(owner.session_id, ALICE)
+        assert {999_000 < await raw.pttl(name) <= 1_000_000 for name in keys} == {True}
+
+
+async def test_an_expired_session_is_unknown(store: RedisStore, raw: redis_asyncio.Redis) -> None:
+    owner = (await store.create(a_session())).ownership
+    key = key_of(owner.session_id)
+    for name in (key, f"{key}:log", f"{key}:meta"):
+        await raw.pexpire(name, 0)  # as if its time had passed
+    for call in (
+        store.commit(owner, 3, [7], b""),
+        store.renew(owner),
+        store.finish(owner, 3, b""),
+        store.claim(owner.session_id, ALICE),
+    ):
+        with pytest.raises(UnknownSession):
+            await call
+
+
+# ------------------------------------------------------------------------------- a server in trouble --
+
+
+async def test_the_log_survives_a_killed_server(own_server: Server) -> None:
+    async with store_at(own_server) as store:
+        owner = (await store.create(a_session())).ownership
+        await store.commit(owner, 3, [7, 8], b"ab")
+        own_server.kill()
+        with pytest.raises(StoreUnavailable):
+            await store.commit(owner, 5, [9], b"c")
+        own_server.start()
+        assert await store.commit(owner, 5, [9], b"c") == 6
+        seen = await store.claim(owner.session_id, ALICE)
+        assert (seen.tokens, seen.meta) == ([*PROMPT, 7, 8, 9], b"abc")
+
+
+async def test_a_hanging_server_is_unavailable_and_its_late_answer_harmless(own_server: Server) -> None:
+    async with store_at(own_server, call_timeout_s=0.2) as store:
+        owner = (await store.create(a_session())).ownership
+        own_server.pause()
+        with pytest.raises(StoreUnavailable):
+            await store.commit(owner, 3, [7], b"a")
+        own_server.go_on()
+        assert await store.commit(owner, 3, [7], b"a") == 4
+        seen = await store.claim(owner.session_id, ALICE)
+        assert (seen.tokens, seen.meta) == ([*PROMPT, 7], b"a")
+
+
+async def test_nobody_there() -> None:
+    """Who reads the log learns where nobody is; a caller does not."""
+    where = f"127.0.0.1:{free_port()}"
+    store = RedisStore(f"redis://{where}")
+    with pytest.raises(StoreUnavailable) as away:
+        await store.claim(secrets.token_hex(16), ALICE)
+    assert where in str(away.value)
+    assert message_of(away.value) == "the session store does not answer"
+    await store.close()
+
+
+async def test_scripts_are_sent_again_when_the_server_forgot_them(
+    store: RedisStore, raw: redis_asyncio.Redis
+) -> None:
+    owner = (await store.create(a_session())).ownership
+    for length in range(3, 9):
+        await raw.script_flush()
+        assert await store.commit(owner, length, [length], b".") == length + 1
+    await raw.script_flush()
+    await store.finish(owner, 9, b"end")
+
+
+async def test_a_replica_is_unavailable_and_not_a_fault(valkey: Server) -> None:
+    async with store_at(valkey) as store:
+        owner = (await store.create(a_session())).ownership
+        admin = redis_asyncio.Redis.from_url(valkey.url)
+        await admin.replicaof("127.0.0.1", 1)  # READONLY, as after a failover
+        with pytest.raises(StoreUnavailable):
+            await store.commit(owner, 3, [7], b"")
+        await admin.replicaof("NO", "ONE")
+        await admin.config_set("maxmemory", "1")  # OOM
+        with pytest.raises(StoreUnavailable):
+            await store.commit(owner, 3, [7], b"")
+        await admin.aclose()
+
+
+async def test_a_foreign_key_in_the_way_is_a_fault(store: RedisStore, raw: redis_asyncio.Redis) -> None:
+    session_id = secrets.token_hex(16)
+    await raw.set(key_of(session_id), b"something else")
+    with pytest.raises(Broken, match="WRONGTYPE"):
+        await store.claim(session_id, ALICE)
+
+
+async def test_an_acl_user_may_do_no_more_than_it_needs(valkey: Server) -> None:
+    admin = redis_asyncio.Redis.from_url(valkey.url)
+    await admin.acl_setuser(
+        "galley",
+        enabled=True,
+        passwords="+secret",
+        keys=["galley:*"],
+        categories=["+@read", "+@write", "+@scripting"],
+        commands=["+time", "+ping"],
+    )
+    await admin.aclose()
+    url = valkey.url.replace("unix://", "unix://galley:secret@")
+    store = RedisStore(url)
+    owner = (await store.create(a_session())).ownership
+    assert await store.commit(owner, 3, [7], b"") == 4
+    await store.close()
+    stranger = RedisStore(url.replace("secret", "guess"))
+    with pytest.raises(StoreUnavailable, match="password"):
+        await stranger.ping()
+    await stranger.close()
+
+
+# --------------------------------------------------------------------------------------- cancellation --
+
+
+async def test_replies_match_requests_after_many_cancellations(shared_server: Server | Cluster) -> None:
+    """redis-py issues 2624 and 2665: a cancelled await left a connection one reply behind."""
+    dice = random.Random(1)
+    async with store_at(shared_server, max_connections=3) as store:
+        sessions = [a_session(prompt=[index + 1]) for index in range(8)]
+        for session in sessions:
+            await store.create(session)
+
+        async def check(index: int) -> None:
+            seen = await store.claim(sessions[index].session_id, ALICE)
+            assert seen.tokens == [index + 1]
+            assert seen.ownership.session_id == sessions[index].session_id
+
+        for _ in range(150):
+            tasks = [asyncio.create_task(check(index)) for index in range(8)]
+            for task in dice.sample(tasks, 5):
+                for _ in range(dice.randrange(12)):
+                    await asyncio.sleep(0)
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert {type(result) for result in results} <= {type(None), asyncio.CancelledError}
+        for index in range(8):
+            await check(index)
+
+
+async def test_a_cancelled_commit_happens_whole_or_not_at_all(shared_server: Server | Cluster) -> None:
+    dice = random.Random(2)
+    async with store_at(shared_server, max_connections=2) as store:
+        owner = (await store.create(a_session(prompt=[1]))).ownership
+        length = 1
+        for _ in range(200):
+            task = asyncio.create_task(store.commit(owner, length, [length, length], b".."))
+            for _ in range(dice.randrange(10)):
+                await asyncio.sleep(0)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            assert await store.commit(owner, length, [length, length], b"..") == length + 2
+            length += 2
+        seen = await store.claim(owner.session_id, ALICE)
+        assert len(seen.tokens) == length
+        assert len(seen.meta) == length - 1
+
+
+async def test_a_cancelled_call_does_not_cost_its_connection(shared_server: Server | Cluster) -> None:
+    async def connections_made() -> int:
+        reports = await asyncio.gather(*(node.command("INFO", "stats") for node in nodes))
+        return sum(int(report["total_connections_received"]) for report in reports)
+
+    nodes = shared_server.masters if isinstance(shared_server, Cluster) else [shared_server]
+    async with store_at(shared_server, max_connections=2) as store:
+        owner = (await store.create(a_session())).ownership
+        before = await connections_made()
+        for _ in range(50):
+            task = asyncio.create_task(store.renew(owner))
+            for _ in range(6):
+                await asyncio.sleep(0)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await store.renew(owner)
+        assert await connections_made() - before <= len(nodes) + 1, "one a report, and at most one more"
+
+
+async def test_close_waits_for_what_is_under_way(shared_server: Server | Cluster) -> None:
+    store = RedisStore(shared_server.url)
+    task = asyncio.create_task(store.create(a_session()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    await store.close()
+    assert not [other for other in asyncio.all_tasks() if other is not asyncio.current_task()]
+
+
+async def test_more_callers_than_connections_queue(shared_server: Server | Cluster) -> None:
+    async with store_at(shared_server, max_connections=2) as store:
+        made = await asyncio.gather(*(store.create(a_session()) for _ in range(50)))
+        assert len({session.ownership.session_id for session in made}) == 50
+
+
+# ------------------------------------------------------------------------------------------- retrying --
+
+
+class Away:
+    """A store that answers at the `after`-th call; sleeping moves the clock."""
+
+    def __init__(self, after: int) -> None:
+        self.calls = 0
+        self.now_s = 0.0
+        self.pauses: list[float] = []
+        self._after = after
+
+    async def call(self) -> int:
+        self.calls += 1
+        if self.calls < self._after:
+            raise StoreUnavailable("away")
+        return self.calls
+
+    async def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now_s += seconds
+
+    async def retry(self, until_s: float) -> int:
+        return await retrying(self.call, until_s=until_s, clock=lambda: self.now_s, sleep=self.sleep)
+
+
+async def test_retrying_backs_off_up_to_a_cap() -> None:
+    away = Away(after=10)
+    assert await away.retry(until_s=100) == 10
+    assert away.pauses[:3] == [0.02, 0.04, 0.08]
+    assert max(away.pauses) == LONGEST_PAUSE_S
+
+
+async def test_retrying_gives_up_at_its_time_and_not_later() -> None:
+    away = Away(after=10**9)
+    with pytest.raises(StoreUnavailable):
+        await away.retry(until_s=10)
+    assert away.now_s == pytest.approx(10)
+
+
+async def test_retrying_does_not_repeat_a_refusal() -> None:
+    calls = 0
+
+    async def fenced() -> None:
+        nonlocal calls
+        calls += 1
+        raise Fenced("x")
+
+    with pytest.raises(Fenced):
+        await retrying(fenced, until_s=1, clock=lambda: 0.0, sleep=asyncio.sleep)
+    assert calls == 1
+
+
+async def test_retrying_rides_out_a_restart(own_server: Server) -> None:
+    async with store_at(own_server) as store:
+        owner = (await store.create(a_session())).ownership
+        own_server.kill()
+
+        async def sleep(_: float) -> None:
+            own_server.start()
+
+        length = await retrying(
+            lambda: store.commit(owner, 3, [7], b""), until_s=1, clock=lambda: 0.0, sleep=sleep
+        )
+        assert length == 4
+
+
+# ------------------------------------------------------------------------ the model of it, in memory --
+
+_ids = st.sampled_from(["a", "b"])
+_owners = st.integers(0, 3)
+_lengths = st.integers(0, 8)
+_tokens = st.lists(st.integers(1, 2), max_size=3)
+_directories = st.sampled_from(
+    [
+        KvDirectory(),
+        KvDirectory(draft=CacheLocation("d", "i", 2)),
+        KvDirectory(target=CacheLocation("t", "j", 3)),
+    ]
+)
+_operations = st.one_of(
+    st.tuples(
+        st.just("create"), _ids, st.sampled_from([ALICE, BOB]), st.sampled_from([BODY, OTHER_BODY]), _owners
+    ),
+    st.tuples(st.just("claim"), _ids, st.sampled_from([ALICE, ALICE, BOB]), _owners),
+    st.tuples(st.just("commit"), _ids, _owners, _lengths, _tokens, _directories),
+    st.tuples(st.just("commit_next"), _ids, _owners, _tokens, _directories),
+    st.tuples(st.just("finish"), _ids, _owners, _lengths, st.sampled_from([b"x", b"y"])),
+    st.tuples(st.just("renew"), _ids, _owners),
+    st.tuples(st.just("recreate"), _ids, _owners),
+    st.tuples(st.just("abort"), _ids, st.sampled_from([ALICE, BOB])),
+)
+
+
+class Driver:
+    """Plays operations on a store; what came of each, without what must differ, can be compared."""
+
+    def __init__(self, store: SessionStore, salt: str) -> None:
+        self._store = store
+        self._salt = salt
+        self._owners: dict[tuple[str, int], Ownership] = {}
+        self._lengths: dict[str, int] = {}
+
+    async def play(self, operation: tuple[Any, ...]) -> object:
+        try:
+            return await getattr(self, f"_{operation[0]}")(*operation[1:])
+        except GalleyError as error:
+            return type(error), getattr(error, "have", None)
+
+    async def _create(self, name: str, principal: str, body_hash: bytes, who: int) -> object:
+        new = NewSession(name + self._salt, principal, body_hash, {"f": b"v"}, [1, 2])
+        return self._seen(name, who, await self._store.create(new, nonce=bytes([who]) * 16))
+
+    async def _claim(self, name: str, principal: str, who: int) -> object:
+        stored = await self._store.claim(name + self._salt, principal, nonce=bytes([who]) * 16)
+        return self._seen(name, who, stored)
+
+    def _seen(self, name: str, who: int, stored: StoredSession) -> object:
+        self._owners[name, who] = stored.ownership
+        self._lengths[name] = len(stored.tokens)
+        owner = stored.ownership
+        return (
+            owner.epoch,
+            owner.nonce,
+            stored.principal,
+            dict(stored.fields),
+            stored.prompt_len,
+            stored.tokens,
+            stored.meta,
+            stored.state,
+            stored.finish,
+            stored.directory,
+        )
+
+    def _owner(self, name: str, who: int) -> Ownership:
+        return self._owners.get((name, who), Ownership(name + self._salt, 1, b"?" * 16))
+
+    async def _commit(
+        self, name: str, who: int, length: int, tokens: list[int], directory: KvDirectory
+    ) -> object:
+        meta = bytes(tokens)
+        reached = await self._store.commit(self._owner(name, who), length, tokens, meta, directory)
+        self._lengths[name] = reached
+        return reached
+
+    async def _commit_next(self, name: str, who: int, tokens: list[int], directory: KvDirectory) -> object:
+        return await self._commit(name, who, self._lengths.get(name, 0), tokens, directory)
+
+    async def _finish(self, name: str, who: int, length: int, finish: bytes) -> None:
+        await self._store.finish(self._owner(name, who), length, finish)
+
+    async def _renew(self, name: str, who: int) -> None:
+        await self._store.renew(self._owner(name, who))
+
+    async def _recreate(self, name: str, who: int) -> None:
+        new = NewSession(name + self._salt, ALICE, BODY, {"f": b"v"}, [1, 2])
+        await self._store.recreate(self._owner(name, who), new)
+
+    async def _abort(self, name: str, principal: str) -> None:
+        await self._store.abort(name + self._salt, principal, b"aborted")
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(operations=st.lists(_operations, max_size=20))
+def test_the_memory_store_is_the_redis_store(shared_server: Server | Cluster, operations: list[Any]) -> None:
+    async def compare() -> None:
+        async with store_at(shared_server, max_connections=1) as store:
+            real, model = Driver(store, secrets.token_hex(8)), Driver(MemoryStore(), "")
+            for operation in operations:
+                assert await real.play(operation) == await model.play(operation), operation
+
+    asyncio.run(compare())
+
+
+async def test_the_memory_store_forgets_by_its_clock() -> None:
+    now_s = 0.0
+    store = MemoryStore(ttl_s=10, finished_ttl_s=100, clock=lambda: now_s)
+    owner = (await store.create(a_session())).ownership
+    now_s = 9
+    await store.renew(owner)
+    now_s = 18
+    await store.finish(owner, 3, b"end")
+    now_s = 117
+    assert (await store.claim(owner.session_id, ALICE)).finish == b"end"
+    now_s = 217
+    with pytest.raises(UnknownSession):
+        await store.claim(owner.session_id, ALICE)
+
+
+# ----------------------------------------------------------------------------------------- principals --
+
+
+def test_session_ids() -> None:
+    named = session_id_for("me", "key", b"secret")
+    assert named == session_id_for("me", "key", b"secret")
+    others = {
+        session_id_for("me", "other", b"secret"),
+        session_id_for(ALICE, "key", b"secret"),
+        session_id_for("me", "key", b"other"),
+        session_id_for("me", "", b"secret"),
+        session_id_for("me", "", b"secret"),
+    }
+    assert len(others - {named}) == 5
+    assert {len(each) for each in others} == {32}
+
+
+def test_a_fenced_owner_is_told_apart_from_an_ended_session() -> None:
+    assert issubclass(SessionEnded, Fenced)
+    assert issubclass(Fenced, CallerFault)

@@ -1,0 +1,313 @@
+"""The store where it is several servers: slots that move, masters that die, replicas that are behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+from redis.crc import key_slot
+
+from galley.common.redis.calls import Copies
+from galley.core.errors import StoreUnavailable
+from galley.core.store import LogBehind, Ownership
+from services.gateway.store.redis import RedisStore, retrying
+from tests.fakes.redis_clusters import (
+    PATIENCE_S,
+    Cluster,
+    ClusterNode,
+    ReplicaSet,
+    cluster_servers,
+    either,
+    follows,
+    replica_set,
+    until,
+)
+from tests.fakes.redis_servers import BINARIES
+from tests.integration.services.gateway.store.test_store import ALICE, PROMPT, a_session, key_of, store_at
+
+T = TypeVar("T")
+
+NODE_TIMEOUT_MS = 1000
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Three masters, and a replica behind the first. The tests hurt it more and more, in their order."""
+    with cluster_servers(either(), 1, NODE_TIMEOUT_MS) as servers:
+        asyncio.run(servers.form())
+        yield servers
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[ReplicaSet]:
+    async with replica_set(either()) as servers:
+        yield servers
+
+
+@pytest.fixture(params=BINARIES)
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[ReplicaSet]:
+    """Of both kinds: they differ in what WAIT waits for after a command that writes nothing."""
+    async with replica_set(request.param) as servers:
+        yield servers
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """A store by its URL alone."""
+
+    url: str
+
+
+def session_in(first: int, last: int) -> str:
+    """An id whose keys lie in slots [first, last]."""
+    ids = (f"{number:032x}" for number in range(10**6))
+    return next(each for each in ids if first <= key_slot(key_of(each).encode()) <= last)
+
+
+async def in_time(call: Callable[[], Awaitable[T]]) -> T:
+    """What it answers once the store does."""
+    loop = asyncio.get_running_loop()
+    return await retrying(call, until_s=loop.time() + PATIENCE_S, clock=loop.time, sleep=asyncio.sleep)
+
+
+async def copied(pair: ReplicaSet, owner: Ownership, tokens: list[int]) -> None:
+    """Commit the first tokens; returns once the replica has them."""
+    async with store_at(pair, copies=Copies(1)) as careful:
+        await in_time(lambda: careful.commit(owner, 3, tokens, b"." * len(tokens)))
+
+
+async def must_hold(store: RedisStore, owner: Ownership, tokens: list[int]) -> None:
+    seen = await store.claim(owner.session_id, ALICE, nonce=owner.nonce)
+    assert seen.tokens == [*PROMPT, *tokens]
+    assert seen.ownership == owner, "nobody else has claimed it"
+
+
+# --------------------------------------------------------------------------------------- a cluster --
+
+
+class Moving:
+    """A slot on its way from one node to another."""
+
+    def __init__(self, cluster: Cluster, slot: int) -> None:
+        self._slot = str(slot)
+        self._nodes = cluster.masters
+        self._ids: list[str] = []
+        self._cluster = cluster
+
+    @property
+    def source(self) -> ClusterNode:
+        return self._nodes[0]
+
+    @property
+    def goal(self) -> ClusterNode:
+        return self._nodes[1]
+
+    async def begin(self) -> None:
+        self._ids = [await self._cluster.node_id(node) for node in self._nodes]
+        await self._set(self.goal, "IMPORTING", self._ids[0])
+        await self._set(self.source, "MIGRATING", self._ids[1])
+
+    async def move(self, *keys: str) -> None:
+        where = ("127.0.0.1", str(self.goal.port), "", "0", "5000", "KEYS")
+        assert await self.source.command("MIGRATE", *where, *keys)
+
+    async def end(self) -> None:
+        for node in (self.goal, self.source):
+            await self._set(node, "NODE", self._ids[1])
+
+    async def _set(self, node: ClusterNode, *how: str) -> None:
+        await node.command("CLUSTER", "SETSLOT", self._slot, *how)
+
+
+async def test_a_session_is_followed_when_its_slot_moves(cluster: Cluster) -> None:
+    session_id = session_in(0, 999)
+    key = key_of(session_id)
+    moving = Moving(cluster, key_slot(key.encode()))
+    async with store_at(cluster) as store:
+        owner = (await store.create(a_session(session_id))).ownership
+        assert await store.commit(owner, 3, [1], b".") == 4
+        await moving.begin()
+        assert await store.commit(owner, 4, [2], b".") == 5, "all of it is where it was"
+        await moving.move(f"{key}:log")
+        with pytest.raises(StoreUnavailable):
+            await store.commit(owner, 5, [3], b".")  # a part of it is here, a part there: TRYAGAIN
+        await moving.move(key, f"{key}:meta")
+        commits = [store.commit(owner, 5, [3], b".") for _ in range(20)]
+        assert set(await asyncio.gather(*commits)) == {6}, "ASK, each time"
+        await moving.end()
+        assert await store.commit(owner, 6, [4], b".") == 7, "MOVED"
+        await must_hold(store, owner, [1, 2, 3, 4])
+
+
+async def test_a_node_that_is_lost_is_unavailable_until_its_replica_is_promoted(cluster: Cluster) -> None:
+    [replica] = cluster.replicas
+    async with store_at(cluster, call_timeout_s=1.5, copies=Copies(1)) as careful:
+        new = a_session(session_in(1000, 5000))
+        owner = (await in_time(lambda: careful.create(new, b"n" * 16))).ownership
+        assert await careful.commit(owner, 3, [1], b".") == 4
+        elsewhere = a_session(session_in(7001, 10_000))
+        with pytest.raises(StoreUnavailable):
+            await careful.create(elsewhere)  # no replica stands behind that master
+    async with store_at(cluster, call_timeout_s=1.5) as store:
+        await must_hold(store, owner, [1])
+        cluster.masters[0].kill()
+        with pytest.raises(StoreUnavailable):
+            await store.commit(owner, 4, [2], b".")
+        assert await in_time(lambda: store.commit(owner, 4, [2], b".")) == 5
+        cluster.masters[0].start()  # as a replica: the other master's word holds
+        await until(lambda: follows(cluster.masters[0]))
+        assert (await replica.command("INFO", "replication"))["role"] == "master"
+        assert await in_time(lambda: store.commit(owner, 5, [3], b".")) == 6
+        await must_hold(store, owner, [1, 2, 3])
+
+
+async def test_a_node_that_hangs_is_unavailable(cluster: Cluster) -> None:
+    async with store_at(cluster, call_timeout_s=1) as store:
+        owner = (await store.create(a_session(session_in(6000, 7000)))).ownership
+        cluster.masters[1].pause()
+        try:
+            with pytest.raises(StoreUnavailable):
+                await store.commit(owner, 3, [1], b".")
+        finally:
+            cluster.masters[1].go_on()
+        assert await in_time(lambda: store.commit(owner, 3, [1], b".")) == 4
+        await must_hold(store, owner, [1])
+
+
+async def test_a_cluster_of_which_nobody_is_left(cluster: Cluster) -> None:
+    async with store_at(cluster, call_timeout_s=1.5) as store:
+        owner = (await store.create(a_session())).ownership
+        for node in cluster.nodes:
+            node.kill()
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable):
+                await store.renew(owner)
+
+
+# ------------------------------------------------------------------------------- nobody who answers --
+
+
+class Silent:
+    """A server that takes connections and says nothing; `met` counts them."""
+
+    def __init__(self) -> None:
+        self.met = 0
+        self._open: list[asyncio.StreamWriter] = []
+
+    async def meet(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.met += 1
+        self._open.append(writer)
+
+    def hang_up(self) -> None:
+        for writer in self._open:
+            writer.close()
+
+
+@asynccontextmanager
+async def silent() -> AsyncIterator[tuple[Silent, str]]:
+    """And where it is."""
+    found = Silent()
+    async with await asyncio.start_server(found.meet, "127.0.0.1", 0) as server:
+        yield found, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        found.hang_up()
+
+
+@pytest.mark.parametrize("form", ["redis+cluster://{}", "redis+sentinel://{}/0?service=galley"])
+async def test_who_waits_to_be_told_where_to_go_waits_for_one_look(form: str) -> None:
+    """However many they are: else each would wait for the looks of all before it."""
+    async with silent() as (server, at), store_at(Url(form.format(at)), call_timeout_s=0.2) as store:
+        for looks in (1, 2):
+            calls = [asyncio.create_task(store.claim(f"{number:032x}", ALICE)) for number in range(24)]
+            await asyncio.sleep(0)
+            for call in calls[::3]:
+                call.cancel()
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            assert {type(outcome) for outcome in outcomes} == {StoreUnavailable, asyncio.CancelledError}
+            assert server.met == looks
+
+
+# ----------------------------------------------------------------------------------- a replica set --
+
+
+async def test_a_master_that_is_lost_is_unavailable_until_sentinels_name_another(watched: ReplicaSet) -> None:
+    async with store_at(watched, call_timeout_s=1.5) as store:
+        owner = (await store.create(a_session())).ownership
+        await copied(watched, owner, [1])
+        watched.master.kill()
+        with pytest.raises(StoreUnavailable):
+            await store.commit(owner, 4, [2], b".")
+        assert await in_time(lambda: store.commit(owner, 4, [2], b".")) == 5
+        watched.master.start()  # back with an old log; nobody is sent there
+        async with store_at(watched) as another:
+            assert await in_time(lambda: another.commit(owner, 5, [3], b".")) == 6
+        await must_hold(store, owner, [1, 2, 3])
+
+
+async def test_what_a_promoted_replica_did_not_have_its_owner_commits_again(watched: ReplicaSet) -> None:
+    async with store_at(watched, call_timeout_s=1.5) as store:
+        owner = (await store.create(a_session())).ownership
+        await copied(watched, owner, [1])
+        watched.replica.pause()
+        assert await watched.master.command("CLIENT", "KILL", "TYPE", "replica") == 1
+        assert await store.commit(owner, 4, [2, 3], b"..") == 6
+        watched.master.kill()
+        watched.replica.go_on()
+
+        async def have() -> int:
+            try:
+                return await store.commit(owner, 6, [4], b".")
+            except LogBehind as behind:
+                return -behind.have
+
+        assert await in_time(have) == -4
+        assert await store.commit(owner, 4, [2, 3, 4], b"...") == 7
+        await must_hold(store, owner, [1, 2, 3, 4])
+
+
+@asynccontextmanager
+async def waiting(pair: ReplicaSet) -> AsyncIterator[RedisStore]:
+    async with store_at(pair, copies=Copies(1, 0.1)) as store:
+        yield store
+
+
+async def test_what_the_replicas_do_not_have_does_not_count_and_is_repeated(pair: ReplicaSet) -> None:
+    """The repeats go by other connections: what a server has heard on one of them is not enough to know."""
+    async with store_at(pair) as store:
+        owner = (await store.create(a_session())).ownership
+        pair.replica.pause()
+        changes: list[Callable[[RedisStore], Awaitable[Any]]] = [
+            lambda store: store.commit(owner, 3, [1, 2], b".."),
+            lambda store: store.renew(owner),
+            lambda store: store.claim(owner.session_id, ALICE, nonce=owner.nonce),
+            lambda store: store.finish(owner, 5, b"end"),
+            lambda store: store.abort(owner.session_id, ALICE, b"aborted"),
+        ]
+        for change in changes:
+            for _ in range(2):
+                async with waiting(pair) as another:
+                    with pytest.raises(StoreUnavailable, match="replicas"):
+                        await change(another)
+        pair.replica.go_on()
+        async with waiting(pair) as careful:
+            await in_time(lambda: _finished(careful, owner))
+        seen = await store.claim(owner.session_id, ALICE)
+        assert (seen.tokens, seen.meta, seen.finish) == ([*PROMPT, 1, 2], b"..", b"end")
+
+
+async def _finished(store: RedisStore, owner: Ownership) -> int:
+    await store.finish(owner, 5, b"end")
+    return 5
+
+
+async def test_a_refusal_waits_for_nobody(pair: ReplicaSet) -> None:
+    async with store_at(pair) as store:
+        owner = (await store.create(a_session())).ownership
+        pair.replica.pause()
+        async with waiting(pair) as careful:
+            with pytest.raises(LogBehind):
+                await careful.commit(owner, 5, [1], b".")
+        pair.replica.go_on()

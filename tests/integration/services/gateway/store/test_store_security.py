@@ -1,0 +1,314 @@
+"""TLS, and the users of docs/operate/redis.md: enough to work, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from galley.common.redis.calls import Copies
+from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry, draft_lease
+from galley.common.tls import files as files_module
+from galley.common.tls.files import BadFile
+from galley.core.errors import Broken, GalleyError, StoreUnavailable
+from galley.core.store import CacheLocation, KvDirectory
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.store.redis import RedisStore
+from tests.fakes.certificates import Authority, mounted
+from tests.fakes.log_lines import logged
+from tests.fakes.redis_clusters import (
+    CLUSTER,
+    Cluster,
+    TcpServer,
+    cluster_servers,
+    either,
+    free_port,
+    replica_set,
+    serving,
+)
+from tests.fakes.redis_servers import BINARIES, REDIS, Server, running
+from tests.integration.services.gateway.store.acl import documented_user
+from tests.integration.services.gateway.store.test_store import ALICE, PROMPT, Backend, a_session, store_at
+
+GATEWAY, REPLICA, SENTINEL = "galley-gateway", "galley-replica", "galley-sentinel"
+PASSWORD = "change-me"
+LEASE = draft_lease("host:1", pb.GetDraftInfoResponse(incarnation="life", strategies=["ngram"]))
+
+# ----------------------------------------------------------------------------------------------- users --
+
+
+@pytest.fixture(scope="module", params=BINARIES)
+def guarded(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with running(request.param) as server:
+        yield server
+
+
+async def make_user(server: Server, name: str, without: str = "") -> None:
+    rules = [rule for rule in documented_user(name) if rule != without]
+    await server.command("ACL", "SETUSER", name, "reset", *rules)
+    await server.command("SCRIPT FLUSH")  # so that scripts are sent whole, once
+
+
+def url_of(server: Server, user: str) -> str:
+    return server.url.replace("unix://", f"unix://{user}:{PASSWORD}@") + "?db=1"
+
+
+async def serve_sessions(url: str) -> None:
+    """All that a gateway does with Redis."""
+    store, registry = RedisStore(url, copies=Copies(0)), ReplicaRegistry(url)
+    try:
+        await store.ping()
+        new = a_session()
+        owner = (await store.create(new)).ownership
+        where = KvDirectory(draft=CacheLocation("d:1", "x", 4))
+        assert await store.commit(owner, 3, [7, 8], b"..", where) == 5
+        assert await store.commit(owner, 3, [7, 8], b"..", where) == 5
+        await store.renew(owner)
+        owner = (await store.claim(new.session_id, ALICE)).ownership
+        await store.finish(owner, 5, b"end")
+        await store.abort(new.session_id, ALICE, b"aborted")
+        assert (await store.claim(new.session_id, ALICE)).tokens == [*PROMPT, 7, 8]
+        await registry.read(DRAFT_POOL)
+    finally:
+        await store.close()
+        await registry.close()
+
+
+async def register(url: str) -> None:
+    """All that a replica does with Redis."""
+    registry = ReplicaRegistry(url)
+    try:
+        await registry.publish(DRAFT_POOL, LEASE)
+        assert LEASE in await registry.read(DRAFT_POOL)
+        await registry.publish(DRAFT_POOL, replace(LEASE, sessions=1))
+        await registry.withdraw(DRAFT_POOL, LEASE.address, LEASE.incarnation)
+    finally:
+        await registry.close()
+
+
+async def a_lease_that_ended(server: Server) -> None:
+    """For whoever reads to sweep."""
+    registry = ReplicaRegistry(f"{server.url}?db=1", lease_s=0.001)
+    await registry.publish(DRAFT_POOL, replace(LEASE, address="gone:1"))
+    await registry.close()
+
+
+WORK = {GATEWAY: serve_sessions, REPLICA: register}
+
+
+@pytest.mark.parametrize("user", WORK)
+async def test_a_documented_user_may_do_what_it_needs(guarded: Server, user: str) -> None:
+    await make_user(guarded, user)
+    await a_lease_that_ended(guarded)
+    await WORK[user](url_of(guarded, user))
+
+
+IN_CLUSTERS = {"+asking", "+cluster|slots"}
+
+
+def needed(user: str) -> Sequence[str]:
+    commands = [rule for rule in documented_user(user) if rule.startswith("+")]
+    return [command for command in commands if command not in IN_CLUSTERS]
+
+
+@pytest.mark.parametrize(("user", "command"), [(user, command) for user in WORK for command in needed(user)])
+async def test_a_documented_user_may_do_nothing_that_it_does_not_need(
+    guarded: Server, user: str, command: str
+) -> None:
+    await make_user(guarded, user, without=command)
+    await guarded.command("FLUSHALL")
+    await a_lease_that_ended(guarded)
+    await guarded.command("SCRIPT FLUSH")
+    with pytest.raises(GalleyError):
+        await WORK[user](url_of(guarded, user))
+
+
+async def test_a_replica_reads_no_session(guarded: Server) -> None:
+    await make_user(guarded, REPLICA)
+    owner = await _a_session_there(guarded)
+    store = RedisStore(url_of(guarded, REPLICA))
+    with pytest.raises(Broken, match=r"NOPERM|[Nn]o permission"):
+        await store.claim(owner, ALICE)
+    await store.close()
+
+
+async def _a_session_there(server: Server) -> str:
+    store = RedisStore(f"{server.url}?db=1")
+    owner = (await store.create(a_session())).ownership
+    await store.close()
+    return owner.session_id
+
+
+async def test_a_wrong_password_is_told_and_not_shown(guarded: Server) -> None:
+    await make_user(guarded, GATEWAY)
+    store = RedisStore(url_of(guarded, GATEWAY).replace(PASSWORD, "guessed"))
+    with pytest.raises(StoreUnavailable, match="password") as refused:
+        await store.ping()
+    assert "guessed" not in str(refused.value)
+    await store.close()
+
+
+@pytest.mark.parametrize("shared_server", [CLUSTER], indirect=True)
+async def test_the_documented_users_are_enough_in_a_cluster(shared_server: Cluster) -> None:
+    for node in shared_server.masters:
+        for user in WORK:
+            await make_user(node, user)
+    for user, work in WORK.items():
+        await work(shared_server.url.replace("://", f"://{user}:{PASSWORD}@"))
+
+
+async def test_the_documented_users_are_enough_behind_a_sentinel() -> None:
+    async with replica_set(either()) as servers:
+        await servers.sentinel.command("ACL", "SETUSER", SENTINEL, "reset", *documented_user(SENTINEL))
+        await servers.sentinel.command("ACL", "SETUSER", "default", "off")
+        for user, work in WORK.items():
+            await make_user(servers.master, user)
+            url = servers.url.replace("://", f"://{user}:{PASSWORD}@").replace("/0?", "/1?")
+            await work(f"{url}&sentinel_user={SENTINEL}&sentinel_password={PASSWORD}")
+
+
+# ------------------------------------------------------------------------------------------------- TLS --
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"), "galley-test")
+
+
+def tls_options(authority: Authority) -> list[str]:
+    """Of a server that asks its clients for certificates too."""
+    mine = authority.issue("server")
+    files = {"cert": mine.cert, "key": mine.key, "ca-cert": authority.ca}
+    return [part for name, path in files.items() for part in (f"--tls-{name}-file", str(path))]
+
+
+class At:
+    """A store somewhere."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+
+def trusting(url: str, authority: Authority) -> Backend:
+    """`url` over TLS, with a certificate of ours."""
+    mine = authority.issue("client")
+    first = "&" if "?" in url else "?"
+    return At(f"{url}{first}ca={authority.ca}&cert={mine.cert}&key={mine.key}")
+
+
+@pytest.fixture(scope="module")
+def tls_server(authority: Authority) -> Iterator[TcpServer]:
+    options = tls_options(authority)
+    with serving(lambda directory: TcpServer(REDIS, directory, free_port(), tls=options)) as server:
+        yield server
+
+
+async def must_work(server: Backend) -> None:
+    async with store_at(server) as store:
+        for _ in range(4):  # in a cluster, at several nodes
+            owner = (await store.create(a_session())).ownership
+            assert await store.commit(owner, 3, [7], b".") == 4
+    registry = ReplicaRegistry(server.url)
+    await registry.publish(DRAFT_POOL, LEASE)
+    assert await registry.read(DRAFT_POOL) == [LEASE]
+    await registry.close()
+
+
+async def test_a_server_is_spoken_to_over_tls(tls_server: TcpServer, authority: Authority) -> None:
+    await must_work(trusting(f"rediss://{tls_server.address}/0", authority))
+
+
+async def test_a_cluster_is_spoken_to_over_tls(authority: Authority) -> None:
+    with cluster_servers(REDIS, tls=tls_options(authority)) as cluster:
+        await cluster.form()
+        await must_work(trusting(f"rediss+cluster://{cluster.addresses}", authority))
+
+
+async def test_a_replica_set_and_its_sentinels_are_spoken_to_over_tls(authority: Authority) -> None:
+    async with replica_set(REDIS, tls=tls_options(authority)) as servers:
+        await must_work(trusting(servers.url.replace("redis+", "rediss+"), authority))
+
+
+async def test_a_server_of_another_authority_is_not_trusted(
+    tls_server: TcpServer, authority: Authority, tmp_path: Path
+) -> None:
+    mine, other = authority.issue("client"), Authority(tmp_path, "other")
+    files = f"cert={mine.cert}&key={mine.key}"
+    for url in (
+        f"rediss://{tls_server.address}/0?{files}",
+        f"rediss://{tls_server.address}/0?ca={other.ca}&{files}",
+        f"rediss://localhost:{tls_server.port}/0?ca={authority.ca}&{files}",  # not the name that it has
+    ):
+        async with store_at(At(url)) as store:
+            with pytest.raises(StoreUnavailable, match=r"[Cc]ertificate"):
+                await store.ping()
+
+
+async def test_who_shows_no_certificate_is_turned_away(tls_server: TcpServer, authority: Authority) -> None:
+    for url in (f"rediss://{tls_server.address}/0?ca={authority.ca}", f"redis://{tls_server.address}/0"):
+        async with store_at(At(url), call_timeout_s=1.5) as store:
+            with pytest.raises(StoreUnavailable):
+                await store.ping()
+
+
+async def test_who_names_an_authority_trusts_no_other(
+    tls_server: TcpServer, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca))
+    mine, other = authority.issue("client"), Authority(tmp_path, "other")
+    files = f"cert={mine.cert}&key={mine.key}"
+    await must_work(At(f"rediss://{tls_server.address}/0?{files}"))
+    async with store_at(At(f"rediss://{tls_server.address}/0?ca={other.ca}&{files}")) as store:
+        with pytest.raises(StoreUnavailable, match=r"[Cc]ertificate"):
+            await store.ping()
+
+
+async def test_connections_are_made_with_the_files_as_they_are(authority: Authority, tmp_path: Path) -> None:
+    other = Authority(tmp_path, "other")
+    files = mounted(tmp_path / "client", authority.ca, authority.issue("client"))
+    options = tls_options(authority)
+    with serving(lambda directory: TcpServer(REDIS, directory, free_port(), tls=options)) as server:
+        url = f"rediss://{server.address}/0?ca={files.ca}&cert={files.cert}&key={files.key}"
+        async with store_at(At(url)) as store:
+            await store.ping()
+            await change_over(server, other)
+            await store.ping()  # over the connection that stands
+            await server.command("CLIENT", "KILL", "TYPE", "normal")
+            with pytest.raises(StoreUnavailable, match=r"[Cc]ertificate"):
+                await store.ping()
+            files.put_pair(other.ca, other.issue("client"))
+            await store.ping()
+            files.put(ca=other.ca, cert=b"half", key=b"written")
+            await server.command("CLIENT", "KILL", "TYPE", "normal")
+            with logged(files_module) as logs:
+                await store.ping()
+            assert logs[0]["problem"].startswith("redis_url: the files of ca=, cert= and key= are of no use")
+
+
+async def change_over(server: TcpServer, authority: Authority) -> None:
+    """To certificates of another authority, its own and its clients'."""
+    mine = authority.issue("server")
+    files = {"tls-cert-file": mine.cert, "tls-key-file": mine.key, "tls-ca-cert-file": authority.ca}
+    await server.command("CONFIG", "SET", *(str(part) for item in files.items() for part in item))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("ca=/nowhere", "/nowhere: No such file or directory"),
+        ("ca={ca}&cert={cert}&key=/nowhere", "/nowhere: No such file or directory"),
+        ("cert={cert}&key={other}", "KEY_VALUES_MISMATCH"),
+        ("ca={key}", "are of no use"),
+    ],
+)
+def test_files_of_no_use_are_refused_before_anything_is_connected(
+    options: str, why: str, authority: Authority
+) -> None:
+    mine, other = authority.issue("mine"), authority.issue("other")
+    told = options.format(ca=authority.ca, cert=mine.cert, key=mine.key, other=other.key)
+    with pytest.raises(BadFile, match=why) as refused:
+        RedisStore(f"rediss://:secret@store?{told}")
+    assert refused.value.setting == "redis_url"
+    assert "secret" not in str(refused.value)

@@ -1,0 +1,150 @@
+"""A target that goes on unasked, over real gRPC: fewer messages, the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from tests.fakes.truth import logprobs_of
+from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, hear, must_be_true
+
+
+async def gateway_with_credit(world: World, credit: int = 32, **given: object) -> Gateway:
+    return await world.gateway(credit=credit, **given)
+
+
+@pytest.mark.parametrize("credit", [1, 2, 32])
+@pytest.mark.parametrize("spoil_rate", [0.0, 0.3, 1.0])
+async def test_the_same_tokens_with_any_credit_and_draft(
+    world: World, credit: int, spoil_rate: float
+) -> None:
+    world.draft.spoil_rate = spoil_rate
+    gateway = await gateway_with_credit(world, credit)
+    for heard in await asyncio.gather(*(hear(gateway.ask(logprobs=1)) for _ in range(4))):
+        must_be_true(heard)
+        assert len(heard.logprobs) == MAX_TOKENS
+
+
+async def test_plain_decoding_asks_once(world: World) -> None:
+    world.target.pass_s = 0.002
+    gateway = await gateway_with_credit(world, draft="none")
+    heard = await hear(gateway.ask())
+    must_be_true(heard)
+    [item] = world.target.calls
+    assert (item.credit, item.hint_due) == (32, False)
+    assert len(world.target.extensions) <= MAX_TOKENS // 8
+    assert heard.finished is not None
+    assert heard.finished.speculation.rounds == MAX_TOKENS
+
+
+async def test_plain_decoding_needs_few_messages_within_the_usual_bounds(world: World) -> None:
+    world.target.pass_s = 0.002
+    gateway = await gateway_with_credit(world, draft="none", window=64, buffer=256)
+    must_be_true(await hear(gateway.ask(max_tokens=256)), max_tokens=256)
+    assert len(world.target.calls) + len(world.target.extensions) <= 256 // 16
+
+
+async def test_a_client_cut_off_anywhere_goes_on_at_another_gateway(world: World) -> None:
+    world.draft.spoil_rate = 0.3
+    first, second = await gateway_with_credit(world), await gateway_with_credit(world)
+    for at in range(0, MAX_TOKENS, 4):
+        stream = first.ask(logprobs=2)
+        heard = Heard()
+        heard.hear(await anext(stream))
+        await heard.listen(stream, until=at)
+        stream.cancel()
+        must_be_true(await heard.listen(second.client.resume_stream(stream)))
+        assert heard.logprobs == [logprobs_of(token, 2) for token in heard.tokens]
+
+
+async def test_hints_reach_a_target_that_is_under_way(world: World) -> None:
+    gateway = await gateway_with_credit(world)
+    world.target.gate.close()
+    stream = gateway.ask()
+    await world.target.called(1)
+    assert world.target.calls[0].hint_due
+    await world.target.told(lambda extension: extension.HasField("hint"))
+    world.target.gate.permit(1)
+    prompt = world.target.calls[0].slice.prompt_len
+    await world.target.told(lambda told: told.hint.position + len(told.hint.draft_tokens) > prompt + 5)
+    world.target.gate.open()
+    heard = await hear(stream)
+    must_be_true(heard)
+    assert heard.finished is not None
+    assert heard.finished.speculation.accepted > 0  # how many pay is measured
+    assert heard.finished.speculation.accepted == sum(heard.from_draft)
+
+
+async def test_a_draft_that_never_answers_delays_no_token(world: World) -> None:
+    world.draft.gate.close()
+    gateway = await gateway_with_credit(world)  # whose draft timeout is ten seconds
+    heard = await hear(gateway.ask())
+    must_be_true(heard)
+    assert heard.finished is not None
+    assert heard.finished.speculation.drafted == 0
+
+
+@pytest.mark.parametrize("draft", [True, False])
+async def test_a_session_that_is_preempted_goes_on(world: World, draft: bool) -> None:
+    world.target.preemptions_left = 5
+    gateway = await gateway_with_credit(world, draft=world.draft.address if draft else "none")
+    must_be_true(await hear(gateway.ask()))
+    assert world.target.preemptions_left == 0
+    assert any(call.slice.start > 0 for call in world.target.calls[1:]), "what it kept was not sent again"
+
+
+async def test_a_target_that_breaks_in_mid_item_is_asked_again(world: World) -> None:
+    gateway = await gateway_with_credit(world)
+    world.target.gate.close()
+    streams = [gateway.ask(), gateway.ask()]
+    await world.target.called(2)
+    world.target.gate.permit(6)
+    await world.target.has_answered(6)
+    world.target.fail(grpc.StatusCode.UNAVAILABLE, times=1)
+    world.target.gate.open()
+    for heard in await asyncio.gather(*map(hear, streams)):
+        must_be_true(heard)
+    assert world.target.failures_left == 0
+
+
+async def test_a_target_that_falls_silent_in_mid_item_is_given_up_after_its_timeout(world: World) -> None:
+    gateway = await gateway_with_credit(world, draft="none", verify_timeout_s=0.2)
+    world.target.gate.close()
+    world.target.gate.permit(3)
+    stream = gateway.ask()
+    await world.target.was_given_up()
+    world.target.gate.open()
+    must_be_true(await hear(stream))
+    assert world.target.cancelled == 1
+
+
+async def test_a_timeout_is_of_each_answer_and_not_of_the_item(world: World) -> None:
+    world.target.pass_s = 0.06
+    gateway = await gateway_with_credit(world, draft="none", verify_timeout_s=2)
+    must_be_true(await hear(gateway.ask()))  # forty passes
+    assert len(world.target.calls) == 1
+
+
+async def test_a_client_that_leaves_has_its_item_given_up(world: World) -> None:
+    gateway = await gateway_with_credit(world, draft="none")
+    world.target.gate.close()
+    world.target.gate.permit(3)
+    stream = gateway.ask()
+    await hear(stream, until=3)
+    stream.cancel()
+    await world.target.was_given_up()
+    await gateway.idle()
+
+
+async def test_a_stop_string_gives_up_what_the_target_goes_on_with(world: World) -> None:
+    plain = await hear((await world.gateway()).ask())
+    gateway = await gateway_with_credit(world, draft="none")
+    stop = plain.text[10:14]
+    world.target.pass_s = 0.005  # so that the target is not through before the gateway reads
+    heard = await hear(gateway.ask(stop=[stop]))
+    assert heard.finished is not None
+    assert heard.finished.stop == stop
+    assert heard.text == plain.text[: plain.text.index(stop)]
+    await world.target.was_given_up()

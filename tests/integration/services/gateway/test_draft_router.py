@@ -1,0 +1,453 @@
+"""Which draft a session asks next, as leases, streams and answers come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
+from galley.core.answer.answer import SessionSpec
+from galley.core.content import prefix_hash
+from galley.core.names import MODEL, NGRAM
+from galley.core.routing.breaker import FAILURES
+from galley.core.sampling_params import SamplingParams
+from galley.core.session import events as ev
+from galley.core.store import CacheLocation
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.clock import MonotonicClock
+from services.gateway.replicas.draft_session import SessionDraft
+from services.gateway.replicas.drafts import Drafts
+from services.gateway.replicas.membership import POLL_S, Registered
+from services.gateway.session.timeouts import SECOND
+from tests.fakes.draft_fleet import DraftFleet
+from tests.fakes.truth import SEED, VOCAB, true_output
+from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import PROMPT_TOKENS, World
+
+SPEC = SessionSpec(
+    session_id="s",
+    prompt=tuple(PROMPT_TOKENS),
+    sampling=SamplingParams(seed=SEED),
+    max_position=200,
+    vocab_size=VOCAB,
+)
+K = 4
+# Long enough that a draft answers in time on a busy machine.
+TIMEOUT_S = 1.0
+TIMED_OUT = "no answer in time"
+
+
+class Here:
+    """Two drafts, and what a gateway knows of them; `refresh` of `drafts` lets it look."""
+
+    def __init__(self, fleet: DraftFleet, drafts: Drafts) -> None:
+        self.fleet = fleet
+        self.drafts = drafts
+        self._requests = 0
+
+    async def ask(
+        self, session: SessionDraft, spec: SessionSpec = SPEC, *, strategy: str = "", ahead: int = 0
+    ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
+        """The answer to a proposal, or Failed after TIMEOUT_S, as the runner has it."""
+        self._requests += 1
+        part = ev.Slice(0, spec.prompt, prefix_hash(()))
+        request = ev.Propose(self._requests, part, K, strategy, ahead)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await session.propose(spec, request, int(TIMEOUT_S * SECOND))
+        except TimeoutError:
+            return ev.Failed(self._requests, TIMED_OUT)
+
+    async def proposed(self, session: SessionDraft, spec: SessionSpec = SPEC) -> None:
+        """It is drafted for, once the machine has the time for it."""
+        async with asyncio.timeout(PATIENCE_S):
+            while isinstance(answer := await self.ask(session, spec), ev.Failed):
+                await self.drafts.refresh()
+        must_be_right(answer)
+
+
+def must_be_right(answer: object) -> None:
+    assert isinstance(answer, ev.Proposed), answer
+    assert list(answer.tokens) == true_output(PROMPT_TOKENS, K, SEED)
+
+
+@pytest.fixture
+async def here(world: World) -> AsyncIterator[Here]:
+    async with DraftFleet(world) as fleet:
+        await fleet.register()
+        drafts = drafts_of(world)
+        await drafts.start()
+        yield Here(fleet, drafts)
+        await drafts.close()
+
+
+def drafts_of(world: World) -> Drafts:
+    return Drafts(
+        Registered(ReplicaRegistry(world.redis_url), DRAFT_POOL),
+        world.tokenizer_hash,
+        grpc.aio.insecure_channel,
+        MonotonicClock(),
+        int(TIMEOUT_S * SECOND),
+    )
+
+
+def named(session_id: str) -> SessionSpec:
+    return replace(SPEC, session_id=session_id)
+
+
+async def test_sessions_are_spread_and_each_stays(here: Here) -> None:
+    sessions = {name: SessionDraft(here.drafts) for name in "wxyz"}
+    for _ in range(3):
+        for name, session in sessions.items():
+            must_be_right(await here.ask(session, named(name)))
+    first, second = (draft.sessions for draft in here.fleet.drafts)
+    assert (len(first), len(second)) == (2, 2)
+    assert not first & second
+
+
+async def test_a_new_session_goes_where_the_fewest_are_by_all_gateways(here: Here) -> None:
+    busy, other = here.fleet.drafts
+    busy.busy = 3
+    await here.fleet.until(lambda leases: any(lease.sessions == 3 for lease in leases))
+    await here.drafts.refresh()
+    for name in "wxy":
+        must_be_right(await here.ask(SessionDraft(here.drafts), named(name)))
+    assert len(other.sessions) == 3
+    assert not busy.fake.calls
+
+
+async def test_a_draft_that_dies_hands_its_session_on_within_the_same_proposal(here: Here) -> None:
+    session = SessionDraft(here.drafts)
+    must_be_right(await here.ask(session))
+    home, other = here.fleet.holder()
+    home.fake.gate.close()
+    asking = asyncio.ensure_future(here.ask(session))
+    await home.fake.called(2)
+    await home.fake.stop()
+    must_be_right(await asking)
+    assert other.sessions == {"s"}
+
+
+async def test_a_frozen_draft_costs_one_timeout_and_then_nobody_asks_it(here: Here) -> None:
+    sessions = {name: SessionDraft(here.drafts) for name in "wxyz"}
+    for name, session in sessions.items():
+        await here.ask(session, named(name))
+    frozen, other = here.fleet.drafts
+    frozen.fake.freeze()
+    for _ in range(2):
+        await asyncio.gather(*(here.ask(session, named(name)) for name, session in sessions.items()))
+    asked = len(frozen.fake.calls)
+    for name, session in sessions.items():
+        await here.proposed(session, named(name))
+    assert len(frozen.fake.calls) == asked
+    assert other.sessions == set(sessions)
+
+
+async def test_a_draft_that_hangs_with_an_item_fails_the_others_items_too(here: Here) -> None:
+    """They need not wait for their own time to be up: what hangs is left by all at once."""
+    sessions = [SessionDraft(here.drafts) for _ in "wx"]
+    must_be_right(await here.ask(sessions[0], named("w")))
+    home, other = here.fleet.holder()
+    other.busy = 9
+    await here.fleet.until(lambda leases: any(lease.sessions == 9 for lease in leases))
+    await here.drafts.refresh()
+    must_be_right(await here.ask(sessions[1], named("x")))
+    assert home.sessions == {"w", "x"}
+    home.fake.freeze()
+    patient = ev.Propose(99, ev.Slice(0, SPEC.prompt, prefix_hash(())), K, "")
+    waiting = asyncio.ensure_future(sessions[1].propose(named("x"), patient, None))
+    await home.fake.called(3)
+    assert isinstance(await here.ask(sessions[0], named("w")), ev.Failed)
+    async with asyncio.timeout(PATIENCE_S / 4):  # the fake gives up by itself, but later
+        must_be_right(await waiting)
+
+
+async def test_a_draft_that_thaws_is_used_again(here: Here) -> None:
+    only, other = here.fleet.drafts
+    await other.fake.stop()
+    await other.withdraw()
+    session = SessionDraft(here.drafts)
+    await here.proposed(session)
+    only.fake.freeze()
+    assert isinstance(await here.ask(session), ev.Failed)
+    only.fake.thaw()
+    await here.proposed(session)
+
+
+async def test_a_late_draft_is_left_but_not_by_those_it_answers(here: Here) -> None:
+    """It is slow for one session: nobody else's items fail for that."""
+    session = SessionDraft(here.drafts)
+    await here.ask(session)
+    home, other = here.fleet.holder()
+    home.fake.gate.close()
+    assert isinstance(await here.ask(session), ev.Failed)
+    must_be_right(await here.ask(session))
+    assert len(other.fake.calls) == 1
+    home.fake.gate.open()
+    other.busy = 9
+    await here.fleet.until(lambda leases: any(lease.sessions == 9 for lease in leases))
+    await here.drafts.refresh()
+    must_be_right(await here.ask(SessionDraft(here.drafts), named("x")))
+    assert "x" in home.sessions
+
+
+async def test_a_replaced_draft_is_met_anew_and_asked_again(here: Here) -> None:
+    home, other = here.fleet.drafts
+    await other.fake.stop()
+    await other.withdraw()
+    session = SessionDraft(here.drafts)
+    await here.proposed(session)
+    assert session.replica is not None
+    before = session.replica
+    await home.fake.stop()
+    await home.fake.start()
+    await here.proposed(session)
+    assert session.replica is not None
+    assert (session.replica.address, before.address) == (home.fake.address, home.fake.address)
+    assert session.replica.incarnation != before.incarnation
+
+
+async def test_one_that_comes_is_used_though_there_was_none(world: World) -> None:
+    async with DraftFleet(world, "a") as fleet:
+        drafts = drafts_of(world)
+        await drafts.start()
+        here, session = Here(fleet, drafts), SessionDraft(drafts)
+        failed = await here.ask(session)
+        assert isinstance(failed, ev.Failed)
+        assert "no draft in the registry" in failed.message
+        assert session.replica is None
+        await fleet.register()
+        async with asyncio.timeout(PATIENCE_S):
+            while isinstance(await here.ask(session), ev.Failed):  # noqa: ASYNC110  # it finds out by itself
+                await asyncio.sleep(0.01)
+        assert fleet.drafts[0].fake.calls
+        await drafts.close()
+
+
+async def test_a_draft_that_drains_keeps_no_session_where_there_is_another(here: Here) -> None:
+    session = SessionDraft(here.drafts)
+    must_be_right(await here.ask(session))
+    home, other = here.fleet.holder()
+    assert home.registration is not None
+    await home.registration.drain()
+    await here.drafts.refresh()
+    must_be_right(await here.ask(session))
+    assert other.sessions == {"s"}
+    await other.withdraw()
+    await other.fake.stop()
+    await here.drafts.refresh()
+    answer = await here.ask(SessionDraft(here.drafts), named("new"))
+    assert isinstance(answer, ev.Failed), "it takes no new ones, whatever else there is"
+    assert "new" not in home.sessions
+
+
+async def test_a_draft_that_drains_is_used_to_its_end_by_its_own_where_there_is_no_other(here: Here) -> None:
+    session = SessionDraft(here.drafts)
+    must_be_right(await here.ask(session))
+    home, other = here.fleet.holder()
+    assert home.registration is not None
+    await other.withdraw()
+    await other.fake.stop()
+    await home.registration.drain()
+    await here.drafts.refresh()
+    must_be_right(await here.ask(session))
+
+
+async def test_a_draft_whose_stream_broke_is_met_again_at_once(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = SessionDraft(here.drafts)
+    home, other = here.fleet.drafts
+    await other.withdraw()
+    await other.fake.stop()
+    await here.proposed(session)
+    monkeypatch.setattr("services.gateway.replicas.membership.POLL_S", 3600.0)
+    await asyncio.sleep(POLL_S)  # the last of the old looks
+    home.fake.fail(grpc.StatusCode.INTERNAL, times=1)
+    assert isinstance(await here.ask(session), ev.Failed)
+    async with asyncio.timeout(PATIENCE_S):
+        while isinstance(await here.ask(session), ev.Failed):  # noqa: ASYNC110  # it is met meanwhile
+            await asyncio.sleep(0.01)
+
+
+async def test_a_session_that_goes_on_finds_the_draft_that_has_its_tokens(here: Here) -> None:
+    for home in here.fleet.drafts:
+        held = CacheLocation(home.fake.address, home.fake.info().incarnation, len(SPEC.prompt))
+        for number in range(3):
+            name = f"{home.fake.address}-{number}"
+            must_be_right(await here.ask(SessionDraft(here.drafts, held), named(name)))
+        assert len(home.sessions) == 3
+    held = CacheLocation(here.fleet.drafts[0].fake.address, "an earlier life", len(SPEC.prompt))
+    here.fleet.drafts[0].busy = 9
+    await here.fleet.until(lambda leases: any(lease.sessions == 9 for lease in leases))
+    await here.drafts.refresh()
+    must_be_right(await here.ask(SessionDraft(here.drafts, held), named("late")))
+    assert "late" in here.fleet.drafts[1].sessions
+
+
+async def test_a_lease_that_ended_moves_sessions_only_where_another_lives(here: Here) -> None:
+    session = SessionDraft(here.drafts)
+    must_be_right(await here.ask(session))
+    home, other = here.fleet.holder()
+    await home.withdraw()
+    await here.drafts.refresh()
+    must_be_right(await here.ask(session))
+    assert other.sessions == {"s"}
+    await other.withdraw()
+    await here.drafts.refresh()
+    must_be_right(await here.ask(session))  # a registry that lost its data is no reason to stop
+
+
+async def test_another_tokenizer_is_refused_once_with_both_hashes(world: World) -> None:
+    async with DraftFleet(world) as fleet:
+        wrong, right = fleet.drafts
+        wrong.fake.tokenizer_hash = "another"
+        await fleet.register()
+        drafts = drafts_of(world)
+        with capture_logs() as logs:
+            await drafts.start()
+            for _ in range(3):
+                await drafts.refresh()
+        here = Here(fleet, drafts)
+        for name in "wx":
+            must_be_right(await here.ask(SessionDraft(drafts), named(name)))
+        await drafts.close()
+        assert len(right.sessions) == 2
+        assert not wrong.fake.calls
+        [line] = [line for line in logs if line["event"] == "draft refused"]
+        assert "another" in line["reason"]
+        assert world.tokenizer_hash in line["reason"]
+
+
+async def test_a_proposal_that_is_given_up_is_cancelled_at_the_draft(here: Here) -> None:
+    session = SessionDraft(here.drafts)
+    for draft in here.fleet.drafts:
+        draft.fake.gate.close()
+    asking = asyncio.ensure_future(here.ask(session))
+    await asyncio.wait(
+        {asking, *(asyncio.ensure_future(it.fake.called(1)) for it in here.fleet.drafts)},
+        return_when=asyncio.FIRST_COMPLETED,
+    )
+    home, other = here.fleet.holder()
+    asking.cancel()
+    await home.fake.was_given_up()
+    for draft in here.fleet.drafts:
+        draft.fake.gate.open()
+    must_be_right(await here.ask(session))
+    assert not other.fake.calls, "giving up is no reproach"
+
+
+async def test_what_is_asked_ahead_is_said_so(here: Here) -> None:
+    await here.ask(SessionDraft(here.drafts), ahead=3)
+    home, _ = here.fleet.holder()
+    assert [call.ahead for call in home.fake.calls] == [3]
+
+
+async def test_a_strategy_is_asked_of_those_that_offer_it(here: Here) -> None:
+    answer = await here.ask(SessionDraft(here.drafts), strategy="clairvoyance")
+    assert isinstance(answer, ev.Failed)
+    assert not any(draft.fake.calls for draft in here.fleet.drafts)
+    must_be_right(await here.ask(SessionDraft(here.drafts), strategy="model"))
+
+
+async def test_a_draft_that_keeps_failing_is_asked_by_one_probe_at_a_time(here: Here) -> None:
+    bad, other = here.fleet.drafts
+    await other.withdraw()
+    await other.fake.stop()
+    await here.drafts.refresh()
+    bad.fake.lie = refuse
+    sessions = [SessionDraft(here.drafts) for _ in range(8)]
+    for session in sessions:
+        assert isinstance(await here.ask(session), ev.Failed)
+    assert len(bad.fake.calls) == FAILURES
+    await until_used(here, bad.fake.address)
+    for session in sessions:
+        assert isinstance(await here.ask(session), ev.Failed)
+    assert len(bad.fake.calls) == FAILURES + 1
+    bad.fake.lie = lambda _item, _answer: None
+    await until_used(here, bad.fake.address)
+    for session in sessions:
+        must_be_right(await here.ask(session))
+
+
+async def test_misses_are_no_failures(here: Here) -> None:
+    """A draft that lost its caches says so to everyone at once."""
+    session = SessionDraft(here.drafts)
+    must_be_right(await here.ask(session))
+    home, _ = here.fleet.holder()
+    for _ in range(2 * FAILURES):
+        home.fake.forget()
+        part = ev.Slice(len(PROMPT_TOKENS), (1,), prefix_hash(PROMPT_TOKENS))
+        answer = await session.propose(SPEC, ev.Propose(1, part, K, ""), None)
+        assert isinstance(answer, ev.CacheMissed)
+    must_be_right(await here.ask(session))
+
+
+async def test_proposals_that_come_too_late_open_the_breaker_too(here: Here) -> None:
+    slow, other = here.fleet.drafts
+    await other.withdraw()
+    await other.fake.stop()
+    await here.drafts.refresh()
+    slow.fake.gate.close()
+    asking = [here.ask(SessionDraft(here.drafts), named(str(number))) for number in range(FAILURES)]
+    await asyncio.gather(*asking)
+    asked = len(slow.fake.calls)
+    failed = await here.ask(SessionDraft(here.drafts))
+    assert isinstance(failed, ev.Failed)
+    assert failed.message != TIMED_OUT
+    assert len(slow.fake.calls) == asked
+
+
+async def test_a_session_falls_from_model_to_lookup_at_a_draft_to_lookup_here_and_comes_back(
+    here: Here,
+) -> None:
+    model, looking_up = here.fleet.drafts
+    looking_up.fake.strategies = (NGRAM,)
+    await looking_up.fake.stop()
+    await looking_up.fake.start()
+    await looking_up.withdraw()
+    await here.fleet.register(looking_up)
+    await here.drafts.refresh()
+    session = SessionDraft(here.drafts, may_look_up=True)
+
+    async def strategy_asked() -> str:
+        """Of which draft, or "here"; looked up is the prompt, which does not repeat itself."""
+        counts = [len(draft.fake.calls) for draft in here.fleet.drafts]
+        answer = await here.ask(session, strategy=MODEL)
+        assert isinstance(answer, ev.Proposed)
+        for draft, count in zip(here.fleet.drafts, counts, strict=True):
+            if len(draft.fake.calls) > count:
+                return str(draft.fake.calls[-1].strategy)
+        assert answer.prefix_hash == prefix_hash(SPEC.prompt)
+        assert session.replica is None, "what is looked up here no draft has"
+        return "here"
+
+    assert await strategy_asked() == MODEL
+    await model.fake.stop()
+    assert await strategy_asked() == NGRAM
+    await looking_up.fake.stop()
+    assert await strategy_asked() == "here"
+    await looking_up.fake.start()
+    await until_used(here, looking_up.fake.address)
+    assert await strategy_asked() == NGRAM
+    await model.fake.start()
+    await until_used(here, model.fake.address)
+    assert await strategy_asked() == MODEL
+    assert sum(here.drafts.moves.counts.values()) >= 2
+
+
+async def until_used(here: Here, address: str) -> None:
+    """Wait until the draft may be tried again."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not here.drafts._members[address].may_be_asked(here.drafts.now_ns()):
+            await here.drafts.refresh()
+            await asyncio.sleep(0.02)
+
+
+def refuse(_item: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    answer.status.code = grpc.StatusCode.INTERNAL.value[0]

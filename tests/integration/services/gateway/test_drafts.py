@@ -1,0 +1,220 @@
+"""Drafts are hints: whatever a draft does costs speed, never a token and never a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from galley.client.options import Speculation
+from galley.core.errors import TokenizerMismatch
+from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.fakes.truth import VOCAB
+from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import MAX_TOKENS, World, any_credit, hear, must_be_true
+
+COOLDOWN_S = 0.25  # galley.core.session.machine.SessionLimits.draft_cooldown_ns
+
+
+def random_tokens(item: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    chance = random.Random(item.slice.request_id)
+    answer.result.draft_tokens[:] = [chance.randrange(VOCAB) for _ in answer.result.draft_tokens]
+
+
+def too_many(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    answer.result.draft_tokens.extend([*answer.result.draft_tokens] * 20)
+
+
+def too_few(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    del answer.result.draft_tokens[1:]
+
+
+def none_at_all(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    del answer.result.draft_tokens[:]
+
+
+def other_vocabulary(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    answer.result.draft_tokens[1:] = [VOCAB, 2**32 - 1]
+
+
+def wrong_position(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    answer.result.position += 1
+
+
+def wrong_content(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    answer.result.prefix_hash = b"x" * 16
+
+
+def boasts_of_its_cache(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    answer.result.kv_len = 2**31
+
+
+def internal(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    answer.status.code, answer.status.message = grpc.StatusCode.INTERNAL.value[0], "broken"
+
+
+def misses_forever(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    answer.cache_miss.have, answer.cache_miss.prefix_hash = 3, b"y" * 16
+
+
+def misses_beyond_the_end(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    answer.cache_miss.have, answer.cache_miss.prefix_hash = 2**32 - 1, b"y" * 16
+
+
+def superseded(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    answer.superseded.position = 1
+
+
+def nothing_said(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    answer.Clear()
+
+
+def another_request(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    answer.request_id += 1
+
+
+LIES: list[Callable[[pb.ProposeItem, pb.ProposeAnswer], None]] = [
+    random_tokens,
+    too_many,
+    too_few,
+    none_at_all,
+    other_vocabulary,
+    wrong_position,
+    wrong_content,
+    boasts_of_its_cache,
+    internal,
+    misses_forever,
+    misses_beyond_the_end,
+    superseded,
+    nothing_said,
+    another_request,
+]
+
+
+@pytest.mark.parametrize("spoil_rate", [0.0, 0.3, 1.0])
+async def test_a_draft_that_is_right_so_often_changes_no_token(world: World, spoil_rate: float) -> None:
+    world.draft.spoil_rate = spoil_rate
+    gateway = await world.gateway()
+    heard = await hear(gateway.ask(speculation=Speculation(k=4)))
+    must_be_true(heard)
+    assert heard.finished is not None
+    stats = heard.finished.speculation
+    assert stats.accepted == sum(heard.from_draft)
+    assert (stats.accepted > 0) == (spoil_rate < 1)
+    if spoil_rate == 0:
+        # 4 draft tokens and the target's own; or fewer, where more of them were not ready yet.
+        assert MAX_TOKENS // 5 <= stats.rounds <= MAX_TOKENS // 3
+
+
+@any_credit
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+async def test_a_lie_of_the_draft_is_harmless(
+    world: World, lie: Callable[[pb.ProposeItem, pb.ProposeAnswer], None]
+) -> None:
+    world.draft.lie = lie
+    gateway = await world.gateway(draft_timeout_s=0.1)  # for answers to what was not asked
+    must_be_true(await hear(gateway.ask()))
+    assert world.draft.calls
+
+
+@any_credit
+async def test_draft_calls_that_fail_are_harmless(world: World) -> None:
+    world.draft.fail(grpc.StatusCode.INTERNAL, times=1000)
+    gateway = await world.gateway()
+    must_be_true(await hear(gateway.ask()))
+    assert world.draft.calls
+
+
+async def test_a_draft_that_never_answers_costs_a_timeout_and_is_left_alone(world: World) -> None:
+    timeout_s = 0.05
+    world.draft.gate.close()
+    gateway = await world.gateway(draft_timeout_s=timeout_s)
+    heard = await hear(gateway.ask())
+    must_be_true(heard)
+    assert heard.finished is not None
+    asked, stats = len(world.draft.calls), heard.finished.speculation
+    assert stats.drafted == 0
+    assert 1 <= asked <= 1 + stats.round_ns / 1e9 / COOLDOWN_S
+    # The draft never answers, so any bound shows that nothing waits for it.
+    assert stats.draft_ns / 1e9 <= asked * timeout_s + 10
+
+
+async def test_a_draft_that_answers_late_is_harmless(world: World) -> None:
+    """It answers once the target has been asked, for which the gateway did not wait."""
+
+    async def wait_for_target() -> None:
+        await world.target.called(asked + 1)
+
+    gateway = await world.gateway(draft_timeout_s=0.05)
+    asked = len(world.target.calls)
+    world.draft.before_answering = wait_for_target
+    must_be_true(await hear(gateway.ask()))
+    assert world.draft.calls
+
+
+async def test_a_draft_that_was_killed_is_used_again_when_it_is_back(world: World) -> None:
+    gateway = await world.gateway()
+    assert any((await hear(gateway.ask())).from_draft)
+
+    await world.draft.stop()
+    heard = await hear(gateway.ask())
+    must_be_true(heard)
+    assert not any(heard.from_draft)
+
+    await world.draft.start()
+    async with asyncio.timeout(PATIENCE_S):
+        while not any(heard.from_draft):  # gRPC comes to know of it within a second
+            heard = await hear(gateway.ask())
+            must_be_true(heard)
+
+
+@any_credit
+async def test_a_draft_killed_mid_stream_does_not_end_the_stream(world: World) -> None:
+    gateway = await world.gateway()
+    world.target.gate.close()
+    stream = gateway.ask()
+    world.target.gate.permit(2)
+    await world.target.waits_after(2)
+    await world.draft.stop()
+    world.target.gate.open()
+    must_be_true(await hear(stream))
+
+
+async def test_a_gateway_starts_without_its_draft_and_pairs_later(world: World) -> None:
+    await world.draft.stop()
+    gateway = await world.gateway()
+    heard = await hear(gateway.ask())
+    must_be_true(heard)
+    await world.draft.start()
+    async with asyncio.timeout(PATIENCE_S):
+        while not any(heard.from_draft):
+            heard = await hear(gateway.ask())
+
+
+async def test_a_draft_of_another_tokenizer_is_refused_at_the_start_with_both_hashes(world: World) -> None:
+    world.draft.tokenizer_hash = "another"
+    with pytest.raises(TokenizerMismatch) as refusal:
+        await world.gateway()
+    assert "another" in str(refusal.value)
+    assert world.tokenizer_hash in str(refusal.value)
+
+
+async def test_a_draft_that_comes_back_with_another_tokenizer_is_logged_and_not_used(world: World) -> None:
+    gateway = await world.gateway()
+    await world.draft.stop()
+    must_be_true(await hear(gateway.ask()))
+    world.draft.tokenizer_hash = "another"
+    await world.draft.start()
+    with capture_logs() as logs:
+        async with asyncio.timeout(PATIENCE_S):
+            while not any("another" in str(line.get("reason")) for line in logs):
+                heard = await hear(gateway.ask())
+                must_be_true(heard)
+                assert not any(heard.from_draft)
+    [*_, line] = [line for line in logs if "another" in str(line.get("reason"))]
+    assert world.tokenizer_hash in line["reason"]
+    assert not world.draft.calls

@@ -1,0 +1,105 @@
+"""Gateways that go away under a client that knows another: what it hears is one stream."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import grpc
+import pytest
+
+from galley.client.client import AsyncClient, Retries, TokenStream
+from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.fakes.truth import SEED
+from tests.fakes.world import (
+    MAX_TOKENS,
+    PROMPT,
+    Gateway,
+    Heard,
+    World,
+    any_credit,
+    hear,
+    must_be_true,
+    refused,
+)
+
+STREAMS = 4
+SOON = Retries(patience_s=10.0, first_pause_s=0.01)
+
+
+def client_of(*gateways: Gateway) -> AsyncClient:
+    return AsyncClient([gateway.address for gateway in gateways], retries=SOON)
+
+
+def ask(client: AsyncClient) -> TokenStream:
+    return client.generate(PROMPT, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True, logprobs=2)
+
+
+@any_credit
+@pytest.mark.parametrize("drain_timeout_s", [0.1, 1.0], ids=["cut off", "handed over"])
+async def test_a_gateway_that_stops_is_a_pause(world: World, drain_timeout_s: float) -> None:
+    leaving, staying = await world.gateway(drain_timeout_s=drain_timeout_s), await world.gateway()
+    world.draft.spoil_rate = 0.5
+    async with client_of(staying) as client:
+        whole = await hear(ask(client))
+    must_be_true(whole)
+    world.target.pass_s = 0.05
+    async with client_of(leaving, staying) as client:
+        streams = [ask(client) for _ in range(STREAMS)]
+        heard = await asyncio.gather(*(hear(stream, until=1) for stream in streams))
+        stopping = asyncio.create_task(leaving.running.stop())
+        await asyncio.gather(*(one.listen(stream) for one, stream in zip(heard, streams, strict=True)))
+        await stopping
+    for one in heard:
+        must_be_true(one)
+        assert one.logprobs == whole.logprobs
+        assert not one.changes
+
+
+async def test_a_stream_hops_over_gateways_that_go_one_after_the_other(world: World) -> None:
+    gateways = [await world.gateway(drain_timeout_s=0.1) for _ in range(4)]
+    world.target.gate.close()
+    async with client_of(*gateways) as client:
+        stream = ask(client)
+        heard = Heard()
+        for count, gateway in enumerate(gateways[:-1], start=1):
+            world.target.gate.permit(1)
+            await heard.listen(stream, until=count)
+            await gateway.running.stop()
+        world.target.gate.open()
+        must_be_true(await heard.listen(stream))
+
+
+async def test_a_client_is_told_of_another_owner_and_does_not_fight_it(world: World) -> None:
+    first, second = await world.gateway(), await world.gateway()
+    world.target.gate.close()
+    async with AsyncExitStack() as opened:
+        one = await opened.enter_async_context(client_of(first, second))
+        other = await opened.enter_async_context(client_of(second, first))
+        stream = ask(one)
+        world.target.gate.permit(1)
+        heard = await hear(stream, until=1)
+        taken = other.resume_stream(stream)
+        hearing = asyncio.ensure_future(hear(taken, first_index=len(heard.tokens)))
+        await world.target.waits_after(1)
+        world.target.gate.open()
+        error = await refused(heard.listen(stream))
+        assert error.code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "claimed by another owner" in error.message
+        rest = await hearing
+        assert rest.finished is not None
+        assert rest.finished.reason == pb.Finished.REASON_LENGTH
+
+
+async def test_a_repeated_request_joins_what_its_first_try_began(world: World) -> None:
+    """The first gateway dies with the session begun, and nothing of it said: there is one, not two."""
+    doomed, staying = await world.gateway(drain_timeout_s=0.1), await world.gateway()
+    world.target.gate.close()
+    async with client_of(doomed, staying) as client:
+        stream = ask(client)
+        hearing = asyncio.ensure_future(hear(stream))
+        await world.target.called(1)
+        await doomed.running.stop()
+        world.target.gate.open()
+        must_be_true(await hearing)
+    assert len({call.slice.session_id for call in world.target.calls}) == 1

@@ -1,0 +1,88 @@
+"""One idempotency key is one session: whoever asks again has its answer from the beginning."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import grpc
+import pytest
+
+from galley.client.client import GalleyRpcError, TokenStream
+from tests.fakes.truth import logprobs_of
+from tests.fakes.world import Heard, World, any_credit, hear, must_be_true, refused
+
+
+async def outcome(stream: TokenStream) -> Heard | grpc.StatusCode:
+    try:
+        return await hear(stream)
+    except GalleyRpcError as error:
+        return error.code
+
+
+@any_credit
+async def test_of_two_calls_at_once_one_has_the_answer_and_the_other_knows_why_not(world: World) -> None:
+    gateway = await world.gateway()
+    for number in range(10):
+        key = f"key-{id(world)}-{number}"
+        both = await asyncio.gather(*(outcome(gateway.ask(idempotency_key=key)) for _ in range(2)))
+        answers = [one for one in both if isinstance(one, Heard)]
+        assert answers
+        for answer in answers:
+            must_be_true(answer)
+        assert {one for one in both if not isinstance(one, Heard)} <= {grpc.StatusCode.FAILED_PRECONDITION}
+    await gateway.idle()
+
+
+async def test_an_older_stream_here_ends_at_once_whatever_it_waits_for(world: World) -> None:
+    gateway = await world.gateway()
+    key = f"key-{id(world)}-older"
+    world.target.gate.close()
+    world.target.gate.permit(1)
+    older = gateway.ask(idempotency_key=key)
+    heard = await hear(older, until=1)
+    newer = gateway.ask(idempotency_key=key)
+    await anext(newer)
+    # Though the target has not answered, so that there was nothing to commit.
+    error = await refused(heard.listen(older))
+    assert error.code is grpc.StatusCode.FAILED_PRECONDITION
+    world.target.gate.open()
+    must_be_true(await hear(newer))
+
+
+@any_credit
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
+async def test_asking_again_after_a_lost_connection_just_works(world: World, elsewhere: bool) -> None:
+    """All of it comes, from index 0, with what was told before of each token; nothing is computed twice."""
+    first, second = await world.gateway(), await world.gateway()
+    key = f"key-{id(world)}-{elsewhere}"
+    world.target.gate.close()
+    world.target.gate.permit(3)
+    stream = first.ask(idempotency_key=key, logprobs=2, seed=None)
+    before = await hear(stream, until=3)
+    stream.cancel()
+    await first.idle()
+    calls = len(world.target.calls)
+    world.target.gate.open()
+    again = await hear((second if elsewhere else first).ask(idempotency_key=key, logprobs=2, seed=None))
+    assert before.started is not None
+    assert again.started == before.started
+    must_be_true(again, seed=before.started.seed)
+    known = len(before.tokens)
+    assert again.from_draft[:known] == before.from_draft
+    assert again.logprobs == [logprobs_of(token, 2) for token in again.tokens]
+    went_on = world.target.calls[calls].slice
+    assert went_on.start + len(went_on.tokens) - went_on.prompt_len >= known, "where its log ended"
+
+
+async def test_a_key_can_be_used_again_once_its_owner_gave_up_in_mid_claim(world: World) -> None:
+    """A client that goes while its session is being made leaves one that the next call finds."""
+    gateway = await world.gateway()
+    key = f"key-{id(world)}-gone"
+    for _ in range(5):
+        stream = gateway.ask(idempotency_key=key)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.001)
+        stream.cancel()
+    must_be_true(await hear(gateway.ask(idempotency_key=key)))
+    await gateway.idle()

@@ -1,0 +1,135 @@
+"""Fetching an issuer's keys over https: where they are, and what is not taken for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from galley.common.tls.files import BadFile
+from services.gateway.auth.jwks import JwksClient
+from tests.fakes.certificates import Authority
+from tests.fakes.issuers import CONFIGURATION, IssuerServer, TokenIssuer, issuer_server, jwks
+
+KEYS = "/keys?of=1"
+EC = TokenIssuer()
+LARGE = 1 << 20
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[IssuerServer]:
+    async with issuer_server(tmp_path) as serving:
+        serving.publish(KEYS, jwks(EC))
+        yield serving
+
+
+def configure(server: IssuerServer, **more: object) -> None:
+    told = {"issuer": server.url, "jwks_uri": server.url + KEYS, **more}
+    server.publish(CONFIGURATION, json.dumps(told).encode())
+
+
+async def ids(issuer: JwksClient) -> list[str | None]:
+    return [key.key_id for key in (await issuer.fetch()).keys]
+
+
+async def test_keys_are_fetched_where_the_settings_say(server: IssuerServer) -> None:
+    assert await ids(JwksClient("anybody", server.url + KEYS, server.ca_file)) == ["one"]
+    assert server.asked == [KEYS]
+
+
+async def test_keys_are_fetched_where_the_issuers_configuration_says(server: IssuerServer) -> None:
+    configure(server)
+    assert await ids(JwksClient(server.url, "", server.ca_file)) == ["one"]
+    assert server.asked == [CONFIGURATION, KEYS]
+
+
+async def test_a_slash_at_the_end_belongs_to_the_name(server: IssuerServer) -> None:
+    configure(server, issuer=server.url + "/")
+    assert await ids(JwksClient(server.url + "/", "", server.ca_file)) == ["one"]
+    with pytest.raises(ValueError, match="is of another issuer"):
+        await ids(JwksClient(server.url, "", server.ca_file))
+
+
+@pytest.mark.parametrize(
+    ("told", "problem"),
+    [
+        ({"issuer": "https://other.test"}, "is of another issuer"),
+        ({"issuer": None}, "is of another issuer"),
+        ({"jwks_uri": None}, "names no jwks_uri"),
+        ({"jwks_uri": 7}, "names no jwks_uri"),
+        ({"jwks_uri": "http://127.0.0.1/keys"}, "must be an https:// URL"),
+        ({"jwks_uri": "file:///etc/passwd"}, "must be an https:// URL"),
+        ({"jwks_uri": "https://user:hunter2@127.0.0.1/keys"}, "must not contain"),
+    ],
+)
+async def test_a_configuration_is_not_believed_everything(
+    server: IssuerServer, told: dict[str, object], problem: str
+) -> None:
+    configure(server, **told)
+    with pytest.raises(ValueError, match=problem) as caught:
+        await JwksClient(server.url, "", server.ca_file).fetch()
+    assert CONFIGURATION in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+async def test_answers_that_are_none(server: IssuerServer) -> None:
+    other = server.url + "/other"
+    packed = "Content-Encoding: gzip\r\n"
+    answers: list[tuple[bytes, str, str, str]] = [
+        (b"", "500 Oops", "", "HTTP 500"),
+        (b"", "302 Found", f"Location: {server.url}{KEYS}\r\n", "HTTP 302"),
+        (b"", "200 OK", packed, "is compressed"),
+        (b"<html>", "200 OK", "", "is no JSON object"),
+        (b" " * LARGE + jwks(EC), "200 OK", "", "is larger than"),
+    ]
+    for body, status, headers, problem in answers:
+        server.publish("/other", body, status, headers)
+        with pytest.raises((OSError, ValueError), match=problem):
+            await JwksClient("anybody", other, server.ca_file).fetch()
+    server.answers["/other"] = b"SSH-2.0-OpenSSH\r\n"
+    with pytest.raises(OSError, match="/other: "):
+        await JwksClient("anybody", other, server.ca_file).fetch()
+    assert server.asked == ["/other"] * 6, "no redirect was followed"
+
+
+async def test_an_answer_without_an_end_is_cut_off(server: IssuerServer) -> None:
+    """Of what is sent without a length, as of what is sent too slowly."""
+    server.answers["/endless"] = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"ffff\r\n".join(
+        [b"", *[b" " * 0xFFFF + b"\r\n"] * 64]
+    )
+    with pytest.raises(ValueError, match="is larger than"):
+        await JwksClient("anybody", server.url + "/endless", server.ca_file).fetch()
+    server.answers["/silent"] = None
+    slow = JwksClient("anybody", server.url + "/silent", server.ca_file, timeout_s=0.3)
+    async with asyncio.timeout(5):
+        with pytest.raises(OSError, match=r"/silent: no answer in 0\.3 s"):
+            await slow.fetch()
+    assert server.hanging.is_set()
+
+
+async def test_whoever_answers_must_be_vouched_for(server: IssuerServer, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = Authority(tmp_path / "other", "others")
+    for ca_file in ("", str(other.ca)):
+        with pytest.raises(OSError, match=r"[Cc]ertificate"):
+            await JwksClient("anybody", server.url + KEYS, ca_file).fetch()
+    by_name = server.url.replace("127.0.0.1", "localhost")
+    with pytest.raises(OSError, match=r"[Cc]ertificate"):
+        await JwksClient("anybody", by_name + KEYS, server.ca_file).fetch()
+    assert server.asked == []
+
+
+async def test_an_issuer_that_is_not_there(server: IssuerServer) -> None:
+    with pytest.raises(OSError, match=r"127\.0\.0\.1"):
+        await JwksClient("anybody", "https://127.0.0.1:1/keys", server.ca_file).fetch()
+
+
+def test_authorities_that_cannot_be_read_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(BadFile, match=r"jwt_ca_file: .*none\.pem: No such file"):
+        JwksClient("anybody", "", str(tmp_path / "none.pem")).ssl_context()
+    (tmp_path / "empty.pem").write_text("nothing")
+    with pytest.raises(BadFile, match=r"jwt_ca_file: .*empty\.pem"):
+        JwksClient("anybody", "", str(tmp_path / "empty.pem")).ssl_context()

@@ -1,0 +1,280 @@
+"""Clients that go, are slow, or end their session; gateways that go."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
+from galley.client.request import generate_request
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from tests.fakes.truth import SEED, true_output
+from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import (
+    MAX_TOKENS,
+    PROMPT,
+    PROMPT_TOKENS,
+    Heard,
+    World,
+    any_credit,
+    hear,
+    must_be_true,
+    refused,
+)
+
+LONG = 50_000
+
+
+@any_credit
+async def test_a_client_that_cancels_stops_the_work_of_the_target_within_a_round(world: World) -> None:
+    gateway = await world.gateway()
+    world.target.gate.close()
+    world.target.gate.permit(1)
+    stream = gateway.ask()
+    heard = await hear(stream, until=1)
+    await world.target.waits_after(1)
+    asked = len(world.target.calls)
+    stream.cancel()
+    await world.target.was_given_up()
+    await gateway.idle()
+    assert len(world.target.calls) == asked
+    assert world.target.answered == 1
+
+    world.target.gate.open()
+    must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
+
+
+async def test_a_client_that_cancels_stops_the_work_of_the_draft(world: World) -> None:
+    gateway = await world.gateway()
+    world.draft.gate.close()
+    stream = gateway.ask()
+    heard = Heard()
+    heard.hear(await anext(stream))
+    await world.draft.called(1)
+    stream.cancel()
+    await world.draft.was_given_up()
+    await gateway.idle()
+    assert not world.target.calls
+
+    world.draft.gate.open()
+    must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
+
+
+@any_credit
+async def test_a_client_that_cancels_while_nothing_waits_leaves_nothing_behind(world: World) -> None:
+    """At whatever point: mid-stream, with the target answering freely."""
+    gateway = await world.gateway()
+    for count in range(10):
+        stream = gateway.ask(max_tokens=LONG)
+        await hear(stream, until=count * 3)
+        stream.cancel()
+    await gateway.idle()
+    stream = gateway.ask()
+    must_be_true(await hear(stream))
+    # An item of the last one that was cancelled may have been on its way until now.
+    asked = [call.slice for call in world.target.calls if call.slice.session_id == stream.session_id]
+    assert asked[0].start == 0
+
+
+@any_credit
+async def test_a_slow_client_stops_its_own_session_and_no_other(world: World) -> None:
+    buffer = 32
+    gateway = await world.gateway(buffer=buffer)
+    # How much a client's own transport takes before it is read is up to the client: here 64 KiB.
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
+    async with grpc.aio.insecure_channel(gateway.address, options=options) as channel:
+        request = generate_request(
+            PROMPT, {"max_tokens": LONG, "seed": SEED, "ignore_eos": True, "logprobs": 20}
+        )
+        stub: rpc.GenerationAsyncStub = rpc.GenerationStub(channel)
+        stream = TokenStream(stub.Generate(request))
+        session_id = (await anext(stream)).started.session_id
+
+        def confirmed() -> int:
+            return world.target.confirmed[session_id]
+
+        before = -1
+        while before != (before := confirmed()):
+            must_be_true(await hear(gateway.ask(max_tokens=256)), max_tokens=256)
+        assert before < LONG / 10, "it is held up by its client, not at its end"
+
+        heard = await hear(stream, until=before + buffer)
+        assert heard.tokens == true_output(PROMPT_TOKENS, len(heard.tokens))
+        stream.cancel()
+    await gateway.idle()
+
+
+@any_credit
+async def test_an_aborted_session_ends_its_stream_and_cannot_be_continued(world: World) -> None:
+    first, second = await world.gateway(), await world.gateway()
+    for aborter in (first, second):
+        world.target.gate.close()
+        stream = first.ask()
+        world.target.gate.permit(1)
+        heard = await hear(stream, until=1)
+        await aborter.client.abort(stream.session_id)
+        if aborter is second:  # the stream's own gateway comes to know of it by its next commit
+            world.target.gate.open()
+        await heard.listen(stream)
+        assert heard.finished is not None
+        assert heard.finished.reason == pb.Finished.REASON_ABORTED
+        logged = len(heard.tokens)
+        assert heard.finished.usage.output_tokens == logged < MAX_TOKENS
+        await first.idle()
+
+        calls = len(world.target.calls)
+        for gateway in (first, second):
+            again = await hear(gateway.client.resume(stream.session_id, 0))
+            assert again.tokens == heard.tokens
+            assert again.finished is not None
+            assert again.finished.reason == pb.Finished.REASON_ABORTED
+        assert len(world.target.calls) == calls
+        await second.client.abort(stream.session_id)  # again is the same as once
+
+
+async def test_aborting_a_finished_session_leaves_it_as_it_ended(world: World) -> None:
+    gateway = await world.gateway()
+    stream = gateway.ask()
+    whole = await hear(stream)
+    await gateway.client.abort(stream.session_id)
+    again = await hear(gateway.client.resume(stream.session_id, 0))
+    assert again.finished is not None
+    assert whole.finished is not None
+    assert again.finished.reason == whole.finished.reason == pb.Finished.REASON_LENGTH
+    assert again.tokens == whole.tokens
+
+
+@any_credit
+async def test_a_draining_gateway_refuses_new_work_and_lets_streams_end(world: World) -> None:
+    gateway = await world.gateway(drain_timeout_s=20)
+    world.target.gate.close()
+    world.target.gate.permit(1)
+    stream = gateway.ask()
+    heard = await hear(stream, until=1)
+    stopping = asyncio.create_task(gateway.running.stop())
+    async with asyncio.timeout(PATIENCE_S):
+        while (error := await refused_or_held(gateway.ask())) is None:
+            pass
+    assert error == grpc.StatusCode.UNAVAILABLE
+    assert await refused_or_held(gateway.client.resume(stream.session_id, 0)) == grpc.StatusCode.UNAVAILABLE
+    world.target.gate.open()
+    must_be_true(await heard.listen(stream))
+    await stopping
+    await gateway.idle()
+
+
+async def refused_or_held(stream: TokenStream) -> grpc.StatusCode | None:
+    """The status of a refused call; None for one that began, which is then cancelled."""
+    try:
+        await anext(stream)
+    except GalleyRpcError as error:
+        return error.code
+    stream.cancel()
+    return None
+
+
+async def test_a_draining_gateway_hands_long_streams_over_at_a_round_boundary(world: World) -> None:
+    leaving, staying = await world.gateway(drain_timeout_s=1), await world.gateway()
+    stream = leaving.ask(max_tokens=LONG)
+    heard = await hear(stream, until=1)
+    stopping = asyncio.create_task(leaving.running.stop())
+    error = await refused(heard.listen(stream))
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    assert "shutting down" in error.message
+    await stopping
+    await leaving.idle()
+    assert not world.target.cancelled, "a round under way is finished"
+
+    enough = len(heard.tokens) + 50
+    resumed = staying.client.resume_stream(stream)
+    await heard.listen(resumed, until=enough)
+    assert heard.tokens[:enough] == true_output(PROMPT_TOKENS, enough, SEED)
+    resumed.cancel()
+    await staying.idle()
+
+
+@pytest.mark.parametrize("hung", ["draft", "target"])
+async def test_a_gateway_leaves_in_time_though_a_pool_hangs(world: World, hung: str) -> None:
+    gateway, other = await world.gateway(drain_timeout_s=0.5), await world.gateway()
+    pool = world.draft if hung == "draft" else world.target
+    pool.gate.close()
+    stream = gateway.ask()
+    heard = Heard()
+    heard.hear(await anext(stream))
+    await pool.called(1)
+    async with asyncio.timeout(PATIENCE_S):
+        await gateway.running.stop()
+    error = await refused(heard.listen(stream))
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    assert "shutting down" in error.message
+    await pool.was_given_up()
+    pool.gate.open()
+    must_be_true(await heard.listen(other.client.resume_stream(stream)))
+
+
+@any_credit
+async def test_a_session_may_go_on_without_its_client(world: World) -> None:
+    """The buffer bounds a stream that somebody reads, not one that nobody does."""
+    first, second = await world.gateway(buffer=8), await world.gateway()
+    for leave in ("cancel", "break"):
+        world.target.gate.close()
+        world.target.gate.permit(2)
+        client = await AsyncClient(first.address, retries=NO_RETRIES).__aenter__()
+        stream = client.generate(
+            PROMPT, max_tokens=256, seed=SEED, ignore_eos=True, continue_without_client=True
+        )
+        heard = await hear(stream, until=2)
+        if leave == "cancel":
+            stream.cancel()
+        await client.__aexit__(None, None, None)
+        world.target.gate.open()
+        await world.target.watch.until(lambda: world.target.confirmed[stream.session_id] == 256)  # noqa: B023
+        await first.idle()
+        calls = len(world.target.calls)
+        must_be_true(await heard.listen(second.client.resume_stream(stream)), max_tokens=256)
+        assert len(world.target.calls) == calls, "it was all there"
+
+
+async def test_a_session_that_goes_on_without_its_client_holds_its_place(world: World) -> None:
+    gateway = await world.gateway(max_sessions=1)
+    world.target.gate.close()
+    stream = gateway.ask(continue_without_client=True)
+    await anext(stream)
+    await world.target.called(1)
+    stream.cancel()
+    while await refused_or_held(gateway.ask()) is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+        pass
+    world.target.gate.open()
+    await gateway.idle()
+    must_be_true(await hear(gateway.ask()))
+
+
+async def test_a_session_that_goes_on_without_its_client_can_be_joined_aborted_and_drained(
+    world: World,
+) -> None:
+    gateway, other = await world.gateway(drain_timeout_s=0.5), await world.gateway()
+    streams = []
+    for _ in range(3):
+        asked = len(world.target.calls)
+        world.target.gate.close()
+        stream = gateway.ask(max_tokens=500, continue_without_client=True)
+        await anext(stream)
+        await world.target.called(asked + 1)
+        stream.cancel()
+        streams.append(stream)
+    joined, aborted, drained = streams
+    await gateway.client.abort(aborted.session_id)
+    taken = other.client.resume_stream(joined)
+    heard = Heard()
+    heard.hear(await anext(taken))
+    async with asyncio.timeout(PATIENCE_S):
+        await gateway.running.stop()
+    world.target.gate.open()
+    must_be_true(await heard.listen(taken), max_tokens=500)
+    over = await hear(other.client.resume(aborted.session_id, 0))
+    assert over.finished is not None
+    assert over.finished.reason == pb.Finished.REASON_ABORTED
+    must_be_true(await hear(other.client.resume(drained.session_id, 0)), max_tokens=500)

@@ -1,0 +1,268 @@
+"""What a gateway counts of its streams: each number against what clients and replicas saw of the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import grpc
+import pytest
+
+from galley.client.options import Speculation
+from galley.common.metrics import catalogue
+from galley.common.metrics.catalogue import of_service
+from galley.common.metrics.labels import ENDS, GATEWAY, WORKLOAD
+from galley.common.metrics.metric import Metric
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts
+from galley.core.names import LOOKUP, MODEL
+from galley.core.routing.breaker import FAILURES
+from tests.fakes.kept_spans import KeptSpans
+from tests.fakes.readings import count, histogram, number, total
+from tests.fakes.world import MAX_TOKENS, Gateway, World, any_credit, hear, must_be_true, refused
+from tests.integration.services.gateway.test_drafts import internal
+from tests.integration.services.gateway.test_unread import BUFFER, LONG, left_unread
+
+FIXED = Speculation(k=4)
+NAME = "tiny"
+CALL = ("text_completion", "galley", NAME, NAME)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A gateway, and what it counts."""
+
+    gateway: Gateway
+    registry: Registry
+
+    def number(self, metric: Metric, *labels: str) -> float:
+        return number(self.registry, metric, *labels)
+
+    def ends(self) -> dict[tuple[str, str], float]:
+        """How calls have ended, of those of which there was any."""
+        counted = {end: self.number(catalogue.STREAMS, *end) for end in ENDS}
+        return {end: calls for end, calls in counted.items() if calls}
+
+
+async def counted(world: World, **given: object) -> Counted:
+    registry = Registry(GATEWAY)
+    return Counted(await world.gateway_of(Parts(metrics=registry), **given), registry)
+
+
+async def test_everything_that_the_catalogue_says_of_a_gateway_is_there(world: World) -> None:
+    it = await counted(world)
+    assert set(it.registry.metrics) == set(of_service(GATEWAY))
+    assert it.number(catalogue.REPLICAS, "target", "up") == 1
+    assert it.number(catalogue.REPLICAS, "draft", "up") == 1
+    assert it.number(catalogue.BREAKER_STATE, "draft", world.draft.address) == 0
+    alone = await counted(world, draft="none")
+    assert total(alone.registry, catalogue.REPLICAS) == 1
+
+
+@any_credit
+async def test_rounds_and_their_tokens_are_what_the_client_was_sent(world: World) -> None:
+    world.draft.spoil_rate = 0.3
+    world.target.pass_s = 0.02  # unasked, it would be through before the draft has spoken
+    it = await counted(world)
+    heard = await hear(it.gateway.ask(speculation=FIXED, workload="w"))
+    must_be_true(heard)
+    await it.gateway.idle()
+
+    of = ("w", MODEL, NAME)
+    accepted = sum(heard.from_draft)
+    assert 0 < accepted < MAX_TOKENS
+    assert it.number(catalogue.CONFIRMED_TOKENS, "draft", "w") == accepted
+    assert it.number(catalogue.CONFIRMED_TOKENS, "target", "w") == MAX_TOKENS - accepted
+    assert total(it.registry, catalogue.ACCEPTED_TOKENS) == accepted
+    verified = total(it.registry, catalogue.VERIFIED_TOKENS)
+    assert accepted <= verified <= total(it.registry, catalogue.DRAFTED_TOKENS)
+    assert it.number(catalogue.ACCEPTED_TOKENS, *of) > 0
+    assert total(it.registry, catalogue.ACCEPTED_AT) == accepted
+    assert total(it.registry, catalogue.VERIFIED_AT) == verified
+
+    rounds = total(it.registry, catalogue.ROUNDS)
+    assert heard.finished is not None
+    assert rounds == heard.finished.speculation.rounds == world.target.answered
+    for metric, labels in (
+        (catalogue.K, ("w",)),
+        (catalogue.ROUND_DURATION, ()),
+        (catalogue.DRAFT_WAIT, ()),
+    ):
+        assert count(it.registry, metric, *labels) == rounds
+    assert total(it.registry, catalogue.OVERLAPS) <= rounds
+    assert it.number(catalogue.WASTED_DRAFT_TOKENS, "rejected") == verified - accepted
+    assert it.number(catalogue.WASTED_VERIFY_TOKENS) == verified + rounds - MAX_TOKENS
+    assert count(it.registry, catalogue.COMMIT_DURATION, "ok") >= 1
+
+
+@any_credit
+async def test_plain_decoding_is_as_fast_as_plain_decoding(world: World) -> None:
+    it = await counted(world)
+    must_be_true(await hear(it.gateway.ask(speculation=Speculation(off=True))))
+    plain, real = (it.number(metric, "none") for metric in (catalogue.PLAIN_TIME, catalogue.DECODE_TIME))
+    assert real > 0
+    assert plain == pytest.approx(real)
+
+
+async def test_a_call_is_timed_and_named_as_the_conventions_say(world: World) -> None:
+    it = await counted(world)
+    must_be_true(await hear(it.gateway.ask()))
+    await it.gateway.idle()
+    assert it.ends() == {("ok", "none"): 1}
+    for metric in (catalogue.TIME_TO_FIRST_TOKEN, catalogue.TIME_PER_OUTPUT_TOKEN):
+        assert count(it.registry, metric, *CALL) == 1
+    first, whole = (
+        histogram(it.registry, metric, *CALL, *more).total
+        for metric, more in ((catalogue.TIME_TO_FIRST_TOKEN, ()), (catalogue.REQUEST_DURATION, ("",)))
+    )
+    assert 0 < first < whole
+
+
+async def test_exemplars_name_the_trace(world: World) -> None:
+    kept, registry = KeptSpans(), Registry(GATEWAY)
+    parts = replace(kept.parts(), metrics=registry)
+    it = Counted(await world.gateway_of(parts), registry)
+    must_be_true(await hear(it.gateway.ask()))
+    await it.gateway.idle()
+    spans = {
+        exemplar.span
+        for metric, labels in (
+            (catalogue.REQUEST_DURATION, (*CALL, "")),
+            (catalogue.TIME_TO_FIRST_TOKEN, CALL),
+            (catalogue.TIME_PER_OUTPUT_TOKEN, CALL),
+            (catalogue.ROUND_DURATION, ()),
+            (catalogue.COMMIT_DURATION, ("ok",)),
+        )
+        for exemplar in histogram(it.registry, metric, *labels).exemplars.values()
+    }
+    [request] = await kept.requests()
+    named = request.context
+    assert named is not None
+    assert spans == {(named.trace_id, named.span_id)}
+
+
+# ---------------------------------------------------------------------------------- whose fault is it --
+
+
+async def test_the_callers_faults_are_not_ours(world: World) -> None:
+    it = await counted(world)
+    await refused(hear(it.gateway.ask(max_tokens=0)))
+    await refused(hear(it.gateway.ask(model="another")))
+    await refused(hear(it.gateway.client.resume("f" * 32, 0)))
+    world.target.gate.close()
+    left = it.gateway.ask()
+    await hear(left, until=0)
+    await anext(left)
+    left.cancel()
+    await it.gateway.idle()
+    late = await refused(hear(it.gateway.ask(timeout_s=0.2)))
+    assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await it.gateway.idle()
+    assert it.ends() == {
+        ("invalid_argument", "caller"): 2,
+        ("not_found", "caller"): 1,
+        ("cancelled", "caller"): 1,
+        ("deadline_exceeded", "caller"): 1,
+    }
+    assert it.number(catalogue.RESUMES, "not_found") == 1
+    wrong = ("text_completion", "galley", "other", "", "invalid_argument")
+    assert count(it.registry, catalogue.REQUEST_DURATION, *wrong) == 1
+
+
+async def test_a_full_gateway_is_our_fault_and_so_is_one_that_drains(world: World) -> None:
+    it = await counted(world, max_sessions=1)
+    world.target.gate.close()
+    stream = it.gateway.ask()
+    await anext(stream)
+    assert it.number(catalogue.SESSIONS_OPEN) == 1
+    assert (await refused(hear(it.gateway.ask()))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert it.number(catalogue.ADMISSION_REFUSED, "streams") == 1
+    world.target.gate.open()
+    must_be_true(await hear(stream))
+    await it.gateway.idle()
+    assert it.number(catalogue.SESSIONS_OPEN) == 0
+    it.gateway.running.service._streams.refuse_new()  # type: ignore[attr-defined]  # as a drain begins
+    assert (await refused(hear(it.gateway.ask()))).code is grpc.StatusCode.UNAVAILABLE
+    assert it.number(catalogue.ADMISSION_REFUSED, "draining") == 1
+    assert it.ends() == {
+        ("ok", "none"): 1,
+        ("resource_exhausted", "ours"): 1,
+        ("unavailable", "ours"): 1,
+    }
+
+
+async def test_a_stream_that_is_left_unread_is_the_callers_fault(world: World) -> None:
+    it = await counted(world, client_timeout_s=1.2, buffer=BUFFER)
+    async with left_unread(it.gateway, LONG, 1):
+        await it.gateway.has_places()
+    assert it.ends() == {("unavailable", "caller"): 1}
+    assert it.number(catalogue.CLIENT_STALLS) == 1
+
+
+# ------------------------------------------------------------------------------------------ failures --
+
+
+async def test_a_resumed_session_is_a_resume_and_no_first_token(world: World) -> None:
+    first, second = await counted(world), await counted(world)
+    stream = first.gateway.ask()
+    heard = await hear(stream, until=MAX_TOKENS // 2)
+    stream.cancel()
+    must_be_true(await heard.listen(second.gateway.client.resume_stream(stream)))
+    await second.gateway.idle()
+    assert second.number(catalogue.RESUMES, "ok") == 1
+    assert second.ends() == {("ok", "none"): 1}
+    assert not any(
+        reading.points
+        for reading in second.registry.read()
+        if reading.metric is catalogue.TIME_TO_FIRST_TOKEN
+    )
+
+
+async def test_a_target_that_forgets_is_a_cache_miss_and_one_that_restarts_a_failover(world: World) -> None:
+    it = await counted(world)
+    world.target.gate.close()
+    world.target.gate.permit(1)
+    stream = it.gateway.ask(speculation=Speculation(off=True))
+    await anext(stream)
+    await world.target.waits_after(1)
+    world.target.forget()
+    world.target.gate.open()
+    must_be_true(await hear(stream))
+    assert it.number(catalogue.CACHE_MISSES, "target") == 1
+    assert it.number(catalogue.CACHE_MISSES, "draft") == 0
+
+    world.target.gate.close()
+    world.target.gate.permit(1)
+    stream = it.gateway.ask(speculation=Speculation(off=True))
+    await anext(stream)
+    await world.target.waits_after(1)
+    await world.target.stop()
+    await world.target.start()
+    world.target.gate.open()
+    must_be_true(await hear(stream))
+    assert it.number(catalogue.FAILOVERS, "target", "restarted") == 1
+
+
+async def test_a_draft_that_fails_opens_its_breaker(world: World) -> None:
+    it = await counted(world)
+    world.draft.lie = internal
+    for _ in range(FAILURES):
+        must_be_true(await hear(it.gateway.ask(speculation=FIXED)))
+    assert it.number(catalogue.BREAKER_STATE, "draft", world.draft.address) in {1, 2}
+
+
+async def test_without_a_draft_the_gateway_looks_up(world: World) -> None:
+    await world.draft.stop()
+    it = await counted(world, lookup_fallback=True)
+    assert it.number(catalogue.REPLICAS, "draft", "up") == 0
+    await hear(it.gateway.ask([1, 2, 3, 4] * 8, speculation=FIXED))
+    assert it.number(catalogue.ROUNDS, "none", LOOKUP) > 0
+    assert it.number(catalogue.DRAFTED_TOKENS, "none", LOOKUP, NAME) > 0
+
+
+async def test_workloads_are_bounded(world: World) -> None:
+    it = await counted(world)
+    for index in range(WORKLOAD.most + 3):
+        await hear(it.gateway.ask(workload=f"w{index}", max_tokens=1))
+    named = total(it.registry, catalogue.CONFIRMED_TOKENS)
+    assert named == WORKLOAD.most + 3
+    assert it.number(catalogue.CONFIRMED_TOKENS, "target", "other") == 4

@@ -1,0 +1,62 @@
+"""Twenty times as many calls as there are places: the rest is refused at once, before any work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import grpc
+
+from galley.client.client import GalleyRpcError, TokenStream
+from tests.fakes.redis_servers import Server
+from tests.fakes.world import Heard, World, any_credit, hear, must_be_true, refused
+
+PLACES = 4
+CALLS = 20 * PLACES
+
+
+async def first_of(stream: TokenStream) -> TokenStream | GalleyRpcError:
+    """The stream, once it has started, or why it did not."""
+    try:
+        await anext(stream)
+    except GalleyRpcError as error:
+        return error
+    return stream
+
+
+@any_credit
+async def test_an_overload_is_refused_at_once_and_who_was_admitted_does_not_notice(world: World) -> None:
+    gateway = await world.gateway(max_sessions=PLACES)
+    world.target.gate.close()
+    # The answers would come only once the gate is open: what comes before was refused without waiting.
+    outcomes = await asyncio.gather(*(first_of(gateway.ask()) for _ in range(CALLS)))
+    refusals = [outcome for outcome in outcomes if isinstance(outcome, GalleyRpcError)]
+    streams = [outcome for outcome in outcomes if isinstance(outcome, TokenStream)]
+    assert len(streams) == PLACES
+    assert {error.code for error in refusals} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    waits = sorted(error.retry_after_s or 0.0 for error in refusals)
+    assert waits[0] > 0
+    assert len(set(waits)) == len(waits), "they do not all come back at once"
+    assert len({call.slice.session_id for call in [*world.target.calls, *world.draft.calls]}) <= PLACES
+
+    world.target.gate.open()
+    for heard in await asyncio.gather(*(Heard().listen(stream) for stream in streams)):
+        assert heard.finished is not None
+    await gateway.idle()
+    must_be_true(await hear(gateway.ask()))
+
+
+async def test_calls_to_abort_are_bounded_too_and_need_no_streams_place(
+    frail_world: World, own_store: Server
+) -> None:
+    gateway = await frail_world.gateway(max_sessions=1, store_timeout_s=0.2)
+    frail_world.target.gate.close()
+    stream = gateway.ask()
+    await anext(stream)
+    own_store.pause()
+    calls = [refused(gateway.client.abort(stream.session_id)) for _ in range(CALLS)]
+    codes = Counter([error.code for error in await asyncio.gather(*calls)])
+    own_store.go_on()
+    assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED: CALLS - 1, grpc.StatusCode.UNAVAILABLE: 1}
+    await gateway.client.abort(stream.session_id)
+    assert (await Heard().listen(stream)).finished is not None

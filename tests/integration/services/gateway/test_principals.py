@@ -1,0 +1,306 @@
+"""Callers are told apart: what is one's own nobody else sees, names, shares or uses up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from galley.client.client import AsyncClient
+from galley.core.admission.principal import Principal
+from tests.fakes.collector import Collector
+from tests.fakes.processes import gateway_process
+from tests.fakes.redis_servers import Server
+from tests.fakes.truth import SEED, true_output
+from tests.fakes.world import (
+    MAX_TOKENS,
+    PROMPT,
+    Gateway,
+    Heard,
+    World,
+    field_of,
+    hear,
+    must_be_true,
+    refused,
+)
+from tests.integration.services.gateway.callers import ALICE, BOB, KeyFile, calling
+
+UNKNOWN = "0" * 32
+NOBODY = "nobody-77ab01"
+
+
+@pytest.fixture
+def key_file() -> KeyFile:
+    return KeyFile()
+
+
+@pytest.fixture
+async def gateway(world: World, key_file: KeyFile) -> Gateway:
+    return await world.gateway(api_keys_file=key_file.write(world), max_sessions=4)
+
+
+@pytest.fixture
+async def alice(gateway: Gateway) -> AsyncIterator[Gateway]:
+    async with calling(gateway, ALICE) as caller:
+        yield caller
+
+
+@pytest.fixture
+async def bob(gateway: Gateway) -> AsyncIterator[Gateway]:
+    async with calling(gateway, BOB) as caller:
+        yield caller
+
+
+async def test_no_call_is_served_without_a_key_that_is_known(world: World, gateway: Gateway) -> None:
+    for key in ("", ALICE + "x"):
+        async with calling(gateway, key) as caller:
+            calls = (
+                hear(caller.ask()),
+                hear(caller.client.resume(UNKNOWN, 0)),
+                caller.client.abort(UNKNOWN),
+                caller.client.model_info(),
+            )
+            for call in calls:
+                error = await refused(call)
+                assert error.code is grpc.StatusCode.UNAUTHENTICATED
+                assert ALICE not in str(error)
+    assert not world.target.calls
+
+
+async def test_health_and_reflection_stay_open(gateway: Gateway) -> None:
+    async with grpc.aio.insecure_channel(gateway.address) as channel:
+        checked = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert checked.status == health_pb2.HealthCheckResponse.SERVING
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        [told] = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]
+        assert told.list_services_response.service
+
+
+async def test_a_gateway_with_bad_keys_does_not_start(world: World) -> None:
+    path = world.directory / "keys.toml"
+    path.write_text("[[keys]]")
+    with pytest.raises(ValueError, match=r"keys\.toml"):
+        await world.gateway(api_keys_file=str(path))
+
+
+async def test_anothers_session_is_as_unknown_as_none(world: World, alice: Gateway, bob: Gateway) -> None:
+    """To the letter, however far it has come; and it stays as it was."""
+    world.target.gate.close()
+    world.target.gate.permit(1)
+    stream = alice.ask()
+    heard = await hear(stream, until=1)
+    for session_id in (stream.session_id, UNKNOWN):
+        for call in (hear(bob.client.resume(session_id, 1)), bob.client.abort(session_id)):
+            error = await refused(call)
+            assert error.code is grpc.StatusCode.NOT_FOUND
+            assert error.message == f"session_id: no session {session_id!r}"
+    world.target.gate.open()
+    must_be_true(await heard.listen(stream))
+    error = await refused(hear(bob.client.resume(stream.session_id, 0)))
+    assert error.code is grpc.StatusCode.NOT_FOUND
+    must_be_true(await hear(alice.client.resume(stream.session_id, 0)))
+
+
+async def asked_of(store: Server) -> dict[str, int]:
+    """How often the store has run each command, those within scripts too."""
+    stats: dict[bytes | str, dict[str, int]] = await store.command("INFO", "commandstats")
+    return {str(name): told["calls"] for name, told in stats.items() if "info" not in str(name)}
+
+
+async def test_anothers_session_costs_the_store_what_none_does(
+    world: World, shared_store: Server, alice: Gateway, bob: Gateway
+) -> None:
+    """So that not even the time of an answer tells whether there is one."""
+    stream = alice.ask()
+    must_be_true(await hear(stream))
+    await alice.idle()
+    for call in (lambda of: hear(bob.client.resume(of, 0)), bob.client.abort):
+        asked = []
+        for session_id in (UNKNOWN, stream.session_id, UNKNOWN, stream.session_id):
+            before = await asked_of(shared_store)
+            assert (await refused(call(session_id))).code is grpc.StatusCode.NOT_FOUND
+            after = await asked_of(shared_store)
+            asked.append({name: after[name] - before.get(name, 0) for name in after})
+        assert asked[0] == asked[1] == asked[2] == asked[3]
+        assert sum(asked[0].values()) > 0
+    calls = len(world.target.calls)
+    must_be_true(await hear(alice.client.resume(stream.session_id, 0)))
+    assert len(world.target.calls) == calls
+
+
+async def test_anothers_idempotency_key_is_as_unused_as_any(
+    world: World, alice: Gateway, bob: Gateway
+) -> None:
+    """Neither the same body nor another one tells that somebody has used it."""
+    key = f"key-{id(world)}-anothers"
+    must_be_true(await hear(alice.ask(idempotency_key=key)))
+    stream = bob.ask("Another body.", idempotency_key=key)
+    await hear(stream)
+    assert stream.session_id
+    assert (await refused(hear(alice.ask("A third.", idempotency_key=key)))).code is (
+        grpc.StatusCode.ALREADY_EXISTS
+    )
+
+
+async def test_the_same_idempotency_key_of_two_callers_names_two_sessions(
+    world: World, alice: Gateway, bob: Gateway
+) -> None:
+    key = f"key-{id(world)}"
+    ids = []
+    for caller in (alice, bob, alice):
+        stream = caller.ask(idempotency_key=key)
+        must_be_true(await hear(stream))
+        ids.append(stream.session_id)
+    assert ids[0] == ids[2] != ids[1]
+
+
+async def test_the_pools_are_told_the_callers_salt(world: World, alice: Gateway, bob: Gateway) -> None:
+    plain = await world.gateway()
+    for caller, salt in (
+        (alice, Principal("alice").tenant_salt),
+        (bob, Principal("bob").tenant_salt),
+        (plain, b""),
+    ):
+        before = len(world.target.calls), len(world.draft.calls)
+        must_be_true(await hear(caller.ask()))
+        for pool, seen in zip((world.target, world.draft), before, strict=True):
+            assert {call.slice.tenant_salt for call in pool.calls[seen:]} == {salt}
+    assert len({Principal(name).tenant_salt for name in ("alice", "bob", "anonymous")}) == 3
+
+
+@pytest.mark.parametrize("key_file", [KeyFile(alice="max_priority = 2")])
+async def test_a_priority_above_the_callers_is_refused(world: World, alice: Gateway, bob: Gateway) -> None:
+    for caller, most in ((alice, 2), (bob, 0)):
+        error = await refused(hear(caller.ask(priority=most + 1)))
+        assert (error.code, field_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "priority")
+        assert not world.target.calls
+    for caller, priority in ((alice, 2), (bob, 0), (bob, -5)):
+        must_be_true(await hear(caller.ask(priority=priority)))
+        assert world.target.calls[-1].slice.priority == priority
+        world.target.calls.clear()
+
+
+@pytest.mark.parametrize("key_file", [KeyFile(alice="max_sessions = 1")])
+async def test_the_callers_own_streams_are_bounded(world: World, alice: Gateway, bob: Gateway) -> None:
+    world.target.gate.close()
+    stream = alice.ask()
+    await anext(stream)
+    error = await refused(hear(alice.ask()))
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.retry_after_s
+    assert "1 streams of alice" in error.message
+    world.target.gate.open()
+    must_be_true(await hear(bob.ask()))
+    stream.cancel()
+    await alice.idle()
+    must_be_true(await hear(alice.ask()))
+
+
+@pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 20\nburst_tokens = 60")])
+async def test_who_has_used_its_tokens_is_told_when_there_are_more(
+    world: World, alice: Gateway, bob: Gateway
+) -> None:
+    must_be_true(await hear(alice.ask()))
+    calls = len(world.target.calls)
+    error = await refused(hear(alice.ask()))
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "20 tokens per second" in error.message
+    assert len(world.target.calls) == calls, "nothing was done"
+    must_be_true(await hear(bob.ask()))
+    assert error.retry_after_s is not None
+    await asyncio.sleep(error.retry_after_s)  # what the test is about
+    must_be_true(await hear(alice.ask()))
+
+
+@pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
+async def test_a_finished_answer_told_again_costs_no_tokens(world: World, alice: Gateway) -> None:
+    key = f"key-{id(world)}-told-again"
+    stream = alice.ask(idempotency_key=key)
+    must_be_true(await hear(stream))  # its prompt and its answer: 53 of the 100
+    for _ in range(3):
+        must_be_true(await hear(alice.ask(idempotency_key=key)))
+        must_be_true(await hear(alice.client.resume(stream.session_id, 0)))
+    assert (await refused(hear(alice.ask(max_tokens=60)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
+async def test_a_session_that_is_joined_before_its_first_token_costs_its_prompt_once(
+    world: World, alice: Gateway
+) -> None:
+    key = f"key-{id(world)}-joined"
+    world.target.gate.close()
+    first = alice.ask(idempotency_key=key)
+    await anext(first)
+    second = alice.ask(idempotency_key=key)
+    await anext(second)
+    assert (await refused(hear(first))).code is grpc.StatusCode.FAILED_PRECONDITION
+    world.target.gate.open()
+    must_be_true(await hear(second))
+    await alice.idle()
+    must_be_true(await hear(alice.ask(max_tokens=100 - 53)), 100 - 53)
+
+
+@pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 60")])
+async def test_a_session_goes_on_though_its_caller_is_in_debt(world: World, alice: Gateway) -> None:
+    """A pause is no new work; what is new waits until the debt is paid."""
+    prompt = "x" * 80
+    world.target.gate.close()
+    world.target.gate.permit(1)
+    stream = alice.ask(prompt)
+    heard = await hear(stream, until=1)
+    stream.cancel()
+    await alice.idle()
+    world.target.gate.open()
+    await heard.listen(alice.client.resume_stream(stream))
+    assert heard.tokens == true_output(list(prompt.encode()), MAX_TOKENS)
+    assert (await refused(hear(alice.ask(max_tokens=1)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_places_pass_to_the_caller_who_waits(world: World, alice: Gateway, bob: Gateway) -> None:
+    world.target.gate.close()
+    async with AsyncExitStack() as held:
+        streams = [alice.ask() for _ in range(4)]
+        for stream in streams:
+            held.callback(stream.cancel)
+            await anext(stream)
+        assert "4 streams of this gateway" in (await refused(hear(bob.ask()))).message
+        streams[0].cancel()
+        waiting = Heard()
+        while "its share of 2" not in (error := await refused(hear(alice.ask()))).message:
+            assert "4 streams of this gateway" in error.message, "it has noticed nothing yet"
+        assert error.retry_after_s
+        theirs = bob.ask()
+        world.target.gate.open()
+        must_be_true(await waiting.listen(theirs))
+
+
+async def test_keys_stand_in_no_log_and_no_trace(world: World, tmp_path: Path) -> None:
+    """Neither those that are known nor those that are not, at the most talkative."""
+    log = tmp_path / "log"
+    flags = {"api-keys-file": KeyFile().write(world), "log-level": "debug"}
+    async with Collector(world.directory) as collector:
+        environment = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
+            "OTEL_EXPORTER_OTLP_INSECURE": "true",
+            "OTEL_BSP_SCHEDULE_DELAY": "50",
+        }
+        async with (
+            gateway_process(world, log, environment, flags) as address,
+            AsyncClient(address, api_key=ALICE) as alice,
+            AsyncClient(address, api_key=NOBODY) as nobody,
+        ):
+            asked = alice.generate(PROMPT, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True)
+            must_be_true(await hear(asked))
+            assert (await refused(nobody.model_info())).code is grpc.StatusCode.UNAUTHENTICATED
+            await collector.has("text_completion tiny", "/galley.v1.Generation/GetModelInfo")
+        exported = collector.exported
+    assert asked.session_id.encode() in exported
+    for key in (ALICE, NOBODY):
+        assert key.encode() not in exported + log.read_bytes()

@@ -1,0 +1,262 @@
+"""What users ask of a slow answer, each made to happen, and answered from its one trace in one sentence.
+
+Each is also what a runbook is about: what that says to look at, the metric and the trace, shows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from galley.client.client import TokenStream
+from galley.client.options import Speculation
+from galley.client.request import generate_request
+from galley.common.metrics import catalogue
+from galley.common.metrics.metric import Metric
+from galley.core import names
+from galley.trace.explain.case import Cause
+from galley.trace.explain.explain import Explanation, explain, summary
+from galley.trace.read.model import Story
+from galley.trace.read.spans import Span
+from galley.trace.show.summary import duration, ms
+from tests.fakes.narrow_client import narrow
+from tests.fakes.promql import named_by
+from tests.fakes.redis_servers import VALKEY, Server, running
+from tests.fakes.tiny_model import CONTEXT, save_tiny_model
+from tests.fakes.world import hear
+from tests.integration.services.gateway.real import Real
+
+HELD_S = 0.4
+"""How long whatever is slow takes, for what takes some milliseconds else."""
+HELD_NS = HELD_S * 1e9
+PROMPT = [5, 9, 2, 33] * 10
+LONG = CONTEXT - len(PROMPT)
+PLAIN = Speculation(off=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def real(tmp_path: Path, tiny: Path, shared_store: Server) -> Callable[..., Real]:
+    return lambda **given: Real(tmp_path, tiny, given.pop("store", shared_store.url), **given)
+
+
+def answer(story: Story, cause: Cause) -> tuple[Explanation, Span]:
+    """The sentence, and the round that it is about."""
+    found = explain(story)
+    assert found.cause is cause, found.sentence
+    assert found.stands_out, found.sentence
+    assert found.round is not None
+    assert "\n" not in found.sentence
+    return found, found.round.span
+
+
+def signs_of(story: Story) -> set[str]:
+    """Its spans, what these say that is not empty, and what happened to it."""
+    events = chain(
+        chain.from_iterable(request.events for request in story.requests),
+        chain.from_iterable(one.events for one in story.rounds),
+    )
+    signs = {sign for span in _spans(story) for sign in _signs(span)}
+    return signs.union(*({event.name, *event.attributes} for event in events))
+
+
+def _spans(story: Story) -> Iterator[Span]:
+    for request in story.requests:
+        if request.span is not None:
+            yield request.span
+        for call in request.all_calls:
+            yield from (span for span in (call.span, call.served) if span is not None)
+        for one in request.rounds:
+            yield one.span
+            if one.batch is not None:
+                yield one.batch.span
+
+
+def _signs(span: Span) -> Iterator[str]:
+    yield span.name
+    yield from (name for name, value in span.attributes.items() if value)
+
+
+def must_be_seen(alert: str, story: Story, metric: Metric, *signs: str) -> None:
+    """The runbook names the metric and the signs, and those are there for whoever follows it."""
+    named = named_by(alert)
+    assert metric in named.metrics
+    assert set(signs) <= named.signs & signs_of(story)
+
+
+async def test_the_slow_draft(real: Callable[..., Real]) -> None:
+    async with real(drafts=True, credit=0) as it:
+        it.strategy.stumbles_at, it.strategy.stumble_s = 20, HELD_S
+        stream = it.ask(PROMPT, max_tokens=60, speculation=Speculation(k=4))
+        await hear(stream)
+        waited_s = it.total(catalogue.DRAFT_WAIT)
+    story = it.story(stream)
+    found, one = answer(story, Cause.SLOW_DRAFT)
+    waited_ns, computed_ns = one.integer(names.DRAFT_PART), one.integer(names.DRAFT_COMPUTE_NS)
+    assert 0.9 * HELD_NS < waited_ns <= one.duration_ns
+    assert computed_ns >= HELD_NS
+    said = f"{ms(waited_ns)} ms of it went on waiting for draft {it.draft_address}"
+    assert f"{said}, which computed for {ms(computed_ns)} ms" in found.sentence
+    assert waited_s >= waited_ns / 1e9
+    must_be_seen("GalleySpeculationNotPaying", story, catalogue.DRAFT_WAIT, names.DRAFT_PART)
+
+
+async def test_the_full_batch(real: Callable[..., Real]) -> None:
+    async with real() as it:
+        [target] = it.targets
+        target.engine.pass_s, target.engine.company_s = 0.001, 0.03
+        stream = it.ask(PROMPT, max_tokens=LONG, speculation=PLAIN)
+        heard = await hear(stream, until=20)
+        # Of one token each, so that no prompts of others are in its way.
+        others = [it.ask([token], max_tokens=5, speculation=PLAIN) for token in range(2, 9)]
+        await asyncio.gather(heard.listen(stream), *map(hear, others))
+    story = it.story(stream)
+    found, one = answer(story, Cause.FULL_BATCH)
+    sessions = one.integer(names.BATCH_SESSIONS)
+    assert 4 <= sessions <= 8
+    computed_ns = one.integer(names.COMPUTE_PART)
+    assert computed_ns >= 0.03e9 * (sessions - 1)
+    said = f"it computed for {ms(computed_ns)} ms, in a pass of {sessions} sessions and {sessions} rows"
+    assert said in found.sentence
+    assert target.address in found.sentence
+    assert found.round is not None
+    assert found.round.batch is not None
+    company = set(story.company(found.round.batch))
+    assert len(company) == sessions - 1
+    assert company <= {other.session_id for other in others}
+
+
+async def test_the_cold_cache(real: Callable[..., Real]) -> None:
+    """A session that nobody asked about for a while, whose place in the cache others took."""
+    async with real() as it:
+        [target] = it.targets
+        prompt = [7, *PROMPT, *PROMPT]
+        left = it.ask(prompt, max_tokens=80, speculation=PLAIN)
+        target.engine.pass_s = 0.01
+        heard = await hear(left, until=8)
+        left.cancel()
+        await it.gateway.idle()
+        target.engine.pass_s = 0.0
+        others = [it.ask([token] * 150, max_tokens=1, speculation=PLAIN) for token in range(10, 17)]
+        await asyncio.gather(*map(hear, others))
+        target.engine.row_s = HELD_S / 100
+        stream = it.gateway.client.resume_stream(left)
+        await heard.listen(stream, until=30)
+        stream.cancel()
+        await it.gateway.idle()
+        evicted = it.total(catalogue.EVICTIONS)
+    story = it.story(left)
+    assert [request.resumed for request in story.requests] == [False, True]
+    found, one = answer(story, Cause.COLD_CACHE)
+    position, reused = one.integer(names.ROUND_POSITION), one.integer(names.KV_REUSED)
+    assert position >= len(prompt) + 8
+    assert reused < position - 32
+    computed_ns = one.integer(names.COMPUTE_PART)
+    assert (
+        "after other sessions had taken the session's KV blocks, "
+        f"the target's cache had {reused} of {position} tokens, "
+        f"and reading the other {position - reused} took {ms(computed_ns)} ms"
+    ) in found.sentence
+    assert target.address in found.sentence
+    assert evicted > 0
+    must_be_seen("GalleyTargetOutOfBlocks", story, catalogue.EVICTIONS, names.KV_EVICTED, names.FREE_BLOCKS)
+
+
+async def test_the_moved_session(real: Callable[..., Real]) -> None:
+    """Its target hangs for a while, and then is gone."""
+    async with real(targets=2) as it:
+        for target in it.targets:
+            target.engine.pass_s = 0.005
+        stream = it.ask(PROMPT, max_tokens=LONG, speculation=PLAIN)
+        heard = await hear(stream, until=10)
+        doomed, other = sorted(it.targets, key=lambda target: not target.engine.passes)
+        doomed.engine.gate.clear()
+        await asyncio.sleep(HELD_S)
+        await doomed.die()
+        await heard.listen(stream)
+        assert len(heard.tokens) == LONG
+        failovers = it.total(catalogue.FAILOVERS, "target", "failed")
+    story = it.story(stream)
+    found, one = answer(story, Cause.LOST_REPLICA)
+    lost_ns = one.integer(names.WIRE_PART)
+    assert lost_ns > 0.9 * HELD_NS
+    position, computed_ns = one.integer(names.ROUND_POSITION), one.integer(names.COMPUTE_PART)
+    assert (
+        f"{ms(lost_ns)} ms passed until target {doomed.address} was given up (failed) and target "
+        f"{other.address} asked, which read {position} tokens again in {ms(computed_ns)} ms"
+    ) in found.sentence
+    assert f"It moved from target {doomed.address} to {other.address} (failed)." in summary(story, found)
+    assert {one.target for one in story.rounds} == {doomed.address, other.address}
+    assert failovers == 1
+    must_be_seen(
+        "GalleyFailoverRateHigh",
+        story,
+        catalogue.FAILOVERS,
+        *(names.SESSION_MOVED, names.SOURCE, names.TO, names.REASON, names.MOVES),
+    )
+
+
+async def test_the_slow_redis(real: Callable[..., Real]) -> None:
+    with running(VALKEY) as store:
+        async with real(store=store.url) as it:
+            [target] = it.targets
+            target.engine.pass_s = 0.005
+            stream = it.ask(PROMPT, max_tokens=LONG, speculation=PLAIN)
+            heard = await hear(stream, until=10)
+            store.pause()
+            await asyncio.sleep(HELD_S)
+            store.go_on()
+            await heard.listen(stream)
+            committed_s = it.total(catalogue.COMMIT_DURATION, "ok")
+    story = it.story(stream)
+    found, _ = answer(story, Cause.SLOW_STORE)
+    slowest_ns = max(one.commit_ns for one in story.rounds)
+    assert slowest_ns > 0.8 * HELD_NS
+    assert "the store" in found.sentence
+    assert f"took {ms(slowest_ns)} ms" in found.sentence
+    assert story.requests[0].integer(names.SLOWEST_COMMIT_NS) == slowest_ns
+    commits = [call for call in story.requests[0].all_calls if call.operation == "commit"]
+    assert max(call.span.duration_ns for call in commits) > 0.8 * HELD_NS
+    assert committed_s >= slowest_ns / 1e9
+    must_be_seen(
+        "GalleyCommitSlow",
+        story,
+        catalogue.COMMIT_DURATION,
+        *(names.COMMIT_NS, names.STORE_OPERATION, names.SLOWEST_COMMIT_NS),
+    )
+
+
+async def test_the_stalled_client(real: Callable[..., Real]) -> None:
+    asked = generate_request(
+        PROMPT,
+        {"max_tokens": LONG, "temperature": 0.0, "ignore_eos": True, "logprobs": 20, "speculation": PLAIN},
+    )
+    async with real(buffer=4) as it, narrow(it.gateway.address, 1024) as stub:
+        stream = TokenStream(stub.Generate(asked))
+        heard = await hear(stream, until=4)
+        await asyncio.sleep(1 + HELD_S)  # below a second nobody is called stalled
+        await heard.listen(stream)
+        assert len(heard.tokens) == LONG
+        stalls = it.total(catalogue.CLIENT_STALLS)
+    story = it.story(stream)
+    found, _ = answer(story, Cause.STALLED_CLIENT)
+    assert re.search(r": the client read nothing for [1-9],\d{3} ms of it", found.sentence)
+    stalled_ns = story.requests[0].integer(names.CLIENT_STALLED_NS)
+    assert 1e9 < stalled_ns < 10e9
+    assert f"Its client left the stream unread for {duration(stalled_ns)} in all." in summary(story, found)
+    assert stalls == 1
+    must_be_seen(
+        "GalleyTimePerTokenBudgetBurn",
+        story,
+        catalogue.CLIENT_STALLS,
+        *(names.CLIENT_STALLED, names.CLIENT_STALLED_NS),
+    )

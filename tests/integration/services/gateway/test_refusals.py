@@ -1,0 +1,355 @@
+"""Bad input: its status, field and bound; no work is done for it, and other sessions do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+
+from galley.client.client import Speculation
+from galley.client.errors import rpc_error
+from galley.core.content import prefix_hash
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from tests.fakes.truth import CONTEXT, VOCAB
+from tests.fakes.world import (
+    MAX_TOKENS,
+    PROMPT,
+    Gateway,
+    Heard,
+    World,
+    field_of,
+    hear,
+    must_be_true,
+    refused,
+)
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+MAX_BYTES = 1 << 16
+UNKNOWN = "0" * 32
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A request, the field that is to be named, and the bound."""
+
+    name: str
+    request: dict[str, Any]
+    field: str
+    bound: str
+    code: grpc.StatusCode = INVALID
+
+
+def sampling(**given: Any) -> dict[str, Any]:
+    return {"text": PROMPT, "sampling": pb.SamplingParams(**given)}
+
+
+def chat(*turns: tuple[str, str]) -> dict[str, Any]:
+    messages = [pb.ChatMessage(role=role, content=content) for role, content in turns]
+    return {"messages": pb.ChatMessages(messages=messages)}
+
+
+CASES = [
+    Bad("no prompt", {}, "input", "one of text, messages, token_ids"),
+    Bad("empty text", {"text": ""}, "text", "must not be empty"),
+    Bad("empty chat", chat(), "messages.messages", "1 to 1024"),
+    Bad("empty token ids", {"token_ids": pb.TokenIds()}, "token_ids.ids", "must not be empty"),
+    Bad("a role without a name", chat(("", "hello")), "messages.messages[0].role", "must not be empty"),
+    Bad("a role that the template refuses", chat(("robot", "hello")), "messages", "only users speak here"),
+    Bad(
+        "prompt and answer beyond the context window",
+        {"text": PROMPT, "max_tokens": CONTEXT - len(PROMPT) + 1},
+        "max_tokens",
+        f"context window of {CONTEXT}",
+    ),
+    Bad(
+        "an answer beyond the context window", {"text": PROMPT, "max_tokens": CONTEXT}, "max_tokens", "65536"
+    ),
+    Bad("no tokens to answer with", {"text": PROMPT, "max_tokens": 0}, "max_tokens", ">= 1"),
+    Bad(
+        "min above max", {"text": PROMPT, "max_tokens": 2, "min_tokens": 3}, "min_tokens", "<= max_tokens (2)"
+    ),
+    Bad("temperature below 0", sampling(temperature=-0.5), "sampling.temperature", ">= 0"),
+    Bad("temperature NaN", sampling(temperature=math.nan), "sampling.temperature", "finite and >= 0"),
+    Bad("temperature infinite", sampling(temperature=math.inf), "sampling.temperature", "finite and >= 0"),
+    Bad("top_p 0", sampling(top_p=0.0), "sampling.top_p", "in (0, 1]"),
+    Bad("top_p above 1", sampling(top_p=1.5), "sampling.top_p", "in (0, 1]"),
+    Bad("top_p NaN", sampling(top_p=math.nan), "sampling.top_p", "in (0, 1]"),
+    Bad("min_p above 1", sampling(min_p=1.5), "sampling.min_p", "in [0, 1]"),
+    Bad("a penalty too large", sampling(presence_penalty=3.0), "sampling.presence_penalty", "in [-2, 2]"),
+    Bad(
+        "no repetition penalty", sampling(repetition_penalty=0.0), "sampling.repetition_penalty", "in (0, 10]"
+    ),
+    Bad(
+        "a bias of no token",
+        sampling(logit_bias={VOCAB: 1.0}),
+        f"sampling.logit_bias[{VOCAB}]",
+        f"[0, {VOCAB})",
+    ),
+    Bad("unknown model", {"text": PROMPT, "model": "other"}, "model", "'tiny'"),
+    Bad(
+        "k above the limit",
+        {"text": PROMPT, "speculation": pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=17)},
+        "speculation.k",
+        "in [0, 16]",
+    ),
+    Bad(
+        "unknown strategy",
+        {"text": PROMPT, "speculation": pb.Speculation(strategy="guess")},
+        "speculation.strategy",
+        "model, ngram",
+    ),
+    Bad(
+        "token id outside the vocabulary",
+        {"token_ids": pb.TokenIds(ids=[1, VOCAB])},
+        "token_ids.ids[1]",
+        f"[0, {VOCAB})",
+    ),
+    Bad(
+        "stop token outside the vocabulary",
+        {"text": PROMPT, "stop_token_ids": [2**32 - 1]},
+        "stop_token_ids[0]",
+        f"[0, {VOCAB})",
+    ),
+    Bad("empty stop string", {"text": PROMPT, "stop": ["a", ""]}, "stop[1]", "1 to 256 bytes"),
+    Bad("too many logprobs", {"text": PROMPT, "logprobs": 21}, "logprobs", "in [0, 20]"),
+    Bad("n=2", {"text": PROMPT, "n": 2}, "n", "must be 1"),
+    Bad("n=0", {"text": PROMPT, "n": 0}, "n", "must be 1"),
+    Bad(
+        "oversized message",
+        {"text": "x" * MAX_BYTES},
+        "GenerateRequest",
+        f"at most {MAX_BYTES} bytes, is {MAX_BYTES + 4}",
+    ),
+]
+
+
+class Bystander:
+    """Another session of the same gateway, held in the middle while something is refused."""
+
+    def __init__(self, world: World, gateway: Gateway) -> None:
+        self._world = world
+        self._gateway = gateway
+        self.heard = Heard()
+
+    async def __aenter__(self) -> None:
+        self._world.target.gate.close()
+        self._world.target.gate.permit(2)
+        # Without drafts: they are made ahead for a while.
+        self._stream = self._gateway.ask(speculation=Speculation(off=True))
+        await self.heard.listen(self._stream, until=1)
+        await self._world.target.called(3)
+        self._calls = len(self._world.target.calls), len(self._world.draft.calls)
+
+    async def __aexit__(self, *_: object) -> None:
+        assert (len(self._world.target.calls), len(self._world.draft.calls)) == self._calls
+        self._world.target.gate.open()
+        must_be_true(await self.heard.listen(self._stream))
+
+
+async def generate(gateway: Gateway, request: pb.GenerateRequest | bytes) -> list[pb.StreamEvent]:
+    """What a client without our client's good manners gets."""
+    async with grpc.aio.insecure_channel(gateway.address) as channel:
+        call: Any
+        if isinstance(request, bytes):
+            send: Any = channel.unary_stream("/galley.v1.Generation/Generate")  # sends bytes as they are
+            call = send(request)
+        else:
+            call = rpc.GenerationStub(channel).Generate(request)
+        try:
+            return [response.event async for response in call]
+        except grpc.RpcError as error:
+            raise rpc_error(error) from error
+
+
+@pytest.mark.parametrize("bad", CASES, ids=lambda bad: bad.name)
+async def test_bad_input_names_its_field_and_bound(world: World, bad: Bad) -> None:
+    gateway = await world.gateway(max_message_bytes=MAX_BYTES)
+    async with Bystander(world, gateway):
+        error = await refused(generate(gateway, pb.GenerateRequest(**bad.request)))
+        assert error.code is bad.code
+        [(field, problem)] = error.violations
+        assert field == bad.field
+        assert bad.bound in problem
+        assert field in error.message
+
+
+async def test_structured_output_is_unimplemented_by_name(world: World) -> None:
+    gateway = await world.gateway()
+    async with Bystander(world, gateway):
+        asked = pb.GenerateRequest(text=PROMPT, structured_output=pb.StructuredOutput(regex="a*"))
+        error = await refused(generate(gateway, asked))
+        assert error.code is grpc.StatusCode.UNIMPLEMENTED
+        assert "structured_output" in error.message
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        (b"\x12\x02\xff\xfe", "text"),
+        (b"\x0a\x01\x80\x12\x01a", "model"),
+        (b"\x1a\x0d\x0a\x05\x0a\x01u\x12\x00\x0a\x04\x12\x02\xc3\x28", "messages.messages[1].content"),
+        (b"\x12\x01a\x42\x01b\x42\x01\xff", "stop[1]"),
+    ],
+)
+async def test_invalid_utf8_names_its_field(world: World, data: bytes, field: str) -> None:
+    gateway = await world.gateway()
+    async with Bystander(world, gateway):
+        error = await refused(generate(gateway, data))
+        assert error.code is INVALID
+        assert field_of(error) == field
+        assert "UTF-8" in error.message
+
+
+async def test_an_unknown_session_is_not_found(world: World) -> None:
+    gateway = await world.gateway()
+    async with Bystander(world, gateway):
+        for session_id in (UNKNOWN, "no id at all", "g" * 32):
+            error = await refused(hear(gateway.client.resume(session_id, 0)))
+            assert error.code is grpc.StatusCode.NOT_FOUND
+            assert "session_id" in error.message
+            assert (await refused(gateway.client.abort(session_id))).code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_session_without_a_name_and_a_hash_of_the_wrong_size_are_invalid(world: World) -> None:
+    gateway = await world.gateway()
+    async with Bystander(world, gateway):
+        error = await refused(hear(gateway.client.resume("", 0)))
+        assert (error.code, field_of(error)) == (INVALID, "session_id")
+        error = await refused(hear(gateway.client.resume(UNKNOWN, 1, b"short")))
+        assert (error.code, field_of(error)) == (INVALID, "seen_hash")
+        assert "16 bytes" in error.message
+
+
+async def test_a_fenced_owner_fails_its_precondition_and_the_new_owner_goes_on(world: World) -> None:
+    first, second = await world.gateway(), await world.gateway()
+    world.target.gate.close()
+    world.target.gate.permit(1)
+    stream = first.ask()
+    heard = await hear(stream, until=1)
+    taken_over = second.client.resume(stream.session_id, 0)
+    assert (await anext(taken_over)).HasField("started")
+    world.target.gate.open()
+    error = await refused(heard.listen(stream))
+    assert error.code is grpc.StatusCode.FAILED_PRECONDITION
+    assert stream.session_id in error.message
+    must_be_true(await hear(taken_over))
+    await first.idle()
+
+
+async def test_the_same_key_with_another_body_already_exists(world: World) -> None:
+    gateways = await world.gateway(), await world.gateway()
+    key = f"key-{id(world)}-body"
+    must_be_true(await hear(gateways[0].ask(idempotency_key=key)))
+    for gateway in gateways:
+        calls = len(world.target.calls)
+        error = await refused(hear(gateway.ask(idempotency_key=key, max_tokens=MAX_TOKENS + 1)))
+        assert error.code is grpc.StatusCode.ALREADY_EXISTS
+        assert "idempotency_key" in error.message
+        assert len(world.target.calls) == calls
+
+
+async def test_the_same_key_with_the_same_body_joins_the_session_from_its_beginning(world: World) -> None:
+    gateways = await world.gateway(), await world.gateway()
+    key = f"key-{id(world)}-join"
+    first = await hear(gateways[0].ask(idempotency_key=key, seed=None))
+    assert first.started is not None
+    for gateway in gateways:
+        again = await hear(gateway.ask(idempotency_key=key, seed=None))
+        assert again.started == first.started  # the seed that was drawn, too
+        assert (again.tokens, again.text, again.from_draft) == (first.tokens, first.text, first.from_draft)
+
+
+async def test_joining_a_session_under_way_takes_it_over(world: World) -> None:
+    gateway = await world.gateway()
+    key = f"key-{id(world)}-live"
+    world.target.gate.close()
+    world.target.gate.permit(1)
+    stream = gateway.ask(idempotency_key=key)
+    heard = await hear(stream, until=1)
+    joined = gateway.ask(idempotency_key=key)
+    assert (await anext(joined)).started.session_id == stream.session_id
+    world.target.gate.open()
+    assert (await refused(heard.listen(stream))).code is grpc.StatusCode.FAILED_PRECONDITION
+    must_be_true(await hear(joined))
+
+
+async def test_too_many_streams_are_refused_with_a_time_to_come_back(world: World) -> None:
+    gateway = await world.gateway(max_sessions=1)
+    async with Bystander(world, gateway):
+        for call in (gateway.ask(), gateway.client.resume(UNKNOWN, 0)):
+            error = await refused(hear(call))
+            assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert error.retry_after_s is not None
+            assert error.retry_after_s > 0
+            assert "1 streams" in error.message
+    await gateway.idle()
+    must_be_true(await hear(gateway.ask()))
+
+
+async def test_a_deadline_is_kept_and_the_session_stays_resumable(world: World) -> None:
+    gateway = await world.gateway()
+    world.target.gate.close()
+    world.target.gate.permit(2)
+    stream = gateway.ask(timeout_s=1.5)
+    heard = Heard()
+    error = await refused(heard.listen(stream))
+    assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await world.target.was_given_up()
+    await gateway.idle()
+    world.target.gate.open()
+    must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
+
+
+async def test_a_resume_with_other_tokens_seen_is_data_loss(world: World) -> None:
+    gateway = await world.gateway()
+    stream = gateway.ask()
+    heard = await hear(stream)
+    for index in (1, MAX_TOKENS):
+        seen = [*heard.tokens[: index - 1], heard.tokens[index - 1] + 1]
+        error = await refused(hear(gateway.client.resume(stream.session_id, index, prefix_hash(seen))))
+        assert error.code is grpc.StatusCode.DATA_LOSS
+    right = prefix_hash(heard.tokens[:1])
+    rest = await hear(gateway.client.resume(stream.session_id, 1, right), first_index=1)
+    assert rest.tokens == heard.tokens[1:]
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "under way"])
+async def test_a_resume_beyond_any_possible_end_is_refused(world: World, finished: bool) -> None:
+    gateway = await world.gateway()
+    stream = gateway.ask()
+    if finished:
+        must_be_true(await hear(stream))
+    else:
+        world.target.gate.close()
+        await anext(stream)
+    resumed = gateway.client.resume(stream.session_id, MAX_TOKENS + 1)
+    error = await refused(hear(resumed))
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    ((field, problem),) = error.violations
+    assert field == "next_index"
+    assert str(MAX_TOKENS) in problem
+
+
+async def test_the_largest_request_that_fits_is_served(world: World) -> None:
+    """A chat, text and token ids up to the very bounds."""
+    gateway = await world.gateway(max_message_bytes=MAX_BYTES)
+    text = "x" * (CONTEXT - 64)
+    for prompt in (text, list(text.encode())):
+        heard = await hear(gateway.ask(prompt, max_tokens=64))
+        assert heard.finished is not None
+        assert len(heard.tokens) == 64
+
+
+async def test_model_info_tells_the_bounds(world: World) -> None:
+    gateway = await world.gateway(max_sessions=3)
+    async with asyncio.timeout(30):
+        info = await gateway.client.model_info("tiny")
+    assert (info.context_window, info.vocab_size, info.max_draft_tokens) == (CONTEXT, VOCAB, 16)
+    assert (info.max_sessions, list(info.strategies)) == (3, ["model", "ngram"])
+    assert (info.tokenizer_hash, info.fingerprint) == (world.tokenizer_hash, "build-1")
+    assert (await refused(gateway.client.model_info("other"))).code is INVALID

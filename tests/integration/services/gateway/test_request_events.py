@@ -1,0 +1,338 @@
+"""What happens to a request stands in its trace: refusals, failures, moves, resumes. And exporters fail."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import grpc
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from galley.client.options import Message
+from galley.common.metrics import catalogue
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts
+from galley.common.tracing import telemetry
+from galley.common.tracing.span_queue import QueueLimits, SpanQueue
+from galley.common.tracing.telemetry import telemetry_to
+from galley.core import names
+from tests.fakes.kept_spans import KeptSpans, error_of, told
+from tests.fakes.readings import count
+from tests.fakes.target_fleet import Fleet
+from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import (
+    MAX_TOKENS,
+    PROMPT,
+    Heard,
+    World,
+    any_credit,
+    hear,
+    must_be_true,
+    refused,
+)
+from tests.integration.services.gateway.callers import ALICE, KeyFile, calling
+from tests.integration.services.gateway.test_unread import left_unread
+
+
+@pytest.fixture
+def kept() -> KeptSpans:
+    return KeptSpans()
+
+
+async def test_who_has_no_key_has_nothing_traced_for_the_asking(
+    world: World, kept: KeptSpans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    gateway = await world.gateway_of(kept.parts(), api_keys_file=KeyFile().write(world))
+    await refused(hear(gateway.ask(force_trace=True)))
+    async with calling(gateway, ALICE) as alice:
+        must_be_true(await hear(alice.ask(force_trace=True)))
+    [request] = await kept.requests()
+    assert error_of(request) is None
+
+
+async def test_a_call_that_is_refused_says_why(world: World, kept: KeptSpans) -> None:
+    gateway = await world.gateway_of(kept.parts(), api_keys_file=KeyFile().write(world), max_sessions=1)
+    await refused(hear(gateway.ask()))  # nobody's key
+    async with calling(gateway, ALICE) as alice:
+        await refused(hear(alice.ask(max_tokens=0)))
+        await refused(hear(alice.ask(model="x" * 1000)))
+        await refused(hear(alice.client.resume("0" * 32, 0)))
+        world.target.gate.close()
+        stream = alice.ask()
+        await world.target.called(1)
+        await refused(hear(alice.ask()))
+        world.target.gate.open()
+        must_be_true(await hear(stream))
+    requests = await kept.requests(6)
+    assert [error_of(span) for span in requests] == [
+        "unauthenticated",
+        "invalid_argument",
+        "invalid_argument",
+        "not_found",
+        "resource_exhausted",
+        None,
+    ]
+    names_of = [span.name for span in requests]
+    assert names_of == [
+        "text_completion",
+        "text_completion tiny",
+        "text_completion",
+        *["text_completion tiny"] * 3,
+    ]
+    for span in requests:
+        assert told(span).keys() >= {names.OPERATION, names.PROVIDER, names.RPC_STATUS}
+        assert len(str(told(span).get(names.REQUEST_MODEL, ""))) < 200
+        kept.must_hang_together(span)
+    assert told(requests[3])[names.RPC_METHOD] == "Resume"
+    [claim] = kept.below(requests[3])
+    assert (claim.name, error_of(claim)) == ("EVALSHA claim", "not_found")
+
+
+async def test_a_stream_that_is_resumed_links_to_what_it_goes_on_from(world: World, kept: KeptSpans) -> None:
+    first, second = await world.gateway_of(kept.parts()), await world.gateway_of(kept.parts())
+    world.target.gate.close()
+    world.target.gate.permit(3)
+    stream = first.ask()
+    heard = await Heard().listen(stream, until=3)
+    stream.cancel()
+    [left] = await kept.requests()
+    index = stream.resume_from().next_index
+    world.target.gate.open()
+    must_be_true(await heard.listen(second.client.resume_stream(stream)))
+    [_, resumed] = await kept.requests(2)
+    assert error_of(left) == "cancelled"
+    assert error_of(resumed) is None
+    must_continue(resumed, left)
+    assert kept.events(resumed, names.SESSION_RESUMED) == [{names.EPOCH: 2, names.INDEX: index}]
+    assert told(resumed)[names.OUTPUT_TOKENS] == MAX_TOKENS
+    for request in (left, resumed):
+        kept.must_hang_together(request)
+
+
+def must_continue(resumed: ReadableSpan, before: ReadableSpan) -> None:
+    assert resumed.context.trace_id != before.context.trace_id
+    [link] = resumed.links
+    assert (link.context.trace_id, link.context.span_id) == (before.context.trace_id, before.context.span_id)
+    assert dict(link.attributes or {}) == {names.LINK: names.LINK_CONTINUES}
+    assert (told(resumed)[names.RESUMED], told(resumed)[names.EPOCH]) == (True, 2)
+    assert told(before)[names.SESSION_ID] == told(resumed)[names.SESSION_ID]
+
+
+async def test_a_chat_is_a_chat_to_trace_and_metrics_wherever_it_is_resumed(
+    world: World, kept: KeptSpans
+) -> None:
+    """Though the gateway that began it traced nothing."""
+    registry = Registry(GATEWAY)
+    first, second = await world.gateway_of(Parts()), await world.gateway_of(kept.parts(metrics=registry))
+    world.target.gate.close()
+    world.target.gate.permit(3)
+    stream = first.ask((Message("user", PROMPT),))
+    heard = await Heard().listen(stream, until=3)
+    stream.cancel()
+    world.target.gate.open()
+    await heard.listen(second.client.resume_stream(stream))
+    assert heard.finished is not None
+    [resumed] = await kept.requests()
+    assert (resumed.name, told(resumed)[names.OPERATION]) == ("chat tiny", names.CHAT)
+    await second.idle()
+    labels = (names.CHAT, names.GALLEY, "tiny", "tiny", "")
+    assert count(registry, catalogue.REQUEST_DURATION, *labels) == 1
+
+
+async def test_an_owner_that_is_fenced_says_so_and_chance_does_not_part_the_two(
+    world: World, kept: KeptSpans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a request that was forced, what goes on is told too, though it forces nothing itself."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    first, second = await world.gateway_of(kept.parts()), await world.gateway_of(kept.parts())
+    world.target.gate.close()
+    world.target.gate.permit(3)
+    stream = first.ask(force_trace=True)
+    heard = await Heard().listen(stream, until=3)
+    resumed_stream = second.client.resume_stream(stream)
+    heard.hear(await anext(resumed_stream))  # the claim is made
+    world.target.gate.open()
+    must_be_true(await heard.listen(resumed_stream))
+    assert (
+        await refused(hear(stream, first_index=len(stream.token_ids)))
+    ).code is grpc.StatusCode.FAILED_PRECONDITION
+    requests = await kept.requests(2)
+    [fenced] = [span for span in requests if not span.links]
+    [resumed] = [span for span in requests if span.links]
+    assert error_of(fenced) == "failed_precondition"
+    assert kept.events(fenced, names.SESSION_FENCED) == [{}]
+    must_continue(resumed, fenced)
+    assert "EVALSHA claim" in {span.name for span in kept.below(resumed)}
+    assert len(kept.rounds(resumed)) == told(resumed)[names.ROUNDS]
+    for request in requests:
+        kept.must_hang_together(request)
+
+
+async def test_a_call_with_the_same_key_links_to_the_one_before(world: World, kept: KeptSpans) -> None:
+    gateway = await world.gateway_of(kept.parts())
+    for _ in range(2):
+        must_be_true(await hear(gateway.ask(idempotency_key="again")))
+    [before, joined] = await kept.requests(2)
+    must_continue(joined, before)
+    assert told(joined)[names.ROUNDS] == 0, "the answer was there"
+
+
+@any_credit
+async def test_a_target_that_fails_is_asked_again(world: World, kept: KeptSpans, credit: int) -> None:
+    gateway = await world.gateway_of(kept.parts(), credit=credit)
+    world.target.gate.close()
+    world.target.gate.permit(2)
+    stream = gateway.ask()
+    await world.target.waits_after(2)
+    world.target.fail(grpc.StatusCode.UNAVAILABLE, times=1)
+    world.target.gate.open()
+    must_be_true(await hear(stream))
+    [request] = await kept.requests()
+    kept.must_hang_together(request)
+    [retried] = kept.events(request, names.REQUEST_RETRIED)
+    [failed] = [span for span in kept.below(request) if error_of(span) is not None]
+    kind = error_of(failed)
+    assert kind in {"unavailable", "internal"}, "the latter is gRPC's own where it was about to write"
+    assert (failed.name, retried[names.POOL]) == (names.VERIFY, "target")
+    assert retried[names.REASON].startswith(f"{kind.upper()}: ")
+    assert error_of(request) is None
+
+
+async def test_a_session_that_goes_to_another_target_says_so(world: World, kept: KeptSpans) -> None:
+    async with Fleet(world) as fleet:
+        await fleet.register()
+        gateway = await world.gateway_of(kept.parts(), target="", credit=32)
+        fleet.hold_after(0)
+        stream = gateway.ask()
+        first, second = fleet.targets
+        asked = [asyncio.ensure_future(target.fake.called(1)) for target in fleet.targets]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        for waiting in asked:
+            waiting.cancel()
+        doomed, other = (first, second) if first.fake.calls else (second, first)
+        doomed.fake.gate.permit(1)
+        heard = await Heard().listen(stream, until=1)
+        await doomed.stop()
+        other.fake.gate.open()
+        must_be_true(await heard.listen(stream))
+    [request] = await kept.requests()
+    kept.must_hang_together(request)
+    [moved] = kept.events(request, names.SESSION_MOVED)
+    assert moved == {
+        names.POOL: "target",
+        names.SOURCE: doomed.fake.address,
+        names.TO: other.fake.address,
+        names.REASON: "failed",
+    }
+    assert told(request)[names.MOVES] == 1
+    served = {told(span)[names.TARGET_REPLICA] for span in kept.rounds(request)}
+    assert served == {doomed.fake.address, other.fake.address}
+
+
+async def test_how_a_session_is_drafted_is_told_when_it_changes(world: World, kept: KeptSpans) -> None:
+    await world.draft.stop()
+    gateway = await world.gateway_of(kept.parts(), lookup_fallback=True, strategy="model")
+    world.target.gate.close()
+    world.target.gate.permit(3)
+    stream = gateway.ask()
+    await world.target.waits_after(3)
+    await world.draft.start()
+    async with asyncio.timeout(PATIENCE_S):
+        while not (await gateway.client.model_info()).strategies:
+            pass  # until it has met the draft
+    world.target.gate.open()
+    must_be_true(await hear(stream))
+    [request] = await kept.requests()
+    changes = kept.events(request, names.DRAFT_DEGRADED)
+    assert [change[names.TO] for change in changes] == ["ngram", "draft"]
+    assert changes[0][names.REASON] == "away"
+    strategies = [told(span)[names.ROUND_STRATEGY] for span in kept.rounds(request)]
+    assert "model" in strategies
+    assert set(strategies) <= {"none", "lookup", "model"}
+
+
+async def test_a_draft_that_is_late_is_told_of(world: World, kept: KeptSpans) -> None:
+    world.draft.gate.close()
+    gateway = await world.gateway_of(kept.parts(), draft_timeout_s=0.2)
+    must_be_true(await hear(gateway.ask()))
+    [request] = await kept.requests()
+    [late] = kept.events(request, names.DRAFT_DEGRADED)
+    assert late == {names.TO: "plain", names.REASON: "late"}
+    proposals = [span for span in kept.below(request) if span.name == names.PROPOSE]
+    assert error_of(proposals[0]) == "deadline_exceeded"
+    assert error_of(request) is None
+
+
+async def test_a_deadline_is_no_client_that_went(world: World, kept: KeptSpans) -> None:
+    gateway = await world.gateway_of(kept.parts())
+    world.target.gate.close()
+    assert (await refused(hear(gateway.ask(timeout_s=0.3)))).code is grpc.StatusCode.DEADLINE_EXCEEDED
+    [request] = await kept.requests()
+    assert error_of(request) == "deadline_exceeded"
+    kept.must_hang_together(request)
+
+
+async def test_a_stream_that_is_left_unread_says_so(world: World, kept: KeptSpans) -> None:
+    gateway = await world.gateway_of(kept.parts(), client_timeout_s=0.3, buffer=32)
+    async with left_unread(gateway, 50_000, 1):
+        [request] = await kept.requests()
+    assert error_of(request) == "unavailable"
+    kept.must_hang_together(request)
+
+
+async def test_ending_a_session_is_a_span_of_grpcs_with_the_stores_below(
+    world: World, kept: KeptSpans
+) -> None:
+    gateway = await world.gateway_of(kept.parts())
+    stream = gateway.ask()
+    must_be_true(await hear(stream))
+    await gateway.client.abort(stream.session_id)
+    await refused(gateway.client.abort("0" * 32))
+    name = "/galley.v1.Generation/Abort"
+    await kept.has(name, 2)
+    done, failed = [span for span in kept.spans if span.name == name]
+    assert (error_of(done), error_of(failed)) == (None, "not_found")
+    for span, error in ((done, None), (failed, "not_found")):
+        [abort] = kept.below(span)
+        assert abort.parent is not None
+        assert abort.parent.span_id == span.context.span_id
+        assert (abort.name, error_of(abort)) == ("EVALSHA abort", error)
+
+
+class Hanging(SpanExporter):
+    """A collector that takes nothing: it says so, or keeps who asks waiting."""
+
+    def __init__(self, *, waits: bool) -> None:
+        self.asked = threading.Event()
+        self.may_answer = threading.Event()
+        if not waits:
+            self.may_answer.set()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.asked.set()
+        self.may_answer.wait()
+        return SpanExportResult.FAILURE
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["fails", "hangs"])
+async def test_an_exporter_that_fails_touches_no_stream(
+    world: World, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    exporter = Hanging(waits=waits)
+    processor = SpanQueue(exporter, QueueLimits(most=4, at_once=2, delay_s=0.001))
+    traces = telemetry_to(processor, "galley-gateway")
+    gateway = await world.gateway_of(Parts(telemetry=traces))
+    for heard in await asyncio.gather(*(hear(gateway.ask()) for _ in range(3))):
+        must_be_true(heard)
+    assert await asyncio.to_thread(exporter.asked.wait, 10)
+    monkeypatch.setattr(telemetry, "FLUSH_S", 0.05)
+    await asyncio.to_thread(traces.shutdown)  # for so long, and no longer
+    exporter.may_answer.set()
+    await asyncio.to_thread(processor.shutdown)

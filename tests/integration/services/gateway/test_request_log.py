@@ -1,0 +1,112 @@
+"""Each call leaves one line in the log: how its stream finished, or why it was rejected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from structlog.contextvars import merge_contextvars
+from structlog.testing import capture_logs
+
+from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, Heard, World, hear, must_be_true, refused
+from tests.integration.services.gateway.callers import ALICE, KeyFile, calling
+
+
+class Lines:
+    def __init__(self, captured: list[Any]) -> None:
+        self._captured = captured
+
+    def __repr__(self) -> str:
+        return repr(self._captured)
+
+    def of(self, event: str) -> list[Any]:
+        return [line for line in self._captured if line["event"] == event]
+
+    async def one(self, event: str) -> Any:
+        """Return the only line of this event, once it is there."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not self.of(event):  # noqa: ASYNC110  # nothing tells when a line is written
+                await asyncio.sleep(0)
+        [line] = self.of(event)
+        return line
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    with capture_logs(processors=[merge_contextvars]) as captured:
+        yield Lines(captured)
+
+
+async def test_a_finished_stream_is_logged_with_its_figures(world: World, lines: Lines) -> None:
+    gateway = await world.gateway()
+    stream = gateway.ask()
+    must_be_true(await hear(stream))
+    line = await lines.one("stream finished")
+    assert line["log_level"] == "info"
+    assert line["session_id"] == stream.session_id
+    assert (line["reason"], line["status"]) == ("length", "ok")
+    assert (line["prompt_tokens"], line["output_tokens"]) == (len(PROMPT_TOKENS), MAX_TOKENS)
+    assert 0 < line["ttft_ms"] <= line["duration_ms"]
+    assert 0 < line["accepted"] < MAX_TOKENS
+    assert line["principal"] == "anonymous"
+    assert "error" not in line
+    assert lines.of("request rejected") == []
+
+
+async def test_a_stream_whose_client_left_is_logged_once(world: World, lines: Lines) -> None:
+    gateway = await world.gateway()
+    world.target.gate.close()
+    world.target.gate.permit(2)
+    stream = gateway.ask()
+    await Heard().listen(stream, until=1)
+    stream.cancel()
+    await gateway.idle()
+    line = await lines.one("stream finished")
+    assert (line["status"], line["reason"]) == ("cancelled", "")
+    assert (line["session_id"], line["log_level"]) == (stream.session_id, "info")
+
+
+async def test_a_failed_stream_is_logged_with_its_error(world: World, lines: Lines) -> None:
+    gateway = await world.gateway()
+    world.target.gate.close()
+    assert (await refused(hear(gateway.ask(timeout_s=0.3)))).code is grpc.StatusCode.DEADLINE_EXCEEDED
+    line = await lines.one("stream finished")
+    assert (line["status"], line["error"]) == ("deadline_exceeded", "the deadline of the call has passed")
+    assert (line["ttft_ms"], line["output_tokens"]) == (None, 0)
+
+
+async def test_rejected_calls_are_logged_without_their_content(world: World, lines: Lines) -> None:
+    gateway = await world.gateway(api_keys_file=KeyFile().write(world))
+    await refused(hear(gateway.ask()))
+    async with calling(gateway, ALICE) as alice:
+        await refused(hear(alice.ask(max_tokens=0)))
+        await refused(hear(alice.client.resume("0" * 32, 0)))
+        await refused(alice.client.abort("no id"))
+        await refused(alice.client.model_info("other"))
+    rejected = lines.of("request rejected")
+    facts = [(line["status"], line.get("field"), line["principal"]) for line in rejected]
+    assert facts == [
+        ("unauthenticated", None, "unknown"),
+        ("invalid_argument", "max_tokens", "key"),
+        ("not_found", None, "key"),
+        ("not_found", None, "key"),
+        ("invalid_argument", "model", "key"),
+    ]
+    assert PROMPT not in repr(lines)
+    assert lines.of("stream finished") == []
+
+
+async def test_a_call_without_a_place_is_logged_with_the_reason(world: World, lines: Lines) -> None:
+    gateway = await world.gateway(max_sessions=1)
+    world.target.gate.close()
+    stream = gateway.ask()
+    await world.target.called(1)
+    await refused(hear(gateway.ask()))
+    world.target.gate.open()
+    must_be_true(await hear(stream))
+    line = await lines.one("request rejected")
+    assert (line["status"], line["reason"]) == ("resource_exhausted", "streams")

@@ -1,0 +1,160 @@
+"""A stream that is cut off goes on elsewhere: nothing lost, nothing twice, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from galley.core.content import prefix_hash
+from tests.fakes.truth import logprobs_of, text_of
+from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true
+
+
+def summary(heard: Heard) -> tuple[object, ...]:
+    """All that a resumed stream must have in common with one that was not cut off.
+
+    Which tokens a draft guessed in time is each session's own: every token has its mark, that is all.
+    """
+    assert heard.finished is not None
+    assert len(heard.from_draft) == len(heard.tokens)
+    return (
+        heard.tokens,
+        heard.text,
+        heard.logprobs,
+        heard.finished.reason,
+        heard.finished.WhichOneof("matched_stop"),
+        heard.finished.stop,
+        heard.finished.usage,
+    )
+
+
+async def cut_off(world: World, gateway: Gateway, other: Gateway, at: int, **options: Any) -> Heard:
+    """A stream that breaks once `at` tokens or more are there, and goes on at the other gateway."""
+    stream = gateway.ask(logprobs=2, **options)
+    heard = Heard()
+    heard.hear(await anext(stream))
+    await heard.listen(stream, until=at)
+    stream.cancel()
+    return await heard.listen(other.client.resume_stream(stream))
+
+
+@pytest.mark.parametrize("spoil_rate", [0.0, 0.3])
+async def test_a_client_cut_off_anywhere_goes_on_at_another_gateway(world: World, spoil_rate: float) -> None:
+    world.draft.spoil_rate = spoil_rate
+    first, second = await world.gateway(), await world.gateway()
+    whole = await hear(first.ask(logprobs=2))
+    must_be_true(whole)
+    assert whole.logprobs == [logprobs_of(token, 2) for token in whole.tokens]
+    assert {True, False} == set(whole.from_draft)
+    for at in range(MAX_TOKENS):
+        heard = await cut_off(world, first, second, at)
+        assert summary(heard) == summary(whole), at
+
+
+async def test_a_client_cut_off_before_a_stop_string_that_spans_chunks(world: World) -> None:
+    first, second = await world.gateway(), await world.gateway()
+    text = (await hear(first.ask())).text
+    stop = text[17:24]
+    whole = await hear(first.ask(logprobs=2, stop=[stop]))
+    assert whole.finished is not None
+    assert whole.finished.stop == stop
+    assert whole.text == text[: text.index(stop)]
+    for at in range(0, len(whole.tokens), 2):
+        heard = await cut_off(world, first, second, at, stop=[stop])
+        assert summary(heard) == summary(whole), at
+
+
+async def test_a_finished_session_is_told_again_from_any_index(world: World) -> None:
+    first, second = await world.gateway(), await world.gateway()
+    stream = first.ask(logprobs=1)
+    whole = await hear(stream)
+    assert whole.finished is not None
+    calls = len(world.target.calls), len(world.draft.calls)
+    for index in range(MAX_TOKENS + 1):
+        seen = prefix_hash(whole.tokens[:index])
+        rest = await hear(second.client.resume(stream.session_id, index, seen), first_index=index)
+        assert rest.finished is not None
+        assert rest.tokens == whole.tokens[index:]
+        assert rest.from_draft == whole.from_draft[index:]
+        assert rest.logprobs == whole.logprobs[index:]
+        assert whole.text.endswith(rest.text)
+        assert (rest.finished.reason, rest.finished.usage) == (whole.finished.reason, whole.finished.usage)
+    assert (len(world.target.calls), len(world.draft.calls)) == calls, "nothing is computed twice"
+
+
+async def test_what_a_token_adds_to_the_text_does_not_depend_on_the_chunks(world: World) -> None:
+    """Token by token, and all at once: at every index the same text is still to come."""
+    gateway = await world.gateway(draft="none")
+    world.target.gate.close()
+    stream = gateway.ask()
+    heard = Heard()
+    for count in range(1, MAX_TOKENS + 1):
+        world.target.gate.permit()
+        await heard.listen(stream, until=count)
+    await heard.listen(stream)
+    must_be_true(heard)
+    assert len(heard.texts) == MAX_TOKENS
+    assert "" in heard.texts, "no character of several bytes in the answer: the test shows nothing"
+    for index in range(MAX_TOKENS + 1):
+        rest = await hear(gateway.client.resume(stream.session_id, index), first_index=index)
+        assert rest.text == "".join(heard.texts[index:])
+
+
+async def test_a_session_goes_on_where_its_log_ends_not_where_its_client_is(world: World) -> None:
+    """The client has two tokens, the log more: the rest of the log is told, then work goes on."""
+    first, second = await world.gateway(), await world.gateway()
+    world.target.gate.close()
+    world.target.gate.permit(3)
+    stream = first.ask()
+    heard = await hear(stream, until=3)  # a token a pass at least
+    stream.cancel()
+    await first.idle()
+    resumed = second.client.resume(stream.session_id, 2, prefix_hash(heard.tokens[:2]))
+    known = len(heard.tokens) - 2
+    rest = await hear(resumed, until=known, first_index=2)
+    assert rest.tokens[:known] == heard.tokens[2:]
+    world.target.gate.open()
+    await rest.listen(resumed)
+    assert [*heard.tokens[:2], *rest.tokens] == (whole := await hear(first.ask())).tokens
+    assert text_of(heard.tokens[:2]) + rest.text == whole.text
+
+
+@any_credit
+async def test_the_seed_of_a_session_is_kept(world: World) -> None:
+    first, second = await world.gateway(), await world.gateway()
+    world.target.gate.close()
+    world.target.gate.permit(1)
+    stream = first.ask(seed=None)
+    heard = await hear(stream, until=1)
+    stream.cancel()
+    world.target.gate.open()
+    assert heard.started is not None
+    seed = heard.started.seed
+    await heard.listen(second.client.resume_stream(stream))
+    assert heard.started.seed == seed
+    must_be_true(heard, seed=seed)
+
+
+async def test_a_session_with_drafts_goes_on_at_a_gateway_that_has_none(world: World) -> None:
+    first, second = await world.gateway(), await world.gateway(draft="none")
+    world.target.gate.close()
+    world.target.gate.permit(2)
+    stream = first.ask()
+    heard = await hear(stream, until=6)
+    stream.cancel()
+    await first.idle()
+    world.target.gate.open()
+    asked = len(world.draft.calls)
+    must_be_true(await heard.listen(second.client.resume_stream(stream)))
+    assert len(world.draft.calls) == asked
+
+
+@any_credit
+async def test_many_sessions_at_once_are_each_the_one_that_was_asked_for(world: World) -> None:
+    world.draft.spoil_rate = 0.3
+    gateways = await world.gateway(), await world.gateway()
+    streams = [gateways[seed % 2].ask(seed=seed) for seed in range(16)]
+    for seed, heard in enumerate(await asyncio.gather(*map(hear, streams))):
+        must_be_true(heard, seed=seed)

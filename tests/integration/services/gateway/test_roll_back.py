@@ -1,0 +1,212 @@
+"""A store that comes back without its last moments: killed, and started with an older append-only file."""
+
+from __future__ import annotations
+
+import grpc
+
+from galley.client.client import TokenStream
+from galley.core.content import prefix_hash
+from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.fakes.redis_servers import Server
+from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
+
+KEPT, HEARD = 4, 15
+"""Tokens that the store still has when it comes back, and that the client has seen."""
+
+
+async def stream_beyond(world: World, store: Server, gateway: Gateway) -> tuple[TokenStream, Heard]:
+    """A stream of which the client has HEARD tokens, all logged; the store keeps KEPT of them in hand."""
+    world.target.gate.close()
+    stream = gateway.ask()
+    heard = Heard()
+    for until in (KEPT, HEARD):
+        world.target.gate.permit(until - len(heard.tokens))
+        await heard.listen(stream, until)
+        if until == KEPT:
+            store.keep()
+    return stream, heard
+
+
+async def log_must_be_true(gateway: Gateway, stream: TokenStream) -> None:
+    """What the store holds in the end is what was streamed."""
+    must_be_true(await hear(gateway.client.resume(stream.session_id, 0)))
+
+
+@any_credit
+async def test_an_owner_writes_again_what_the_store_lost(frail_world: World, own_store: Server) -> None:
+    gateway = await frail_world.gateway(draft="none")
+    stream, heard = await stream_beyond(frail_world, own_store, gateway)
+    own_store.roll_back()
+    answered = frail_world.target.answered
+    frail_world.target.gate.open()
+    must_be_true(await heard.listen(stream))
+    assert frail_world.target.answered - answered == MAX_TOKENS - HEARD, "from memory, not computed again"
+    await log_must_be_true(gateway, stream)
+    assert frail_world.target.answered - answered == MAX_TOKENS - HEARD, "all of it is in the log"
+
+
+async def test_an_owner_writes_it_again_before_it_stores_the_end(
+    frail_world: World, own_store: Server
+) -> None:
+    """All has been logged, and the store loses it before it hears that the answer has ended."""
+    gateway = await frail_world.gateway(draft="none")
+    frail_world.target.gate.close()
+    stream = gateway.ask()
+    heard = Heard()
+    frail_world.target.gate.permit(KEPT)
+    await heard.listen(stream, KEPT)
+    own_store.keep()
+    frail_world.target.gate.permit(MAX_TOKENS - KEPT - 1)
+    await heard.listen(stream, MAX_TOKENS - 1)
+    own_store.roll_back()
+    frail_world.target.gate.open()
+    must_be_true(await heard.listen(stream))
+    await log_must_be_true(gateway, stream)
+
+
+@any_credit
+async def test_what_the_store_lost_is_computed_again_where_the_session_is_resumed(
+    frail_world: World, own_store: Server
+) -> None:
+    first, second = await frail_world.gateway(draft="none"), await frail_world.gateway(draft="none")
+    stream, heard = await stream_beyond(frail_world, own_store, first)
+    stream.cancel()
+    await first.idle()
+    own_store.roll_back()
+    answered = frail_world.target.answered
+    resumed = second.client.resume_stream(stream)
+    frail_world.target.gate.open()
+    must_be_true(await heard.listen(resumed))
+    # An item that was given up may still have passed the gate.
+    assert frail_world.target.answered - answered >= MAX_TOKENS - KEPT
+    await log_must_be_true(first, resumed)
+
+
+@any_credit
+async def test_the_client_has_all_and_the_store_does_not(frail_world: World, own_store: Server) -> None:
+    """Of a session that had ended too: it is live again, and ends again."""
+    first, second = await frail_world.gateway(draft="none"), await frail_world.gateway(draft="none")
+    stream, heard = await stream_beyond(frail_world, own_store, first)
+    frail_world.target.gate.open()
+    must_be_true(await heard.listen(stream))
+    own_store.roll_back()
+    again = await hear(second.client.resume_stream(stream), first_index=MAX_TOKENS)
+    assert not again.tokens
+    assert again.finished is not None
+    assert heard.finished is not None
+    assert again.finished.reason == heard.finished.reason
+    await log_must_be_true(first, stream)
+
+
+@any_credit
+async def test_what_is_computed_again_must_be_what_the_client_has_seen(
+    frail_world: World, own_store: Server
+) -> None:
+    first, second = await frail_world.gateway(draft="none"), await frail_world.gateway(draft="none")
+    stream, heard = await stream_beyond(frail_world, own_store, first)
+    stream.cancel()
+    await first.idle()
+    own_store.roll_back()
+    frail_world.target.gate.open()
+    other = [*heard.tokens[: HEARD - 1], heard.tokens[HEARD - 1] + 1]
+    told = Heard(first_index=HEARD)
+    error = await refused(told.listen(second.client.resume(stream.session_id, HEARD, prefix_hash(other))))
+    assert error.code is grpc.StatusCode.DATA_LOSS
+    assert not told.tokens
+    must_be_true(await heard.listen(second.client.resume_stream(stream)))
+
+
+@any_credit
+async def test_an_owner_whose_claim_was_lost_is_not_told_that_another_has_the_session(
+    frail_world: World, own_store: Server
+) -> None:
+    """Nobody has it: the client is to resume, and does."""
+    first, second = await frail_world.gateway(draft="none"), await frail_world.gateway(draft="none")
+    stream, heard = await stream_beyond(frail_world, own_store, first)
+    stream.cancel()
+    await frail_world.target.was_given_up()
+    await first.idle()
+    frail_world.target.gate.permit(1)
+    resumed = second.client.resume_stream(stream)
+    await heard.listen(resumed, HEARD + 1)
+    own_store.roll_back()  # to the first gateway's time
+    frail_world.target.gate.open()
+    error = await refused(heard.listen(resumed))
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    assert "resume" in error.message
+    must_be_true(await heard.listen(second.client.resume_stream(resumed)))
+    await log_must_be_true(first, stream)
+
+
+class Lost:
+    """A stream of HEARD tokens, of whose session the store is about to lose all."""
+
+    def __init__(self, gateway: Gateway, stream: TokenStream, heard: Heard) -> None:
+        self.gateway = gateway
+        self.stream = stream
+        self.heard = heard
+
+
+async def about_to_be_lost(world: World, store: Server) -> Lost:
+    gateway = await world.gateway(draft="none")
+    must_be_true(await hear(gateway.ask()))
+    store.keep()
+    world.target.gate.close()
+    world.target.gate.permit(HEARD)
+    stream = gateway.ask(idempotency_key="key")
+    return Lost(gateway, stream, await hear(stream, until=HEARD))
+
+
+@any_credit
+async def test_an_owner_makes_a_session_anew_that_began_in_the_lost_moments(
+    frail_world: World, own_store: Server
+) -> None:
+    lost = await about_to_be_lost(frail_world, own_store)
+    own_store.roll_back()
+    answered = frail_world.target.answered
+    frail_world.target.gate.open()
+    must_be_true(await lost.heard.listen(lost.stream))
+    assert frail_world.target.answered - answered == MAX_TOKENS - HEARD, "from memory, not computed again"
+    await log_must_be_true(await frail_world.gateway(draft="none"), lost.stream)
+
+
+async def test_a_session_that_was_lost_and_made_by_another_meanwhile_is_the_others(
+    frail_world: World, own_store: Server
+) -> None:
+    lost = await about_to_be_lost(frail_world, own_store)
+    own_store.roll_back()
+    other = (await frail_world.gateway(draft="none")).ask(idempotency_key="key")
+    heard = Heard()
+    heard.hear(await anext(other))
+    frail_world.target.gate.open()
+    assert (await refused(lost.heard.listen(lost.stream))).code is grpc.StatusCode.FAILED_PRECONDITION
+    must_be_true(await heard.listen(other))
+    await log_must_be_true(lost.gateway, other)
+
+
+async def test_a_session_that_was_lost_and_is_ended_is_not_made_anew(
+    frail_world: World, own_store: Server
+) -> None:
+    lost = await about_to_be_lost(frail_world, own_store)
+    own_store.roll_back()
+    await lost.gateway.client.abort(lost.stream.session_id)
+    frail_world.target.gate.open()
+    await lost.heard.listen(lost.stream)
+    assert lost.heard.finished is not None
+    assert lost.heard.finished.reason == pb.Finished.REASON_ABORTED
+    gone = await refused(hear(lost.gateway.client.resume_stream(lost.stream)))
+    assert gone.code is grpc.StatusCode.NOT_FOUND
+
+
+@any_credit
+async def test_a_session_that_was_lost_and_has_no_owner_is_gone(
+    frail_world: World, own_store: Server
+) -> None:
+    lost = await about_to_be_lost(frail_world, own_store)
+    lost.stream.cancel()
+    await lost.gateway.idle()
+    own_store.roll_back()
+    frail_world.target.gate.open()
+    gone = await refused(hear(lost.gateway.client.resume_stream(lost.stream)))
+    assert gone.code is grpc.StatusCode.NOT_FOUND
+    must_be_true(await hear(lost.gateway.ask()))

@@ -1,0 +1,566 @@
+"""Which replica a session asks next, as leases, streams and answers come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from galley.common.registry.leases import target_lease
+from galley.core import names
+from galley.core.answer.answer import SessionSpec
+from galley.core.content import block_hashes, prefix_hash
+from galley.core.routing.choice import TargetLease
+from galley.core.sampling_params import SamplingParams
+from galley.core.session import events as ev
+from galley.core.session.ports import Replica
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.clock import MonotonicClock
+from services.gateway.replicas.request_stream import OpenRequest
+from services.gateway.replicas.target_session import SessionTarget
+from services.gateway.replicas.targets import Targets
+from services.gateway.session.timeouts import SECOND
+from tests.fakes.kept_spans import KeptSpans, error_of, told, traced_here
+from tests.fakes.replicas import FakeTarget
+from tests.fakes.target_fleet import BLOCK, Fleet
+from tests.fakes.truth import SEED, VOCAB, true_output
+from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import PROMPT_TOKENS, World
+
+SPEC = SessionSpec(
+    session_id="s",
+    prompt=tuple(PROMPT_TOKENS),
+    sampling=SamplingParams(seed=SEED),
+    max_position=200,
+    vocab_size=VOCAB,
+)
+
+
+@dataclass
+class Leases:
+    """A registry that tells what the test says."""
+
+    told: dict[str, TargetLease | None] = field(default_factory=dict)
+    changes = False
+
+    async def read(self) -> Mapping[str, TargetLease | None]:
+        return dict(self.told)
+
+    async def close(self) -> None:
+        pass
+
+
+class Here:
+    """Two replicas, and what a gateway knows of them; `refresh` lets it look."""
+
+    def __init__(self, leases: Leases, targets: Targets, fakes: list[FakeTarget]) -> None:
+        self.leases = leases
+        self.targets = targets
+        self.fakes = fakes
+        self._requests = 0
+
+    async def tell(self, fake: FakeTarget) -> None:
+        """The replica's lease is what it says of itself now."""
+        info = await fake.GetTargetInfo(pb.GetTargetInfoRequest(), None)
+        self.leases.told[fake.address] = target_lease(fake.address, info)
+
+    def request(self, tokens: list[int], credit: int = 0) -> ev.Verify:
+        self._requests += 1
+        return ev.Verify(self._requests, ev.Slice(0, tuple(tokens), prefix_hash(())), (), credit=credit)
+
+    async def ask(
+        self, target: SessionTarget, tokens: list[int], *, credit: int = 0, until: int | None = None
+    ) -> list[ev.Verified | ev.CacheMissed | ev.Failed]:
+        """The answers to an item: all, or the first `until`, after which it is given up."""
+        answers: list[ev.Verified | ev.CacheMissed | ev.Failed] = []
+        item = target.verify(SPEC, self.request(tokens, credit), None)
+        async with asyncio.timeout(PATIENCE_S):
+            async for answer in item:
+                answers.append(answer)
+                if len(answers) == until:
+                    break
+            await item.aclose()
+        return answers
+
+    def asked(self) -> list[int]:
+        """How many items each was asked."""
+        return [len(fake.calls) for fake in self.fakes]
+
+    def home(self) -> tuple[FakeTarget, FakeTarget]:
+        """The one that was asked, and the other."""
+        first, second = self.fakes
+        return (first, second) if first.calls else (second, first)
+
+
+@pytest.fixture
+async def here(world: World) -> AsyncIterator[Here]:
+    async with Fleet(world) as fleet:
+        fakes = [target.fake for target in fleet.targets]
+        leases = Leases()
+        targets = Targets(
+            leases, world.tokenizer_hash, grpc.aio.insecure_channel, MonotonicClock(), max_draft_tokens=16
+        )
+        here = Here(leases, targets, fakes)
+        for fake in fakes:
+            await here.tell(fake)
+        await targets.start(PATIENCE_S)
+        yield here
+        for fake in fakes:
+            fake.gate.open()
+        await targets.close()
+
+
+def confirmed(count: int) -> list[int]:
+    """The prompt and the first tokens of the answer."""
+    return [*PROMPT_TOKENS, *true_output(PROMPT_TOKENS, count, SEED)]
+
+
+async def test_a_session_stays_where_only_the_lease_has_ended(here: Here) -> None:
+    """A registry that lost its data: what serves a session still does, and has its KV."""
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    del here.leases.told[home.address]
+    await here.targets.refresh()
+    for count in range(1, 4):
+        [answer] = await here.ask(target, confirmed(count))
+        assert isinstance(answer, ev.Verified)
+    assert len(home.calls) == 4
+    assert not other.calls
+    await here.ask(SessionTarget(here.targets), confirmed(0))
+    assert len(other.calls) == 1, "a new session goes where a lease lives"
+
+
+async def test_a_replica_that_falls_silent_in_mid_item_is_not_asked_next(here: Here) -> None:
+    target = SessionTarget(here.targets)
+    for fake in here.fakes:
+        fake.gate.close()
+        fake.gate.permit(1)
+    await here.ask(target, confirmed(0), credit=8, until=1)
+    home, other = here.home()
+    other.gate.open()
+    await here.ask(target, confirmed(1))
+    assert (len(home.calls), len(other.calls)) == (1, 1)
+
+
+async def test_a_session_stays_after_an_item_that_was_answered_whole(here: Here) -> None:
+    target = SessionTarget(here.targets)
+    answers = await here.ask(target, confirmed(0), credit=2)
+    assert len(answers) == 3
+    await here.ask(target, confirmed(3))
+    assert sorted(here.asked()) == [0, 2]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "registered"])
+async def test_a_replica_that_died_unnoticed_gets_no_new_sessions(here: Here, told: bool) -> None:
+    """While no item was open, it is the look at who is there that finds out."""
+    await here.ask(SessionTarget(here.targets), confirmed(0))
+    home, other = here.home()
+    await home.stop()
+    if told:
+        here.leases.told = dict.fromkeys(here.leases.told)
+    else:  # it has come back, says the lease, but it cannot be met
+        home.incarnations += 1
+        await here.tell(home)
+    await here.targets.refresh()
+    [answer] = await here.ask(SessionTarget(here.targets), confirmed(0))
+    assert isinstance(answer, ev.Verified)
+    assert len(other.calls) == 1
+
+
+async def test_a_session_comes_back_to_its_build_though_its_stream_broke(here: Here) -> None:
+    """Rule 3: while a replica of its own fingerprint lives, it goes to no other."""
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    other.fingerprint = "build-2"
+    await here.tell(other)
+    other.incarnations += 1  # so that it is met again
+    await here.tell(other)
+    await here.targets.refresh()
+    home.fail(grpc.StatusCode.INVALID_ARGUMENT, times=1)
+    [failed] = await here.ask(target, confirmed(1))
+    assert isinstance(failed, ev.Failed)
+    [answer] = await here.ask(target, confirmed(1))
+    assert isinstance(answer, ev.Verified)
+    assert answer.fingerprint == "build-1"
+    assert not other.calls
+
+
+async def test_a_session_goes_to_another_build_if_its_own_is_dead(here: Here) -> None:
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    other.fingerprint = "build-2"
+    other.incarnations += 1
+    await here.tell(other)
+    await here.targets.refresh()
+    await home.stop()
+    answers = [*await here.ask(target, confirmed(1)), *await here.ask(target, confirmed(1))]
+    assert isinstance(answers[-1], ev.Verified)
+    assert answers[-1].fingerprint == "build-2"
+
+
+async def test_an_item_that_nobody_waits_for_is_not_counted_for_ever(here: Here) -> None:
+    target = SessionTarget(here.targets)
+    before = [member.items for member in here.targets._members.values()]
+    item = target.verify(SPEC, here.request(confirmed(0)), None)
+    await item.aclose()
+    assert [member.items for member in here.targets._members.values()] == before
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fakes do not say what passes take: their verdicts are late soon."""
+    monkeypatch.setattr("galley.core.routing.lateness.LEAST_NS", SECOND // 10)
+
+
+def moves_of(here: Here) -> dict[str, int]:
+    return dict(here.targets.moves.counts)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("credit", [0, 8])
+async def test_a_replica_whose_verdict_is_late_is_left_for_another_of_its_build(
+    here: Here, credit: int
+) -> None:
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    home.gate.close()
+    answers = await here.ask(target, confirmed(1), credit=credit)
+    [failed] = answers
+    assert isinstance(failed, ev.Failed)
+    assert failed.elsewhere
+    await home.was_given_up()
+    [answer] = await here.ask(target, confirmed(1))
+    assert isinstance(answer, ev.Verified)
+    assert list(answer.tokens) == true_output(PROMPT_TOKENS, 2, SEED)[1:]
+    assert (len(home.calls), len(other.calls)) == (2, 1)
+    assert moves_of(here) == {"late": 1}
+    home.gate.open()
+    for count in range(2, 6):
+        await here.ask(target, confirmed(count))
+    assert len(home.calls) == 2, "it stays where it is"
+    assert moves_of(here) == {"late": 1}
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_verdict_that_is_late_in_mid_item_is_too(here: Here) -> None:
+    target = SessionTarget(here.targets)
+    for fake in here.fakes:
+        fake.gate.close()
+        fake.gate.permit(3)
+    answers = await here.ask(target, confirmed(0), credit=8)
+    assert [type(answer) for answer in answers] == [ev.Verified] * 3 + [ev.Failed]
+    home, other = here.home()
+    other.gate.open()
+    await here.ask(target, confirmed(3))
+    assert (len(home.calls), len(other.calls)) == (1, 1)
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_late_replica_is_waited_for_where_no_other_of_its_build_is_up(here: Here) -> None:
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    other.fingerprint = "build-2"
+    other.incarnations += 1
+    await here.tell(other)
+    await here.targets.refresh()
+    home.gate.close()
+    asking = asyncio.ensure_future(here.ask(target, confirmed(1)))
+    await asyncio.sleep(0.5)  # five times as long as it may take
+    home.gate.open()
+    [answer] = await asking
+    assert isinstance(answer, ev.Verified)
+    assert not other.calls
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_late_replica_is_not_left_for_one_that_is_at_a_standstill_too(here: Here) -> None:
+    """As when both share a machine that is busy: moving would only throw work away."""
+    for fake in here.fakes:
+        fake.gate.close()
+    asking = [asyncio.ensure_future(here.ask(SessionTarget(here.targets), confirmed(0))) for _ in range(2)]
+    for fake in here.fakes:
+        await fake.called(1)
+    await asyncio.sleep(0.5)
+    for fake in here.fakes:
+        fake.gate.open()
+    for [answer] in await asyncio.gather(*asking):
+        assert isinstance(answer, ev.Verified)
+    assert here.asked() == [1, 1]
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_what_passes_take_and_what_is_queued_is_waited_for(here: Here) -> None:
+    """A replica that says that passes take a second has eight of them, and more for a long prompt."""
+    for fake in here.fakes:
+        fake.row_costs = ((1, SECOND),)
+        fake.incarnations += 1
+        await here.tell(fake)
+    await here.targets.refresh()
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    home.gate.close()
+    asking = asyncio.ensure_future(here.ask(target, confirmed(1)))
+    await asyncio.sleep(0.5)
+    home.gate.open()
+    [answer] = await asking
+    assert isinstance(answer, ev.Verified)
+    assert not other.calls
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_replica_that_is_silent_altogether_is_left_by_all_its_sessions(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One session finds it late, and asks who it is: the others need not wait for their own verdicts."""
+    monkeypatch.setattr(here.targets, "sign_of_life_s", 0.2)
+    sessions = [SessionTarget(here.targets) for _ in range(4)]
+    for session in sessions:
+        await here.ask(session, confirmed(0))
+    frozen = here.fakes[0]
+    frozen.gate.close()
+    frozen.spoken.close()
+    patient = [session for session in sessions if session.place(SPEC, here.request(confirmed(1))) is not None]
+    assert len(patient) == 4
+    for session in patient[1:]:
+        for _ in range(6):
+            session.patience.record_late()  # those would wait for long
+    async with asyncio.timeout(PATIENCE_S):
+        for answers in await asyncio.gather(*(here.ask(session, confirmed(1)) for session in sessions)):
+            assert isinstance(answers[-1], ev.Verified | ev.Failed)
+    frozen.spoken.open()
+
+
+async def test_a_replica_that_fails_is_left_at_once_while_there_is_another(here: Here) -> None:
+    """Each is tried once; then it is time to wait."""
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    for fake in here.fakes:
+        fake.item_failure = grpc.StatusCode.RESOURCE_EXHAUSTED
+    failures = [answer for _ in range(3) for answer in await here.ask(target, confirmed(1))]
+    assert [isinstance(it, ev.Failed) and it.elsewhere for it in failures] == [True, False, False]
+    for fake in here.fakes:
+        fake.item_failure = None
+    [answer] = await here.ask(target, confirmed(1))
+    assert isinstance(answer, ev.Verified)
+
+
+async def test_a_replica_that_comes_back_does_not_answer_for_its_former_life(here: Here) -> None:
+    target = SessionTarget(here.targets)
+    home, other = here.fakes
+    del here.leases.told[other.address]
+    await here.targets.refresh()
+    await here.ask(target, confirmed(0))
+    await other.stop()
+    home.gate.close()
+    item = target.verify(SPEC, here.request(confirmed(1)), None)
+    reading = asyncio.ensure_future(anext(aiter(item)))
+    await home.called(2)
+    former = item.replica
+    await home.stop()
+    await home.start()
+    home.gate.open()
+    assert isinstance(await reading, ev.Failed)
+    await item.aclose()
+    now_at: Replica | None = None
+    for _ in range(3):
+        await here.targets.refresh()
+        later = target.verify(SPEC, here.request(confirmed(1)), None)
+        answer = await anext(aiter(later))
+        await later.aclose()
+        if isinstance(answer, ev.Verified):
+            now_at = later.replica
+            break
+    assert former is not None
+    assert now_at is not None
+    assert former.address == now_at.address
+    assert former.incarnation != now_at.incarnation
+    assert item.replica == former, "what it held is not said to be held by the new one"
+    assert moves_of(here) == {"restarted": 1}
+
+
+async def test_a_replica_that_does_not_say_who_it_is_is_left_long_before_the_deadline(here: Here) -> None:
+    """Its stream broke while no item was open, and now it takes what is sent and never answers."""
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, other = here.home()
+    at = target.place(SPEC, here.request(confirmed(1)))
+    assert at is not None
+    await home.stop()
+    await asyncio.wait(cast("Any", at.pool)._items._current._tasks)  # the gateway has noticed
+    home.spoken.close()
+    await home.start()
+    item = target.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)
+    async with asyncio.timeout(PATIENCE_S):
+        [failed] = [answer async for answer in item]
+    assert isinstance(failed, ev.Failed)
+    assert failed.elsewhere
+    [answer] = await here.ask(target, confirmed(1))
+    assert isinstance(answer, ev.Verified)
+    assert len(other.calls) == 1
+    home.spoken.open()
+
+
+async def test_who_is_let_go_while_he_is_met_is_sent_nothing_more(here: Here) -> None:
+    """There would be nobody to end that stream."""
+    target = SessionTarget(here.targets)
+    await here.ask(target, confirmed(0))
+    home, _ = here.home()
+    at = target.place(SPEC, here.request(confirmed(1)))
+    assert at is not None
+    pool = cast("Any", at.pool)
+    home.spoken.close()
+    pool.lost()
+    item = pool.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)
+    answers = asyncio.create_task(anext(aiter(item)))
+    await home.spoken.has_somebody()
+    await pool.close()
+    home.spoken.open()
+    async with asyncio.timeout(PATIENCE_S):
+        assert isinstance(await answers, ev.Failed)
+    assert pool._items._current.broken
+    assert len(home.calls) == 1
+    await item.aclose()
+
+
+class Hedging:
+    """Both replicas are warm for the prompt, by their leases; the first verdicts so far came at once."""
+
+    def __init__(self, here: Here) -> None:
+        self.here = here
+
+    async def begin(self, *, warm: bool) -> tuple[SessionTarget, FakeTarget, FakeTarget]:
+        """A session that has not been asked for, where it will be, and the other."""
+        here = self.here
+        hashes = frozenset(block_hashes(b"", PROMPT_TOKENS, BLOCK)) if warm else frozenset()
+        for fake in here.fakes:
+            lease = here.leases.told[fake.address]
+            assert lease is not None
+            here.leases.told[fake.address] = replace(lease, kv_block_tokens=BLOCK, cached_prefixes=hashes)
+        await here.targets.refresh()
+        for _ in range(20):
+            await here.ask(SessionTarget(here.targets), confirmed(0))
+        home, other = here.home()
+        assert not other.calls
+        here.targets.hedge_quantile = 0.9
+        return SessionTarget(here.targets), home, other
+
+
+@pytest.mark.parametrize("credit", [0, 4])
+async def test_a_slow_first_verdict_is_asked_of_another_that_holds_the_prompt(
+    here: Here, credit: int
+) -> None:
+    target, home, other = await Hedging(here).begin(warm=True)
+    home.gate.close()
+    asked = len(other.calls)
+    item = target.verify(SPEC, here.request(confirmed(0), credit), None)
+    answers = []
+    async with asyncio.timeout(PATIENCE_S):
+        async for answer in item:
+            assert isinstance(answer, ev.Verified)
+            answers.append(answer)
+    tokens = [token for answer in answers for token in answer.tokens]
+    assert tokens == true_output(PROMPT_TOKENS, credit + 1, SEED)
+    assert item.replica is not None
+    assert item.replica.address == other.address
+    assert len(other.calls) == asked + 1
+    await home.was_given_up()
+    await item.aclose()
+    await here.ask(target, confirmed(credit + 1))
+    assert len(other.calls) == asked + 2, "it stays where it was answered"
+    assert [member.items for member in here.targets._members.values()] == [0, 0]
+    assert [member.rows_ahead for member in here.targets._members.values()] == [0, 0]
+
+
+async def test_that_another_is_asked_too_stands_in_the_trace(here: Here) -> None:
+    target, home, other = await Hedging(here).begin(warm=True)
+    kept = KeptSpans()
+    request = traced_here(kept, MonotonicClock())
+    home.gate.close()
+    await here.ask(target, confirmed(0))
+    await home.was_given_up()
+    request.trace.release()
+    [told_of] = await kept.requests()
+    assert kept.events(told_of, names.HEDGED) == [{names.POOL: "target", names.TO: other.address}]
+    given_up, answered = [span for span in kept.spans if span.name == names.VERIFY]
+    assert (told(given_up)[names.REPLICA], error_of(given_up)) == (home.address, "cancelled")
+    assert (told(answered)[names.REPLICA], error_of(answered)) == (other.address, None)
+
+
+async def test_whoever_answers_first_goes_on_and_the_other_is_given_up(here: Here) -> None:
+    target, home, other = await Hedging(here).begin(warm=True)
+    for fake in here.fakes:
+        fake.gate.close()
+    asking = asyncio.ensure_future(here.ask(target, confirmed(0)))
+    await other.called(len(other.calls) + 1)
+    home.gate.open()
+    [answer] = await asking
+    assert isinstance(answer, ev.Verified)
+    await other.was_given_up()
+    assert moves_of(here) == {}
+
+
+async def test_a_replica_that_answers_at_the_same_time_as_the_other_is_not_left(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's answer is read first, and then its own."""
+    target, home, other = await Hedging(here).begin(warm=True)
+    for fake in here.fakes:
+        fake.gate.close()
+    arrived: list[tuple[OpenRequest[pb.VerifyAnswer], pb.VerifyAnswer]] = []
+    first_came, put = asyncio.Event(), OpenRequest.put
+
+    def hold(item: OpenRequest[pb.VerifyAnswer], answer: pb.VerifyAnswer) -> None:
+        arrived.append((item, answer))
+        first_came.set()
+        if len(arrived) == 2:
+            monkeypatch.undo()
+            for one in arrived:
+                put(*one)
+
+    monkeypatch.setattr(OpenRequest, "put", hold)
+    asking = asyncio.ensure_future(here.ask(target, confirmed(0), credit=4))
+    await other.called(len(other.calls) + 1)
+    other.gate.permit(1)
+    await asyncio.wait_for(first_came.wait(), PATIENCE_S)
+    home.gate.open()
+    answers = await asking
+    assert [type(answer) for answer in answers] == [ev.Verified] * 5
+    other.gate.open()
+    assert moves_of(here) == {}
+
+
+async def test_a_second_request_is_not_counted_for_ever_however_often_it_is_cancelled(here: Here) -> None:
+    target, _, other = await Hedging(here).begin(warm=True)
+    for fake in here.fakes:
+        fake.gate.close()
+    item = target.verify(SPEC, here.request(confirmed(0)), None)
+    reading = asyncio.ensure_future(anext(aiter(item)))
+    await other.called(len(other.calls) + 1)
+    while not reading.done():
+        reading.cancel()
+        await asyncio.sleep(0)
+    await item.aclose()
+    assert [member.items for member in here.targets._members.values()] == [0, 0]
+    assert [member.rows_ahead for member in here.targets._members.values()] == [0, 0]
+
+
+async def test_a_cold_replica_is_not_asked_too(here: Here) -> None:
+    target, home, other = await Hedging(here).begin(warm=False)
+    home.gate.close()
+    asked = len(other.calls)
+    asking = asyncio.ensure_future(here.ask(target, confirmed(0)))
+    await asyncio.sleep(0.3)
+    home.gate.open()
+    [answer] = await asking
+    assert isinstance(answer, ev.Verified)
+    assert len(other.calls) == asked

@@ -1,0 +1,182 @@
+"""Where an answer ends, through the wire, with drafts that run past the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from galley.client.client import Message, Speculation
+from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.fakes.truth import ASSISTANT, END, SEED, USER, logprobs_of, text_of, true_output
+from tests.fakes.world import MAX_TOKENS, PROMPT_TOKENS, World, any_credit, hear, must_be_true
+
+SPECULATIONS = [
+    Speculation(off=True),
+    Speculation(),
+    Speculation(k=1),
+    Speculation(k=4),
+    Speculation(k=16, strategy="ngram"),
+]
+
+
+def output(max_tokens: int = MAX_TOKENS, seed: int = SEED, **rest: object) -> list[int]:
+    return true_output(PROMPT_TOKENS, max_tokens, seed, **rest)  # type: ignore[arg-type]
+
+
+def seed_with_end(after: int, before: int) -> int:
+    """A seed under which the model ends its answer by itself, with this many tokens before."""
+    return next(seed for seed in range(10_000) if END in output(before, seed)[after:])
+
+
+@pytest.mark.parametrize("speculation", SPECULATIONS, ids=str)
+async def test_an_answer_is_the_same_with_every_speculation(world: World, speculation: Speculation) -> None:
+    gateway = await world.gateway()
+    heard = await hear(gateway.ask(speculation=speculation))
+    must_be_true(heard)
+    assert any(heard.from_draft) != speculation.off
+    assert {call.strategy for call in world.draft.calls} <= {speculation.strategy}
+    k = 0 if speculation.off else speculation.k or 16  # AUTO's most
+    assert {call.max_verified for call in world.target.calls} == {k}
+    assert heard.finished is not None
+    assert len(heard.finished.speculation.verified_at) <= k
+
+
+@any_credit
+@pytest.mark.parametrize("speculation", SPECULATIONS, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 5])
+async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(
+    world: World, speculation: Speculation, size: int
+) -> None:
+    gateway = await world.gateway()
+    text = text_of(output())
+    stop = text[12 : 12 + size]
+    at = text.index(stop)
+    heard = await hear(gateway.ask(speculation=speculation, stop=["never said", stop]))
+    assert heard.finished is not None
+    assert heard.text == text[:at]
+    assert (heard.finished.reason, heard.finished.stop) == (pb.Finished.REASON_STOP, stop)
+    assert text_of(heard.tokens) == text[: at + len(stop)], "the tokens go to the end of the stop string"
+    assert heard.finished.usage.output_tokens == len(heard.tokens)
+
+
+@any_credit
+async def test_the_beginning_of_a_stop_string_is_held_back_and_told_at_the_end(world: World) -> None:
+    gateway = await world.gateway()
+    text = text_of(output())
+    heard = await hear(gateway.ask(stop=[text[-3:] + "!?"]))
+    assert heard.text == text
+    assert heard.finished is not None
+    assert heard.finished.reason == pb.Finished.REASON_LENGTH
+
+
+@any_credit
+@pytest.mark.parametrize("speculation", SPECULATIONS, ids=str)
+async def test_a_stop_token_ends_the_answer(world: World, speculation: Speculation) -> None:
+    gateway = await world.gateway()
+    stop = output()[20]
+    expected = output(stops=frozenset({stop}))
+    heard = await hear(gateway.ask(speculation=speculation, stop_token_ids=[stop]))
+    assert heard.tokens == expected
+    assert heard.text == text_of(expected[:-1])
+    assert heard.finished is not None
+    assert (heard.finished.reason, heard.finished.stop_token_id) == (pb.Finished.REASON_STOP, stop)
+
+
+@any_credit
+async def test_the_models_own_end_stops_unless_it_is_ignored(world: World) -> None:
+    gateway = await world.gateway()
+    seed = seed_with_end(3, 30)
+    heard = await hear(gateway.ask(seed=seed, ignore_eos=False))
+    assert heard.tokens == output(seed=seed, stops=frozenset({END}))
+    assert heard.finished is not None
+    assert (heard.finished.reason, heard.finished.stop_token_id) == (pb.Finished.REASON_STOP, END)
+
+    heard = await hear(gateway.ask(seed=seed, ignore_eos=True))
+    must_be_true(heard, seed=seed)
+    assert END in heard.tokens
+    assert heard.finished is not None
+    assert heard.finished.reason == pb.Finished.REASON_LENGTH
+
+
+@any_credit
+async def test_min_tokens_keeps_stop_tokens_and_stop_strings_from_ending(world: World) -> None:
+    gateway = await world.gateway()
+    seed = seed_with_end(3, 30)
+    heard = await hear(gateway.ask(seed=seed, ignore_eos=False, min_tokens=35))
+    assert heard.tokens == output(seed=seed, stops=frozenset({END}), min_tokens=35)
+    assert END not in heard.tokens[:35]
+
+    text = text_of(output())
+    heard = await hear(gateway.ask(stop=[text[2]], min_tokens=10))
+    assert heard.finished is not None
+    assert len(heard.tokens) > 10
+    if heard.finished.reason == pb.Finished.REASON_STOP:
+        assert heard.finished.stop == text[2]
+
+
+@any_credit
+async def test_max_tokens_of_one_asks_no_draft(world: World) -> None:
+    gateway = await world.gateway()
+    heard = await hear(gateway.ask(max_tokens=1))
+    assert heard.tokens == output(1)
+    assert heard.finished is not None
+    assert heard.finished.reason == pb.Finished.REASON_LENGTH
+    assert not world.draft.calls
+
+
+@any_credit
+@pytest.mark.parametrize("top", [None, 0, 3])
+async def test_logprobs_are_those_of_the_target(world: World, top: int | None) -> None:
+    gateway = await world.gateway()
+    heard = await hear(gateway.ask(logprobs=top))
+    must_be_true(heard)
+    assert heard.logprobs == ([] if top is None else [logprobs_of(token, top) for token in heard.tokens])
+
+
+async def test_a_chat_goes_through_the_models_template(world: World) -> None:
+    gateway = await world.gateway()
+    stream = gateway.client.generate([Message("user", "hé")], max_tokens=8, seed=SEED, ignore_eos=True)
+    heard = await hear(stream)
+    prompt = [USER, *"hé".encode(), ASSISTANT]
+    assert heard.tokens == true_output(prompt, 8, SEED)
+    assert heard.started is not None
+    assert heard.started.prompt_tokens == len(prompt)
+
+
+async def test_what_was_asked_reaches_the_pools_as_it_was_asked(world: World) -> None:
+    gateway = await world.gateway()
+    await hear(
+        gateway.ask(
+            temperature=0.5,
+            top_p=0.25,
+            top_k=7,
+            min_p=0.125,
+            frequency_penalty=-1.5,
+            presence_penalty=0.75,
+            repetition_penalty=1.25,
+            logit_bias={3: -2.0},
+            stop_token_ids=[9],
+            ignore_eos=False,
+            min_tokens=2,
+            priority=-3,
+            workload="tests",
+        )
+    )
+    for item in (world.target.calls[0], world.draft.calls[0]):
+        asked = item.slice
+        assert asked.sampling == pb.SamplingParams(
+            temperature=0.5,
+            top_p=0.25,
+            top_k=7,
+            min_p=0.125,
+            frequency_penalty=-1.5,
+            presence_penalty=0.75,
+            repetition_penalty=1.25,
+            logit_bias={3: -2.0},
+            seed=SEED,
+        )
+        assert list(asked.stop_token_ids) == [9, END]
+        assert (asked.min_tokens, asked.priority) == (2, -3)
+        assert (asked.prompt_len, asked.max_position) == (len(PROMPT_TOKENS), len(PROMPT_TOKENS) + MAX_TOKENS)
+        assert asked.remaining_ns > 0
+        assert asked.arrival_ns > 0
+    assert world.draft.calls[0].workload == "tests"

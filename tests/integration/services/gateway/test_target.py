@@ -1,0 +1,259 @@
+"""Trouble with the target: a pause while it passes, a named end where it does not, never another token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from galley.client.client import GalleyRpcError
+from galley.core.errors import TargetUnavailable, TokenizerMismatch
+from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import MAX_TOKENS, Heard, World, any_credit, hear, must_be_true, refused
+
+
+@any_credit
+@pytest.mark.parametrize(
+    "code",
+    [
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.INTERNAL,
+    ],
+    ids=lambda code: code.name,
+)
+async def test_a_stream_to_the_target_that_breaks_costs_a_pause(world: World, code: grpc.StatusCode) -> None:
+    """All sessions share it, so what one of their items does to it must not end the others."""
+    gateway = await world.gateway()
+    world.target.gate.close()
+    streams = [gateway.ask(), gateway.ask()]
+    await world.target.called(2)
+    world.target.fail(code, times=3)
+    world.target.gate.open()
+    for heard in await asyncio.gather(*map(hear, streams)):
+        must_be_true(heard)
+    assert world.target.failures_left == 0
+
+
+@any_credit
+@pytest.mark.parametrize(
+    "code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED], ids=lambda code: code.name
+)
+async def test_an_item_that_the_target_cannot_take_now_is_sent_again(
+    world: World, code: grpc.StatusCode
+) -> None:
+    gateway = await world.gateway()
+    world.target.item_failure = code
+    stream = gateway.ask()
+    await world.target.has_answered(2)
+    world.target.item_failure = None
+    must_be_true(await hear(stream))
+
+
+@any_credit
+async def test_a_target_that_is_killed_and_comes_back_goes_on_with_the_same_tokens(world: World) -> None:
+    gateway = await world.gateway()
+    world.target.gate.close()
+    world.target.gate.permit(3)
+    stream = gateway.ask()
+    heard = await hear(stream, until=1)
+    await world.target.waits_after(3)
+    asked = len(world.target.calls)
+    await world.target.stop()
+    await world.target.start()
+    world.target.gate.open()
+    must_be_true(await heard.listen(stream))
+    assert world.target.incarnations == 2
+    assert any(call.slice.start == 0 for call in world.target.calls[asked:]), "what it lacked, it was sent"
+
+
+@any_credit
+async def test_a_target_away_for_good_is_unavailable_and_the_session_resumable(world: World) -> None:
+    gateway = await world.gateway(target_timeout_s=0.3)
+    world.target.gate.close()
+    world.target.gate.permit(1)
+    stream = gateway.ask()
+    heard = await hear(stream, until=1)
+    await world.target.waits_after(1)
+    await world.target.stop()
+    error = await refused(heard.listen(stream))
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    assert "target" in error.message
+    await gateway.idle()
+
+    await world.target.start()
+    world.target.gate.open()
+    async with asyncio.timeout(PATIENCE_S):
+        while heard.finished is None:  # gRPC comes to know of it within a second
+            stream = gateway.client.resume_stream(stream)
+            try:
+                await heard.listen(stream)
+            except GalleyRpcError as again:
+                if again.code is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+    must_be_true(heard)
+
+
+@any_credit
+async def test_a_target_that_hangs_is_given_up_after_its_timeout(world: World) -> None:
+    gateway = await world.gateway(target_timeout_s=0.2, verify_timeout_s=0.2)
+    world.target.gate.close()
+    error = await refused(hear(gateway.ask()))
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    await world.target.was_given_up()
+    assert len(world.target.calls) == 1
+
+
+async def test_logits_that_are_not_numbers_are_our_fault_and_hide_their_cause(world: World) -> None:
+    gateway = await world.gateway()
+    world.target.item_failure = grpc.StatusCode.INTERNAL
+    stream = gateway.ask()
+    heard = Heard()
+    error = await refused(heard.listen(stream))
+    assert (error.code, error.message) == (grpc.StatusCode.INTERNAL, "internal error")
+    assert len(world.target.calls) == 1
+    await gateway.idle()
+
+    world.target.item_failure = None
+    must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
+
+
+def too_many(result: pb.VerifyResult) -> None:
+    result.tokens.extend([1] * 20)
+
+
+def no_tokens(result: pb.VerifyResult) -> None:
+    del result.tokens[:]
+
+
+def elsewhere(result: pb.VerifyResult) -> None:
+    result.position += 1
+
+
+def other_vocabulary(result: pb.VerifyResult) -> None:
+    result.tokens[-1] = 2**32 - 1
+
+
+def never_drafted(result: pb.VerifyResult) -> None:
+    result.accepted = result.verified = 16
+
+
+@any_credit
+@pytest.mark.parametrize(
+    "broken", [too_many, no_tokens, elsewhere, other_vocabulary, never_drafted], ids=lambda lie: lie.__name__
+)
+async def test_a_verdict_that_cannot_be_reaches_no_client(
+    world: World, broken: Callable[[pb.VerifyResult], None]
+) -> None:
+    gateway = await world.gateway()
+    world.target.spoil = broken
+    heard = Heard()
+    error = await refused(heard.listen(gateway.ask()))
+    assert error.code is grpc.StatusCode.INTERNAL
+    assert not heard.tokens
+
+
+async def test_an_emptied_cache_is_filled_again_with_the_same_tokens(world: World) -> None:
+    gateway = await world.gateway()
+    world.target.gate.close()
+    stream = gateway.ask()
+    for round_number in range(1, 5):
+        await world.target.called(len(world.target.calls))
+        world.target.forget()
+        world.draft.forget()
+        world.target.gate.permit()
+        await world.target.has_answered(round_number)
+    world.target.gate.open()
+    must_be_true(await hear(stream))
+    assert world.target.misses > 0
+
+
+async def test_a_cache_of_other_tokens_at_the_same_length_is_a_miss_and_never_a_wrong_token(
+    world: World,
+) -> None:
+    gateway = await world.gateway()
+    world.target.gate.close()
+    world.target.gate.permit(2)
+    stream = gateway.ask()
+    await world.target.called(3)
+    for held in world.target._held.values():
+        held[3:] = [(token + 1) % 256 for token in held[3:]]
+    world.target.gate.open()
+    must_be_true(await hear(stream))
+    assert world.target.misses > 0
+
+
+async def test_another_build_of_the_target_is_told_at_the_token_where_it_begins(world: World) -> None:
+    gateway, other = await world.gateway(draft="none"), await world.gateway(draft="none")
+    world.target.gate.close()
+    stream = gateway.ask(logprobs=0)
+    for index in range(1, 4):
+        world.target.gate.permit()
+        await world.target.called(index + 1)
+    world.target.fingerprint = "build-2"
+    world.target.gate.open()
+    heard = await hear(stream)
+    must_be_true(heard)
+    assert heard.changes == [(3, "build-2")]
+
+    for index in (0, 1, 2, 3):
+        again = await hear(other.client.resume(stream.session_id, index), first_index=index)
+        assert again.changes == [(3, "build-2")]
+        assert again.tokens == heard.tokens[index:]
+    for index in (4, MAX_TOKENS):
+        again = await hear(other.client.resume(stream.session_id, index), first_index=index)
+        assert again.changes == []
+
+
+@any_credit
+async def test_a_session_that_moves_to_another_build_says_so_on_resume(world: World) -> None:
+    gateway = await world.gateway(draft="none")
+    world.target.gate.close()
+    world.target.gate.permit(2)
+    stream = gateway.ask()
+    heard = await hear(stream, until=2)
+    stream.cancel()
+    await gateway.idle()
+    world.target.fingerprint = "build-2"
+    world.target.gate.open()
+    other = await world.gateway(draft="none")
+    must_be_true(await heard.listen(other.client.resume_stream(stream)))
+    assert heard.changes == [(2, "build-2")]
+
+
+@any_credit
+async def test_a_target_that_comes_back_unnoticed_is_met_before_it_is_asked(world: World) -> None:
+    """No item was open when it went, so that none has failed."""
+    gateway = await world.gateway(target_timeout_s=3)
+    must_be_true(await hear(gateway.ask()))
+    await world.target.stop()
+    world.target.fingerprint = "build-2"
+    await world.target.start()
+    must_be_true(await hear(gateway.ask()))
+    assert (await gateway.client.model_info()).fingerprint == "build-2"
+
+    await world.target.stop()
+    world.target.tokenizer_hash = "another"
+    await world.target.start()
+    calls = len(world.target.calls)
+    error = await refused(hear(gateway.ask()))
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    assert len(world.target.calls) == calls, "the tokens of one tokenizer mean nothing to another"
+
+
+async def test_a_gateway_does_not_start_with_a_target_of_another_tokenizer(world: World) -> None:
+    world.target.tokenizer_hash = "another"
+    with pytest.raises(TokenizerMismatch) as refusal:
+        await world.gateway()
+    assert "another" in str(refusal.value)
+    assert world.tokenizer_hash in str(refusal.value)
+
+
+async def test_a_gateway_does_not_start_without_a_target(world: World) -> None:
+    await world.target.stop()
+    with pytest.raises(TargetUnavailable):
+        await world.gateway(startup_timeout_s=0.1)

@@ -1,0 +1,325 @@
+"""The gateway between its client, a target and a draft, over TLS: who is trusted, and files that change."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from galley.client.client import NO_RETRIES, AsyncClient
+from galley.client.options import Speculation, Tls
+from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY, SERVED_CERTIFICATE_EXPIRY
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts
+from galley.common.tls import channels as reloading
+from galley.core.errors import TargetUnavailable
+from services.gateway.settings import GatewaySettings
+from tests.fakes.certificates import DAY, Authority, Mounted, mounted
+from tests.fakes.log_lines import logged
+from tests.fakes.readings import number, total
+from tests.fakes.redis_servers import Server
+from tests.fakes.replicas import Replica
+from tests.fakes.tiny_model import save_tiny_model
+from tests.fakes.tls_servers import credentials_of, tls_settings
+from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
+from tests.integration.services.gateway.real import Real, ServiceTls
+
+LONG = 400
+"""Tokens of an answer that takes as long as it takes to replace files."""
+PARTIES = ("target", "draft", "gateway", "peer", "client")
+"""`peer` is the gateway as targets and drafts see it."""
+
+
+class Mesh:
+    """What each party of a world has mounted, all of one authority at first."""
+
+    def __init__(self, world: World, directory: Path) -> None:
+        self.world = world
+        self.directory = directory
+        self.authority = Authority(directory, "authority")
+        self.other = Authority(directory, "other")
+        self._parts = {
+            name: mounted(directory / name, self.authority.ca, self.authority.issue(name)) for name in PARTIES
+        }
+
+    def __getitem__(self, name: str) -> Mounted:
+        return self._parts[name]
+
+    async def secure(self, replica: Replica, name: str, *, mutual: bool = True) -> None:
+        """Have a fake serve anew, over TLS."""
+        await replica.stop()
+        replica.credentials = credentials_of(self[name], mutual=mutual)
+        await replica.start()
+
+    async def secure_both(self) -> None:
+        await self.secure(self.world.target, "target")
+        await self.secure(self.world.draft, "draft")
+
+    def peers(self, **given: str) -> dict[str, str]:
+        """Settings of a gateway that speaks TLS to both."""
+        files = self["peer"]
+        told = {"peer_ca_file": files.ca, "peer_cert_file": files.cert, "peer_key_file": files.key}
+        return {**told, "target_tls_name": "target", "draft_tls_name": "draft", **given}
+
+    async def start_gateway(self, **given: object) -> Gateway:
+        """A gateway that speaks TLS to all."""
+        return await self.world.gateway(**self.peers(), **tls_settings(self["gateway"], mutual=True), **given)
+
+    @asynccontextmanager
+    async def calling(self, gateway: Gateway, name: str = "client") -> AsyncIterator[Gateway]:
+        """The gateway as one of the parties reaches it, over a connection of its own."""
+        files = self[name]
+        tls = Tls(files.ca, files.cert, files.key)
+        async with AsyncClient(gateway.address, retries=NO_RETRIES, tls=tls) as client:
+            yield replace(gateway, client=client)
+
+    def put(self, ca: bytes, issuer: Authority, suffix: str) -> None:
+        """Replace what everybody has."""
+        for name in PARTIES:
+            pair = issuer.issue(f"{name}{suffix}" if name in {"peer", "client"} else name)
+            self[name].put(ca=ca, cert=pair.cert, key=pair.key)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def mesh(world: World, tmp_path: Path) -> Mesh:
+    return Mesh(world, tmp_path)
+
+
+@any_credit
+async def test_an_answer_comes_over_tls_on_every_hop(mesh: Mesh) -> None:
+    await mesh.secure_both()
+    gateway = await mesh.start_gateway()
+    async with mesh.calling(gateway) as seen:
+        heard = await hear(seen.ask())
+    must_be_true(heard)
+    assert mesh.world.draft.answered  # whether in time is another question
+    assert (mesh.world.target.streams, mesh.world.draft.streams) == (["peer"], ["peer"])
+
+
+async def test_real_services_say_over_tls_what_they_say_without(
+    tiny: Path, shared_store: Server, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path, "authority")
+    files = mounted(tmp_path / "files", authority.ca, authority.issue("all"))
+    tls = ServiceTls(tls_settings(files, mutual=True), Tls(files.ca, files.cert, files.key))
+    peers: Any = {"peer_ca_file": files.ca, "peer_cert_file": files.cert, "peer_key_file": files.key}
+    prompt = list(range(1, 9)) * 3
+    answers = []
+    plain = Real(tmp_path / "plain", tiny, shared_store.url, drafts=True)
+    over_tls = Real(tmp_path / "tls", tiny, shared_store.url, drafts=True, tls=tls, **peers)
+    for services in (plain, over_tls):
+        async with services as real:
+            answers.append(await hear(real.ask(prompt)))
+    assert len(answers[0].tokens) == MAX_TOKENS
+    assert answers[1].tokens == answers[0].tokens
+
+
+async def test_it_is_told_when_the_certificate_ends_that_replicas_are_shown(mesh: Mesh) -> None:
+    await mesh.secure_both()
+    registry = Registry(GATEWAY)
+    await mesh.world.gateway_of(Parts(metrics=registry), **mesh.peers())
+    left_s = number(registry, PEER_CERTIFICATE_EXPIRY) - dt.datetime.now(dt.UTC).timestamp()
+    assert left_s == pytest.approx(DAY.total_seconds(), abs=60)
+    assert total(registry, SERVED_CERTIFICATE_EXPIRY) == 0, "it serves in plain text"
+
+
+# ------------------------------------------------------------------------------ who is not trusted --
+
+
+async def _wrong_authority(mesh: Mesh) -> dict[str, str]:
+    await mesh.secure(mesh.world.target, "target")
+    return mesh.peers(peer_ca_file=str(mesh.other.ca))
+
+
+async def _wrong_name(mesh: Mesh) -> dict[str, str]:
+    await mesh.secure(mesh.world.target, "target")
+    return mesh.peers(target_tls_name="another")
+
+
+async def _expired(mesh: Mesh) -> dict[str, str]:
+    """A server of ours would not start with it."""
+    target, pair = mesh.world.target, mesh.authority.issue("target", until=-dt.timedelta(seconds=1))
+    await target.stop()
+    target.credentials = grpc.ssl_server_credentials([(pair.key.read_bytes(), pair.cert.read_bytes())])
+    await target.start()
+    return mesh.peers()
+
+
+async def _no_certificate(mesh: Mesh) -> dict[str, str]:
+    await mesh.secure(mesh.world.target, "target")
+    return mesh.peers(peer_cert_file="", peer_key_file="")
+
+
+async def _foreign_certificate(mesh: Mesh) -> dict[str, str]:
+    await mesh.secure(mesh.world.target, "target")
+    mesh["peer"].put_pair(mesh.authority.ca, mesh.other.issue("peer"))
+    return mesh.peers()
+
+
+async def _plain_gateway(mesh: Mesh) -> dict[str, str]:
+    await mesh.secure(mesh.world.target, "target")
+    return {}
+
+
+async def _plain_target(mesh: Mesh) -> dict[str, str]:
+    return mesh.peers()
+
+
+@pytest.mark.parametrize(
+    ("arrange", "why"),
+    [
+        (_wrong_authority, "CERTIFICATE_VERIFY_FAILED"),
+        (_wrong_name, "Hostname Verification Check failed"),
+        (_expired, "certificate has expired"),
+        (_no_certificate, "failed to connect"),
+        (_foreign_certificate, "failed to connect"),
+        (_plain_gateway, "failed to connect"),
+        (_plain_target, "WRONG_VERSION_NUMBER"),
+    ],
+)
+async def test_a_gateway_and_a_target_that_do_not_trust_one_another_do_not_pair(
+    mesh: Mesh, arrange: Any, why: str
+) -> None:
+    given = await arrange(mesh)
+    with pytest.raises(TargetUnavailable, match=why):
+        await mesh.world.gateway(startup_timeout_s=0.5, **given)
+    assert not mesh.world.target.calls
+
+
+async def test_a_draft_that_is_not_trusted_is_not_asked(mesh: Mesh) -> None:
+    await mesh.secure_both()
+    mesh["draft"].put_pair(mesh.authority.ca, mesh.other.issue("draft"))
+    gateway = await mesh.start_gateway()
+    async with mesh.calling(gateway) as seen:
+        heard = await hear(seen.ask())
+    must_be_true(heard)
+    assert not any(heard.from_draft)
+    assert not mesh.world.draft.calls
+
+
+async def test_who_does_not_show_a_certificate_gets_no_answer_from_a_gateway(mesh: Mesh) -> None:
+    await mesh.secure_both()
+    gateway = await mesh.start_gateway()
+    ours, foreign = mesh["client"], mounted(mesh.directory / "x", mesh.authority.ca, mesh.other.issue("x"))
+    for tls in (None, Tls(ours.ca), Tls(foreign.ca, foreign.cert, foreign.key)):
+        async with AsyncClient(gateway.address, retries=NO_RETRIES, tls=tls) as client:
+            assert (await refused(hear(replace(gateway, client=client).ask()))).code.name == "UNAVAILABLE"
+    assert not mesh.world.target.calls
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"peer_ca_file": "/ca", "peer_cert_file": "/c"}, "--peer-cert-file and --peer-key-file go together"),
+        ({"peer_cert_file": "/c", "peer_key_file": "/k"}, "--peer-cert-file needs --peer-ca-file"),
+        ({"target_tls_name": "target"}, "--target-tls-name needs --peer-ca-file"),
+        ({"draft_tls_name": "draft"}, "--draft-tls-name needs --peer-ca-file"),
+    ],
+)
+def test_half_of_what_tls_to_peers_needs_is_refused(given: dict[str, str], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        GatewaySettings.model_validate(given)
+
+
+# --------------------------------------------------------------------------- certificates that change --
+
+
+class Answering:
+    """A long answer that is under way, and goes on as far as the target's gate lets it."""
+
+    def __init__(self, mesh: Mesh, gateway: Gateway) -> None:
+        self._gate = mesh.world.target.gate
+        self._gate.close()
+        self._stream = gateway.ask(max_tokens=LONG, speculation=Speculation(k=1))
+        self._heard = Heard()
+
+    async def goes_on(self) -> None:
+        """For a pass of the target."""
+        self._gate.permit()
+        await self._heard.listen(self._stream, until=len(self._heard.tokens) + 1)
+        assert self._heard.finished is None
+
+    async def ends_as_it_must(self) -> None:
+        self._gate.open()
+        must_be_true(await self._heard.listen(self._stream), max_tokens=LONG)
+
+    async def until_spoken_to_by(self, mesh: Mesh, caller: str) -> None:
+        """It goes on, in no hurry, until both replicas have but a stream of `caller`."""
+        async with asyncio.timeout(PATIENCE_S):
+            while {*mesh.world.target.streams, *mesh.world.draft.streams} != {caller}:
+                await self.goes_on()
+                await asyncio.sleep(0.05)
+
+
+async def test_authorities_and_certificates_are_replaced_under_a_stream(mesh: Mesh) -> None:
+    """In the order of docs/operate/tls.md: all trust both authorities, all change over, the old one goes."""
+    old, new = mesh.authority.ca.read_bytes(), mesh.other.ca.read_bytes()
+    await mesh.secure_both()
+    gateway = await mesh.start_gateway(client_timeout_s=PATIENCE_S)
+    async with mesh.calling(gateway) as seen:
+        answering = Answering(mesh, seen)
+        await answering.goes_on()
+        mesh.put(old + new, mesh.authority, "-2")
+        await answering.until_spoken_to_by(mesh, "peer-2")
+        mesh.put(old + new, mesh.other, "-3")
+        await answering.until_spoken_to_by(mesh, "peer-3")
+        mesh.put(new, mesh.other, "-4")
+        await answering.until_spoken_to_by(mesh, "peer-4")
+        await answering.ends_as_it_must()
+    async with mesh.calling(gateway) as newer:
+        must_be_true(await hear(newer.ask()))
+    mesh["client"].put_pair(mesh.authority.ca, mesh.authority.issue("client"))
+    async with mesh.calling(gateway) as older:
+        assert (await refused(hear(older.ask()))).code.name == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize("credit", [32])
+async def test_an_answer_that_needs_not_be_asked_for_stays_where_it_is_and_the_next_does_not(
+    mesh: Mesh,
+) -> None:
+    mesh.world.target.pass_s = 0.02
+    await mesh.secure_both()
+    gateway = await mesh.start_gateway()
+    async with mesh.calling(gateway) as seen:
+        stream = seen.ask(max_tokens=LONG // 2, speculation=Speculation(off=True))
+        heard = await hear(stream, until=5)
+        mesh.put(mesh.authority.ca.read_bytes(), mesh.authority, "-2")
+        async with asyncio.timeout(PATIENCE_S):
+            while "peer-2" not in mesh.world.target.streams:
+                await hear(seen.ask(max_tokens=2, speculation=Speculation(off=True)))
+        assert heard.finished is None
+        assert sorted(mesh.world.target.streams) == ["peer", "peer-2"]
+        must_be_true(await heard.listen(stream), max_tokens=LONG // 2)
+        await mesh.world.target.has_streams("peer-2")
+
+
+async def test_a_stream_lives_while_the_gateway_no_longer_trusts_the_target(mesh: Mesh) -> None:
+    """An authority was taken away too soon: connections that stand are used, and none is made."""
+    await mesh.secure_both()
+    gateway = await mesh.start_gateway()
+    async with mesh.calling(gateway) as seen:
+        answering = Answering(mesh, seen)
+        await answering.goes_on()
+        with logged(reloading) as logs:
+            mesh["peer"].put_pair(mesh.other.ca, mesh.authority.issue("peer-2"))
+            async with asyncio.timeout(PATIENCE_S):
+                while len(logs) < len(("target", "draft")):
+                    await answering.goes_on()
+                    await asyncio.sleep(0.05)
+        await answering.ends_as_it_must()
+        must_be_true(await hear(seen.ask()))
+    assert mesh.world.target.streams == ["peer"]

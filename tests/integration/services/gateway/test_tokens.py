@@ -1,0 +1,169 @@
+"""Callers with signed tokens at a whole gateway: served, told apart, and refused before anything is done."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from galley.client.client import AsyncClient
+from services.gateway.auth.jwks import MIN_FETCH_INTERVAL_S
+from services.gateway.auth.jwt import JWT_EXPIRED, JWT_REFUSED
+from tests.fakes import http2
+from tests.fakes.issuers import AUDIENCE, ISSUER, IssuerServer, TokenIssuer, issuer_server, jwks, write_jwks
+from tests.fakes.world import MAX_TOKENS, World, hear, must_be_true, refused
+from tests.integration.services.gateway.callers import ALICE, KeyFile, calling
+
+EC = TokenIssuer()
+GENERATE = "/galley.v1.Generation/Generate"
+
+
+@pytest.fixture
+async def issuer(tmp_path: Path) -> AsyncIterator[IssuerServer]:
+    async with issuer_server(tmp_path) as serving:
+        yield serving
+
+
+def tokens(world: World, **more: object) -> dict[str, object]:
+    """Settings of a gateway that takes EC's."""
+    path = write_jwks(world.directory / "jwks.json", EC)
+    return {"jwt_issuer": ISSUER, "jwt_audience": AUDIENCE, "jwt_jwks_file": str(path), **more}
+
+
+async def test_a_token_is_as_good_as_a_key_and_names_somebody_else(world: World) -> None:
+    gateway = await world.gateway(**tokens(world, api_keys_file=KeyFile().write(world)))
+    idempotent = f"key-{id(world)}"
+    ids = []
+    for shown in (ALICE, EC.token(sub="alice"), EC.token(sub="alice", exp=int(time.time()) + 60)):
+        async with calling(gateway, shown) as caller:
+            stream = caller.ask(idempotency_key=idempotent)
+            must_be_true(await hear(stream))
+            ids.append(stream.session_id)
+    assert ids[0] != ids[1] == ids[2]
+    async with calling(gateway, EC.token(sub="alice")) as caller:
+        assert (await refused(hear(caller.client.resume(ids[0], 0)))).code is grpc.StatusCode.NOT_FOUND
+        must_be_true(await hear(caller.client.resume(ids[1], 0)))
+
+
+async def test_a_token_that_is_not_taken_is_refused_before_anything_is_done(world: World) -> None:
+    gateway = await world.gateway(**tokens(world))
+    for shown, told in (
+        (TokenIssuer().token(), JWT_REFUSED),
+        (EC.token(aud="other"), JWT_REFUSED),
+        (EC.token(exp=int(time.time()) - 60), JWT_EXPIRED),
+        ("", "needed"),
+    ):
+        async with calling(gateway, shown) as caller:
+            client = caller.client
+            for call in (hear(caller.ask()), hear(client.resume("0" * 32, 0)), client.model_info()):
+                error = await refused(call)
+                assert error.code is grpc.StatusCode.UNAUTHENTICATED
+                assert told in error.message
+    assert not world.target.calls
+    assert not world.draft.calls
+
+
+async def test_a_strangers_request_is_never_read(world: World) -> None:
+    """It is refused before it has come: however large it was to be."""
+    gateway = await world.gateway(**tokens(world))
+    async with http2.connected(gateway.address) as stranger:
+        stranger.begin()
+        stranger.call(GENERATE)
+        assert (await stranger.until(http2.HEADERS)).flags & http2.END_STREAM
+
+
+async def test_a_stream_goes_on_though_its_token_has_expired(world: World) -> None:
+    """As with a key; what is asked anew needs a new one."""
+    gateway = await world.gateway(**tokens(world, jwt_leeway_s=0))
+    world.target.gate.close()
+    world.target.gate.permit(1)
+    expires = int(time.time()) + 2
+    async with calling(gateway, EC.token(exp=expires)) as caller:
+        stream = caller.ask()
+        heard = await hear(stream, until=1)
+        await asyncio.sleep(expires + 0.1 - time.time())  # what the test is about
+        assert JWT_EXPIRED in (await refused(caller.client.model_info())).message
+        world.target.gate.open()
+        must_be_true(await heard.listen(stream))
+    async with calling(gateway, EC.token()) as caller:
+        must_be_true(await hear(caller.client.resume(stream.session_id, 0)))
+
+
+async def test_a_client_brings_a_fresh_token_with_each_call(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await world.gateway(**tokens(world))
+    shown = [EC.token(), "stale", EC.token()]
+    async with AsyncClient(gateway.address, api_key=lambda: shown.pop(0)) as client:
+        await client.model_info()
+        assert (await refused(client.model_info())).code is grpc.StatusCode.UNAUTHENTICATED
+        await client.model_info()
+    file = tmp_path / "token"
+    file.write_text("stale")
+    monkeypatch.setenv("GALLEY_API_KEY_FILE", str(file))
+    async with AsyncClient(gateway.address) as client:
+        assert (await refused(client.model_info())).code is grpc.StatusCode.UNAUTHENTICATED
+        file.write_text(EC.token() + "\n")
+        await client.model_info()
+        file.unlink()
+        with pytest.raises(ValueError, match="No such file"):
+            await client.model_info()
+
+
+async def test_limits_of_a_token_are_those_of_its_name(world: World) -> None:
+    path = world.directory / "limits.toml"
+    path.write_text('keys = []\n[principals."jwt:alice"]\nmax_sessions = 1\n')
+    gateway = await world.gateway(**tokens(world, api_keys_file=str(path)))
+    world.target.gate.close()
+    async with calling(gateway, EC.token(sub="alice")) as alice, calling(gateway, EC.token(sub="bob")) as bob:
+        stream = alice.ask()
+        await anext(stream)
+        error = await refused(hear(alice.ask()))
+        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "1 streams of jwt:alice" in error.message
+        world.target.gate.open()
+        must_be_true(await hear(bob.ask()))
+        must_be_true(await hear(stream))
+        assert (await refused(hear(bob.ask(priority=1)))).code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_keys_are_fetched_from_the_issuer_and_made_up_ids_do_not_pester_it(
+    world: World, issuer: IssuerServer
+) -> None:
+    issuer.publish("/keys", jwks(EC))
+    began_s = time.monotonic()
+    gateway = await world.gateway(
+        jwt_issuer=ISSUER,
+        jwt_audience=AUDIENCE,
+        jwt_jwks_url=issuer.url + "/keys",
+        jwt_ca_file=issuer.ca_file,
+    )
+    async with calling(gateway, EC.token()) as caller:
+        must_be_true(await hear(caller.ask()))
+    assert issuer.asked == ["/keys"]
+    for number in range(50):
+        async with calling(gateway, EC.token({"kid": f"made-up-{number}"})) as caller:
+            assert (await refused(caller.client.model_info())).message.endswith(JWT_REFUSED)
+    assert len(issuer.asked) <= 1 + (time.monotonic() - began_s) // MIN_FETCH_INTERVAL_S
+
+
+async def test_while_the_issuer_is_away_a_token_is_neither_taken_nor_refused(
+    world: World, issuer: IssuerServer
+) -> None:
+    gateway = await world.gateway(
+        jwt_issuer=issuer.url,
+        jwt_audience=AUDIENCE,
+        jwt_ca_file=issuer.ca_file,
+        api_keys_file=KeyFile().write(world),
+    )
+    async with calling(gateway, EC.token(iss=issuer.url)) as caller:
+        error = await refused(caller.client.model_info())
+        assert error.code is grpc.StatusCode.UNAVAILABLE
+        assert "issuer cannot be fetched" in error.message
+        assert issuer.url not in error.message
+    async with calling(gateway, ALICE) as caller:
+        must_be_true(await hear(caller.ask(max_tokens=MAX_TOKENS)))

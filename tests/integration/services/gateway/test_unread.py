@@ -1,0 +1,119 @@
+"""Clients that do not read what they are sent: they harm nobody, and lose nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from galley.client.client import TokenStream
+from galley.client.request import generate_request
+from tests.fakes.narrow_client import narrow
+from tests.fakes.truth import SEED, true_output
+from tests.fakes.world import (
+    PROMPT,
+    PROMPT_TOKENS,
+    Gateway,
+    Heard,
+    World,
+    any_credit,
+    hear,
+    must_be_true,
+    refused,
+)
+
+STREAMS = 4
+BUFFER = 32
+LONG = 50_000
+# More than a client's transport takes, and less than a session may be ahead of its client.
+SHORT = 900
+
+
+@asynccontextmanager
+async def left_unread(gateway: Gateway, max_tokens: int, count: int) -> AsyncIterator[list[TokenStream]]:
+    """Streams of one client, which has heard that they started and then stopped reading."""
+    asked = {"max_tokens": max_tokens, "seed": SEED, "ignore_eos": True, "logprobs": 20}
+    async with narrow(gateway.address) as stub:
+        streams = [
+            TokenStream(stub.Generate(generate_request(PROMPT, asked)))  # type: ignore[arg-type]  # as a dict
+            for _ in range(count)
+        ]
+        for stream in streams:
+            assert (await anext(stream)).HasField("started")
+        yield streams
+
+
+async def held_up(world: World, gateway: Gateway, stream: TokenStream) -> int:
+    """Wait until the session waits for its client; the tokens that are confirmed then."""
+    before = -1
+    while before != (before := world.target.confirmed[stream.session_id]):
+        must_be_true(await hear(gateway.ask()))
+    return before
+
+
+@any_credit
+async def test_streams_left_unread_end_say_so_and_stay_resumable(world: World) -> None:
+    gateway = await world.gateway(client_timeout_s=1, buffer=BUFFER, max_sessions=STREAMS)
+    other = await world.gateway()
+    async with left_unread(gateway, LONG, STREAMS) as streams:
+        await gateway.has_places()
+        # Nothing goes on behind their backs, and their places are others'.
+        confirmed = dict(world.target.confirmed)
+        for _ in range(STREAMS):
+            must_be_true(await hear(gateway.ask()))
+        assert {session_id: world.target.confirmed[session_id] for session_id in confirmed} == confirmed
+        for stream in streams:
+            heard = Heard()
+            error = await refused(heard.listen(stream))
+            assert error.code is grpc.StatusCode.UNAVAILABLE
+            assert "left unread for 1 s; resume" in error.message
+            enough = len(heard.tokens) + 3 * BUFFER
+            resumed = other.client.resume_stream(stream)
+            await heard.listen(resumed, until=enough)
+            assert heard.tokens[:enough] == true_output(PROMPT_TOKENS, enough)
+            resumed.cancel()
+
+
+@any_credit
+async def test_an_answer_that_has_ended_does_not_hold_its_place_for_ever(world: World) -> None:
+    gateway = await world.gateway(client_timeout_s=2, max_sessions=1)
+    async with left_unread(gateway, SHORT, 1) as [stream]:
+        await gateway.has_places()
+        assert world.target.confirmed[stream.session_id] == SHORT, "it was worked on to its end"
+        must_be_true(await hear(gateway.ask()))
+        heard = Heard()
+        error = await refused(heard.listen(stream))
+        assert error.code is grpc.StatusCode.UNAVAILABLE
+        asked = len(world.target.calls)
+        must_be_true(await heard.listen(gateway.client.resume_stream(stream)), SHORT)
+        assert len(world.target.calls) == asked
+
+
+async def test_a_client_that_reads_on_in_time_notices_nothing(world: World) -> None:
+    gateway = await world.gateway(client_timeout_s=20, buffer=BUFFER)
+    async with left_unread(gateway, SHORT, 1) as [stream]:
+        assert await held_up(world, gateway, stream) < SHORT
+        must_be_true(await hear(stream), SHORT)
+
+
+@pytest.mark.parametrize(
+    ("fate", "code"),
+    [("claimed", grpc.StatusCode.FAILED_PRECONDITION), ("aborted", grpc.StatusCode.UNAVAILABLE)],
+)
+async def test_what_ends_a_session_ends_its_unread_stream(
+    world: World, fate: str, code: grpc.StatusCode
+) -> None:
+    """Though its own end must not wait for ever for its client either, who is told of it when it reads on."""
+    gateway = await world.gateway(client_timeout_s=3, buffer=BUFFER, max_sessions=2)
+    async with left_unread(gateway, LONG, 1) as [stream]:
+        await held_up(world, gateway, stream)
+        if fate == "claimed":
+            resumed = gateway.client.resume(stream.session_id, 0)
+            await hear(resumed, until=1)
+            resumed.cancel()
+        else:
+            await gateway.client.abort(stream.session_id)
+        await gateway.has_places()
+        assert (await refused(hear(stream))).code is code

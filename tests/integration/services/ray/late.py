@@ -1,0 +1,63 @@
+"""Run two ranks of which one is late; print the outcome as a line of JSON.
+
+First it is late while rank 0 may wait for long, then when rank 0 may not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from galley.common.server.process import die_with_parent
+from galley.engine.parallel.process_group import Meeting, ProcessGroup, RankLost, join
+
+_SHORT_S, _LONG_S = 0.5, 60.0
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    parent = os.getpid()
+    over, say_over = os.pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = Meeting(file=str(Path(folder, "meeting")))
+        if os.fork() == 0:
+            die_with_parent(parent)
+            os.close(say_over)
+            _be_late(_join(1, meeting), over)
+            os._exit(0)
+        found = _wait_for_it(_join(0, meeting))
+        os.close(say_over)
+        os.wait()
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+def _join(rank: int, meeting: Meeting) -> ProcessGroup:
+    return join(rank, 2, device="cpu", meeting=meeting, timeout_s=_LONG_S)
+
+
+def _be_late(group: ProcessGroup, over: int) -> None:
+    select.select([over], [], [], 2 * _SHORT_S)
+    group.add(torch.ones(1))
+    os.read(over, 1)
+
+
+def _wait_for_it(group: ProcessGroup) -> dict[str, str]:
+    group.wait_at_most(_SHORT_S)
+    group.wait_at_most(_LONG_S)
+    found = {"long": str(group.add(torch.ones(1)).item())}
+    group.wait_at_most(_SHORT_S)
+    try:
+        group.add(torch.ones(1))
+    except RankLost as error:
+        found["short"] = str(error)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The config that is committed, as Ray Serve and our application read it; and what is refused at start."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import SecretStr
+
+from galley.engine.errors import UnsupportedModel
+from services.target.ranks.rank import REDIS_URL, REDIS_URL_FILE
+from services.target.ray import __main__ as deploy
+from services.target.ray import autoscaling
+from services.target.ray.__main__ import Deployment, DeploySettings
+from services.target.settings import TargetSettings
+from tests.deploy.render import env_of, only_container, pods, render
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own, against pydantic
+    import ray
+    from ray._private import ray_constants
+    from ray.serve.schema import ServeDeploySchema
+
+    from services.target.ray import app as ray_app
+    from services.target.ray import replica as ray_replica
+
+CONFIG = Path(__file__).parents[4] / "deploy" / "ray" / "target.yaml"
+
+
+def test_the_committed_config_is_read_by_serve_and_by_us() -> None:
+    raw: dict[str, Any] = yaml.safe_load(CONFIG.read_text())
+    schema = ServeDeploySchema.model_validate(raw)
+    (application,) = schema.applications
+    (deployment,) = application.deployments
+    assert application.import_path == ray_app.IMPORT_PATH
+    assert application.name == ray_app.APP
+    assert deployment.name == ray_app.DEPLOYMENT
+    args = ray_app.AppArgs.model_validate(application.args)
+    TargetSettings(**args.settings)
+    told = DeploySettings(redis_url=SecretStr("unix:///nowhere"), max_replicas=4)
+    ours = ray_app.schema_of(args, Deployment(told).scale)
+    assert raw["applications"][0]["deployments"] == ours["applications"][0]["deployments"]
+    assert f"{autoscaling.__name__}:{autoscaling.scale_targets.__name__}" == ray_app.AUTOSCALING_POLICY
+
+
+def test_every_rank_has_a_bundle() -> None:
+    bound = ray_app.app({"tensor_parallel": 3, "settings": {"threads": 2}})
+    options = bound._bound_deployment._replica_config
+    assert options.placement_group_bundles == [{"CPU": 2.0}] * 3
+    assert options.ray_actor_options["num_cpus"] == 2
+
+
+@pytest.mark.parametrize("drain", [0, 30, 600])
+def test_the_charts_pods_drain_as_long_as_serve_lets_a_replica_go(drain: int) -> None:
+    variable = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    assert hasattr(ray_constants, variable)
+    bound = ray_app.app({"settings": {"drain_timeout_s": drain}})
+    goes_within = bound._bound_deployment._deployment_config.graceful_shutdown_timeout_s
+    rendered = pods(render({"target": {"kind": "rayservice", "drainTimeoutSeconds": drain}}))
+    for name in ("ray-head", "target"):
+        # Not longer: Serve would wait for a replacement first, for which there is no pod.
+        assert float(env_of(only_container(rendered[name]))[variable]) == goes_within, name
+        assert rendered[name]["terminationGracePeriodSeconds"] > goes_within, name
+
+
+def test_ray_is_not_told_the_stores_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps arguments, and shows them; replicas read what their node's environment names."""
+    url, file = "redis://galley:canary-5c1e@store.test:6379", tmp_path / "url"
+    file.write_text(url)
+    settings = DeploySettings.model_validate({"redis_url_file": str(file)})
+    assert settings.redis_url.get_secret_value() == url
+    told = deploy._args(settings)
+    assert "canary" not in told.model_dump_json()
+    assert "redis" not in told.model_dump_json()
+    monkeypatch.setenv(REDIS_URL_FILE, str(file))
+    assert ray_replica._redis_url() == url
+    assert ray_replica._settings_here(told.settings).redis_url.get_secret_value() == ""
+    monkeypatch.setenv(REDIS_URL, "unix:///other")
+    assert ray_replica._redis_url() == "unix:///other"
+
+
+async def test_ranks_that_do_not_divide_are_refused_before_ray_is_started(default_model_dir: Path) -> None:
+    told = DeploySettings(
+        model=str(default_model_dir), redis_url=SecretStr("unix:///nowhere"), tensor_parallel=2
+    )
+    with pytest.raises(UnsupportedModel, match="2 ranks cannot share num_attention_heads = 9 evenly"):
+        await Deployment(told).run()
+    assert not ray.is_initialized()

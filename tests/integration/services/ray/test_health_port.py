@@ -1,0 +1,42 @@
+"""Replicas of one node that are told the same health port."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from galley.common.server.healthcheck import problem_of
+from galley.common.server.server import Parts, RunningServer, Service
+from galley.engine.parallel.process_group import Store
+from services.target.ranks.rank import spec_of
+from services.target.ray.leader import Leader
+from services.target.settings import TargetSettings
+from tests.fakes.echo_service import EchoService
+from tests.fakes.redis_clusters import free_port
+
+
+class Quick(Leader):
+    """One without a model."""
+
+    @property
+    def running(self) -> RunningServer:
+        assert self._server is not None
+        return self._server
+
+    async def _build(self, server: grpc.aio.Server, parts: Parts, store: Store | None) -> Service:
+        return EchoService()
+
+
+async def test_the_second_replica_of_a_node_tells_its_health_at_another_port() -> None:
+    settings = TargetSettings(health_port=free_port())
+    leaders = [Quick(settings, spec_of(settings, 1), "", lambda: None) for _ in range(2)]
+    for leader in leaders:
+        await leader.serve(None)
+    told = [leader.running.health_address for leader in leaders]
+    assert told[0] == f"127.0.0.1:{settings.health_port}"
+    assert told[1] != told[0]
+    for address in told:
+        assert await asyncio.to_thread(problem_of, address) is None
+    for leader in leaders:
+        await leader.stop()

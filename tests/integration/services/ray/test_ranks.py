@@ -1,0 +1,111 @@
+"""Ranks over gloo: they agree with one process, and keep the bits of a position in any company."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, GPT2Config, LlamaConfig, Phi3Config
+
+from galley.engine.errors import UnsupportedModel
+from galley.engine.parallel.ranks import ALONE
+from galley.engine.parallel.sharding import refuse_ranks
+from tests.fakes.model_configs import CONFIGS, save_random
+from tests.integration.services.ray.program import Work, run
+from tests.integration.services.ray.ranks import run_ranks
+
+# Of float32 logits, whose size is about 20: sums are cut elsewhere.
+TOLERANCE = 1e-3
+
+OTHERS = ("mistral", "qwen3", "gemma2", "gpt_neox")
+
+
+def agree(ours: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert torch.allclose(alone["logits"], ours["logits"], rtol=0, atol=TOLERANCE)
+    assert alone["greedy"] == ours["greedy"]
+
+
+def keeps_bits(found: dict[str, Any]) -> None:
+    assert found["deterministic"]
+    assert found["rows"] > 0
+    assert found["differing"] == 0, found["trials"]
+
+
+def _wide(config: Any) -> Any:
+    """With an MLP whose half is a multiple of 32: torch computes an activation's last numbers otherwise."""
+    config.intermediate_size = 128
+    return config
+
+
+def test_two_ranks_agree_with_one(four_heads: Path, biased: Path, tmp_path: Path) -> None:
+    """In our own forward and in transformers', whose plans cut fused and separate products."""
+    others = [save_random(_wide(CONFIGS[kind]()), tmp_path / kind) for kind in OTHERS]
+    works = [Work(str(four_heads)), Work(str(biased)), *(Work(str(other), passes=4) for other in others)]
+    for work, two in zip(works, run_ranks(2, works, tmp_path / "two"), strict=True):
+        alone = run(work, ALONE)
+        agree(two, alone)
+        keeps_bits(two)
+        assert 2 * two["kv_bytes"] == alone["kv_bytes"]
+
+
+@pytest.mark.model
+def test_three_ranks_agree_with_one_and_keep_their_bits(
+    default_model_dir: Path, nine_heads: Path, tmp_path: Path
+) -> None:
+    real = Work(str(default_model_dir), longest=40, passes=2)
+    small = [Work(str(nine_heads), dtype, passes=25) for dtype in ("float32", "bfloat16")]
+    found = run_ranks(3, [real, *small], tmp_path / "three")
+    agree(found[0], run(real, ALONE))
+    for one in found:
+        keeps_bits(one)
+
+
+def test_a_rank_may_be_late_while_all_load_and_is_given_up_when_they_serve() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.services.ray.late"],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert found["long"] == "2.0"
+    assert found["short"].startswith("rank 0 lost another rank")
+
+
+def test_ranks_that_do_not_divide_are_refused_with_the_numbers(default_model_dir: Path) -> None:
+    config = AutoConfig.from_pretrained(default_model_dir)
+    with pytest.raises(UnsupportedModel, match=r"2 ranks cannot share num_attention_heads = 9 evenly"):
+        refuse_ranks(config, 2)
+    refuse_ranks(config, 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "said"),
+    [
+        (
+            LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2),
+            4,
+            "num_key_value_heads = 2",
+        ),
+        (
+            LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, intermediate_size=90),
+            4,
+            "intermediate_size = 90",
+        ),
+        (GPT2Config(n_layer=1), 2, "no tensor-parallel plan"),
+        (
+            Phi3Config(num_hidden_layers=1, hidden_size=64, num_attention_heads=4),
+            2,
+            "no tensor-parallel plan",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(config: Any, size: int, said: str) -> None:
+    with pytest.raises(UnsupportedModel, match=said):
+        refuse_ranks(config, size)

@@ -1,0 +1,198 @@
+"""A replica of two ranks, as processes without Ray: it serves as one process does, and ends as one.
+
+The ranks are processes of one host, or of two, as a LeaderWorkerSet has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from tests.fakes.collector import Collector
+from tests.fakes.redis_clusters import free_port
+from tests.fakes.tiny_model import greedy, save_tiny_model
+from tests.fakes.tracing import parent_of
+from tests.fakes.verify_items import generate, slice_of, verify
+
+SIZE = 2
+PROMPT, COUNT = [3, 5, 8, 13, 21], 12
+# A closed connection is noticed at once; this is for a slow machine.
+SOON_S = 30.0
+# The exit code of what must be started anew.
+LOST = 1
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@dataclass(frozen=True)
+class Replica:
+    process: asyncio.subprocess.Process
+    followers: list[int]
+    target: rpc.TargetAsyncStub
+
+    async def ended(self) -> int:
+        return await ended(self.process)
+
+
+async def ended(process: asyncio.subprocess.Process) -> int:
+    async with asyncio.timeout(SOON_S):
+        return await process.wait()
+
+
+async def start(
+    model: Path, *flags: str, environment: Mapping[str, str] | None = None, ready_fd: int | None = None
+) -> asyncio.subprocess.Process:
+    told = () if ready_fd is None else ("--ready-fd", str(ready_fd))
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.target", "--die-with-parent", "--model", str(model)),
+        *("--tensor-parallel", str(SIZE), "--dtype", "float32", "--kv-memory-mb", "8", *told, *flags),
+        pass_fds=() if ready_fd is None else (ready_fd,),
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+    )
+
+
+@asynccontextmanager
+async def running(
+    model: Path, *flags: str, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Replica]:
+    read_fd, write_fd = os.pipe()
+    process = await start(model, *flags, environment=environment, ready_fd=write_fd)
+    os.close(write_fd)
+    followers: list[int] = []
+    try:
+        address = await asyncio.to_thread(address_told, read_fd)
+        followers = [child.pid for child in psutil.Process(process.pid).children()]
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield Replica(process, followers, rpc.TargetStub(channel))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+    gone = [psutil.Process(pid) for pid in followers if psutil.pid_exists(pid)]
+    _, alive = await asyncio.to_thread(psutil.wait_procs, gone, SOON_S)
+    assert not alive, "a follower outlived its replica"
+
+
+def address_told(read_fd: int) -> str:
+    with os.fdopen(read_fd) as lines:
+        for line in lines:
+            if (told := json.loads(line))["stage"] == "ready":
+                return str(told["address"])
+    raise RuntimeError("the replica did not start")
+
+
+async def test_two_ranks_serve_what_one_process_says_and_end_together(tiny: Path) -> None:
+    expected = greedy(tiny, PROMPT, COUNT)
+    async with running(tiny) as replica:
+        info = await replica.target.GetTargetInfo(pb.GetTargetInfoRequest())
+        assert info.ranks == SIZE
+        assert info.deterministic
+
+        def draft(tokens: list[int]) -> list[int]:
+            done = len(tokens) - len(PROMPT)
+            return expected[done : done + 3]
+
+        tokens, accepted = await generate(replica.target, PROMPT, COUNT, draft)
+        assert tokens == expected
+        assert max(accepted) > 0
+
+        os.kill(replica.followers[0], signal.SIGKILL)
+        # The replica ends once it knows; whoever comes before is told that there is no answer.
+        with suppress(grpc.aio.AioRpcError):
+            (answer,) = await verify(replica.target, pb.VerifyItem(slice=slice_of(PROMPT, session_id="new")))
+            assert answer.WhichOneof("outcome") == "status", "a pass without a rank was answered"
+        assert await replica.ended() == LOST
+
+
+async def test_each_rank_sends_its_spans_at_its_end(tiny: Path, tmp_path: Path) -> None:
+    async with Collector(tmp_path) as collector:
+        environment = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
+            "OTEL_EXPORTER_OTLP_INSECURE": "true",
+            # Nothing leaves before the end.
+            "OTEL_BSP_SCHEDULE_DELAY": "600000",
+        }
+        async with running(tiny, environment=environment) as replica:
+            asked = slice_of(PROMPT, traceparent=parent_of(0xABC))
+            (answer,) = await verify(replica.target, pb.VerifyItem(slice=asked))
+            replica.process.terminate()
+            assert await replica.ended() == 0
+        span_of = {span.name: span for span in collector.spans}
+    item, batch, rank = (
+        span_of[name] for name in ("galley.v1.Target/Verify", "verify batch", "rank forward")
+    )
+    assert answer.result.batch_span == batch.trace_id + batch.span_id
+    assert [(link.trace_id, link.span_id) for link in batch.links] == [(item.trace_id, item.span_id)]
+    assert (rank.trace_id, rank.parent_span_id) == (batch.trace_id, batch.span_id)
+    told = {entry.key: entry.value for span in (batch, rank) for entry in span.attributes}
+    computed_ns = [value.int_value for value in told["galley.batch.rank_forward_ns"].array_value.values]
+    assert len(computed_ns) == SIZE
+    assert 0 < computed_ns[0] < told["galley.batch.forward_ns"].int_value
+    # The follower's own clock has the same to say as what rank 0 was told.
+    waited_ns = told["galley.rank.waited_ns"].int_value
+    assert waited_ns > 0
+    assert computed_ns[1] == rank.end_time_unix_nano - rank.start_time_unix_nano - waited_ns
+
+
+async def test_two_hosts_meet_serve_and_end_with_their_leader(tiny: Path) -> None:
+    hosts = ("--hosts", "2", "--ranks-address", f"127.0.0.1:{free_port()}")
+    # It comes first, and waits.
+    other = await start(tiny, *hosts, "--host-index", "1")
+    try:
+        async with running(tiny, *hosts) as leader:
+            assert not leader.followers, "one rank a host"
+            tokens, _ = await generate(leader.target, PROMPT, COUNT, lambda _: [])
+            assert tokens == greedy(tiny, PROMPT, COUNT)
+
+            # Told to stop together, as the pods of a group are: the leader still has work to finish.
+            other.send_signal(signal.SIGTERM)
+            (answer,) = await verify(leader.target, pb.VerifyItem(slice=slice_of(PROMPT, session_id="new")))
+            assert answer.WhichOneof("outcome") == "result"
+            leader.process.terminate()
+            assert await leader.ended() == 0
+        assert await ended(other) == 0
+    finally:
+        if other.returncode is None:
+            other.kill()
+            await other.wait()
+
+
+async def test_a_host_that_starts_again_is_not_let_in_and_ends_its_idle_leader(tiny: Path) -> None:
+    hosts = ("--hosts", "2", "--ranks-address", f"127.0.0.1:{free_port()}")
+    other = again = await start(tiny, *hosts, "--host-index", "1")
+    try:
+        async with running(tiny, *hosts) as leader:
+            other.kill()
+            await other.wait()
+            again = await start(tiny, *hosts, "--host-index", "1")
+            # No pass is run: the leader learns it from the start alone.
+            assert await leader.ended() == LOST
+            assert await ended(again) == LOST
+    finally:
+        for host in (other, again):
+            if host.returncode is None:
+                host.kill()
+                await host.wait()
+
+
+async def test_a_host_whose_leader_does_not_come_says_so(tiny: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    hosts = ("--hosts", "2", "--host-index", "1", "--ranks-address", address, "--ranks-timeout-s", "0.1")
+    process = await start(tiny, *hosts)
+    assert await ended(process) == LOST

@@ -1,0 +1,139 @@
+"""A target over the tiny model, served by a real grpc.aio server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts, start_server
+from galley.common.tracing.light_spans import SpanScope
+from galley.core.cost.model import StepTimes
+from galley.core.step import StepOutcome, StepPlan, StepTrace
+from galley.engine.model import CausalModel
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.target.engine.paged import PagedEngine
+from services.target.engine.protocol import EngineInfo, TargetEngine
+from services.target.servicer import Limits, TargetService
+from services.target.settings import TargetSettings
+from tests.fakes.tiny_model import load_tiny_model, save_tiny_model
+
+# A pass takes what it takes however many rows it has, so that drafts always pay.
+FLAT = StepTimes.measured([(1, 1_000_000), (1024, 1_000_001)])
+KV_BLOCKS = 32
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def loaded(tiny: Path) -> CausalModel:
+    return load_tiny_model(tiny, kv_blocks=KV_BLOCKS)
+
+
+class Recording:
+    """An engine that remembers its passes, and waits for `gate` before each.
+
+    `failure` is raised once; `missing` outcomes are left out once, which no engine may do.
+    """
+
+    def __init__(self, engine: PagedEngine) -> None:
+        self.engine = engine
+        self.passes: list[StepPlan] = []
+        self.begun = threading.Semaphore(0)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.missing = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    @property
+    def sessions(self) -> list[int]:
+        """How many shared each pass."""
+        return [len(plan.chunks) for plan in self.passes]
+
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
+        self.passes.append(plan)
+        self.begun.release()
+        if not self.gate.wait(10):
+            raise TimeoutError
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        missing, self.missing = self.missing, 0
+        return self.engine.run(plan, watch)[missing:]
+
+
+@pytest.fixture
+def engine(loaded: CausalModel) -> Recording:
+    return Recording(PagedEngine(loaded, "f00d"))
+
+
+@pytest.fixture
+def limits() -> Limits:
+    return Limits(max_draft_tokens=8, max_waiting=64, max_sessions=10)
+
+
+@pytest.fixture
+def spans() -> SpanScope | None:
+    """Where spans are made; None: they are not."""
+    return None
+
+
+@pytest.fixture
+def registry() -> Registry | None:
+    """Where metrics are counted; None: they are not."""
+    return None
+
+
+@pytest.fixture
+async def service(
+    engine: Recording, limits: Limits, spans: SpanScope | None, registry: Registry | None
+) -> AsyncIterator[Served]:
+    served = Served(engine, limits, spans, registry)
+    await served.start()
+    yield served
+    await served.stop()
+
+
+class Served:
+    """The service behind a real server."""
+
+    def __init__(
+        self,
+        engine: TargetEngine,
+        limits: Limits,
+        spans: SpanScope | None,
+        registry: Registry | None = None,
+    ) -> None:
+        self._spans = spans
+        self._registry = registry
+        self._engine = engine
+        self._limits = limits
+
+    async def start(self) -> None:
+        async def build(server: grpc.aio.Server, parts: Parts) -> TargetService:
+            service = TargetService(self._engine, FLAT, self._spans, self._limits, parts.metrics)
+            rpc.add_TargetServicer_to_server(service, server)
+            return service
+
+        parts = Parts(metrics=self._registry)
+        self.running = await start_server(TargetSettings(drain_timeout_s=5), build, parts)
+
+    async def stop(self) -> None:
+        await self.running.stop()
+
+
+@pytest.fixture
+async def target(service: Served) -> AsyncIterator[rpc.TargetAsyncStub]:
+    async with grpc.aio.insecure_channel(service.running.address) as channel:
+        yield rpc.TargetStub(channel)

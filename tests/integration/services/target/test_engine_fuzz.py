@@ -1,0 +1,49 @@
+"""The short form of `make prove-engine`: fixed seeds, the same checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from galley.engine.model import CausalModel
+from tests.integration.services.target.fuzz import SMALL, FuzzWorld, load_pair, save_small_model
+from tests.integration.services.target.invariance import InvarianceTrial
+
+STEPS = 400
+
+
+@pytest.fixture(scope="module")
+def small_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalModel, CausalModel]:
+    return load_pair(save_small_model(tmp_path_factory.mktemp("small")), SMALL)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whatever_comes_every_answer_is_that_of_a_fresh_run(
+    small_pair: tuple[CausalModel, CausalModel], seed: int
+) -> None:
+    world = FuzzWorld(*small_pair, SMALL, seed)
+    for step in range(STEPS):
+        world.step()
+        if step % 20 == 0:
+            world.check()
+    world.finish()
+    counts = world.counts
+    assert counts.passes > STEPS / 3
+    assert counts.tokens_checked > STEPS / 2
+    assert counts.accepted > 0
+    for what in ("Miss", "Superseded", "cancelled", "extended", "Confirmed", "failed passes"):
+        assert counts.happened[what] > 0, counts
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_logits_of_the_real_model_keep_their_bits_in_any_company(
+    default_model_dir: Path, dtype: torch.dtype
+) -> None:
+    model = CausalModel.load(default_model_dir, dtype=dtype, device="cpu", threads=1, kv_blocks=64)
+    counts = InvarianceTrial(model, sequences=3, longest=100, seed=5).run(24)
+    assert counts.differing == 0, counts.first_difference
+    assert counts.rows > 100
+    assert counts.evictions > 0

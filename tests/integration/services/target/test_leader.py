@@ -1,0 +1,57 @@
+"""Replicas on Ray that share a node are all told the same metrics port: each finds one, and serves."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.target.ranks.rank import spec_of
+from services.target.ray import leader as leading
+from services.target.ray.leader import Leader
+from services.target.settings import TargetSettings
+from tests.integration.galley.common.test_scrape import ask
+
+
+@asynccontextmanager
+async def leading_at(model: Path, metrics_port: int) -> AsyncIterator[tuple[str, str]]:
+    """Of a replica of one rank: where it serves, and where its metrics are."""
+    settings = TargetSettings(
+        model=str(model), dtype="float32", kv_memory_mb=1, threads=1, metrics_port=metrics_port
+    )
+    leader = Leader(settings, spec_of(settings, 1), "", lambda: None)
+    try:
+        yield await leader.serve(None), leader.metrics_address
+    finally:
+        await leader.stop()
+
+
+async def must_serve(address: str, metrics: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        await rpc.TargetStub(channel).GetTargetInfo(pb.GetTargetInfoRequest())
+    status, _, body = await ask(metrics, "GET /metrics HTTP/1.1\r\n\r\n")
+    assert status == 200
+    assert 'galley_build_info{service="target"' in body
+
+
+async def test_replicas_that_find_the_port_taken_serve_at_others(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at a port that follows, the other, where none of these is free, at any."""
+    async with AsyncExitStack() as replicas:
+        taken = replicas.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = taken.getsockname()[1]
+        first = await replicas.enter_async_context(leading_at(tiny, port))
+        monkeypatch.setattr(leading, "METRICS_PORTS", 1)
+        second = await replicas.enter_async_context(leading_at(tiny, port))
+        served = {metrics for _, metrics in (first, second)}
+        assert len(served) == 2
+        assert f"127.0.0.1:{port}" not in served
+        await asyncio.gather(must_serve(*first), must_serve(*second))

@@ -1,0 +1,80 @@
+"""The KV pool is sized from a memory bound, and what it cannot hold is not offered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from galley.engine.batch import ModelInfo
+from galley.engine.kv_pool import kv_block_bytes
+from galley.engine.load.module import load_config, parse_dtype
+from galley.engine.model import CausalModel
+from services.target.engine.paged import PagedEngine
+from services.target.loading import kv_blocks, load_engine
+from services.target.ranks.follower import device_environment
+from services.target.ranks.rank import RankSpec
+from services.target.settings import TargetSettings
+from tests.fakes.tiny_model import CONTEXT
+
+
+def settings(tiny: Path, **given: Any) -> TargetSettings:
+    return TargetSettings.model_validate({"model": str(tiny), "dtype": "float32", "kv_memory_mb": 2} | given)
+
+
+def test_the_pool_is_as_large_as_it_may_be_and_no_larger(tiny: Path) -> None:
+    block_bytes = kv_block_bytes(load_config(tiny), parse_dtype("float32", "cpu"))
+    blocks = kv_blocks(settings(tiny))
+    assert blocks * block_bytes <= 2 * 2**20 < (blocks + 1) * block_bytes
+    assert load_engine(settings(tiny)).info.kv_blocks == blocks
+
+
+def test_the_context_window_is_what_the_pool_holds(loaded: CausalModel) -> None:
+    @dataclass
+    class Small:
+        info: ModelInfo
+        kv: Any
+        run: Any = None
+
+    assert PagedEngine(loaded, "f00d").info.context_window == CONTEXT
+    wide = Small(replace(loaded.info, context_window=10**6), loaded.kv)
+    info = PagedEngine(wide, "f00d").info
+    assert info.context_window == info.kv_blocks * info.kv_block_tokens
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"tensor_parallel": 3, "hosts": 2, "ranks_address": "leader:1"}, "--hosts 2"),
+        ({"tensor_parallel": 4, "hosts": 2}, "--ranks-address"),
+        ({"tensor_parallel": 4, "hosts": 2, "ranks_address": "leader"}, "--ranks-address"),
+        ({"host_index": 1}, "--host-index 1"),
+    ],
+)
+def test_hosts_that_cannot_share_the_ranks_are_refused(told: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TargetSettings(**told)
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "place", "expected"),
+    [
+        ("cpu", "", 1, {}),
+        ("cuda", "", 0, {"CUDA_VISIBLE_DEVICES": "0"}),
+        ("cuda", "", 3, {"CUDA_VISIBLE_DEVICES": "3"}),
+        ("cuda:0", "4,GPU-f00d", 1, {"CUDA_VISIBLE_DEVICES": "GPU-f00d"}),
+    ],
+)
+def test_each_rank_of_a_host_sees_a_device_of_its_own(
+    device: str, visible: str, place: int, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device_environment(RankSpec("model", "auto", device, 1, 4), place) == expected
+
+
+def test_a_host_with_too_few_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ValueError, match="no device for each"):
+        device_environment(RankSpec("model", "auto", "cuda", 1, 4), 2)

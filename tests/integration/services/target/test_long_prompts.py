@@ -1,0 +1,78 @@
+"""A long prompt takes several passes, and the others take part in each of them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.target.servicer import Limits
+from tests.fakes.tiny_model import VOCAB, greedy
+from tests.fakes.verify_items import slice_of, verify
+from tests.integration.services.target.conftest import Recording
+
+LONG = [1 + (7 * i) % (VOCAB - 2) for i in range(180)]
+OTHER = [1 + (5 * i) % (VOCAB - 2) for i in range(170)]
+SHORT = [5, 9, 2]
+ROWS = 60
+
+
+@pytest.fixture
+def limits() -> Limits:
+    return Limits(max_draft_tokens=8, max_sessions=10, max_rows=ROWS)
+
+
+def item(
+    tokens: list[int], session_id: str, draft_tokens: tuple[int, ...] = (), arrival_ns: int = 1
+) -> pb.VerifyItem:
+    named = slice_of(tokens, session_id=session_id, arrival_ns=arrival_ns)
+    return pb.VerifyItem(slice=named, draft_tokens=draft_tokens)
+
+
+async def until_here(target: rpc.TargetAsyncStub, items: int) -> None:
+    """Return once so many items are at the target."""
+    while (await target.GetTargetInfo(pb.GetTargetInfoRequest())).queue_depth < items:
+        pass
+
+
+async def test_the_others_go_on_beside_it(target: rpc.TargetAsyncStub, engine: Recording, tiny: Path) -> None:
+    await verify(target, item(SHORT, "short"))
+    engine.gate.clear()
+    long = asyncio.ensure_future(verify(target, item(LONG, "long", (3, 3))))
+    assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
+    assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
+    other = asyncio.ensure_future(verify(target, item(OTHER, "other", arrival_ns=2)))
+    told = asyncio.ensure_future(verify(target, item(SHORT, "short", arrival_ns=3)))
+    await until_here(target, 3)
+    engine.gate.set()
+    answers = [(await asked)[0].result for asked in (long, other, told)]
+
+    assert [answer.tokens[0] for answer in answers] == [
+        greedy(tiny, prompt, 1)[0] for prompt in (LONG, OTHER, SHORT)
+    ]
+    passes = engine.passes[1:]
+    assert all(plan.rows <= ROWS for plan in passes)
+    assert [len(chunk.tokens) for chunk in passes[1].chunks] == [ROWS - 1, 1], "the short one joins the next"
+    assert len(passes) == -(-(len(LONG) + len(OTHER) + 3) // ROWS), "no row of the budget is wasted"
+
+
+async def test_a_prompt_given_up_midway_is_taken_up_where_it_stands(
+    target: rpc.TargetAsyncStub, engine: Recording, tiny: Path
+) -> None:
+    engine.gate.clear()
+    asked = asyncio.ensure_future(verify(target, item(LONG, "long")))
+    assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
+    asked.cancel()
+    await asyncio.wait({asked})
+    # A short item behind it shows that the cancelled one is out of the queue.
+    short = asyncio.ensure_future(verify(target, item(SHORT, "short")))
+    await until_here(target, 1)
+    engine.gate.set()
+    await short
+    passes_before = len(engine.passes)
+    answer = (await verify(target, item(LONG, "long")))[0].result
+    assert answer.tokens == greedy(tiny, LONG, 1)
+    assert sum(plan.rows for plan in engine.passes[passes_before:]) <= len(LONG) - ROWS

@@ -1,0 +1,229 @@
+"""What a target says to a trace: a span per item while it stands, and one per pass that links to those."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import SpanKind, StatusCode
+
+from galley.common.tracing.light_spans import SpanScope
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.target.servicer import Limits
+from tests.fakes.tracing import Asked, Kept, attributes_of, context_of, events_of, links_of, parent_of
+from tests.fakes.verify_items import slice_of, verify
+from tests.fakes.verify_stream import Stream, stream_of
+from tests.integration.services.target.conftest import KV_BLOCKS, Recording
+
+TRACE = 0xABC
+PROMPT = [5, 9, 2, 33]
+ITEM, BATCH = "galley.v1.Target/Verify", "verify batch"
+
+
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+@pytest.fixture
+def spans(kept: Kept) -> SpanScope:
+    return kept.scope
+
+
+def item_of(tokens: list[int], *, trace_id: int = TRACE, **given: Any) -> pb.VerifyItem:
+    return pb.VerifyItem(slice=slice_of(tokens, traceparent=parent_of(trace_id), **given))
+
+
+def span_bytes(span: ReadableSpan) -> bytes:
+    trace_id, span_id = context_of(span)
+    return trace_id.to_bytes(16, "big") + span_id.to_bytes(8, "big")
+
+
+async def test_an_item_is_a_span_while_it_stands_and_every_pass_links_to_it_and_back(
+    target: rpc.TargetAsyncStub, kept: Kept
+) -> None:
+    asked = item_of(PROMPT)
+    asked.draft_tokens.append(1)
+    asked.credit = 2
+    async with stream_of(target) as stream:
+        await stream.send(asked)
+        answers = await stream.until_last()
+    (item,) = kept.named(ITEM)
+    assert item.parent is not None
+    assert (item.parent.trace_id, item.parent.span_id, item.kind) == (TRACE, 0xDEF, SpanKind.SERVER)
+    told = attributes_of(item)
+    results = [answer.result for answer in answers]
+    assert {name: told[f"galley.{name}"] for name in ("session.id", "credit", "verdicts", "outcome")} == {
+        "session.id": "s",
+        "credit": 2,
+        "verdicts": len(answers),
+        "outcome": "result",
+    }
+    assert told["galley.confirmed"] == sum(len(result.tokens) for result in results)
+    assert told["galley.verified"] == sum(result.verified for result in results)
+    assert told["galley.accepted"] == sum(result.accepted for result in results)
+    assert told["galley.kv.reused"] == 0
+    batches = kept.named(BATCH)
+    assert len(batches) == len(answers) > 1
+    for batch, result in zip(batches, results, strict=True):
+        assert batch.parent is None
+        assert context_of(batch)[0] != TRACE
+        assert links_of(batch) == {context_of(item)}
+        assert result.batch_span == span_bytes(batch)
+        assert item.start_time is not None
+        assert batch.start_time is not None
+        assert batch.end_time is not None
+        assert item.end_time is not None
+        assert item.start_time <= batch.start_time < batch.end_time <= item.end_time
+
+
+async def test_a_pass_says_what_it_consisted_of_and_what_it_took(
+    target: rpc.TargetAsyncStub, kept: Kept
+) -> None:
+    traced = item_of(PROMPT, session_id="traced")
+    traced.draft_tokens.append(1)
+    also = item_of(PROMPT[:3], session_id="also", trace_id=TRACE + 1)
+    untraced = pb.VerifyItem(
+        slice=slice_of(PROMPT[:2], session_id="other", traceparent=parent_of(3, sampled=False))
+    )
+    answers = await verify(target, traced, also, untraced)
+    (batch,) = kept.named(BATCH)
+    assert links_of(batch) == {context_of(item) for item in kept.named(ITEM)}
+    assert {trace_id for trace_id, _ in links_of(batch)} == {TRACE, TRACE + 1}
+    told = dict(attributes_of(batch))
+    forward_ns = told.pop("galley.batch.forward_ns")
+    (rank_ns,) = told.pop("galley.batch.rank_forward_ns")
+    assert told == {
+        "galley.batch.sessions": 3,
+        "galley.batch.rows": 4 + 3 + 2 + 1,
+        "galley.batch.draft_rows": 1,
+        "galley.batch.prefill_rows": 3 + 2 + 1,
+        "galley.batch.prefill_share": 0.6,
+        "galley.kv.free_blocks": KV_BLOCKS - 3,
+        "galley.queue.depth": 3,
+    }
+    assert batch.start_time is not None
+    assert batch.end_time is not None
+    assert 0 < rank_ns <= forward_ns < batch.end_time - batch.start_time
+    assert {answer.result.batch_span for answer in answers} == {span_bytes(batch)}
+
+
+@pytest.mark.parametrize("kept", [Asked()], ids=["on"])
+@pytest.mark.parametrize("parent", ["", "0" * 55, parent_of(TRACE, sampled=False)])
+async def test_no_span_is_made_where_nobody_traces(
+    target: rpc.TargetAsyncStub, kept: Asked, parent: str
+) -> None:
+    async with stream_of(target) as stream:
+        await stream.send(pb.VerifyItem(slice=slice_of(PROMPT, traceparent=parent), credit=2))
+        answers = await stream.until_last()
+    (refused,) = await verify(target, pb.VerifyItem(slice=slice_of([], traceparent=parent)))
+    assert refused.HasField("status")
+    assert {answer.result.batch_span for answer in answers} == {b""}
+    assert kept.names == []
+
+
+async def test_what_the_cache_has_is_told_of_a_hit_and_of_a_miss(
+    target: rpc.TargetAsyncStub, kept: Kept
+) -> None:
+    ((first,), (second,)) = (
+        await verify(target, item_of(PROMPT)),
+        await verify(target, item_of([*PROMPT, 1, 2], start=5)),
+    )
+    assert (first.WhichOneof("outcome"), second.cache_miss.have) == ("result", 4)
+    _, missed = kept.named(ITEM)
+    assert attributes_of(missed)["galley.outcome"] == "cache_miss"
+    assert list(events_of(missed)) == [
+        ("kv.missed", {"galley.pool": "target", "galley.have": 4, "galley.wanted": 5})
+    ]
+    assert missed.status.status_code is StatusCode.UNSET
+    await verify(target, item_of([*PROMPT, *first.result.tokens]))
+    assert attributes_of(kept.named(ITEM)[-1])["galley.kv.reused"] == 4
+
+
+async def test_a_refused_item_and_a_failed_pass_say_why(
+    target: rpc.TargetAsyncStub, engine: Recording, kept: Kept
+) -> None:
+    refused = item_of(PROMPT, session_id="refused")
+    refused.draft_tokens.extend([1] * 9)
+    engine.failure = ValueError("secret")
+    await verify(target, refused, item_of(PROMPT, session_id="failed"))
+    kinds = {"refused": "invalid_argument", "failed": "unavailable"}
+    for name, kind in kinds.items():
+        span = kept.of_session(ITEM, name)
+        assert (attributes_of(span)["error.type"], span.status.status_code) == (kind, StatusCode.ERROR)
+        assert attributes_of(span)["galley.outcome"] == "error"
+        assert "secret" not in span.to_json()
+    (batch,) = kept.named(BATCH)
+    assert (attributes_of(batch)["error.type"], batch.status.status_code) == ("unavailable", StatusCode.ERROR)
+    assert links_of(batch) == {context_of(kept.of_session(ITEM, "failed"))}
+    assert "galley.batch.forward_ns" not in attributes_of(batch)
+
+
+async def test_an_item_that_is_overtaken_or_given_up_says_so(
+    target: rpc.TargetAsyncStub, engine: Recording, kept: Kept
+) -> None:
+    engine.gate.clear()
+    async with stream_of(target) as stream:
+        await stream.send(item_of(PROMPT, session_id="busy"))
+        assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
+        await stream.send(item_of(PROMPT, session_id="a"), item_of([*PROMPT, 1], session_id="a"))
+        await stream.send(item_of(PROMPT, session_id="b"))
+        await stream.send(cancelled=[pb.ItemRef(session_id="b", request_id=7)])
+        await stream.heard()
+        engine.gate.set()
+        while (await stream.next()).WhichOneof("outcome") != "result":
+            pass
+    outcomes = {
+        (attributes_of(span)["galley.session.id"], attributes_of(span)["galley.outcome"])
+        for span in kept.named(ITEM)
+    }
+    assert {("a", "superseded"), ("b", "cancelled"), ("busy", "result")} <= outcomes
+
+
+@pytest.mark.parametrize("limits", [Limits(max_draft_tokens=8, max_sessions=1)])
+async def test_a_preempted_session_is_named_by_its_item_and_by_the_pass(
+    target: rpc.TargetAsyncStub, engine: Recording, kept: Kept
+) -> None:
+    young = item_of(PROMPT, session_id="young", arrival_ns=9)
+    young.credit = 100
+    engine.gate.clear()
+    async with stream_of(target) as stream:
+        await stream.send(young)
+        assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
+        await stream.send(item_of(PROMPT[:2], session_id="old", arrival_ns=1))
+        await stream.heard()
+        engine.gate.set()
+        seen = await until(stream, "old")
+    (lost,) = [answer.cache_miss for answer in seen if answer.HasField("cache_miss")]
+    span = kept.of_session(ITEM, "young")
+    assert list(events_of(span)) == [("kv.preempted", {"galley.pool": "target", "galley.have": lost.have})]
+    assert attributes_of(span)["galley.outcome"] == "cache_miss"
+    (of_old,) = [
+        batch for batch in kept.named(BATCH) if links_of(batch) == {context_of(kept.of_session(ITEM, "old"))}
+    ]
+    assert ("kv.preempted", {"galley.session.id": "young"}) in list(events_of(of_old))
+
+
+async def until(stream: Stream, session_id: str) -> list[pb.VerifyAnswer]:
+    """All answers up to the first of this session."""
+    seen = [await stream.next()]
+    while seen[-1].session_id != session_id:
+        seen.append(await stream.next())
+    return seen
+
+
+@pytest.mark.parametrize("limits", [Limits(max_sessions=10, max_rows=2048)])
+async def test_a_pass_names_the_idle_sessions_whose_room_it_took(
+    target: rpc.TargetAsyncStub, kept: Kept
+) -> None:
+    # 32 blocks of 32 tokens hold 6 sessions of 150.
+    filling = [
+        pb.VerifyItem(slice=slice_of([2 + i] * 150, session_id=f"s{i}", arrival_ns=1 + i)) for i in range(6)
+    ]
+    await verify(target, *filling)
+    await verify(target, item_of([40] * 150, session_id="new", arrival_ns=9))
+    (batch,) = kept.named(BATCH)
+    assert list(events_of(batch)) == [("kv.evicted", {"galley.session.id": "s0"})]

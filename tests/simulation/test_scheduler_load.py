@@ -1,0 +1,48 @@
+"""Whatever is asked, in whatever order and however little KV there is: the same tokens, and all complete."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fakes.scheduler_world import FLAT, MS, STEEP, VOCAB, Bench, Gateway, Load
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def load(seed: int, bench: Bench, sessions: int, longest: int) -> Load:
+    """Sessions with prompts that partly begin alike, in no order of their arrival."""
+    rng = random.Random(seed)
+    stem = [rng.randrange(VOCAB) for _ in range(longest)]
+    gateways = []
+    for i, arrival in enumerate(rng.sample(range(100), sessions)):
+        prompt = stem[: rng.randint(1, longest)] if rng.random() < 0.5 else []
+        if not prompt or rng.random() < 0.5:
+            prompt = [*prompt, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, longest)))][:longest]
+        elif rng.random() < 0.5:
+            prompt = stem
+        gateways.append(Gateway(bench, f"s{i}", prompt, rng.randint(1, 20), arrival))
+    return Load(bench, gateways, seed)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=SEEDS, times=st.sampled_from([FLAT, STEEP]), linger=st.sampled_from([0, 50 * MS]))
+def test_tokens_are_the_same_for_any_schedule(seed: int, times: object, linger: int) -> None:
+    bench = Bench(times=times, max_rows=16, max_linger_ns=linger)  # type: ignore[arg-type]  # sampled
+    load(seed, bench, sessions=6, longest=30).run(faults=True)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=SEEDS, blocks=st.integers(12, 20))
+def test_all_complete_in_a_pool_that_holds_one_of_them(seed: int, blocks: int) -> None:
+    # 40 tokens of prompt and 20 more are up to 15 blocks of 4, one more where a shared one is copied.
+    bench = Bench(blocks=max(blocks, 16), max_rows=16)
+    load(seed, bench, sessions=6, longest=40).run(faults=True)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_complete_with_fewer_places_than_sessions(seed: int) -> None:
+    load(seed, Bench(max_sessions=2, max_waiting=4), sessions=6, longest=12).run(faults=True)

@@ -1,0 +1,186 @@
+"""What blocks come to: ratios of pairs, sums of rounds, the cost model beside them, and the sentence."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from galley.bench.answers import Answer
+from galley.bench.closed_loop import LoopBlock
+from galley.bench.predict import pass_times, predicted_best_k, predicted_gain
+from galley.bench.report import as_dict, report_of
+from galley.bench.stats import Interval
+from galley.bench.summary import mean_ratio, rows_of, speculated, speed_ratio
+from galley.bench.verdict import AtLoad, best_at_loads, sentence
+from tests.unit.galley.bench.blocks import block, rounds_of
+
+
+def a_run(gain_at_8: float = 0.9) -> list[LoopBlock]:
+    """Three pairs on a machine that slows down; auto is 2 times as fast alone on chat, 4 times on rewrite."""
+    found = []
+    for pair in range(3):
+        slow = 1 + pair / 10
+        for workload, gain in (("chat", 2.0), ("rewrite", 4.0)):
+            found += [
+                block("off", 0.04 * slow, workload=workload, pair=pair, rounds=rounds_of(0, 0)),
+                block("auto", 0.04 * slow / gain, workload=workload, pair=pair, rounds=rounds_of(40, 30)),
+                block("off", 0.08 * slow, workload=workload, streams=8, pair=pair),
+                block("auto", 0.08 * slow / gain_at_8, workload=workload, streams=8, pair=pair),
+            ]
+    return found
+
+
+def test_rows_are_ratios_of_pairs_and_the_baseline_stands_first() -> None:
+    rows = rows_of(a_run(), "off")
+    assert [(row.workload, row.streams, row.arm) for row in rows[:2]] == [
+        ("chat", 1, "off"),
+        ("chat", 1, "auto"),
+    ]
+    fast = next(row for row in rows if (row.workload, row.streams, row.arm) == ("rewrite", 1, "auto"))
+    assert fast.ratio is not None
+    assert (fast.ratio.median, fast.ratio.low, fast.ratio.high) == pytest.approx((4.0, 4.0, 4.0))
+    assert fast.inter_token_ms[0] == pytest.approx(11.0)
+    assert fast.cpu_ms_per_token == pytest.approx(10.0)
+
+
+def test_the_mean_over_workloads_is_taken_within_each_pair() -> None:
+    ratio = mean_ratio(a_run(), "auto", "off", 1)
+    assert ratio is not None
+    assert ratio.median == pytest.approx(3.0)
+    assert ratio.count == 3
+    unfinished = [b for b in a_run() if (b.load.workload, b.load.pair) != ("rewrite", 2)]
+    shorter = mean_ratio(unfinished, "auto", "off", 1)
+    assert shorter is not None
+    assert shorter.median == pytest.approx(3.0)
+    assert shorter.count == 2
+    assert mean_ratio(a_run(), "hybrid-4", "off", 1) is None
+
+
+def looping(arm: str, loop_s: float, streams: int = 1) -> LoopBlock:
+    """40 tokens of 0.1 s each, then a loop of 40 more."""
+    tokens = (*range(40), *(100 + at % 10 for at in range(40)))
+    at_s = tuple(0.1 * (at + 1) if at < 40 else 4 + loop_s * (at - 39) for at in range(80))
+    answer = Answer("p", 3, tokens, at_s, at_s[-1], 0.0)
+    load = replace(block(arm, 0.1, streams=streams).load, max_tokens=80)
+    return LoopBlock(load, (answer,) * streams, at_s[-1], 0.0)
+
+
+def test_who_is_faster_through_a_loop_gains_nothing_by_it_at_one_stream() -> None:
+    slow, fast = looping("off", 0.1), looping("auto", 0.02)
+    counted = slow.answers[0].counted
+    assert 40 < counted < 80
+    # What comes before the loop's second time is in both; 40 tokens of it took as long.
+    ratio = speed_ratio([fast], [slow])
+    assert ratio is not None
+    assert ratio.median == pytest.approx((4 + 0.1 * (counted - 40)) / (4 + 0.02 * (counted - 40)))
+    assert rows_of([slow], "off")[0].tokens_per_s == pytest.approx(10.0)
+
+
+def test_at_more_streams_all_tokens_are_taken_over_the_wall_time() -> None:
+    row = rows_of([looping("off", 0.1, streams=2)], "off")[0]
+    assert row.tokens_per_s == pytest.approx(2 * 80 / 8)
+    assert row.share_cut > 0
+
+
+def test_rounds_are_summed_over_all_answers() -> None:
+    of = speculated(b for b in a_run() if b.load.arm == "auto" and b.load.streams == 1)
+    assert (of.rounds, of.verified, of.accepted) == (60, 240, 180)
+    assert of.tokens_per_round == pytest.approx(4.0)
+    assert of.by_position == (0.75,)
+    assert of.exposed_share == pytest.approx(0.1)
+    assert (of.wasted_draft, of.wasted_verify) == (480 - 180, 60)
+
+
+# --------------------------------------------------------------------------------------- cost model --
+
+
+def test_the_model_foretells_tokens_a_round_over_what_the_round_takes() -> None:
+    """Leviathan et al., arXiv 2211.17192, section 3.3: here 4 tokens in (40 + 10) ms against 30 ms each."""
+    blocks = [
+        block("off", 0.03, rounds=rounds_of(0, 0, target_ms=30)),
+        block("model-4", 0.02, rounds=rounds_of(40, 30, target_ms=40, draft_ms=10)),
+    ]
+    times = pass_times(blocks)
+    assert times is not None
+    assert times.points == ((1, 30_000_000), (5, 40_000_000))
+    drafted = speculated(blocks[1:])
+    assert predicted_gain(drafted, 1, times) == pytest.approx(4 * 30 / 50)
+    assert predicted_gain(speculated(blocks[:1]), 1, times) == 1.0
+    assert predicted_best_k(speculated(blocks[:1]), 1, times, 16) is None
+    best = predicted_best_k(drafted, 1, times, 16)
+    assert best is not None
+    assert 1 <= best <= 16
+
+
+def test_nothing_is_foretold_where_no_round_was_counted() -> None:
+    assert pass_times([block("off", 0.03)]) is None
+    assert report_of([block("off", 0.03), block("auto", 0.03)], "off", "m").predicted == {}
+
+
+# ---------------------------------------------------------------------------------------- sentence --
+
+
+def at(streams: int, ratio: float, arm: str = "auto") -> AtLoad:
+    return AtLoad(streams, arm, Interval(ratio, ratio - 0.02, ratio + 0.02, 3))
+
+
+@pytest.mark.parametrize(
+    ("loads", "said"),
+    [
+        (
+            [at(1, 1.6), at(8, 1.1), at(16, 1.01)],
+            (
+                "Speculation pays for m up to 8 streams (auto 1.60× at 1 stream, auto 1.10× at 8 streams); "
+                "at 16 it no longer does (auto 1.01× at 16 streams)."
+            ),
+        ),
+        (
+            [at(1, 1.6), at(16, 1.2, "hybrid-4")],
+            (
+                "Speculation pays for m at every load measured, up to 16 streams "
+                "(auto 1.60× at 1 stream, hybrid-4 1.20× at 16 streams)."
+            ),
+        ),
+        (
+            [at(1, 0.9), at(8, 0.8)],
+            "Speculation does not pay for m at any load measured (at best auto 0.90× at 1 stream).",
+        ),
+        (
+            [at(1, 0.9), at(8, 1.2)],
+            "Speculation pays for m at 8 streams only (auto 1.20× at 8 streams; auto 0.90× at 1 stream).",
+        ),
+        ([], "Nothing was measured that could tell whether speculation pays for m."),
+    ],
+)
+def test_one_sentence_says_whether_it_pays_and_up_to_which_load(loads: list[AtLoad], said: str) -> None:
+    assert sentence(loads, "m") == said
+
+
+def test_the_best_arm_at_each_load_is_judged() -> None:
+    blocks = [*a_run(), *(block("ngram-4", 0.07, streams=8, workload=w) for w in ("chat", "rewrite"))]
+    loads = best_at_loads(blocks, "off")
+    assert [(found.streams, found.arm, found.pays) for found in loads] == [
+        (1, "auto", True),
+        (8, "auto", False),
+    ]
+
+
+def test_fewer_than_three_pairs_tell_nothing() -> None:
+    two = [b for b in a_run() if b.load.pair < 2]
+    loads = best_at_loads(two, "off")
+    assert not any(found.pays for found in loads)
+    assert "too few pairs to tell" in sentence(loads, "m")
+    mixed = [at(1, 1.6), replace(at(8, 1.2), ratio=Interval(1.2, 1.2, 1.2, 1))]
+    assert sentence(mixed, "m").endswith("Too few pairs to tell: auto 1.20× at 8 streams.")
+
+
+def test_a_report_is_json() -> None:
+    report = report_of(a_run(), "off", "m and its draft")
+    found = json.loads(json.dumps(as_dict(report)))
+    assert len(found["rows"]) == 8
+    alone = next(row for row in found["rows"] if (row["streams"], row["arm"]) == (1, "auto"))
+    assert alone["speculation"]["accepted_by_position"] == [0.75]
+    assert alone["predicted_ratio"] == pytest.approx(4.0)
+    assert found["conclusion"].startswith("Speculation pays for m and its draft up to 1 stream")

@@ -1,0 +1,99 @@
+"""`galley plan --capacity` as a user meets it: a file of numbers in, what is needed out."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from galley.core.kv.blocks import BLOCK_TOKENS
+from tests.unit.galley.cli.test_plan import json_of, output_of, run
+
+EXAMPLE = Path(__file__).parents[4] / "docs" / "examples" / "capacity.toml"
+SCALING = EXAMPLE.parents[1] / "operate" / "scaling.md"
+CHARTS = EXAMPLE.parents[2] / "helm" / "galley" / "examples" / "values-llama70b-tp4.yaml"
+
+PLAIN = """
+[load]
+answers_per_s = 50
+prompt_tokens = 90
+output_tokens = 10
+cached_share = 1
+[target]
+step_ms = 10
+kv_tokens = 512
+[spares]
+busy = 1
+replicas = 0
+"""
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "load.toml"
+    path.write_text(text)
+    return f"--capacity={path}"
+
+
+def test_the_numbers_of_a_file(tmp_path: Path) -> None:
+    found = json_of(written(tmp_path, PLAIN))
+    assert (found["targets"], found["drafts"], found["gateways"]) == (2, 0, 1)
+    assert found["kv_blocks_a_target"] == 16
+    assert "target_gpus" not in found
+
+
+def test_it_says_what_bounds_a_replica(tmp_path: Path) -> None:
+    output = output_of(written(tmp_path, PLAIN))
+    assert "A full target: 4 sessions at k=0 (bound by KV blocks)," in output
+    assert "no draft token pays" in output
+
+
+def test_the_worked_example_of_the_documentation_is_what_is_printed() -> None:
+    """Both the example's arguments and every line of its answer stand there."""
+    page = SCALING.read_text()
+    for line in output_of(f"--capacity={EXAMPLE}").splitlines():
+        assert line.rstrip() in page
+
+
+def test_the_example_is_a_target_that_the_chart_can_run() -> None:
+    """By the settings of the chart's own example; the page says which pool a rank must have."""
+    example = tomllib.loads(EXAMPLE.read_text())["target"]
+    chart = yaml.safe_load(CHARTS.read_text())["target"]
+    assert example["max_rows"] == chart["settings"]["max_rows"]
+    assert example["memory"]["gpus"] == chart["tensorParallel"]
+    blocks = int(str(json_of(f"--capacity={EXAMPLE}")["kv_blocks_a_target"]))
+    pool_mb = blocks * BLOCK_TOKENS * example["memory"]["kv_bytes_per_token"] // 2**20
+    assert f"`kv_memory_mb: {pool_mb // chart['tensorParallel']}`" in SCALING.read_text()
+
+
+def test_gpus_are_counted_where_memory_is_given() -> None:
+    found = json_of(f"--capacity={EXAMPLE}")
+    assert found["target_gpus"] == 4 * int(str(found["targets"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("= 3", "no TOML"),
+        ("[loads]", "loads: unknown; there are load, target, draft, spares"),
+        ("load = 3", "load: must be a table"),
+        (PLAIN + "[draft]\nalpha = 0.5", "draft.cost_ratio"),
+        (PLAIN.replace("step_ms = 10", 'step_ms = "fast"'), "target.step_ms"),
+        (PLAIN.replace("kv_tokens = 512", "kv_tokens = 127"), "kv_tokens: must be >= 128"),
+        (PLAIN.replace("kv_tokens = 512", ""), "needs either kv_tokens or [target.memory]"),
+        (PLAIN.replace("kv_tokens = 512", 'kv_tokens = 512\nrow_costs = "5:1"'), "begin with 1:1"),
+        (PLAIN.replace("busy = 1", "busy = 1\nbored = 1"), "spares.bored"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_by_its_key(tmp_path: Path, text: str, said: str) -> None:
+    result = run(written(tmp_path, text))
+    assert result.exit_code == 2
+    words = " ".join((result.output + result.stderr).replace("│", " ").split())
+    assert said in words
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    result = run(f"--capacity={tmp_path / 'none.toml'}")
+    assert result.exit_code == 2
+    assert "cannot read" in result.output + result.stderr

@@ -1,0 +1,580 @@
+"""What the scheduler puts into a pass, and what becomes of each item."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from galley.core.content import Miss, prefix_hash
+from galley.core.cost.model import StepTimes
+from galley.core.errors import Broken, DeadlinePassed, InvalidField, Overloaded, Unavailable
+from galley.core.hints import Hint
+from galley.core.scheduler.messages import Confirmed, Response, Superseded
+from galley.core.step import Sampled
+from tests.fakes.scheduler_world import (
+    FLAT,
+    MS,
+    RISING,
+    STEEP,
+    VOCAB,
+    Bench,
+    request,
+    result_of,
+    true_answer,
+    truth,
+)
+
+PROMPT = [3, 1, 4, 1, 5]
+ANSWER = true_answer(PROMPT, 60)
+
+
+def wrong(tokens: list[int]) -> tuple[int, ...]:
+    return tuple((token + 1) % VOCAB for token in tokens)
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [(salt + i * i) % VOCAB for i in range(length)]
+
+
+def only(answers: list[Response]) -> Confirmed:
+    (answer,) = answers
+    return result_of(answer)
+
+
+# ------------------------------------------------------------------------------- credit and hints --
+
+
+def test_an_item_without_credit_has_one_result() -> None:
+    bench = Bench()
+    bench.submit(request(PROMPT, draft_tokens=tuple(ANSWER[:3])))
+    result = only(bench.step())
+    assert (result.position, result.tokens, result.accepted, result.verified) == (5, tuple(ANSWER[:4]), 3, 3)
+    assert not result.more
+    assert bench.scheduler.plan(bench.now) is None
+
+
+def test_credit_counts_what_is_confirmed_unasked() -> None:
+    bench = Bench()
+    item = bench.submit(request(PROMPT, draft_tokens=wrong(ANSWER[:2]), credit=3))
+    results = bench.results()[item]
+    # Two draft tokens and one of the target's own were asked for, three more were not.
+    assert [token for result in results for token in result.tokens] == ANSWER[:6]
+    assert [result.more for result in results] == [True] * 5 + [False]
+
+
+def test_a_hint_confirms_up_to_the_limit_and_no_further() -> None:
+    bench = Bench()
+    item = bench.submit(request(PROMPT, credit=4))
+    bench.extend(item, hint=Hint(6, prefix_hash([*PROMPT, ANSWER[0]]), tuple(ANSWER[1:20])))
+    assert only(bench.step()).tokens == tuple(ANSWER[:1])
+    second = only(bench.step())
+    assert (second.tokens, second.verified, second.more) == (tuple(ANSWER[1:5]), 3, False)
+
+
+def test_the_rest_of_a_hint_stays_while_it_agrees() -> None:
+    # Two rows cost what one does, a third as much as a whole pass: one draft token a pass.
+    times = StepTimes.measured([(1, 10 * MS), (2, 10 * MS), (3, 30 * MS)])
+    bench = Bench(times=times)
+    item = bench.submit(request(PROMPT[:1], credit=20))
+    true = true_answer(PROMPT[:1], 8)
+    bench.extend(item, hint=Hint(1, prefix_hash(PROMPT[:1]), (*true[:6], *wrong(true[6:7]), true[7])))
+    results = [only(bench.step()) for _ in range(5)]
+    assert [result.verified for result in results] == [1, 1, 1, 1, 1], "one more token a pass"
+    assert [result.accepted for result in results] == [1, 1, 1, 0, 1], (
+        "one is wrong, and the one after it right"
+    )
+
+
+def test_a_hint_that_is_wrong_twice_running_is_dropped() -> None:
+    bench = Bench()
+    item = bench.submit(request(PROMPT, credit=20))
+    bench.extend(item, hint=Hint(5, prefix_hash(PROMPT), (*wrong(ANSWER[:2]), *ANSWER[2:8])))
+    results = [only(bench.step()) for _ in range(4)]
+    assert results[0].verified == 8
+    assert [result.accepted for result in results] == [0, 0, 0, 0]
+    assert [result.verified for result in results[2:]] == [0, 0]
+
+
+def test_where_hints_recover_from_refused_tokens_more_of_the_rest_is_verified() -> None:
+    """What follows a refused token is at first seldom worth a row; where it proves right, it is."""
+    times = StepTimes.measured([(rows, (10 + 2 * rows) * MS) for rows in range(1, 64)])
+    bench = Bench(times=times)
+    item = bench.submit(request(PROMPT, credit=30))
+    first = only(bench.step())  # beside a prompt other rows pay
+    every_fourth = [
+        wrong(ANSWER[i : i + 1])[0] if i % 4 == 3 else token for i, token in enumerate(ANSWER[:30])
+    ]
+    bench.extend(item, hint=Hint(5, prefix_hash(PROMPT), tuple(every_fourth)))
+    results = [first, *bench.results()[item]]
+    assert [token for result in results for token in result.tokens] == ANSWER[:31]
+    after_refusals = [
+        now for before, now in pairwise(results) if before.accepted < before.verified and now.verified
+    ]
+    assert len(after_refusals) >= 3
+    assert all(result.accepted for result in after_refusals), "all of them were right again"
+
+
+def test_a_new_hint_that_ends_early_is_continued_by_the_one_before() -> None:
+    bench = Bench()
+    item = bench.submit(request(PROMPT, credit=20))
+    bench.extend(item, hint=Hint(5, prefix_hash(PROMPT), (*wrong(ANSWER[:1]), *ANSWER[1:9])))
+    bench.extend(item, hint=Hint(5, prefix_hash(PROMPT), tuple(ANSWER[:3])))
+    results = [only(bench.step()) for _ in range(2)]
+    assert [(result.verified, result.accepted) for result in results] == [(3, 3), (5, 5)]
+
+
+def test_no_more_draft_tokens_are_verified_in_a_pass_than_the_item_allows() -> None:
+    bench = Bench()
+    item = bench.submit(request(PROMPT, credit=20, max_verified=2))
+    bench.extend(item, hint=Hint(5, prefix_hash(PROMPT), tuple(ANSWER[:9])))
+    results = [only(bench.step()) for _ in range(3)]
+    assert [result.verified for result in results] == [2, 2, 2]
+
+
+def test_an_extension_never_lowers_the_limit_nor_passes_max_position() -> None:
+    bench = Bench()
+    item = bench.submit(request(PROMPT, credit=3, max_position=11))
+    bench.extend(item, limit=6)
+    bench.extend(item, limit=100)
+    assert sum(len(result.tokens) for result in bench.results()[item]) == 6
+
+
+def test_it_ends_at_a_stop_token_once_min_tokens_are_out() -> None:
+    bench = Bench()
+    stop = frozenset([ANSWER[0]])
+    later = next(i for i, token in enumerate(ANSWER) if token == ANSWER[0] and i >= 2)
+    item = bench.submit(
+        request(PROMPT, credit=50, prompt_len=5, stop_token_ids=stop, min_tokens=2, max_position=60)
+    )
+    results = bench.results()[item]
+    assert [token for result in results for token in result.tokens] == ANSWER[: later + 1]
+    assert not results[-1].more
+
+
+def test_draining_ends_items_with_their_next_result() -> None:
+    bench = Bench()
+    bench.submit(request(PROMPT, credit=50))
+    bench.step()
+    bench.scheduler.drain()
+    assert not only(bench.step()).more
+    assert bench.scheduler.plan(bench.now) is None
+
+
+# ---------------------------------------------------------------------------------- what pays --
+
+
+def test_draft_rows_pay_on_a_flat_curve_and_not_on_a_steep_one() -> None:
+    drafts = tuple(ANSWER[:4])
+    for times, verified in ((FLAT, 4), (STEEP, 0)):
+        bench = Bench(times=times)
+        bench.submit(request(PROMPT))
+        bench.step()
+        bench.submit(request(PROMPT, start=4, draft_tokens=drafts))
+        assert only(bench.step()).verified == verified
+
+
+def test_rows_go_to_the_drafts_that_are_likeliest_to_survive() -> None:
+    # Up to four rows cost the same, each beyond as much as the whole pass.
+    times = StepTimes.measured([(1, 10 * MS), (4, 10 * MS), (5, 20 * MS)])
+    bench = Bench(times=times)
+    for name in ("good", "bad"):
+        bench.submit(request(PROMPT, session=name))
+    bench.step()
+    survivals = {"good": (0.9, 0.8, 0.7), "bad": (0.5, 0.2, 0.1)}
+    items = {
+        bench.submit(
+            request(PROMPT, start=4, session=name, draft_tokens=tuple(ANSWER[:3]), survival=survival)
+        ): name
+        for name, survival in survivals.items()
+    }
+    verified = {items[answer.request_id]: result_of(answer).verified for answer in bench.step()}
+    assert verified == {"good": 2, "bad": 0}
+
+
+def test_a_doubtful_draft_pays_no_more_beside_a_long_prompt() -> None:
+    """The prompt has to be fed anyhow: what a row takes is weighed against the pass without it."""
+    times = StepTimes.measured([(1, 12 * MS), (101, 212 * MS)])
+    bench = Bench(times=times, max_rows=128, blocks=128)
+    bench.submit(request(PROMPT, session="a"))
+    bench.step()
+    drawn = bench.submit(
+        request(PROMPT, start=4, session="a", draft_tokens=tuple(ANSWER[:1]), survival=(0.2,))
+    )
+    bench.submit(request(prompt(80), session="b"))
+    results = {answer.request_id: result_of(answer) for answer in bench.step()}
+    assert results[drawn].verified == 0
+    assert results[drawn].compute_ns == times(81)
+    assert results[drawn].prefill_ns == times(81) - times(2)
+
+
+def test_a_session_whose_drafts_fail_is_given_no_rows_until_they_are_seen_to_be_right_again() -> None:
+    # A second row costs a third of a pass: it pays from an acceptance of a third on.
+    times = StepTimes.measured([(1, 30 * MS), (2, 40 * MS)])
+    bench = Bench(times=times)
+    tokens = list(PROMPT)
+    tried = []
+    for i in range(60):
+        truly = true_answer(tokens, 1)
+        bench.submit(request(tokens, draft_tokens=wrong(truly) if i < 40 else tuple(truly)))
+        tried.append(only(bench.step()).verified)
+        tokens += truly
+    assert tried[0] == 1
+    first_without = tried.index(0)
+    assert first_without < 12
+    assert not any(tried[first_without:40])
+    assert tried[-1] == 1, "what was decoded plainly has shown that the drafts were right"
+
+
+# ----------------------------------------------------------------------------- rows and prompts --
+
+
+def test_a_session_that_arrives_during_a_pass_joins_the_next() -> None:
+    bench = Bench()
+    first = bench.submit(request(PROMPT, session="a", credit=9))
+    plan = bench.begin()
+    second = bench.submit(request(PROMPT, session="b", credit=9))
+    assert [answer.request_id for answer in bench.finish(plan)] == [first]
+    assert {answer.request_id for answer in bench.step()} == {first, second}
+
+
+def test_a_long_prompt_takes_one_budget_a_pass_and_the_others_go_on() -> None:
+    bench = Bench(max_rows=16, blocks=128)
+    talker = bench.submit(request(PROMPT, session="talker", credit=99, arrival_ns=5))
+    bench.step()
+    bench.submit(request(prompt(70), session="long", arrival_ns=1))
+    rows: list[int] = []
+    while len(rows) < 5:
+        plan = bench.begin()
+        rows.append(plan.rows)
+        assert talker in {answer.request_id for answer in bench.finish(plan)}
+    assert rows == [16, 16, 16, 16, 11], "15 rows beside the talker's one, and the rest at last"
+
+
+def test_verifications_leave_prompts_a_quarter_of_the_budget() -> None:
+    bench = Bench(max_rows=16, blocks=128)
+    for i in range(14):
+        bench.submit(request([i % VOCAB, 2], session=f"s{i}", credit=99, arrival_ns=1))
+    for _ in range(3):
+        bench.step()
+    bench.submit(request(prompt(20), session="late", arrival_ns=99))
+    plan = bench.begin()
+    assert sorted(len(chunk.tokens) for chunk in plan.chunks) == [1] * 14 + [4]
+
+
+def test_prompts_are_filled_oldest_first() -> None:
+    bench = Bench(max_rows=16)
+    bench.submit(request(prompt(30, 1), session="young", arrival_ns=9))
+    bench.submit(request(prompt(20, 2), session="old", arrival_ns=1))
+    assert [list(chunk.tokens) for chunk in bench.begin().chunks] == [prompt(20, 2)[:16]]
+
+
+def test_a_prompt_that_others_have_computed_is_not_computed_again() -> None:
+    bench = Bench()
+    bench.submit(request(prompt(16), session="a"))
+    bench.step()
+    bench.submit(request([*prompt(16), 1], session="b"))
+    bench.submit(request([*prompt(16), 1], session="c", salt=b"other"))
+    assert sorted(len(chunk.tokens) for chunk in bench.begin().chunks) == [1, 17]
+
+
+# ------------------------------------------------------------------------- what is in the way --
+
+
+def test_a_newer_item_overtakes_an_older_one() -> None:
+    bench = Bench()
+    old = bench.submit(request(PROMPT, credit=9))
+    bench.step()
+    new = bench.submit(request([*PROMPT, ANSWER[0]], start=5))
+    over, result = bench.step()
+    assert (over.request_id, over.outcome) == (old, Superseded(6, prefix_hash([*PROMPT, ANSWER[0]])))
+    assert result.request_id == new
+
+
+def test_the_slice_is_the_truth_even_against_what_was_confirmed() -> None:
+    bench = Bench()
+    bench.submit(request(PROMPT, credit=9))
+    bench.step()
+    other = [*PROMPT[:4], 0, 0, 2]
+    item = bench.submit(request(other))
+    (result,) = (result_of(answer) for answer in bench.step() if answer.request_id == item)
+    assert result.tokens == (truth(other),)
+
+
+def test_what_comes_in_mid_pass_waits_for_its_end() -> None:
+    bench = Bench()
+    first = bench.submit(request(PROMPT, credit=9))
+    plan = bench.begin()
+    second = bench.submit(request([*PROMPT, ANSWER[0]], start=5))
+    third = bench.submit(request([*PROMPT, ANSWER[0]], start=5))
+    assert not bench.scheduler.take_responses()
+    answers = bench.finish(plan)
+    assert [(answer.request_id, type(answer.outcome)) for answer in answers] == [
+        (first, Confirmed),
+        (first, Superseded),
+        (second, Superseded),
+    ]
+    assert [answer.request_id for answer in bench.step()] == [third]
+
+
+def test_cancelling_in_mid_pass_keeps_the_kv_and_says_nothing() -> None:
+    bench = Bench()
+    item = bench.submit(request(prompt(20), credit=9))
+    plan = bench.begin()
+    bench.scheduler.cancel(item)
+    held = bench.table.live_blocks
+    assert held > 0
+    assert not bench.finish(plan)
+    assert bench.table.live_blocks == 0
+    assert len(bench.table.tokens_of((b"", "s"))) == 20
+    bench.submit(request(prompt(20)))
+    assert [len(chunk.tokens) for chunk in bench.begin().chunks] == [1]
+
+
+def test_a_failed_pass_costs_its_sessions_what_it_computed_and_no_more() -> None:
+    bench = Bench(max_rows=8)
+    item = bench.submit(request(prompt(12)))
+    bench.finish(bench.begin())
+    plan = bench.begin()
+    bench.scheduler.fail(plan, Unavailable("the step failed"))
+    (failed,) = bench.scheduler.take_responses()
+    assert (failed.request_id, type(failed.outcome)) == (item, Unavailable)
+    bench.table.check()
+    bench.submit(request(prompt(12)))
+    assert [len(chunk.tokens) for chunk in bench.begin().chunks] == [4]
+
+
+def test_an_error_of_one_chunk_is_its_own() -> None:
+    bench = Bench()
+    sick, well = (bench.submit(request(PROMPT, session=name)) for name in ("sick", "well"))
+    plan = bench.begin()
+    bench.scheduler.conclude(plan, [Broken("not a number"), Sampled((ANSWER[0],))], bench.now)
+    answers = {answer.request_id: answer.outcome for answer in bench.scheduler.take_responses()}
+    assert isinstance(answers[sick], Broken)
+    assert isinstance(answers[well], Confirmed)
+
+
+@pytest.mark.parametrize("outcome", [None, Sampled(())])
+def test_an_engine_that_draws_nothing_ends_the_item_and_stalls_nobody(outcome: Sampled | None) -> None:
+    bench = Bench()
+    bench.submit(request(PROMPT, credit=9))
+    plan = bench.begin()
+    bench.scheduler.conclude(plan, [outcome], bench.now)
+    (answer,) = bench.scheduler.take_responses()
+    assert isinstance(answer.outcome, Broken)
+    assert bench.scheduler.plan(bench.now) is None
+
+
+def test_what_was_accepted_before_bad_logits_is_confirmed_and_the_next_pass_fails() -> None:
+    bench = Bench()
+    item = bench.submit(request(PROMPT, draft_tokens=tuple(ANSWER[:4]), credit=9))
+    plan = bench.begin()
+    bench.scheduler.conclude(plan, [Sampled(tuple(ANSWER[:2]))], bench.now)
+    result = only(bench.scheduler.take_responses())
+    assert (result.tokens, result.accepted, result.verified) == (tuple(ANSWER[:2]), 2, 2)
+    assert (result.kv_len, result.more) == (6, True)
+    plan = bench.begin()
+    assert plan.chunks[0].tokens[0] == ANSWER[1], "the last confirmed token is fed again"
+    broken = Broken("no finite maximum")
+    bench.scheduler.conclude(plan, [broken], bench.now)
+    assert [(answer.request_id, answer.outcome) for answer in bench.scheduler.take_responses()] == [
+        (item, broken)
+    ]
+    bench.table.check()
+
+
+def test_the_youngest_makes_room_for_the_older_and_learns_what_is_left() -> None:
+    bench = Bench(blocks=8, max_rows=64)
+    young = bench.submit(request(prompt(16, 1), session="young", arrival_ns=9, credit=99))
+    bench.step()
+    old = bench.submit(request(prompt(24, 2), session="old", arrival_ns=1))
+    answers = {answer.request_id: answer.outcome for answer in bench.step()}
+    assert isinstance(answers[old], Confirmed)
+    missed = answers[young]
+    assert isinstance(missed, Miss)
+    assert missed.prefix_hash == prefix_hash(prompt(16, 1)[: missed.have])
+    counts = bench.scheduler.counts
+    assert (counts.preempted, counts.out_of_blocks, counts.missed) == (1, 1, 0)
+    assert bench.table.evicted_blocks > 0
+
+
+def test_a_young_session_is_refused_where_older_ones_hold_everything() -> None:
+    bench = Bench(blocks=8)
+    old = bench.submit(request(prompt(28, 1), session="old", arrival_ns=1, credit=3))
+    bench.step()
+    young = bench.submit(request(prompt(8, 2), session="young", arrival_ns=9))
+    answers = {answer.request_id: answer.outcome for answer in bench.step()}
+    assert isinstance(answers[old], Confirmed)
+    refused = answers[young]
+    assert isinstance(refused, Overloaded)
+    assert refused.retry_after_s > 0
+    assert (bench.scheduler.counts.preempted, bench.scheduler.counts.out_of_blocks) == (0, 1)
+
+
+def test_the_youngest_makes_place_for_an_older_session() -> None:
+    bench = Bench(max_sessions=2)
+    items = [bench.submit(request(prompt(9, i), session=f"s{i}", arrival_ns=i, credit=50)) for i in (1, 2)]
+    bench.step()
+    old = bench.submit(request(PROMPT, session="old", arrival_ns=0))
+    young = bench.submit(request(PROMPT, session="young", arrival_ns=3))
+    answers = {answer.request_id: answer.outcome for answer in bench.step()}
+    assert isinstance(answers[old], Confirmed)
+    assert isinstance(answers[items[0]], Confirmed)
+    missed = answers[items[1]]
+    assert isinstance(missed, Miss)
+    assert missed.have > 0, "it keeps what was cached of it"
+    assert isinstance(answers[young], Overloaded)
+    counts = bench.scheduler.counts
+    assert (counts.preempted, counts.out_of_blocks) == (1, 0), "places ran out, not blocks"
+
+
+def test_a_higher_priority_takes_the_blocks_of_an_older_session() -> None:
+    bench = Bench(blocks=8, max_rows=64)
+    old = bench.submit(request(prompt(16, 1), session="old", arrival_ns=1, credit=99))
+    bench.step()
+    urgent = bench.submit(request(prompt(24, 2), session="urgent", arrival_ns=9, priority=1))
+    answers = {answer.request_id: answer.outcome for answer in bench.step()}
+    assert isinstance(answers[urgent], Confirmed)
+    assert isinstance(answers[old], Miss)
+
+
+def test_a_higher_priority_takes_the_place_of_an_older_session() -> None:
+    bench = Bench(max_sessions=1)
+    old = bench.submit(request(prompt(9), session="old", arrival_ns=1, credit=50))
+    bench.step()
+    urgent = bench.submit(request(PROMPT, session="urgent", arrival_ns=9, priority=1))
+    answers = {answer.request_id: answer.outcome for answer in bench.step()}
+    assert isinstance(answers[urgent], Confirmed)
+    assert isinstance(answers[old], Miss)
+
+
+def test_prompts_are_fed_by_priority_and_then_by_arrival() -> None:
+    bench = Bench(max_rows=8)
+    arrivals = {"late": (9, 0), "early": (1, 0), "urgent": (99, 5), "idle": (0, -5)}
+    items = {}
+    for index, (name, (arrival_ns, priority)) in enumerate(arrivals.items()):
+        asked = request(prompt(8, index), session=name, arrival_ns=arrival_ns, priority=priority)
+        items[bench.submit(asked)] = name
+    fed = []
+    for _ in arrivals:
+        plan = bench.begin()
+        fed += [items[item] for item in bench.scheduler.current_batch.request_ids]
+        bench.finish(plan)
+    assert fed == ["urgent", "early", "late", "idle"]
+
+
+def test_where_too_many_wait_the_youngest_of_the_least_priority_is_refused() -> None:
+    bench = Bench(max_waiting=2)
+    low = [
+        bench.submit(request(prompt(9, i), session=f"s{i}", arrival_ns=i, priority=-1, credit=1))
+        for i in (1, 2)
+    ]
+    with pytest.raises(Overloaded):
+        bench.submit(request(PROMPT, session="younger", arrival_ns=3, priority=-1))
+    urgent = bench.submit(request(PROMPT, session="urgent", arrival_ns=3))
+    [refused] = bench.scheduler.take_responses()
+    assert (refused.request_id, type(refused.outcome)) == (low[1], Overloaded)
+    assert {answer.request_id for answer in bench.step()} == {low[0], urgent}
+    bench.table.check()
+
+
+def test_what_can_never_be_held_is_refused_at_once() -> None:
+    with pytest.raises(InvalidField, match="32 tokens"):
+        Bench(blocks=8).submit(request(prompt(33)))
+
+
+def test_too_many_waiting_items_are_refused() -> None:
+    bench = Bench(max_waiting=2)
+    for name in "ab":
+        bench.submit(request(PROMPT, session=name))
+    with pytest.raises(Overloaded):
+        bench.submit(request(PROMPT, session="c"))
+    bench.step()
+    bench.submit(request(PROMPT, session="c"))
+
+
+def test_a_deadline_counts_until_the_work_begins() -> None:
+    bench = Bench(max_rows=8)
+    begun = bench.submit(request(prompt(20), session="begun", deadline_ns=5))
+    bench.step()
+    late = bench.submit(request(PROMPT, session="late", deadline_ns=bench.now))
+    bench.scheduler.expire(bench.now)
+    answers = bench.scheduler.take_responses()
+    assert [(answer.request_id, type(answer.outcome)) for answer in answers] == [(late, DeadlinePassed)]
+    assert list(bench.results()) == [begun]
+
+
+def test_a_miss_says_what_is_held() -> None:
+    bench = Bench()
+    bench.submit(request(PROMPT))
+    bench.step()
+    bench.submit(request([*PROMPT, 1, 2, 3], start=7))
+    bench.submit(request([9, 9, 9, 9], start=3, session="unknown"))
+    short, nothing = (answer.outcome for answer in bench.scheduler.take_responses())
+    assert short == Miss(5, prefix_hash(PROMPT))
+    assert nothing == Miss(0, prefix_hash([]))
+    assert bench.scheduler.counts.missed == 2
+
+
+def test_times_are_of_what_led_to_each_result() -> None:
+    bench = Bench()
+    bench.submit(request(PROMPT, credit=1))
+    bench.now += 3 * MS
+    first, second = only(bench.step()), only(bench.step())
+    assert first.queue_ns == 3 * MS
+    assert first.compute_ns == FLAT(5)
+    assert bench.scheduler.queue_times_ns == [], "of the second pass, which was no item's first"
+    assert (second.queue_ns, second.compute_ns) == (0, FLAT(1))
+
+
+def test_a_result_tells_what_its_pass_was_and_what_it_would_have_been_without_drafts() -> None:
+    bench = Bench(times=RISING)
+    bench.submit(request(PROMPT, credit=2, draft_tokens=tuple(ANSWER[:3])))
+    plan = bench.begin()
+    [answer] = bench.finish_as(plan, b"span")
+    drafted, plain = result_of(answer), only(bench.step())
+    assert drafted.batch_rows == plan.rows
+    assert drafted.batch_span == b"span"
+    rows = plan.rows - drafted.verified
+    assert drafted.verified > 0
+    assert drafted.compute_ns - drafted.plain_ns == RISING(plan.rows) - RISING(rows)
+    assert plain.plain_ns == plain.compute_ns
+
+
+def test_the_first_result_tells_how_much_of_the_prefix_was_held() -> None:
+    bench = Bench()
+    bench.submit(request(prompt(16), session="a"))
+    bench.step()
+    bench.submit(request([*prompt(16), 1], session="b", credit=1))
+    first, second = only(bench.step()), only(bench.step())
+    assert (first.kv_reused, second.kv_reused) == (16, 0)
+    counts = bench.scheduler.counts
+    assert (counts.prompt_tokens, counts.reused_tokens) == (16 + 17, 16)
+
+
+def test_after_a_fault_of_its_own_everything_ends_and_begins_anew() -> None:
+    bench = Bench()
+    bench.submit(request(PROMPT, session="idle"))
+    bench.step()
+    items = [bench.submit(request(PROMPT, session=f"s{i}", credit=9)) for i in range(2)]
+    bench.begin()
+    items.append(bench.submit(request(PROMPT, session="s1")))
+    error = Unavailable("failed")
+    bench.scheduler.abandon(error)
+    answers = bench.scheduler.take_responses()
+    assert [(answer.request_id, answer.outcome) for answer in answers] == [(item, error) for item in items]
+    assert (bench.scheduler.queue_depth, bench.table.live_blocks) == (0, 0)
+    assert bench.table.cached_prefixes(9) == []
+    item = bench.submit(request(PROMPT, session="s1", credit=5))
+    assert [token for result in bench.results()[item] for token in result.tokens] == ANSWER[:6]
+
+
+def test_one_pass_at_a_time() -> None:
+    bench = Bench()
+    bench.submit(request(PROMPT))
+    plan = bench.begin()
+    with pytest.raises(Broken):
+        bench.scheduler.plan(bench.now)
+    bench.finish(plan)
+    with pytest.raises(Broken):
+        bench.scheduler.conclude(plan, [None], bench.now)

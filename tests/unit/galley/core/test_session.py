@@ -1,0 +1,312 @@
+"""The session machine against every order of events (design: rules 1, 2 and 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from galley.core.errors import Broken, DeadlinePassed, LogLost, TargetUnavailable, Unavailable
+from galley.core.session import events as ev
+from galley.core.session.machine import Session, SessionLimits
+from tests.fakes.session_world import MS, World, spec
+
+LIES = [
+    "",
+    "too many",
+    "other vocabulary",
+    "negative",
+    "nothing",
+    "other position",
+    "other content",
+    "long cache",
+]
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """Any interleaving; the world checks its rules after each step."""
+
+    world: World
+
+    @initialize(
+        k=st.integers(0, 6),
+        window=st.integers(1, 12),
+        buffer=st.integers(1, 12),
+        seed=st.integers(0, 6),
+        length=st.integers(4, 40),
+        credit=st.integers(0, 9),
+    )
+    def begin(self, k: int, window: int, buffer: int, seed: int, length: int, credit: int) -> None:
+        prompt = (seed, 2, 3)
+        limits = SessionLimits(
+            window=window, buffer=buffer, credit=credit, target_timeout_ns=20 * MS, retry_ns=MS
+        )
+        self.world = World(spec(prompt=prompt, k=k, max_position=3 + length), limits)
+
+    def waits(self, what: str) -> bool:
+        return not self.world.over and what in self.world.waiting
+
+    def at_target(self) -> bool:
+        return not self.world.over and self.world.item is not None
+
+    @precondition(lambda self: self.waits("draft"))
+    @rule(spoil_at=st.none() | st.integers(0, 5), lie=st.sampled_from(LIES))
+    def draft_answers(self, spoil_at: int | None, lie: str) -> None:
+        self.world.draft_answers(spoil_at=spoil_at, lie=lie)
+
+    @precondition(lambda self: self.waits("draft"))
+    @rule()
+    def draft_fails(self) -> None:
+        self.world.draft_answers(fail=True)
+
+    @precondition(lambda self: not self.world.over and self.world.to_target)
+    @rule()
+    def target_is_told(self) -> None:
+        self.world.deliver()
+
+    @precondition(at_target)
+    @rule(at_most=st.none() | st.integers(0, 3))
+    def target_passes(self, at_most: int | None) -> None:
+        self.world.target_passes(at_most)
+
+    @precondition(at_target)
+    @rule()
+    def target_fails(self) -> None:
+        self.world.target_fails()
+
+    @precondition(at_target)
+    @rule(keep=st.integers(0, 40))
+    def target_preempts(self, keep: int) -> None:
+        self.world.target_preempts(keep)
+
+    @precondition(lambda self: not self.world.over and self.world.answers)
+    @rule()
+    def target_is_heard(self) -> None:
+        self.world.hear()
+
+    @precondition(lambda self: self.waits("commit") or self.waits("finish"))
+    @rule()
+    def store_answers(self) -> None:
+        self.world.store()
+
+    @precondition(lambda self: self.waits("commit"))
+    @rule(tokens=st.integers(1, 5))
+    def store_loses_its_tail(self, tokens: int) -> None:
+        # What the client has seen stays: a store that loses that too is a matter of part 4's resume.
+        unseen = len(self.world.log) - len(self.world.spec.prompt) - len(self.world.seen)
+        self.world.lose_log_tail(min(tokens, unseen))
+
+    @precondition(lambda self: self.waits("wake"))
+    @rule()
+    def time_passes(self) -> None:
+        self.world.wake()
+
+    @precondition(lambda self: not self.world.over)
+    @rule()
+    def client_takes(self) -> None:
+        self.world.take()
+
+    @precondition(lambda self: not self.world.over)
+    @rule(kind=st.sampled_from(["deadline", "fenced", "store", "drain"]))
+    def stream_is_cut(self, kind: str) -> None:
+        self.world.interrupt(kind)
+
+    @precondition(lambda self: self.world.over)
+    @rule()
+    def client_resumes(self) -> None:
+        self.world.start()
+
+    @rule()
+    def stale_replies_arrive(self) -> None:
+        self.world.tell(ev.Proposed(0, 3, b"", (1, 2), 5))
+        self.world.tell(ev.Verified(0, 3, (1,), 0, 0, 3, "f", more=True))
+        self.world.tell(ev.Failed(0, "long ago"))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        if world.over:
+            world.start()
+        while not world.finish_stored:
+            world.run_to_end()
+            if not world.finish_stored:
+                world.start()
+        assert world.seen == world.truth[3:]
+
+
+TestAnyInterleaving = SessionMachine.TestCase
+TestAnyInterleaving.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@pytest.fixture(params=[0, 2, 32])
+def credit(request: pytest.FixtureRequest) -> int:
+    """Round by round, renewed all the time, and as it is by default."""
+    assert isinstance(request.param, int)
+    return request.param
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("spoil_at", [None, 0, 2])
+def test_a_draft_that_lies_changes_nothing(lie: str, spoil_at: int | None, credit: int) -> None:
+    honest, lied = World(spec(), SessionLimits(credit=0)), World(spec(), SessionLimits(credit=credit))
+    honest.run_to_end()
+    lied.run_to_end(lie=lie, spoil_at=spoil_at)
+    assert lied.seen == honest.seen
+    assert lied.seen_text == honest.seen_text
+
+
+def test_every_accepted_count_occurs(credit: int) -> None:
+    counts: set[int] = set()
+    for first in range(6):
+        for spoil_at in (0, 1, 2, 3, None):
+            world = World(spec(prompt=(first, 2, 3)), SessionLimits(credit=credit))
+            world.run_to_end(spoil_at=spoil_at)
+            counts |= world.accepted_counts
+    assert counts == {0, 1, 2, 3, 4}
+
+
+def test_the_next_round_starts_before_the_commit_is_answered_and_stops_at_the_window(credit: int) -> None:
+    world = World(spec(k=0, stop_token_ids=frozenset()), SessionLimits(window=5, credit=credit))
+    rounds = 0
+    while world.pool_waits:
+        world.reply()
+        rounds += 1
+    assert rounds == 5
+    assert not world.seen, "nothing is streamed before it is logged"
+    world.store()
+    assert len(world.seen) == 1
+
+
+def test_a_client_that_takes_nothing_stops_its_session(credit: int) -> None:
+    world = World(spec(k=0), SessionLimits(buffer=4, credit=credit))
+    for _ in range(20):
+        if world.pool_waits:
+            world.reply()
+        if "commit" in world.waiting:
+            world.store()
+    assert len(world.seen) == 4
+    world.take()
+    assert world.pool_waits
+
+
+def test_a_dead_target_ends_the_stream_resumable_after_its_timeout(credit: int) -> None:
+    world = World(spec(), SessionLimits(target_timeout_ns=100 * MS, credit=credit))
+    while not world.over:
+        if world.pool_waits:
+            world.reply(fail=True)
+        else:
+            world.wake()
+    assert world.end is not None
+    assert isinstance(world.end.error, TargetUnavailable)
+    assert isinstance(world.end.error, Unavailable)
+
+
+def test_a_draft_that_fails_is_left_alone_for_a_while(credit: int) -> None:
+    limits = SessionLimits(draft_cooldown_ns=10 * MS, credit=credit)
+    world = World(spec(stop_token_ids=frozenset()), limits)
+    world.reply(fail=True)
+    asked = 0
+    for _ in range(8):
+        if "commit" in world.waiting:
+            world.store()
+        asked += "draft" in world.waiting
+        world.reply()
+    assert 0 < asked < 8
+
+
+def test_draining_ends_at_a_round_boundary_with_everything_logged_and_streamed(credit: int) -> None:
+    world = World(spec(), SessionLimits(credit=credit))
+    world.interrupt("drain")
+    assert not world.over, "the round under way is finished"
+    world.run_to_end()
+    assert world.end is not None
+    assert isinstance(world.end.error, Unavailable)
+    assert world.seen == world.log[3:]
+    assert world.seen
+
+
+def test_a_verdict_that_cannot_be_is_our_fault_and_reaches_no_log(credit: int) -> None:
+    good: dict[str, object] = {
+        "position": 3,
+        "tokens": (1,),
+        "accepted": 0,
+        "verified": 0,
+        "cache_len": 3,
+        "fingerprint": "f",
+    }
+    for wrong in (
+        {"position": 4},
+        {"tokens": ()},
+        {"tokens": (1, 2)},
+        {"accepted": 1, "verified": 1},
+        {"verified": 1},
+        {"tokens": (99,)},
+    ):
+        world = World(spec(k=0), SessionLimits(credit=credit))
+        [request] = world.to_target
+        world.tell(ev.Verified(request.request_id, **{**good, **wrong}))  # type: ignore[arg-type]
+        assert world.end is not None
+        assert isinstance(world.end.error, Broken), wrong
+        assert "commit" not in world.waiting
+
+
+def test_an_illegal_event_raises(credit: int) -> None:
+    world = World(spec(), SessionLimits(credit=credit))
+    request = world.waiting["draft"]
+    assert isinstance(request, ev.Propose)
+    with pytest.raises(Broken, match="Verified"):
+        world.session.step(ev.Verified(request.request_id, 3, (1,), 0, 0, 3, "f"), 0)
+
+
+def test_a_client_that_saw_something_else_gets_data_loss(credit: int) -> None:
+    world = World(spec(), SessionLimits(credit=credit))
+    world.run_to_end()
+    world.seen = [0, 0, 0]
+    world.start()
+    assert world.end is not None
+    assert isinstance(world.end.error, LogLost)
+
+
+def test_a_client_that_is_ahead_of_a_shorter_log_is_served_from_its_index(credit: int) -> None:
+    world = World(spec(), SessionLimits(credit=credit))
+    while len(world.seen) < 6:
+        world.store() if "commit" in world.waiting else world.reply()
+    world.interrupt("deadline")
+    assert world.end is not None
+    assert isinstance(world.end.error, DeadlinePassed)
+    world.lose_log_tail(4)
+    world.check = lambda: None  # type: ignore[method-assign]  # the client is ahead of the log for once
+    seen = list(world.seen)
+    world.start()
+    world.run_to_end()
+    assert world.seen[: len(seen)] == seen
+    assert world.seen == world.truth[3:]
+
+
+class StreamsBeforeCommit(Session):
+    """Mutant: emits what is confirmed at once."""
+
+    def step(self, event: ev.Event, now: int) -> list[ev.Effect]:
+        effects = super().step(event, now)
+        if isinstance(event, ev.Verified):
+            delivery, confirmed = self._delivery, self.answer.output_len
+            effects.append(ev.Emit(tuple(self.answer.chunks(delivery._emitted, confirmed))))
+            delivery._emitted = confirmed
+        return effects
+
+
+def test_mutant_stream_before_commit_is_caught() -> None:
+    World(spec(), SessionLimits()).run_to_end()
+    with pytest.raises(AssertionError, match="streamed what the log does not hold"):
+        World(spec(), SessionLimits(), StreamsBeforeCommit).run_to_end()
+
+
+def test_limits_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SessionLimits().window = 1  # type: ignore[misc]

@@ -1,0 +1,100 @@
+"""How a session ends, where two things happen at once."""
+
+from __future__ import annotations
+
+from galley.core.answer.answer import Answer, Ending, Reason
+from galley.core.errors import LogLost, TargetUnavailable
+from galley.core.records import TokenRecord
+from galley.core.session import events as ev
+from galley.core.session.machine import Phase, Session, SessionLimits
+from galley.core.store import LogBehind, SessionEnded
+from tests.fakes.session_world import MS, World, decode, spec
+
+
+def resumed(stream_from: int, ending: Ending) -> list[ev.Effect]:
+    """The effects of resuming a finished session of three output tokens."""
+    answer = Answer(spec(), decode)
+    for token in (1, 2, 3):
+        answer.append(token, TokenRecord())
+    return Session(answer, stream_from=stream_from, finished=ending).start(0)
+
+
+def test_a_client_that_has_more_than_a_finished_answer_gets_data_loss() -> None:
+    for ending in (Ending(Reason.STOP, 7), Ending(Reason.ABORTED)):
+        [end] = resumed(4, ending)
+        assert isinstance(end, ev.End)
+        assert isinstance(end.error, LogLost)
+
+
+def test_a_client_that_has_all_of_a_finished_answer_is_told_its_end() -> None:
+    assert resumed(3, Ending(Reason.ABORTED)) == [ev.End(ending=Ending(Reason.ABORTED))]
+
+
+def finishing() -> World:
+    world = World(spec(max_position=4), SessionLimits())
+    while world.session.phase is not Phase.FINISHING:
+        world.store() if "commit" in world.waiting else world.reply()
+    return world
+
+
+def test_an_abort_that_comes_while_the_end_is_being_stored_leaves_the_word_to_the_store() -> None:
+    """What the store took first is what every resume will say; so the stream must say it too."""
+    world = finishing()
+    world.tell(ev.Aborted())
+    assert not world.over
+    world.store()
+    assert world.end == ev.End(ending=Ending(Reason.LENGTH))
+
+    session = finishing().session
+    assert session.step(ev.Aborted(), 0) == []
+    refusal = ev.StoreFailed(SessionEnded("s"))
+    assert session.step(refusal, 0) == [ev.End(ending=Ending(Reason.ABORTED))]
+
+
+def test_an_end_that_was_stored_late_is_not_taken_for_an_abort() -> None:
+    """The store had come back shorter; then it took a finish that had been on its way since before."""
+    world = finishing()
+    world.lose_log_tail(1)
+    world.store()
+    assert "commit" in world.waiting, "the tail that was lost"
+    refusal = ev.StoreFailed(SessionEnded("s"))
+    [again] = world.session.step(refusal, world.now)
+    assert isinstance(again, ev.StoreFinish), "who ended it is for the store to say"
+    assert again.log_len == len(world.session.answer.tokens)
+    assert world.session.step(ev.FinishStored(), world.now) == [ev.End(ending=Ending(Reason.LENGTH))]
+
+    world = finishing()
+    world.lose_log_tail(1)
+    world.store()
+    world.session.step(refusal, world.now)
+    assert world.session.step(refusal, world.now) == [ev.End(ending=Ending(Reason.ABORTED))]
+
+
+def test_an_owner_goes_on_from_a_log_that_holds_a_part_of_its_commit() -> None:
+    """A fail-over after a fail-over: the log is behind the commit, and ahead of where it was to append."""
+    world = World(spec(k=0), SessionLimits(credit=0))
+    while len(world.log) < len(world.spec.prompt) + 3:
+        world.store() if "commit" in world.waiting else world.reply()
+    world.lose_log_tail(3)
+    while "commit" not in world.waiting:
+        world.reply()
+    world.store()
+    commit = world.waiting.pop("commit")
+    assert isinstance(commit, ev.Commit)
+    assert len(commit.tokens) > 2
+    world.log += commit.tokens[:2]
+    world.records += commit.records[:2]
+    world.told_logged = len(world.log)
+    world.tell(ev.StoreFailed(LogBehind("s", len(world.log))))
+    world.run_to_end()
+    assert world.end is not None
+    assert world.end.ending is not None
+
+
+def test_a_target_that_hangs_is_not_asked_once_more_when_its_time_is_as_good_as_over() -> None:
+    """Timers of an event loop may fire a moment early."""
+    world = World(spec(k=0), SessionLimits(target_timeout_ns=100 * MS, retry_ns=50 * MS))
+    world.now += 98 * MS  # and one more with the event
+    world.reply(fail=True)
+    assert world.end is not None
+    assert isinstance(world.end.error, TargetUnavailable)

@@ -1,0 +1,126 @@
+"""What is to be seen, at 80 by 24 and wider. Rewrite what is expected with GALLEY_REWRITE_GOLDEN=1."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from galley.top.figures import duration, number, percent, times_of
+from galley.top.replicas import Replica
+from galley.top.view import render, share
+from tests.unit.galley.top import picture
+from tests.unit.galley.top.sample import screen
+from tests.unit.galley.top.shown import plain
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def golden(name: str, shown: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("GALLEY_REWRITE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(shown)
+    assert shown == path.read_text()
+
+
+@pytest.mark.parametrize(("name", "width", "height"), [("80x24.txt", 80, 24), ("140x40.txt", 140, 40)])
+def test_a_frame(name: str, width: int, height: int) -> None:
+    shown = plain(render(screen(), width, height), width)
+    golden(name, shown)
+    assert len(shown.splitlines()) <= height
+    assert max(map(len, shown.splitlines())) <= width
+
+
+def test_a_replica_that_is_away() -> None:
+    shown = plain(render(screen(without="target-2", why="no answer in 2 s"), 80, 24), 80)
+    golden("away.txt", shown)
+    assert "3 of 4 up" in shown
+
+
+def test_many_replicas_and_workloads_keep_to_the_screen_and_say_what_is_left_out() -> None:
+    full = screen()
+    rows = [Replica("target", f"10.0.0.{n}:9464", "", "up") for n in range(40)]
+    many = replace(full, replicas=rows, workloads=full.workloads[:4] * 8)
+    shown = plain(render(many, 80, 24), 80).splitlines()
+    assert len(shown) <= 24
+    assert sum("10.0.0." in line for line in shown) == 7
+    assert "and 33 more" in shown
+    assert "and 25 more" in shown
+    whole = plain(render(many, 80), 80)
+    assert "more" not in whole, "where lines are not bounded, all are shown"
+    assert sum("10.0.0." in line for line in whole.splitlines()) == 40
+
+
+@pytest.mark.parametrize(
+    ("room", "first", "second", "shown"),
+    [
+        (None, 99, 99, (99, 99)),
+        (16, 8, 8, (8, 8)),
+        (16, 40, 2, (13, 2)),
+        (16, 2, 40, (2, 13)),
+        (16, 40, 40, (7, 7)),
+        (-5, 9, 9, (1, 1)),
+    ],
+)
+def test_room_is_shared(room: int | None, first: int, second: int, shown: tuple[int, int]) -> None:
+    assert share(room, first, second) == shown
+
+
+def test_names_are_no_markup() -> None:
+    strange = replace(screen(), replicas=[Replica("target", "[bold]x[/]", "", "away", "[red]gone")])
+    shown = plain(render(strange, 80, 24), 80)
+    assert "[bold]x[/]" in shown
+    assert "[red]gone" in shown
+
+
+def test_the_picture_in_the_docs_is_of_the_sample() -> None:
+    """`make top-picture` draws it anew."""
+    assert picture.PATH.read_text() == picture.picture()
+    assert "http" not in picture.PATH.read_text().replace("http://www.w3.org/2000/svg", "").replace(
+        "https://www.textualize.io", ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (None, "-"),
+        (float("nan"), "-"),
+        (0, "0.0"),
+        (12.345, "12.3"),
+        (1234.5, "1234"),
+        (12345, "12.3k"),
+        (2.5e6, "2.5M"),
+        (3e9, "3.0G"),
+        (1e300, "1e+291G"),
+    ],
+)
+def test_numbers_are_short(value: float | None, written: str) -> None:
+    assert number(value) == written
+
+
+@pytest.mark.parametrize(
+    ("seconds", "written"),
+    [
+        (None, "-"),
+        (0, "0"),
+        (0.00034, "340us"),
+        (0.0071, "7.1ms"),
+        (0.0624, "62ms"),
+        (0.9996, "1000ms"),
+        (1.24, "1.2s"),
+        (99.9, "100s"),
+        (180, "3m"),
+        (float("inf"), "-"),
+    ],
+)
+def test_durations_are_short(seconds: float | None, written: str) -> None:
+    assert duration(seconds) == written
+
+
+def test_shares_and_ratios() -> None:
+    assert (percent(0.614), percent(None), percent(1e300), percent(float("nan"))) == ("61%", "-", "-", "-")
+    assert (times_of(1.4159), times_of(None)) == ("1.42×", "-")

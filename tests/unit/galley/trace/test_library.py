@@ -1,0 +1,172 @@
+"""A session or a trace is found by its id or how that begins, with all that belongs to it and no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from galley.core import names
+from galley.trace.read import library
+from galley.trace.read.build import stories_of
+from galley.trace.read.library import NotFound, find, index_of
+from galley.trace.read.otlp_file import Lines
+from galley.trace.read.places import new_file, newest_file
+from galley.trace.read.spans import Process, Span
+from tests.fakes.trace_builder import BEGAN_NS, SESSION, Scene, event, ns, told_of
+from tests.fakes.trace_files import write
+
+OTHER = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def scene() -> Scene:
+    """Two sessions that shared a pass; the first was resumed in another trace."""
+    scene = Scene()
+    other = scene.request(session=OTHER).round().end()
+    first = scene.request().round(batch={"sessions": 2, "ranks": (5, 6)}, company=[other.key]).end()
+    scene.request(
+        at_ns=first.at_ns + ns(100), position=first.position, resumed=True, continues=first.key
+    ).round().end()
+    return scene
+
+
+def test_a_session_brings_its_requests_its_passes_and_their_ranks(scene: Scene, tmp_path: Path) -> None:
+    found = find(Lines(write(scene, tmp_path / "t.jsonl")), SESSION)
+    assert found.session_id == SESSION
+    assert {span.name for span in found.spans} >= {"round", names.VERIFY_BATCH, names.RANK_FORWARD}
+    (story,) = stories_of(found.spans, found.session_id, found.index.sessions_of)
+    assert len(story.requests) == 2
+    batch = story.rounds[0].batch
+    assert batch is not None
+    assert [rank.duration_ns for rank in batch.ranks] == [ns(6)]
+    assert list(story.company(batch)) == [OTHER]
+    assert not any(span.text(names.SESSION_ID) == OTHER for span in found.spans)
+
+
+@pytest.mark.parametrize("wanted", ["5e55a0de5e55a0", "5e", "5e55a0de5e55a0de5e55a0de5e55a0de"])
+def test_the_beginning_of_an_id_will_do(scene: Scene, tmp_path: Path, wanted: str) -> None:
+    assert find(Lines(write(scene, tmp_path / "t.jsonl")), wanted).session_id == SESSION
+
+
+def test_a_trace_leads_to_its_session(scene: Scene, tmp_path: Path) -> None:
+    lines = Lines(write(scene, tmp_path / "t.jsonl"))
+    resumed = next(span for span in scene.spans if span.attributes.get(names.RESUMED))
+    for wanted in (resumed.trace_id, resumed.trace_id.upper()):
+        assert find(lines, wanted).session_id == SESSION
+
+
+def test_a_killed_gateways_trace_leads_to_the_session_that_went_on(tmp_path: Path) -> None:
+    scene = Scene()
+    killed = scene.request(trace_id="abc" + "0" * 29).round()
+    scene.request(at_ns=killed.at_ns, position=103, resumed=True, continues=killed.key).round().end()
+    found = find(Lines(write(scene, tmp_path / "t.jsonl")), "abc")
+    assert found.session_id == SESSION
+    assert sum(span.name == names.ROUND for span in found.spans) == 2
+
+
+def test_a_request_that_was_refused_has_no_session_and_is_found_by_its_trace(tmp_path: Path) -> None:
+    scene = Scene()
+    for _ in range(2):
+        scene.request(session="", attributes={names.ROUNDS: 0}).end(error="resource_exhausted")
+    lines = Lines(write(scene, tmp_path / "t.jsonl"))
+    (latest, first) = index_of(lines).latest(2)
+    assert latest.error == first.error == "resource_exhausted"
+    found = find(lines, first.trace_id)
+    assert len(found.spans) == 1
+    (story,) = stories_of(found.spans, found.session_id)
+    assert "ended with resource_exhausted" in told_of(story)
+
+
+def test_a_trace_of_several_sessions_is_all_of_them(tmp_path: Path) -> None:
+    scene = Scene()
+    first = scene.request().round().end()
+    scene.request(session=OTHER, trace_id=first.trace_id).round().end()
+    found = find(Lines(write(scene, tmp_path / "t.jsonl")), first.trace_id)
+    assert found.session_id == ""
+    assert {story.session_id for story in stories_of(found.spans)} == {SESSION, OTHER}
+
+
+def test_a_trace_of_another_system_is_found_as_it_is(scene: Scene, tmp_path: Path) -> None:
+    trace_id = "feed" + "0" * 28
+    scene.add(Span(trace_id, scene.span_id(), "", "GET /", BEGAN_NS, BEGAN_NS + 5, Process("web")))
+    found = find(Lines(write(scene, tmp_path / "t.jsonl")), "feed")
+    assert [span.name for span in found.spans] == ["GET /"]
+    assert stories_of(found.spans) == ()
+
+
+def test_what_is_not_there_or_not_one_thing_is_refused(scene: Scene, tmp_path: Path) -> None:
+    scene.request(session="5e99" + "0" * 28).round().end()
+    lines = Lines(write(scene, tmp_path / "t.jsonl"))
+    with pytest.raises(NotFound, match=r"no session and no trace 'dead' in .*t\.jsonl"):
+        find(lines, "dead")
+    with pytest.raises(NotFound, match=r"'5e' begins several ids: session 5e55a0de.*, session 5e990000"):
+        find(lines, "5e")
+    with pytest.raises(NotFound, match=r"no session and no trace '\.\*'"):
+        find(lines, ".*")
+
+
+def test_the_latest_come_first_and_say_what_they_were_like(scene: Scene, tmp_path: Path) -> None:
+    scene.request(session="f" * 32, at_ns=BEGAN_NS + ns(9000)).round(draft=70).end(error="unavailable")
+    latest = index_of(Lines(write(scene, tmp_path / "t.jsonl"))).latest(2)
+    assert [entry.session_id for entry in latest] == ["f" * 32, SESSION]
+    assert (latest[0].output_tokens, latest[0].slowest_round_ns, latest[0].error) == (
+        3,
+        ns(100),
+        "unavailable",
+    )
+
+
+def test_more_spans_than_may_be_are_cut_off_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "MAX_SPANS", 10)
+    scene = Scene()
+    request = scene.request()
+    for _ in range(30):
+        request.round()
+    request.end()
+    scene.spans.insert(0, scene.spans.pop())
+    found = find(Lines(write(scene, tmp_path / "t.jsonl")), SESSION)
+    assert found.cut
+    assert len(found.spans) == 10
+    (story,) = stories_of(found.spans, found.session_id, cut=found.cut)
+    assert "only a part of its spans was read" in told_of(story)
+
+
+def test_only_a_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "galley" / "traces"
+    assert newest_file(directory) is None
+    made = []
+    for pid in range(6):
+        monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
+        made.append(new_file(directory))
+        made[-1].write_text("{}\n")
+        made[-1].with_name(f"{made[-1].name}.1").write_text("{}\n")
+    assert newest_file(directory) in made
+    assert len(list(directory.glob("*.jsonl"))) == 4
+    assert len(list(directory.iterdir())) == 8
+    assert directory.stat().st_mode & 0o077 == 0
+
+
+def test_a_pass_of_others_that_evicted_the_session_is_brought_along(tmp_path: Path) -> None:
+    scene = Scene()
+    idle = scene.request().round().end()
+    evicted = event(names.KV_EVICTED, idle.at_ns + ns(50), session_id=SESSION)
+    others = scene.request(session=OTHER, trace_id=OTHER, at_ns=idle.at_ns + ns(40)).round(batch={}).end()
+    scene.spans = [
+        replace(span, events=(evicted,)) if span.name == names.VERIFY_BATCH else span for span in scene.spans
+    ]
+    scene.request(
+        at_ns=others.at_ns + ns(100), position=idle.position, resumed=True, continues=idle.key
+    ).round().end()
+    lines = Lines(write(scene, tmp_path / "t.jsonl"))
+    found = find(lines, SESSION)
+    (story,) = stories_of(found.spans, found.session_id, found.index.sessions_of)
+    before, after = story.requests
+    assert [told.name for told in before.events] == [names.KV_EVICTED]
+    assert not after.events
+    (other,) = stories_of(find(lines, OTHER).spans, OTHER)
+    assert not any(request.events for request in other.requests)
+    assert not any(one.events for one in other.rounds)

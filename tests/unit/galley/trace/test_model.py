@@ -1,0 +1,334 @@
+"""Spans become stories: whose child, which pass, which clock, one story however often it was resumed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from galley.core import names
+from galley.trace.read.spans import Link, Process, Span
+from tests.fakes.trace_builder import (
+    BEGAN_NS,
+    DRAFT,
+    DRAFT_AT,
+    GATEWAY,
+    RANK,
+    SESSION,
+    TARGET,
+    TARGET_AT,
+    Scene,
+    event,
+    ns,
+    told_of,
+)
+from tests.unit.galley.trace.picture import sample
+
+OTHER_GATEWAY = Process("galley-gateway", "g2")
+
+
+def test_the_committed_sample_which_a_stack_has_written() -> None:
+    story = sample()
+    assert len(story.rounds) > 20
+    assert story.shifts == ()
+    for one in story.rounds:
+        parts = (names.DRAFT_PART, names.QUEUE_PART, names.COMPUTE_PART, names.WIRE_PART)
+        assert sum(map(one.span.integer, parts)) == pytest.approx(one.duration_ns, abs=ns(1))
+        assert len(one.text) == one.confirmed
+        assert one.batch is not None
+    assert any(story.company(one.batch) for one in story.rounds if one.batch is not None)
+    verify = next(call for one in story.rounds for call in one.calls if call.span.name == names.VERIFY)
+    assert verify.served is not None
+    assert verify.served.process.service == "galley-target"
+
+
+def test_a_request_with_its_rounds_in_order_whatever_order_they_were_written_in() -> None:
+    scene = Scene()
+    scene.request(prompt=40).round(draft=3, queue=2, compute=30, wire=5, commit=4).round(accepted=0).end()
+    scene.spans.reverse()
+    story = scene.story()
+    assert story.session_id == SESSION
+    (request,) = story.requests
+    assert [(one.index, one.position, one.confirmed, one.accepted) for one in request.rounds] == [
+        (0, 40, 3, 2),
+        (1, 43, 1, 0),
+    ]
+    parts = request.rounds[0].parts
+    assert (parts.draft_ns, parts.queue_ns, parts.compute_ns, parts.wire_ns) == (ns(3), ns(2), ns(30), ns(5))
+    assert request.rounds[0].commit_ns == ns(4)
+    assert story.prompt_tokens == 40
+    assert story.output_index(43) == 3
+
+
+def test_parts_always_sum_to_the_round() -> None:
+    scene = Scene()
+    scene.request().round(draft=1, queue=1, compute=1, wire=1, draft_part=ns(1e6), queue_part=-5).end()
+    (one,) = scene.story().rounds
+    assert sum((one.parts.draft_ns, one.parts.queue_ns, one.parts.compute_ns, one.parts.wire_ns)) == ns(4)
+
+
+def test_the_time_without_a_round_is_known_only_between_neighbours() -> None:
+    scene = Scene()
+    request = scene.request().idle(7).round().idle(50).round()
+    request._index = 9  # rounds 2 to 8 are not in the trace
+    request.idle(300).round().end()
+    assert [one.idle_ns for one in scene.story().rounds] == [ns(7), ns(50), 0]
+
+
+def test_calls_are_joined_with_what_the_other_process_saw() -> None:
+    scene = Scene()
+    evicted = event(names.KV_EVICTED, BEGAN_NS + ns(20))
+    scene.request().round(calls=True, seen_there=[evicted]).end()
+    (one,) = scene.story().rounds
+    (call,) = one.calls
+    assert call.replica == TARGET_AT
+    assert call.served is not None
+    assert call.served.process == TARGET
+    assert [happened.name for happened in one.events] == [names.KV_EVICTED]
+
+
+def test_an_event_goes_to_the_round_of_its_time_however_long_ago_the_call_began() -> None:
+    """Under credit a Verify stands over many rounds, and its span is a child of the first."""
+    scene = Scene()
+    request = scene.request().round()
+    first = request.rounds[0]
+    request.round().round()
+    at_ns = request.rounds[2].start_ns + 1
+    preempted = event(names.KV_PREEMPTED, at_ns)
+    request.call(first, names.VERIFY, TARGET, TARGET_AT, first.start_ns, request.at_ns, [preempted])
+    request.end()
+    assert [len(one.events) for one in scene.story().rounds] == [0, 0, 1]
+
+
+def test_what_gateway_and_replica_both_tell_is_told_once() -> None:
+    scene = Scene()
+    missed = event(names.KV_MISSED, BEGAN_NS + ns(5), pool="target", have=0, wanted=100)
+    scene.request().round(events=[missed], calls=True, seen_there=[missed]).end()
+    (one,) = scene.story().rounds
+    assert [happened.name for happened in one.events] == [names.KV_MISSED]
+
+
+def test_what_a_pass_did_to_other_sessions_is_not_the_rounds() -> None:
+    scene = Scene()
+    for session in ("0" * 32, SESSION):
+        scene.request(session=session, trace_id=session).round(batch={"sessions": 2}).end()
+    evicted = [event(names.KV_EVICTED, BEGAN_NS + 5, session_id=name) for name in ("0" * 32, SESSION)]
+    scene.spans = [
+        replace(span, events=tuple(evicted)) if span.name == names.VERIFY_BATCH else span
+        for span in scene.spans
+    ]
+    for story in scene.stories():
+        (told,) = story.rounds[0].events
+        assert told.text(names.SESSION_ID) == story.session_id
+
+
+def test_events_of_no_round_stay_with_the_request() -> None:
+    scene = Scene()
+    scene.request().round().round().idle(100).event(names.CLIENT_STALLED, stalled_ns=ns(90)).end()
+    (request,) = scene.story().requests
+    assert [happened.name for happened in request.events] == [names.CLIENT_STALLED]
+    assert not any(one.events for one in request.rounds)
+
+
+def test_a_round_knows_its_pass_its_ranks_and_its_company() -> None:
+    scene = Scene()
+    other = scene.request(session="0" * 32).round().end()
+    anonymous = ("f" * 32, "e" * 16)
+    batch = {"sessions": 4, "rows": 20, "prefill_rows": 5, "ranks": (28, 27, 26), "queue_depth": 6}
+    scene.request().round(batch=batch, company=[other.key, anonymous]).end()
+    story = next(told for told in scene.stories() if told.session_id == SESSION)
+    found = story.rounds[0].batch
+    assert found is not None
+    assert (found.sessions, found.rows, found.prefill_share, found.waiting) == (4, 20, 0.25, 2)
+    assert found.rank_ns == (ns(28), ns(27), ns(26))
+    assert [rank.process for rank in found.ranks] == [RANK, RANK]
+    assert list(story.company(found)) == ["0" * 32, f"one of trace {'f' * 32}"]
+
+
+def test_a_resumed_session_is_one_story() -> None:
+    scene = Scene()
+    first = scene.request().round().round().end(error="unavailable")
+    scene.request(
+        at_ns=first.at_ns + ns(400),
+        position=first.position,
+        resumed=True,
+        continues=first.key,
+        process=OTHER_GATEWAY,
+    ).round().end()
+    story = scene.story()
+    assert [request.resumed for request in story.requests] == [False, True]
+    assert [one.position for one in story.rounds] == [100, 103, 106]
+    assert story.output_index(106) == 6
+
+
+def test_a_request_whose_gateway_was_killed_is_found_by_the_one_that_continues_it() -> None:
+    scene = Scene()
+    killed = scene.request().round().round()
+    scene.request(
+        at_ns=killed.at_ns + ns(900), position=killed.position, resumed=True, continues=killed.key
+    ).round().end()
+    story = scene.story()
+    assert [request.span is None for request in story.requests] == [True, False]
+    assert len(story.rounds) == 3
+    assert "Request 1 of 2 has no span of its own" in told_of(story)
+
+
+def test_rounds_without_any_request_are_a_story_without_a_name() -> None:
+    scene = Scene()
+    scene.request().round().round()
+    story = scene.story()
+    assert story.session_id == ""
+    assert story.prompt_tokens == 100
+    assert story.end_ns - story.start_ns == ns(60)
+
+
+def test_several_requests_of_one_trace_are_several_stories() -> None:
+    scene = Scene()
+    first = scene.request().round().end()
+    scene.request(session="b" * 32, trace_id=first.trace_id, at_ns=first.at_ns).round().end()
+    assert [story.session_id for story in scene.stories()] == [SESSION, "b" * 32]
+    (alone,) = scene.stories("b" * 32)
+    assert alone.session_id == "b" * 32
+
+
+def test_a_clients_own_span_above_the_request_does_no_harm() -> None:
+    scene = Scene(skew_ms={Process("shop"): -80})
+    request = scene.request()
+    request.parent_id = scene.span_id()
+    request.round().end()
+    client = Span(
+        request.trace_id,
+        request.parent_id,
+        "",
+        "buy",
+        BEGAN_NS - ns(1),
+        request.at_ns + ns(5),
+        Process("shop"),
+    )
+    scene.add(client)
+    assert scene.story().start_ns == BEGAN_NS
+    assert scene.story().shifts == ()
+
+
+@pytest.mark.parametrize("skew_ms", [-2500.0, -5.0, 5.0, 2500.0])
+def test_a_clock_that_is_off_is_put_right_and_said(skew_ms: float) -> None:
+    scene = Scene(skew_ms={TARGET: skew_ms, RANK: skew_ms * 3})
+    request = scene.request()
+    for _ in range(3):
+        request.round(calls=True, batch={"ranks": (20, 19)})
+    request.end()
+    story = scene.story()
+    shifts = {shift.process: shift for shift in story.shifts}
+    assert set(shifts) == {TARGET, RANK}
+    assert shifts[TARGET].offset_ns == pytest.approx(-ns(skew_ms), abs=ns(1))
+    assert shifts[RANK].offset_ns == pytest.approx(-ns(3 * skew_ms), abs=ns(12))
+    assert not any(shift.unfit for shift in story.shifts)
+    for one in story.rounds:
+        (call,) = one.calls
+        assert call.served is not None
+        assert call.span.start_ns <= call.served.start_ns <= call.served.end_ns <= call.span.end_ns
+    assert "judged by 3 calls from galley-gateway" in told_of(story)
+
+
+def test_a_rank_whose_clock_is_the_gateways_is_left_alone_though_its_targets_is_off() -> None:
+    scene = Scene(skew_ms={TARGET: 40})
+    scene.request().round(calls=True, batch={"ranks": (20, 19)}).end()
+    (shift,) = scene.story().shifts
+    assert shift.process == TARGET
+
+
+def test_clocks_that_agree_are_left_alone_and_nothing_is_said() -> None:
+    scene = Scene()
+    scene.request().round(calls=True).round(calls=True).end()
+    assert scene.story().shifts == ()
+
+
+def test_a_server_that_outlives_a_caller_who_gave_it_up_is_no_clock_that_is_off() -> None:
+    scene = Scene()
+    request = scene.request().round().round()
+    first = request.rounds[0]
+    caller, served = request.call(
+        first, names.PROPOSE, DRAFT, DRAFT_AT, first.start_ns, first.start_ns + ns(5)
+    )
+    scene.spans[scene.spans.index(served)] = replace(served, end_ns=served.end_ns + ns(70))
+    request.end()
+    assert caller.duration_ns == ns(5)
+    assert scene.story().shifts == ()
+
+
+@pytest.mark.parametrize("outcome", ["cancelled", "superseded", ""])
+def test_a_call_that_was_given_up_before_it_was_heard_of_is_no_clock_that_is_off(outcome: str) -> None:
+    scene = Scene()
+    request = scene.request().round(calls=True).round(calls=not outcome)
+    first = request.rounds[0]
+    _, served = request.call(first, names.PROPOSE, TARGET, DRAFT_AT, first.start_ns, first.start_ns + ns(5))
+    late = replace(
+        served,
+        start_ns=served.start_ns + ns(40),
+        end_ns=served.end_ns + ns(40),
+        attributes={"galley.outcome": outcome} if outcome else {},
+    )
+    scene.spans[scene.spans.index(served)] = late
+    request.end()
+    assert scene.story().shifts == ()
+
+
+def test_a_clock_that_jumped_is_said_not_to_fit() -> None:
+    scene = Scene()
+    request = scene.request().round()
+    scene.skew_ms[TARGET] = 40
+    request.round(calls=True)
+    scene.skew_ms[TARGET] = -10
+    request.round(calls=True).end()
+    (shift,) = scene.story().shifts
+    assert (shift.calls, shift.unfit) == (2, 1)
+    assert "judged by 2 calls from galley-gateway; 1 of them end too late even so" in told_of(scene.story())
+
+
+def test_what_an_exporter_sent_twice_counts_once() -> None:
+    scene = Scene()
+    scene.request().round().end()
+    scene.spans *= 2
+    assert len(scene.story().rounds) == 1
+
+
+def test_attributes_of_other_types_are_as_good_as_none() -> None:
+    scene = Scene()
+    scene.request().round(
+        round_position="x" * 1000,
+        round_confirmed=-4,
+        round_accepted=True,
+        round_text="no list",
+        target_replica=17,
+        kv_reused=2.5,
+        commit_ns="now",
+    ).end()
+    (one,) = scene.story().rounds
+    assert (one.position, one.confirmed, one.accepted, one.text, one.target, one.commit_ns) == (
+        0,
+        0,
+        0,
+        (),
+        "",
+        0,
+    )
+    assert one.reused is None
+
+
+def test_spans_of_other_systems_tell_no_story() -> None:
+    scene = Scene()
+    trace_id = scene.trace_id()
+    scene.add(Span(trace_id, scene.span_id(), "", "GET /", BEGAN_NS, BEGAN_NS + 1, Process("web")))
+    assert scene.stories() == ()
+
+
+def test_loops_of_parents_and_links_to_oneself_end() -> None:
+    scene = Scene()
+    trace_id = scene.trace_id()
+    first, second = scene.span_id(), scene.span_id()
+    for own, parent in ((first, second), (second, first)):
+        link = Link(trace_id, own, {names.LINK: names.LINK_BATCH})
+        span = Span(trace_id, own, parent, names.ROUND, BEGAN_NS, BEGAN_NS + 5, GATEWAY, links=(link,))
+        scene.add(span)
+    (story,) = scene.stories()
+    assert len(story.rounds) == 2

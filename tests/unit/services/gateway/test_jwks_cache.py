@@ -1,0 +1,140 @@
+"""How often an issuer is asked for its keys, who waits for that, and what serves meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from structlog.testing import capture_logs
+
+from galley.core.errors import AuthenticationUnavailable
+from services.gateway.auth.jwks import MIN_FETCH_INTERVAL_S, CachedJwks, KeySet
+from tests.fakes.waiting import Gate
+
+REFRESH_S, STALE_S = 300.0, 3600.0
+OLD, NEW = KeySet([]), KeySet([])
+
+
+class Issuer:
+    """Gives `told`, or fails while it is None, once its gate is open; on a clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.told: KeySet | None = OLD
+        self.asked = 0
+        self.gate = Gate()
+        self.now_s = 1000.0
+        self.keys = CachedJwks(self._fetch, REFRESH_S, STALE_S, lambda: self.now_s)
+
+    async def _fetch(self) -> KeySet:
+        self.asked += 1
+        await self.gate.enter()
+        if self.told is None:
+            raise OSError("the issuer is away")
+        return self.told
+
+    async def settled(self) -> None:
+        """Let what is under way come to its end."""
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def issuer() -> Issuer:
+    made = Issuer()
+    assert await made.keys.current() is OLD
+    return made
+
+
+async def test_the_first_call_waits_for_the_keys_and_the_others_with_it() -> None:
+    issuer = Issuer()
+    issuer.gate.close()
+    issuer.keys.start()
+    calls = [asyncio.ensure_future(issuer.keys.current()) for _ in range(5)]
+    await issuer.gate.has_somebody()
+    assert not any(call.done() for call in calls)
+    calls[0].cancel()
+    issuer.gate.open()
+    assert set(await asyncio.gather(*calls[1:])) == {OLD}
+    assert issuer.asked == 1
+
+
+async def test_old_keys_are_fetched_anew_while_they_serve(issuer: Issuer) -> None:
+    issuer.now_s += REFRESH_S
+    assert await issuer.keys.current() is OLD
+    assert issuer.asked == 1
+    issuer.now_s += 1
+    issuer.told = NEW
+    issuer.gate.close()
+    assert await issuer.keys.current() is OLD
+    await issuer.gate.has_somebody()
+    assert await issuer.keys.current() is OLD
+    issuer.gate.open()
+    await issuer.settled()
+    assert await issuer.keys.current() is NEW
+    assert issuer.asked == 2
+
+
+async def test_keys_that_nobody_has_looked_after_are_not_gone_by(issuer: Issuer) -> None:
+    """Nothing was called for long: what was withdrawn meanwhile is not good for one call more."""
+    issuer.now_s += 2 * REFRESH_S + 1
+    issuer.told = NEW
+    assert await issuer.keys.current() is NEW
+
+
+async def test_an_unknown_id_has_them_fetched_but_never_often(issuer: Issuer) -> None:
+    issuer.told = NEW
+    for _ in range(1000):
+        assert await issuer.keys.refreshed() is OLD  # they have just come
+    assert issuer.asked == 1
+    issuer.now_s += MIN_FETCH_INTERVAL_S
+    assert await issuer.keys.refreshed() is NEW
+    for _ in range(1000):
+        assert await issuer.keys.refreshed() is NEW
+    assert issuer.asked == 2
+
+
+async def test_an_issuer_that_fails_is_not_asked_more_often(issuer: Issuer) -> None:
+    issuer.told = None
+    issuer.now_s += REFRESH_S + 1
+    with capture_logs() as logs:
+        for _ in range(100):
+            assert await issuer.keys.current() is OLD
+            await issuer.settled()
+            assert await issuer.keys.refreshed() is OLD
+    assert issuer.asked == 2
+    [failure] = logs
+    assert (failure["log_level"], failure["problem"]) == ("error", "the issuer is away")
+
+
+async def test_while_the_issuer_is_away_nobody_waits_and_old_keys_serve_for_a_time(issuer: Issuer) -> None:
+    issuer.told = None
+    issuer.now_s += REFRESH_S + 1
+    await issuer.keys.current()
+    await issuer.settled()
+    issuer.now_s += STALE_S - REFRESH_S - 2
+    issuer.gate.close()
+    assert await issuer.keys.current() is OLD  # though it asks again
+    await issuer.gate.has_somebody()
+    assert await issuer.keys.current() is OLD
+    issuer.gate.open()
+    await issuer.settled()
+    issuer.now_s += MIN_FETCH_INTERVAL_S + 2
+    for ask in (issuer.keys.current, issuer.keys.refreshed):
+        with pytest.raises(AuthenticationUnavailable):
+            await ask()
+    issuer.now_s += MIN_FETCH_INTERVAL_S
+    issuer.told = NEW
+    assert await issuer.keys.current() is NEW
+
+
+async def test_without_keys_nobody_is_taken_for_anybody() -> None:
+    issuer = Issuer()
+    issuer.told = None
+    issuer.keys.start()
+    for _ in range(3):
+        with pytest.raises(AuthenticationUnavailable, match="try again"):
+            await issuer.keys.current()
+    assert issuer.asked == 1
+    issuer.now_s += MIN_FETCH_INTERVAL_S
+    issuer.told = OLD
+    assert await issuer.keys.current() is OLD

@@ -1,0 +1,323 @@
+"""Signed tokens: which are accept, as whom; and that the others are told apart by nobody but the log."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import jwt
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from structlog.testing import capture_logs
+
+from galley.common.tls import files as files_module
+from galley.common.tls.files import NamedFile, WatchedFiles
+from galley.core.admission.principal import Principal, PrincipalLimits
+from galley.core.errors import Unauthenticated
+from services.gateway.auth.build import build_authentication
+from services.gateway.auth.interceptor import Credentials
+from services.gateway.auth.jwks import JwksFile, read_jwks
+from services.gateway.auth.jwt import (
+    JWT_EARLY,
+    JWT_EXPIRED,
+    JWT_NEEDED,
+    JWT_REFUSED,
+    MAX_CHARS,
+    JwtAuthenticator,
+    TokenRules,
+)
+from services.gateway.settings import GatewaySettings
+from tests.fakes.issuers import AUDIENCE, ISSUER, TokenIssuer, claims, ec_key, jwks, rsa_key, write_jwks
+from tests.fakes.log_lines import logged
+from tests.unit.services.gateway.test_api_keys import KEY, entry
+
+LEEWAY_S = 30
+RSA = TokenIssuer("rsa", rsa_key(), "RS256")
+EC = TokenIssuer("ec")
+OTHER = TokenIssuer("ec", ec_key())
+
+
+def b64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def unsigned(header: object, signature: bytes = b"") -> str:
+    return f"{b64(json.dumps(header).encode())}.{b64(json.dumps(claims()).encode())}.{b64(signature)}"
+
+
+def signed_by_public_key() -> str:
+    """HMAC, whose secret is what everybody knows: accept by who lets the token choose how it is checked."""
+    public = RSA.private.public_key()
+    pem = public.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    body = unsigned({"alg": "HS256", "typ": "JWT", "kid": "rsa"}).rpartition(".")[0]
+    return f"{body}.{b64(hmac.new(pem, body.encode(), sha256).digest())}"
+
+
+def tampered() -> str:
+    header, _, signature = EC.token().split(".")
+    return f"{header}.{b64(json.dumps(claims(sub='root')).encode())}.{signature}"
+
+
+def now(offset: int) -> int:
+    return int(time.time()) + offset
+
+
+BAD: dict[str, tuple[Callable[[], str], str]] = {
+    "alg none": (lambda: unsigned({"alg": "none", "kid": "ec"}), "algorithm"),
+    "no alg": (lambda: unsigned({"kid": "ec"}), "algorithm"),
+    "alg of a list": (lambda: unsigned({"alg": ["ES256"], "kid": "ec"}), "algorithm"),
+    "hmac by the public key": (signed_by_public_key, "algorithm"),
+    "alg that is not allowed": (lambda: TokenIssuer("rsa", RSA.private, "RS512").token(), "algorithm"),
+    "alg of another kind of key": (lambda: RSA.token({"kid": "ec"}), "unknown key"),
+    "unknown kid": (lambda: EC.token({"kid": "nobody"}), "unknown key"),
+    "kid of a number": (lambda: unsigned({"alg": "ES256", "kid": 7}), "malformed"),
+    "anothers signature": (OTHER.token, "signature"),
+    "no signature": (lambda: EC.token().rpartition(".")[0] + ".", "signature"),
+    "tampered": (tampered, "signature"),
+    "a key of its own": (
+        lambda: OTHER.token({"jwk": OTHER.published, "kid": "nobody", "jku": "https://evil.test"}),
+        "unknown key",
+    ),
+    "critical header": (lambda: EC.token({"crit": ["exp"], "exp": 1}), "malformed"),
+    "critical b64": (
+        lambda: unsigned({"alg": "ES256", "kid": "ec", "crit": ["b64"], "b64": True}),
+        "critical header",
+    ),
+    "other issuer": (lambda: EC.token(iss=ISSUER + "/"), "issuer"),
+    "no issuer": (lambda: EC.token(iss=None), "a claim is missing"),
+    "other audience": (lambda: EC.token(aud=["other", "galley2"]), "audience"),
+    "no audience": (lambda: EC.token(aud=None), "a claim is missing"),
+    "no end": (lambda: EC.token(exp=None), "a claim is missing"),
+    "an end of a word": (lambda: EC.token(exp="never"), "malformed"),
+    "an endless end": (lambda: EC.token(exp=float("inf")), "malformed"),
+    "nobody": (lambda: EC.token(sub=None), "a claim is missing"),
+    "an empty name": (lambda: EC.token(sub=""), "claim"),
+    "half a character": (lambda: EC.token(sub="\ud800"), "claim"),
+    "a long name": (lambda: EC.token(sub="a" * 253), "claim"),
+    "too long": (lambda: EC.token(more="a" * MAX_CHARS), "too long"),
+    "two parts": (lambda: "eyJhbGciOiJFUzI1NiJ9.e30", "malformed"),
+    "four parts": (lambda: EC.token() + ".e30", "malformed"),
+    "no base64": (lambda: "é.é.é", "malformed"),
+    "no JSON": (lambda: f"{b64(b'alg')}.{b64(b'{}')}.", "malformed"),
+    "no object": (lambda: f"{b64(b'[]')}.{b64(b'{}')}.", "malformed"),
+    "deep JSON": (lambda: f"{b64(b'[' * 4000)}.{b64(b'{}')}.", "malformed"),
+    "no text": (lambda: f"{b64(bytes([255, 254]))}.{b64(b'{}')}.", "malformed"),
+}
+
+
+class Gate:
+    """Who a gateway of these settings takes callers for."""
+
+    def __init__(self, path: Path, *issuers: TokenIssuer, content: bytes = b"", **more: object) -> None:
+        """What it knows of keys is `content`, else the issuers', else those of both of the tests."""
+        file = path / "jwks.json"
+        file.write_bytes(content or jwks(*(issuers or (RSA, EC))))
+        told = {"jwt_issuer": ISSUER, "jwt_audience": AUDIENCE, "jwt_jwks_file": str(file), **more}
+        self._callers = build_authentication(GatewaySettings.model_validate(told))
+
+    async def who(self, **metadata: str) -> Principal:
+        named = {name.replace("_", "-"): value for name, value in metadata.items()}
+        return await self._callers.authenticator.authenticate(Credentials(named))
+
+    async def accept(self, token: str) -> Principal:
+        return await self.who(authorization=f"Bearer {token}")
+
+    async def refusal(self, **metadata: str) -> str:
+        with pytest.raises(Unauthenticated) as caught:
+            await self.who(**metadata)
+        return str(caught.value)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
+
+
+async def test_a_token_names_its_principal(gate: Gate) -> None:
+    nobodys = PrincipalLimits(max_priority=0)
+    for issuer in (RSA, EC):
+        assert await gate.accept(issuer.token()) == Principal("jwt:alice", nobodys)
+    assert (await gate.who(authorization=f"bearer {EC.token(sub='bob')}")).name == "jwt:bob"
+
+
+@pytest.mark.parametrize(("make", "reason"), BAD.values(), ids=BAD)
+async def test_what_is_wrong_with_a_token_is_for_the_log_alone(
+    gate: Gate, make: Callable[[], str], reason: str
+) -> None:
+    with capture_logs() as logs:
+        assert await gate.refusal(authorization=f"Bearer {make()}") == JWT_REFUSED
+    assert logs == [
+        {"event": "tokens refused", "reason": reason, "total": 1, "log_level": "info"},
+    ]
+
+
+async def test_strangers_do_not_fill_the_log(gate: Gate) -> None:
+    with capture_logs() as logs:
+        for _ in range(50):
+            for token in (OTHER.token(), "a.b.c"):
+                await gate.refusal(authorization=f"Bearer {token}")
+    assert sorted(log["reason"] for log in logs) == ["malformed", "signature"]
+
+
+async def test_who_had_a_good_one_is_told_about_its_time(gate: Gate) -> None:
+    assert await gate.refusal(authorization=f"Bearer {EC.token(exp=now(-LEEWAY_S - 2))}") == JWT_EXPIRED
+    for early in (EC.token(nbf=now(LEEWAY_S + 60)), EC.token(iat=now(LEEWAY_S + 60))):
+        assert await gate.refusal(authorization=f"Bearer {early}") == JWT_EARLY
+    forged = OTHER.token(exp=now(-LEEWAY_S - 2))
+    assert await gate.refusal(authorization=f"Bearer {forged}") == JWT_REFUSED
+    await gate.accept(EC.token(exp=now(-LEEWAY_S // 2), iat=now(LEEWAY_S // 2), nbf=now(LEEWAY_S // 2)))
+
+
+async def test_where_a_token_must_stand(gate: Gate) -> None:
+    for metadata in ({}, {"x_api_key": EC.token()}, {"authorization": f"Basic {EC.token()}"}):
+        assert await gate.refusal(**metadata) == JWT_NEEDED
+
+
+async def test_one_of_several_audiences_is_enough(tmp_path: Path) -> None:
+    gate = Gate(tmp_path, jwt_audience="galley, other")
+    for audience in ("galley", ["else", "other"]):
+        await gate.accept(EC.token(aud=audience))
+
+
+async def test_a_token_without_the_id_of_a_key_needs_one_that_is_the_only_one(tmp_path: Path) -> None:
+    assert (await Gate(tmp_path).accept(EC.token({"kid": None}))).name == "jwt:alice"
+    several = Gate(tmp_path, EC, TokenIssuer("two"))
+    assert await several.refusal(authorization=f"Bearer {EC.token({'kid': None})}") == JWT_REFUSED
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("anonymous", "jwt:anonymous"),
+        ("jwt:alice", "jwt:jwt:alice"),
+        ("auth0|ab-1@example.com", "jwt:auth0|ab-1@example.com"),
+        ("a b\0c\n%é", "jwt:a%20b%00c%0A%25%C3%A9"),
+    ],
+)
+async def test_names_are_told_apart_whatever_they_are_made_of(tmp_path: Path, said: str, name: str) -> None:
+    gate = Gate(tmp_path, jwt_principal_claim="who")
+    assert (await gate.accept(EC.token(who=said))).name == name
+
+
+async def test_keys_are_read_anew_where_their_file_has_changed(tmp_path: Path) -> None:
+    clock_s = 0.0
+    path = write_jwks(tmp_path / "jwks.json", EC)
+    named = NamedFile("jwt_jwks_file", str(path))
+    file = WatchedFiles([named], lambda: read_jwks(named), check_interval_s=1.0, clock=lambda: clock_s)
+    rules = TokenRules(ISSUER, (AUDIENCE,), ("RS256", "ES256"))
+    tokens = JwtAuthenticator(rules, JwksFile(file), Principal)
+
+    async def accept(issuer: TokenIssuer) -> bool:
+        try:
+            await tokens.authenticate(Credentials({"authorization": f"Bearer {issuer.token()}"}))
+        except Unauthenticated:
+            return False
+        return True
+
+    path.write_bytes(jwks(RSA))
+    assert await accept(EC)  # no sooner than after a second
+    clock_s = 2.0
+    assert (await accept(RSA), await accept(EC)) == (True, False)
+    path.write_text("{}")
+    clock_s = 4.0
+    with logged(files_module) as logs:
+        assert await accept(RSA)
+    assert [log["log_level"] for log in logs] == ["error"]
+
+
+# -------------------------------------------------------------------------------- beside API keys --
+
+
+async def test_a_token_and_a_key_each_say_who_calls(tmp_path: Path) -> None:
+    limits = '[defaults]\nmax_sessions = 5\n[principals."jwt:alice"]\nmax_sessions = 2\nmax_priority = 3\n'
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry(KEY, "alice") + limits)
+    gate = Gate(tmp_path, api_keys_file=str(keys))
+    assert await gate.accept(KEY) == Principal("alice", PrincipalLimits(5, None, None, 0))
+    assert (await gate.who(x_api_key=KEY)).name == "alice"
+    assert await gate.accept(EC.token()) == Principal("jwt:alice", PrincipalLimits(2, None, None, 3))
+    assert (await gate.accept(EC.token(sub="bob"))).limits.max_sessions == 5
+    assert await gate.refusal(authorization="Bearer what") == JWT_REFUSED
+    assert await gate.refusal(authorization=f"Bearer {OTHER.token()}") == JWT_REFUSED
+    assert "not known" in await gate.refusal(x_api_key=EC.token())
+    assert "an API key or a token" in await gate.refusal()
+
+
+async def test_limits_alone_need_no_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text("keys = []\n[defaults]\nmax_sessions = 1")
+    gate = Gate(tmp_path, api_keys_file=str(keys))
+    assert (await gate.accept(EC.token())).limits.max_sessions == 1
+
+
+# ---------------------------------------------------------------------------------- the issuer's keys --
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\0", "is no JSON object"),
+        (b"[]", "is no JSON object"),
+        (b"[" * 100_000, "is no JSON object"),
+        (b"{}", "`keys` must be a list"),
+        (b'{"keys": []}', "has no public key"),
+        (json.dumps({"keys": [{}] * 101}).encode(), "at most 100"),
+        (b" " * (256 * 1024 + 1), "larger than 262144 bytes"),
+    ],
+    ids=["no text", "a list", "deep", "no keys", "none", "many", "large"],
+)
+def test_what_is_wrong_with_a_file_of_keys_is_named(tmp_path: Path, content: bytes, told: str) -> None:
+    with pytest.raises(ValueError, match=told) as caught:
+        Gate(tmp_path, content=content)
+    assert "jwks.json" in str(caught.value)
+
+
+def _entry(**more: Any) -> dict[str, Any]:
+    return {**EC.published, **more}
+
+
+@pytest.mark.parametrize(
+    "useless",
+    [
+        _entry(use="enc"),
+        _entry(key_ops=["sign"]),
+        _entry(alg="ECDH-ES"),
+        _entry(kid=3),
+        _entry(crv="P-1"),
+        _entry(x="AA"),
+        _entry(d="AA"),
+        {"kty": "oct", "k": "c2VjcmV0", "alg": "HS256", "kid": "ec"},
+        {"kty": "RSA", "kid": "ec"},
+        TokenIssuer("ec", rsa_key(1024), "RS256").published,
+        TokenIssuer("ec", ec_key(ec.SECP256K1()), "ES256K").published,
+    ],
+    ids=["enc", "ops", "alg", "kid", "curve", "point", "private", "oct", "no modulus", "short", "k1"],
+)
+def test_keys_for_other_purposes_are_passed_over(tmp_path: Path, useless: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="has no public key"):
+        Gate(tmp_path, content=json.dumps({"keys": [useless, 7]}).encode())
+
+
+@pytest.mark.parametrize("algorithm", ["ES384", "ES512", "EdDSA", "PS256"])
+async def test_other_signatures_are_taken_where_they_are_allowed(tmp_path: Path, algorithm: str) -> None:
+    make: dict[str, Callable[[], Any]] = {
+        "ES384": lambda: ec_key(ec.SECP384R1()),
+        "ES512": lambda: ec_key(ec.SECP521R1()),
+        "EdDSA": Ed25519PrivateKey.generate,
+        "PS256": lambda: RSA.private,
+    }
+    issuer = TokenIssuer("k", make[algorithm](), algorithm)
+    assert (await Gate(tmp_path, issuer, jwt_algorithms=algorithm).accept(issuer.token())).name == "jwt:alice"
+    assert await Gate(tmp_path, issuer).refusal(authorization=f"Bearer {issuer.token()}") == JWT_REFUSED
+
+
+def test_the_tests_tokens_are_what_jwt_says_they_are() -> None:
+    assert jwt.get_unverified_header(signed_by_public_key())["alg"] == "HS256"

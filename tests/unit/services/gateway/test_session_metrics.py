@@ -1,0 +1,141 @@
+"""What is counted of sessions where a test of the whole gateway would have to wait for a fault."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from opentelemetry.trace import INVALID_SPAN_CONTEXT
+
+from galley.common.metrics import catalogue
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.registry import Registry
+from galley.core.errors import (
+    Broken,
+    Cancelled,
+    ClientStalled,
+    DeadlinePassed,
+    Fenced,
+    InvalidField,
+    KeyReused,
+    LogLost,
+    Overloaded,
+    StoreUnavailable,
+    TargetUnavailable,
+    TokenizerMismatch,
+)
+from galley.core.session.stats import SpeculationStats
+from galley.core.store import UNCHANGED, KvDirectory, Ownership, StoredSession
+from services.gateway.telemetry.call_metrics import end_of
+from services.gateway.telemetry.observer import RequestObserver, observe_with
+from services.gateway.telemetry.session_metrics import ByPosition, SessionCounts, SessionMetrics
+from tests.fakes.readings import count, number
+from tests.unit.services.gateway.test_runner import Store, Targets, nothing, runner_of
+
+SECOND = 1_000_000_000
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry(GATEWAY)
+
+
+@pytest.fixture
+def sessions(registry: Registry) -> SessionMetrics:
+    return SessionMetrics(registry, "tiny")
+
+
+@pytest.fixture
+def counts(sessions: SessionMetrics) -> SessionCounts:
+    return SessionCounts(sessions, "", INVALID_SPAN_CONTEXT)
+
+
+class Away(Store):
+    """Does not answer the first two commits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 2
+
+    async def commit(
+        self,
+        owner: Ownership,
+        expected_len: int,
+        tokens: Sequence[int],
+        meta: bytes,
+        directory: KvDirectory = UNCHANGED,
+    ) -> int:
+        if self.left:
+            self.left -= 1
+            raise StoreUnavailable("the session store does not answer")
+        return await super().commit(owner, expected_len, tokens, meta, directory)
+
+
+async def test_a_store_that_is_away_shows_in_repeats_and_in_the_time_that_commits_take(
+    registry: Registry, sessions: SessionMetrics
+) -> None:
+    observer = RequestObserver(sessions=sessions)
+    observe_with(observer)
+    runner = await runner_of(Targets(), Away())
+    observer.opened(runner.session, StoredSession(runner.owned.owner, "me", {}, 3, [1, 2, 3]), 0)
+    assert (await runner.run(nothing)).error is None
+    assert number(registry, catalogue.STORE_RETRIES) == 2
+    assert count(registry, catalogue.COMMIT_DURATION, "ok") >= 1
+
+
+def test_a_commit_that_comes_to_nothing_says_why(registry: Registry, counts: SessionCounts) -> None:
+    counts.committed(SECOND, Fenced("s"))
+    counts.committed(SECOND, StoreUnavailable("away"))
+    for outcome in ("failed_precondition", "unavailable"):
+        assert count(registry, catalogue.COMMIT_DURATION, outcome) == 1
+
+
+def test_what_was_proposed_and_never_verified_is_wasted(registry: Registry, counts: SessionCounts) -> None:
+    counts.stopped(SpeculationStats(proposed=9, verified=4))
+    counts.stopped(SpeculationStats(proposed=0, verified=0))
+    assert number(registry, catalogue.WASTED_DRAFT_TOKENS, "unverified") == 5
+
+
+def test_short_waits_are_no_stalls(registry: Registry, counts: SessionCounts) -> None:
+    counts.sent(SECOND - 1)
+    counts.sent(2 * SECOND)
+    assert number(registry, catalogue.CLIENT_STALLS) == 1
+
+
+def test_positions_are_counted_one_by_one_and_together_beyond_the_last() -> None:
+    at = ByPosition()
+    for length in (0, 1, 3, 16, 20):
+        at.add(length)
+    counted = {position: count for (position,), count in at.read()}
+    assert (counted["0"], counted["1"], counted["2"], counted["3"], counted["15"]) == (4, 3, 3, 2, 2)
+    assert counted["16+"] == 4
+    assert sum(counted.values()) == 0 + 1 + 3 + 16 + 20
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "fault"),
+    [
+        (None, "ok", "none"),
+        (asyncio.CancelledError(), "cancelled", "caller"),
+        (GeneratorExit(), "cancelled", "caller"),
+        (Cancelled("gone"), "cancelled", "caller"),
+        (InvalidField("k", "is 0"), "invalid_argument", "caller"),
+        (KeyReused(), "already_exists", "caller"),
+        (Fenced("s"), "failed_precondition", "caller"),
+        (DeadlinePassed("late"), "deadline_exceeded", "caller"),
+        (ClientStalled("not read"), "unavailable", "caller"),
+        (Overloaded("all", 1, "own_streams"), "resource_exhausted", "caller"),
+        (Overloaded("all", 1, "own_tokens"), "resource_exhausted", "caller"),
+        (Overloaded("all", 1, "streams"), "resource_exhausted", "ours"),
+        (Overloaded("all", 1, "share"), "resource_exhausted", "ours"),
+        (TargetUnavailable("none"), "unavailable", "ours"),
+        (StoreUnavailable("away"), "unavailable", "ours"),
+        (LogLost("shorter"), "data_loss", "ours"),
+        (Broken("a bug"), "internal", "ours"),
+        (ValueError("a bug"), "internal", "ours"),
+        (TokenizerMismatch("a", "b"), "internal", "ours"),
+    ],
+)
+def test_each_end_of_a_call_is_somebodys(error: BaseException | None, outcome: str, fault: str) -> None:
+    assert end_of(error) == (outcome, fault)
