@@ -64,21 +64,22 @@ class GenerationServicer:
     """
 
     def Generate(self, request, context):
-        """Streams confirmed tokens. Errors: docs/errors.md.
+        """Start a session, or join the one with the same idempotency key, and stream its confirmed tokens.
+        docs/errors.md lists the statuses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on with a stream that was cut off, at this or any other gateway.
+        """Continue a stream that was cut off, at any gateway.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a session for good.
+        """End a session permanently.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
