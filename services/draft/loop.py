@@ -16,7 +16,7 @@ from itertools import count
 
 from galley.common.logs import log_internal
 from galley.common.metrics.registry import Registry
-from galley.common.tracing.light_spans import LeanSpan, SpanScope
+from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.core.errors import DeadlinePassed, GalleyError, Overloaded, Unavailable
 from services.draft.drafter import Drafter, Proposed, ProposeJob, ProposeOutcome, Stepped
 from services.draft.metrics import CountingDraftMeter, DraftMeter
@@ -57,7 +57,7 @@ class _Ticket:
         "used",
     )
 
-    def __init__(self, job: ProposeJob, remaining_ns: int, span: LeanSpan | None) -> None:
+    def __init__(self, job: ProposeJob, remaining_ns: int, span: LightSpan | None) -> None:
         loop = asyncio.get_running_loop()
         self.job = job
         self.span = span
@@ -132,7 +132,7 @@ class DraftLoop:
         return len(self._new) + len(self._open)
 
     def submit(
-        self, job: ProposeJob, remaining_ns: int = 0, span: LeanSpan | None = None
+        self, job: ProposeJob, remaining_ns: int = 0, span: LightSpan | None = None
     ) -> asyncio.Future[Done]:
         """The future outcome of `job`; cancel it to give the job up. `remaining_ns` 0 is no deadline.
 
@@ -231,7 +231,7 @@ class DraftLoop:
         """On the worker thread, while no ticket comes or goes: what is ready now, should a deadline come."""
         sessions = len(stepped.answers) + len(stepped.so_far)
         self.meter.stepped(sessions, took_ns)
-        traced: list[LeanSpan] = []
+        traced: list[LightSpan] = []
         for item in (*stepped.answers, *stepped.so_far):
             ticket = self._open[item]
             ticket.compute_ns += took_ns

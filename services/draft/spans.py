@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from galley.common.tracing.item_spans import LINK_ITEM, RESULT, SUPERSEDED, ItemSpan
-from galley.common.tracing.light_spans import LeanSpan, SpanScope
+from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.core import names
 from galley.core.content import Miss
 from galley.core.errors import GalleyError
@@ -53,10 +53,10 @@ class ProposeSpan(ItemSpan):
     def end(self) -> None:
         """It is answered, or given up."""
         if self.span is not None:
-            self.close(partial(_tell_item, self._asked, self._done))
+            self.close(partial(_set_item_attributes, self._asked, self._done))
 
 
-def _tell_item(asked: tuple[int, str] | None, done: Done | None, span: LeanSpan) -> None:
+def _set_item_attributes(asked: tuple[int, str] | None, done: Done | None, span: LightSpan) -> None:
     told = span.attributes
     if asked is not None:
         told[names.K], told[names.STRATEGY] = asked
@@ -77,12 +77,12 @@ class BatchSpans:
         """`spans` is None where no item is traced."""
         self._spans = spans
         # Of the items that took part, in the order in which they came.
-        self._items: dict[LeanSpan, None] = {}
+        self._items: dict[LightSpan, None] = {}
         self._began_ns = self._ended_ns = 0
         self._steps = 0
         self._sessions = 0
 
-    def stepped(self, items: Sequence[LeanSpan], took_ns: int, sessions: int, steps: int) -> None:
+    def stepped(self, items: Sequence[LightSpan], took_ns: int, sessions: int, steps: int) -> None:
         """So many sessions were opened, or took so many steps, until now; `items` are those traced."""
         self._ended_ns = time.time_ns()
         if not self._items:
@@ -96,12 +96,12 @@ class BatchSpans:
         if self._spans is None or not self._items:
             return
         # Made when all is known: nothing refers to it. A trace of its own, as it belongs to several.
-        tell = partial(_tell_batch, self._items, self._sessions, self._steps)
-        self._spans.root(names.DRAFT_BATCH, self._began_ns, tell).end(self._ended_ns)
+        completer = partial(_set_batch_attributes, self._items, self._sessions, self._steps)
+        self._spans.root(names.DRAFT_BATCH, self._began_ns, completer).end(self._ended_ns)
         self._items = {}
         self._steps = self._sessions = 0
 
 
-def _tell_batch(items: dict[LeanSpan, None], sessions: int, steps: int, span: LeanSpan) -> None:
+def _set_batch_attributes(items: dict[LightSpan, None], sessions: int, steps: int, span: LightSpan) -> None:
     span.attributes |= {names.BATCH_SESSIONS: sessions, names.BATCH_STEPS: steps}
     span.link_to(items, LINK_ITEM)

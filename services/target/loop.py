@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from opentelemetry.trace import INVALID_SPAN, use_span
 
 from galley.common.logs import log_internal
-from galley.common.tracing.light_spans import LeanSpan, SpanScope
+from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.core.errors import GalleyError, Unavailable
 from galley.core.scheduler.messages import Confirmed, Extend, Response, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
@@ -74,7 +74,7 @@ class StepLoop:
         self._task = asyncio.ensure_future(self._run())
         self.draining = asyncio.Event()
 
-    def submit(self, request: VerifyRequest, span: LeanSpan | None = None) -> Ticket:
+    def submit(self, request: VerifyRequest, span: LightSpan | None = None) -> Ticket:
         """Where the answers to `request` will be; `cancel` it to give it up. `span` is its own, if any.
 
         Raises Unavailable once draining, Overloaded if too many wait, InvalidField if it can never be held.

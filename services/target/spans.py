@@ -18,7 +18,7 @@ from galley.common.tracing.item_spans import (
     ItemSpan,
     tell_failure,
 )
-from galley.common.tracing.light_spans import LeanSpan, SpanScope
+from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.common.tracing.span_names import packed, unpacked
 from galley.core import names
 from galley.core.content import Miss
@@ -71,9 +71,9 @@ class VerifySpan(ItemSpan):
     def end(self) -> None:
         """It stands no more."""
         if self.span is not None:
-            self.close(self._tell)
+            self.close(self._set_attributes)
 
-    def _tell(self, span: LeanSpan) -> None:
+    def _set_attributes(self, span: LightSpan) -> None:
         span.attributes |= {
             names.CREDIT: self._credit,
             names.VERDICTS: self._verdicts,
@@ -90,9 +90,9 @@ class BatchSpans:
     def __init__(self, spans: SpanScope | None) -> None:
         """`spans` is None where no item is traced."""
         self._spans = spans
-        self._items: dict[int, LeanSpan] = {}
+        self._items: dict[int, LightSpan] = {}
 
-    def joins(self, item: int, span: LeanSpan | None) -> None:
+    def joins(self, item: int, span: LightSpan | None) -> None:
         """An item stands; this is its span, if it has one."""
         if span is not None:
             self._items[item] = span
@@ -115,7 +115,7 @@ class BatchSpans:
 class Batch:
     """The span of a pass; `packed` is its name in messages."""
 
-    def __init__(self, span: LeanSpan, items: Sequence[LeanSpan], facts: BatchInfo) -> None:
+    def __init__(self, span: LightSpan, items: Sequence[LightSpan], facts: BatchInfo) -> None:
         """`items` are the spans of those that are traced."""
         self.packed = packed(span.trace_id, span.span_id)
         self.watch = StepTrace(self.packed)
@@ -137,10 +137,10 @@ class Batch:
 
     def end(self) -> None:
         """Close the span, at the time at which the pass was over."""
-        self._span.tell = self._tell
+        self._span.completer = self._set_attributes
         self._span.end(self._ended_ns)
 
-    def _tell(self, span: LeanSpan) -> None:
+    def _set_attributes(self, span: LightSpan) -> None:
         facts = self._facts
         span.link_to(self._items, LINK_ITEM)
         span.attributes |= {

@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from galley.common.tracing.light_spans import LeanSpan, SpanScope
+from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.common.tracing.telemetry import telemetry_to
 
 
@@ -40,7 +40,7 @@ class Asked:
         self.scope = scope_to(InMemorySpanExporter())
         begin = self.scope.begin
 
-        def noting(name: str, *given: Any) -> LeanSpan:
+        def noting(name: str, *given: Any) -> LightSpan:
             self.names.append(name)
             return begin(name, *given)
 

@@ -1,42 +1,40 @@
-"""Where spans leave the process: the SDK's exporter, given our own spans as the bytes that they are sent as.
+"""Export of spans by OTLP, as the `OTEL_EXPORTER_OTLP_*` environment says.
 
-Imports the SDK: to be imported where traces are on.
+Imports the SDK: import this module only where traces are on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import grpc
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
 
-from galley.common.tracing.light_spans import LeanSpan
-from galley.common.tracing.otlp_encoding import encoded
+from galley.common.tracing.light_spans import LightSpan, readable
 from galley.common.tracing.otlp_tls import ReloadingExporter
 
-_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+_LOG = logging.getLogger(f"opentelemetry.{__name__}")  # a family whose lines are logged once a minute
 
 
-class LeanExporter(ReloadingExporter, OTLPSpanExporter):
-    """As the `OTEL_EXPORTER_OTLP_*` environment says. Spans of the SDK's own may be among ours."""
+class LightSpanExporter(ReloadingExporter, OTLPSpanExporter):
+    """Exports light spans and the SDK's own."""
 
     signal = "traces"
 
-    def _initialize_channel_and_stub(self) -> None:
-        super()._initialize_channel_and_stub()
-        self._client: Any = _BytesStub(cast("grpc.Channel", self._channel))
-
-    def _translate_data(self, data: Sequence[Any]) -> Any:
-        """Requests may be joined as they stand: all that they hold is repeated."""
-        ours = encoded(span for span in data if isinstance(span, LeanSpan))
-        others = [span for span in data if not isinstance(span, LeanSpan)]
-        return ours + super()._translate_data(others).SerializeToString() if others else ours
+    def export(self, spans: Sequence[Any]) -> SpanExportResult:
+        """Complete the spans and send them; called by the thread of the SDK's processor."""
+        return super().export(list(_readable(spans)))
 
 
-class _BytesStub:
-    """Sends requests that are bytes already."""
-
-    def __init__(self, channel: grpc.Channel) -> None:
-        self.Export: Any = channel.unary_unary(_EXPORT, None, ExportTraceServiceResponse.FromString)
+def _readable(spans: Sequence[Any]) -> Iterator[ReadableSpan]:
+    for span in spans:
+        if not isinstance(span, LightSpan):
+            yield span
+            continue
+        try:
+            yield readable(span)
+        except Exception:  # noqa: BLE001  # one broken span must not lose its batch
+            _LOG.exception("span could not be completed: %s", span.name)

@@ -11,7 +11,7 @@ import time
 from opentelemetry import trace
 from opentelemetry.util.types import AnyValue
 
-from galley.common.tracing.light_spans import LeanSpan, SpanScope, Tell
+from galley.common.tracing.light_spans import Completer, LightSpan, SpanScope
 from galley.common.tracing.telemetry import context_from, fail
 from galley.common.wire.status import error_type
 from galley.core import names
@@ -61,15 +61,15 @@ class ItemSpan:
             self.outcome = _ERROR
             tell_failure(self.span, error)
 
-    def close(self, tell: Tell) -> None:
+    def close(self, completer: Completer) -> None:
         """It has had its last answer; `tell` says the rest of it."""
         if self.span is not None:
             self.span.attributes[names.OUTCOME] = self.outcome
-            self.span.tell = tell
+            self.span.completer = completer
             self.span.end()
 
 
-def _begin(scope: SpanScope, name: str, parent: str, session_id: str) -> LeanSpan | None:
+def _begin(scope: SpanScope, name: str, parent: str, session_id: str) -> LightSpan | None:
     """An item without a traceparent is traced with the call that brought it, if that is."""
     if parent and not is_sampled(parent):
         return None

@@ -1,11 +1,10 @@
-"""Spans that cost little: what a stream of rounds can afford for each of them, and an exporter can send.
+"""Light spans: cheaper to record than the SDK's, which lock, check and copy every attribute.
 
-The SDK's spans are safe from any thread, and check whatever they are told. These belong to one event loop,
-are told what is right, and are made for sampled requests alone. A token's work comes to code and memory that
-the processor has long forgotten, so what counts is how little is done then: a span keeps what it is told as
-it is, ids are whole numbers, and what can wait is said in the thread that exports, for many spans in a row.
+A light span belongs to one event loop until it ends, and exists only for sampled requests. It stores what it
+is given unchecked; ids are integers. Attributes that must be computed are set by the exporting thread (see
+`Completer`), which also turns it into the SDK's `ReadableSpan`.
 
-Imports the SDK: to be imported where traces are on.
+Imports the SDK: import this module only where traces are on.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from galley.common.tracing.span_names import unpacked
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _UNSAMPLED = TraceFlags(TraceFlags.DEFAULT)
-_MOST = 128
-"""Events, and links, of one span: the last of them, as by the SDK's default; how many there were is told."""
+_MAX_EVENTS = 128
+"""Events, and links, of one span: the last ones are kept and the others counted, as in the SDK."""
 
 
 class Named(Protocol):
-    """What a link can be to: another of these spans, or the context of any."""
+    """The target of a link: a light span or a span context."""
 
     @property
     def trace_id(self) -> int: ...  # noqa: D102
@@ -48,32 +47,32 @@ class Named(Protocol):
 
 
 Linked: TypeAlias = "tuple[Named | bytes, Attributes]"
-"""A link; bytes are another process's span as messages name it (galley/common/tracing/span_names)."""
-Tell: TypeAlias = "Callable[[LeanSpan], None]"
-"""Completes a span that has ended, by attributes and links, in the thread that exports it."""
+"""A link; bytes are the packed ids of another process's span (`galley.common.tracing.span_names`)."""
+Completer: TypeAlias = "Callable[[LightSpan], None]"
+"""Sets attributes and links of a span that has ended, in the exporting thread."""
 
 
 class SpanScope:
-    """What the spans of one part of a process share, and `export`, which takes those that have ended."""
+    """Makes the spans of one instrumentation scope; `export` takes those that have ended."""
 
     def __init__(
-        self, provider: TracerProvider, scope: InstrumentationScope, export: Callable[[LeanSpan], None]
+        self, provider: TracerProvider, scope: InstrumentationScope, export: Callable[[LightSpan], None]
     ) -> None:
         self.provider = provider
         self.scope = scope
         self.export = export
         self.new_trace_id: Callable[[], int] = provider.id_generator.generate_trace_id
         self.new_span_id = _span_ids(provider.id_generator)
-        self.begin = partial(LeanSpan, self)
+        self.begin = partial(LightSpan, self)
         self._follows = follows_sampled_parents(provider.sampler)
 
     @property
     def resource(self) -> Resource:
-        """The process."""
+        """Return the resource of the process."""
         return self.provider.resource
 
     def request(self, parent: Context, name: str, attributes: Mapping[str, AnyValue]) -> SpanContext:
-        """Of a server's span beneath `parent`, if that names one; the sampler is told the attributes."""
+        """Return the context of a new server span below `parent`; the sampler sees the attributes."""
         above = trace.get_current_span(parent).get_span_context()
         trace_id = above.trace_id if above.is_valid else self.new_trace_id()
         result = self.provider.sampler.should_sample(parent, trace_id, name, SpanKind.SERVER, attributes)
@@ -81,7 +80,7 @@ class SpanScope:
         return _context(trace_id, self.new_span_id(), flags, result.trace_state)
 
     def keeps(self, name: str, trace_id: int, parent_id: int) -> bool:
-        """Whether a server's span is kept whose caller's is; most samplers need not be asked."""
+        """Return True if a server span below a sampled remote span is sampled."""
         if self._follows:
             return True
         caller = trace.NonRecordingSpan(_context(trace_id, parent_id, _SAMPLED, None, is_remote=True))
@@ -91,7 +90,7 @@ class SpanScope:
 
     @staticmethod
     def sampled(context: SpanContext) -> SpanContext:
-        """The same, sampled."""
+        """Return the context with the sampled flag."""
         return _context(context.trace_id, context.span_id, _SAMPLED, context.trace_state)
 
     def span(
@@ -104,8 +103,8 @@ class SpanScope:
         *,
         kind: SpanKind = SpanKind.INTERNAL,
         attributes: dict[str, AnyValue] | None = None,
-    ) -> LeanSpan:
-        """Named before; `attributes` is kept and added to. All times are Unix nanoseconds."""
+    ) -> LightSpan:
+        """Start the span of `context`; it keeps and extends `attributes`. Times are Unix nanoseconds."""
         ids = context.trace_id, context.span_id, 0 if parent is None else parent.span_id
         span = self.begin(name, kind, *ids, start_ns, None, attributes)
         span.trace_state = context.trace_state
@@ -113,14 +112,14 @@ class SpanScope:
         span.now_ns = now_ns
         return span
 
-    def root(self, name: str, start_ns: int, tell: Tell | None = None) -> LeanSpan:
-        """A trace of its own."""
+    def root(self, name: str, start_ns: int, completer: Completer | None = None) -> LightSpan:
+        """Start a span in a trace of its own."""
         ids = self.new_trace_id(), self.new_span_id(), 0
-        return self.begin(name, SpanKind.INTERNAL, *ids, start_ns, tell)
+        return self.begin(name, SpanKind.INTERNAL, *ids, start_ns, completer)
 
 
 def _span_ids(generator: IdGenerator) -> Callable[[], int]:
-    """The default without its guard against 0, which comes once in 2^64 spans."""
+    """Return the generator of span ids; the default one without its check for 0 (once in 2^64 spans)."""
     return partial(getrandbits, 64) if type(generator) is RandomIdGenerator else generator.generate_span_id
 
 
@@ -134,13 +133,10 @@ def _context(
     return SpanContext(trace_id, span_id, is_remote, flags, state)
 
 
-class LeanSpan(trace.NonRecordingSpan):
-    """A span under way; only where it says otherwise does it differ from what the API promises.
+class LightSpan(trace.NonRecordingSpan):
+    """A span of the OpenTelemetry API. It records no exceptions: their messages may quote prompts."""
 
-    It keeps no exceptions: their messages may tell what a session is about.
-    """
-
-    # Of most spans.
+    # Defaults, which most spans keep.
     is_remote = False
     trace_state: TraceState | None = None
     has_remote_parent = False
@@ -149,8 +145,6 @@ class LeanSpan(trace.NonRecordingSpan):
     events: Sequence[Event] = ()
     links: Sequence[Linked] = ()
     dropped_links = 0
-    # Further attributes, all of them whole numbers: names that come time and again, and as many values.
-    numbers: tuple[tuple[str, ...], tuple[int, ...]] = ((), ())
     now_ns: Callable[[], int] = staticmethod(time.time_ns)
 
     def __init__(  # noqa: PLR0913, PLR0917  # what a span is made of; names would cost as much as all else
@@ -162,10 +156,10 @@ class LeanSpan(trace.NonRecordingSpan):
         span_id: int,
         parent_id: int,
         start_ns: int,
-        tell: Tell | None = None,
+        completer: Completer | None = None,
         attributes: dict[str, AnyValue] | None = None,
     ) -> None:
-        """`parent_id` is 0 where it has none; `attributes` is kept and added to. Times are of Unix."""
+        """Start the span; `parent_id` is 0 for a root. It keeps and extends `attributes`."""
         self.scope = scope
         self.name = name
         self.kind = kind
@@ -174,81 +168,86 @@ class LeanSpan(trace.NonRecordingSpan):
         self.parent_id = parent_id
         self.start_ns = start_ns
         self.attributes: dict[str, AnyValue] = {} if attributes is None else attributes
-        self.tell = tell
+        self.completer = completer
 
     def __repr__(self) -> str:
-        return f"LeanSpan({self.name!r}, {self.get_span_context()!r})"
+        return f"LightSpan({self.name!r}, {self.get_span_context()!r})"
+
+    @property
+    def context(self) -> SpanContext:
+        """Return the span's context, by the name that span processors read."""
+        return self.get_span_context()
 
     def get_span_context(self) -> SpanContext:
-        """It is sampled, or it would not be."""
+        """Return the span's context, which is always sampled."""
         return _context(self.trace_id, self.span_id, _SAMPLED, self.trace_state)
 
     def is_recording(self) -> bool:
-        """Until it has ended."""
+        """Return True until the span has ended."""
         return self.end_ns is None
 
     def set_attribute(self, key: str, value: AnyValue) -> None:
-        """Unchecked; nothing once it has ended."""
+        """Set an attribute, unless the span has ended."""
         if self.end_ns is None:
             self.attributes[key] = value
 
     def set_attributes(self, attributes: Mapping[str, AnyValue]) -> None:
-        """Unchecked; nothing once it has ended."""
+        """Set attributes, unless the span has ended."""
         if self.end_ns is None:
             self.attributes.update(attributes)
 
     def add_event(self, name: str, attributes: Attributes = None, timestamp: int | None = None) -> None:
-        """Unchecked."""
+        """Add an event."""
         if not isinstance(self.events, BoundedList):
-            self.events = BoundedList(_MOST)
+            self.events = BoundedList(_MAX_EVENTS)
         self.events.append(Event(name, attributes, self.now_ns() if timestamp is None else timestamp))
 
     def add_link(self, context: Named, attributes: Attributes = None) -> None:
-        """Unchecked."""
+        """Add a link."""
         self.link_to((context,), attributes)
 
     def link_to(self, spans: Iterable[Named | bytes], attributes: Attributes) -> None:
-        """A link to each; one that is bytes is valid."""
+        """Add a link to each of `spans`."""
         links = [*self.links, *((span, attributes) for span in spans)]
-        self.dropped_links += max(0, len(links) - _MOST)
-        self.links = links[-_MOST:]
+        self.dropped_links += max(0, len(links) - _MAX_EVENTS)
+        self.links = links[-_MAX_EVENTS:]
 
     def update_name(self, name: str) -> None:
-        """Until it has ended."""
+        """Rename the span."""
         self.name = name
 
     def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:  # noqa: ARG002
-        """That of an error stays; what it says in words is left out."""
+        """Note an error, which stays; descriptions are left out."""
         code = status.status_code if isinstance(status, Status) else status
         self.failed = self.failed or code is StatusCode.ERROR
 
     def end(self, end_time: int | None = None) -> None:
-        """Hand it over; once."""
+        """End the span and export it; call once."""
         if self.end_ns is None:
             self.end_ns = self.now_ns() if end_time is None else end_time
             self.scope.export(self)
 
     def complete(self) -> None:
-        """Let it be told what was left for now: by whoever exports it."""
-        tell, self.tell = self.tell, None
-        if tell is not None:
-            tell(self)
+        """Run the completer; called by the exporting thread."""
+        completer, self.completer = self.completer, None
+        if completer is not None:
+            completer(self)
 
 
-def readable(span: LeanSpan) -> ReadableSpan:
-    """The same for those who know the SDK's spans only; it has ended."""
+def readable(span: LightSpan) -> ReadableSpan:
+    """Return a span that has ended as the SDK's `ReadableSpan`."""
     span.complete()
     parent = None
     if span.parent_id:
         parent = _context(span.trace_id, span.parent_id, _SAMPLED, span.trace_state, span.has_remote_parent)
-    links = BoundedList.from_seq(_MOST, (trace.Link(_context_of(to), of) for to, of in span.links))
+    links = BoundedList.from_seq(_MAX_EVENTS, (trace.Link(_context_of(to), of) for to, of in span.links))
     links.dropped = span.dropped_links
     return ReadableSpan(
         name=span.name,
         context=span.get_span_context(),
         parent=parent,
         resource=span.scope.resource,
-        attributes=dict(zip(*span.numbers, strict=True)) | span.attributes,
+        attributes=span.attributes,
         events=span.events,
         links=links,
         kind=span.kind,

@@ -1,7 +1,7 @@
-"""OpenTelemetry traces: W3C context over every hop, exported by OTLP where the environment asks for it.
+"""OpenTelemetry traces: W3C context over every hop, exported by OTLP if the environment configures it.
 
-Off (no OTEL_EXPORTER_OTLP_ENDPOINT) costs next to nothing: no provider, no interceptor, no thread. On, spans
-are encoded and sent by a thread of their own; a collector that is slow or away costs spans, and nothing else.
+Without OTEL_EXPORTER_OTLP_ENDPOINT there is no provider, no interceptor and no thread. With it, the SDK's
+`BatchSpanProcessor` exports spans in its own thread; a slow or unreachable collector loses spans only.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Telemetry:
         """What `galley.common.tracing.light_spans` makes spans of; None where telemetry is off."""
         if self.provider is None or self.processor is None:
             return None
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
 
         from galley.common.tracing.light_spans import SpanScope, readable  # noqa: PLC0415  # off costs nothing
-        from galley.common.tracing.span_queue import SpanQueue  # noqa: PLC0415
 
         scope, processor = InstrumentationScope(name, __version__, schema_url), self.processor
-        if isinstance(processor, SpanQueue):
-            return SpanScope(self.provider, scope, processor.put)
+        if isinstance(processor, BatchSpanProcessor):  # its exporter makes them readable, in its own thread
+            return SpanScope(self.provider, scope, processor.on_end)  # type: ignore[arg-type]  # reads only `context`
         return SpanScope(self.provider, scope, lambda span: processor.on_end(readable(span)))
 
     def client_interceptors(self) -> list[Any]:
@@ -98,10 +98,11 @@ def start_telemetry(service_name: str, *, as_global: bool = True) -> Telemetry:
     """Read the `OTEL_*` environment; `as_global` makes the provider the process's own, for libraries."""
     if not exports("traces"):
         return Telemetry()
-    from galley.common.tracing.exporting import LeanExporter  # noqa: PLC0415  # off costs nothing
-    from galley.common.tracing.span_queue import QueueLimits, SpanQueue  # noqa: PLC0415
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415  # off costs nothing
 
-    telemetry = telemetry_to(SpanQueue(LeanExporter(), QueueLimits.told()), service_name)
+    from galley.common.tracing.exporting import LightSpanExporter  # noqa: PLC0415
+
+    telemetry = telemetry_to(BatchSpanProcessor(LightSpanExporter()), service_name)
     if as_global and telemetry.provider is not None:
         trace.set_tracer_provider(telemetry.provider)
     return telemetry

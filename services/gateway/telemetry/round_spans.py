@@ -12,7 +12,7 @@ from functools import partial
 
 from opentelemetry.util.types import AnyValue, Attributes
 
-from galley.common.tracing.light_spans import LeanSpan, Tell
+from galley.common.tracing.light_spans import Completer, LightSpan
 from galley.common.tracing.span_names import names_a_span
 from galley.common.tracing.telemetry import fail
 from galley.core import names
@@ -22,22 +22,6 @@ from galley.core.session.ports import Replica
 from services.gateway.telemetry.spans import RequestSpan, TraceOptions
 
 _BATCH_LINK = {names.LINK: names.LINK_BATCH}
-_NUMBERS = (
-    names.ROUND_INDEX,
-    names.ROUND_POSITION,
-    names.ROUND_K,
-    names.ROUND_DRAFTED,
-    names.ROUND_VERIFIED,
-    names.ROUND_ACCEPTED,
-    names.ROUND_CONFIRMED,
-    names.DRAFT_PART,
-    names.QUEUE_PART,
-    names.COMPUTE_PART,
-    names.WIRE_PART,
-    names.LINGER_NS,
-    names.DRAFT_COMPUTE_NS,
-    names.BATCH_SESSIONS,
-)
 
 
 class RoundSpans:
@@ -57,7 +41,7 @@ class RoundSpans:
         self._is_new_request = False
         self._events: list[tuple[str, Attributes, int]] = []
         # Spans of rounds not yet committed: position after their last token, end time.
-        self._uncommitted: deque[tuple[int, int, LeanSpan]] = deque()
+        self._uncommitted: deque[tuple[int, int, LightSpan]] = deque()
 
     def parent_id(self, now_ns: int) -> int:
         """Return the id of the open round's span; 0 if the round may not be recorded."""
@@ -126,11 +110,11 @@ class RoundSpans:
             return took_ns > self._options.slow_ns
         return self._options.rounds == "all"
 
-    def _span(self, start_ns: int, tell: Tell | None = None) -> LeanSpan:
+    def _span(self, start_ns: int, completer: Completer | None = None) -> LightSpan:
         span_id, self._open = self._open, 0
-        return self._request.child(names.ROUND, start_ns, span_id=span_id, tell=tell)
+        return self._request.child(names.ROUND, start_ns, span_id=span_id, completer=completer)
 
-    def _place_events(self, span: LeanSpan | None, start_ns: int) -> None:
+    def _place_events(self, span: LightSpan | None, start_ns: int) -> None:
         """Give events from before the round, or from one that is not recorded, to the request."""
         for name, attributes, at_ns in self._events:
             if span is None or at_ns < start_ns:
@@ -150,31 +134,28 @@ def _set_attributes(
     draft: Replica | None,
     target: Replica | None,
     reused: int | None,
-    span: LeanSpan,
+    span: LightSpan,
 ) -> None:
     """Compute the attributes of a round; `reused` is None unless it is the first of its request."""
     parts, attributes = done.parts, span.attributes
-    span.numbers = (
-        _NUMBERS,
-        (
-            index,
-            done.position,
-            done.k,
-            done.drafted,
-            done.verified,
-            done.accepted,
-            done.confirmed,
-            parts.draft_ns,
-            parts.queue_ns,
-            parts.compute_ns,
-            parts.wire_ns,
-            done.target.linger_ns,
-            done.draft.compute_ns,
-            done.batch_sessions,
-        ),
-    )
-    attributes[names.ROUND_STRATEGY] = done.strategy
-    attributes[names.ROUND_OVERLAP] = done.overlap
+    attributes |= {
+        names.ROUND_INDEX: index,
+        names.ROUND_POSITION: done.position,
+        names.ROUND_K: done.k,
+        names.ROUND_DRAFTED: done.drafted,
+        names.ROUND_VERIFIED: done.verified,
+        names.ROUND_ACCEPTED: done.accepted,
+        names.ROUND_CONFIRMED: done.confirmed,
+        names.DRAFT_PART: parts.draft_ns,
+        names.QUEUE_PART: parts.queue_ns,
+        names.COMPUTE_PART: parts.compute_ns,
+        names.WIRE_PART: parts.wire_ns,
+        names.LINGER_NS: done.target.linger_ns,
+        names.DRAFT_COMPUTE_NS: done.draft.compute_ns,
+        names.BATCH_SESSIONS: done.batch_sessions,
+        names.ROUND_STRATEGY: done.strategy,
+        names.ROUND_OVERLAP: done.overlap,
+    }
     if draft is not None and (done.k or done.drafted):
         attributes[names.DRAFT_REPLICA] = draft.address
     if target is not None:

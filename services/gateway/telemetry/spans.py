@@ -10,7 +10,7 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanContext, SpanKind
 from opentelemetry.util.types import AnyValue, Attributes
 
-from galley.common.tracing.light_spans import LeanSpan, SpanScope, Tell
+from galley.common.tracing.light_spans import Completer, LightSpan, SpanScope
 from galley.common.tracing.telemetry import fail, traceparent_of
 from galley.common.wire.status import error_type
 from galley.core import names
@@ -91,18 +91,18 @@ class RequestSpan:
         parent_id: int = 0,
         kind: SpanKind = SpanKind.INTERNAL,
         attributes: dict[str, AnyValue] | None = None,
-        tell: Tell | None = None,
-    ) -> LeanSpan:
+        completer: Completer | None = None,
+    ) -> LightSpan:
         """Start a span below this one, or below `parent_id`; with `span_id` if it was drawn before."""
         span_id = span_id or self.new_id()
         span = self._begin(
-            name, kind, self._trace_id, span_id, parent_id or self._id, start_ns, tell, attributes
+            name, kind, self._trace_id, span_id, parent_id or self._id, start_ns, completer, attributes
         )
         if self._state:
             span.trace_state = self._state
         return span
 
-    def child_traceparent(self, span: LeanSpan) -> str:
+    def child_traceparent(self, span: LightSpan) -> str:
         """Return the traceparent of a span below this one."""
         return f"{self._traceparent_prefix}{span.span_id:016x}-01"
 
@@ -113,7 +113,7 @@ class CallSpan:
     __slots__ = ("_failed", "_request", "_span", "traceparent")
 
     def __init__(
-        self, traceparent: str = "", span: LeanSpan | None = None, request: RequestSpan | None = None
+        self, traceparent: str = "", span: LightSpan | None = None, request: RequestSpan | None = None
     ) -> None:
         """Record nothing if `span` is None."""
         self.traceparent = traceparent

@@ -19,6 +19,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otl
 
 from galley.common.logs import start_logging
 from galley.common.server.server import Parts, start_server
+from galley.common.tracing.light_spans import LightSpan
+from galley.common.tracing.span_names import packed
 from galley.common.tracing.telemetry import context_from, start_telemetry, w3c_metadata
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -110,9 +112,9 @@ async def test_peers_that_look_after_one_another_are_no_traces(collector: Collec
     assert {sent.name.rsplit("/", 1)[-1] for sent in collector.spans} == {"GetDraftInfo", "round"}
 
 
-def test_a_lean_span_arrives_as_any_other(collector: Collector) -> None:
+def test_a_light_span_arrives_as_any_other(collector: Collector) -> None:
     telemetry = start_telemetry("galley-test", as_global=False)
-    scope = telemetry.scope("lean", "https://example.org/schema")
+    scope = telemetry.scope("light", "https://example.org/schema")
     assert scope is not None
     parent = scope.request(context_from(PARENT), "parent", {})
     span = scope.span(
@@ -154,6 +156,45 @@ def test_spans_of_ours_and_of_the_sdk_leave_together(collector: Collector) -> No
     telemetry.shutdown()
     assert sorted(sent.name for sent in collector.spans) == ["ours", "ours", "theirs"]
     assert len({sent.trace_id for sent in collector.spans}) == 3
+
+
+def test_a_broken_span_keeps_no_other_back(collector: Collector, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: LightSpan) -> None:
+        raise RuntimeError("cannot be completed")
+
+    telemetry = start_telemetry("galley-test", as_global=False)
+    scope = telemetry.scope("light")
+    assert scope is not None
+    for name, completer, attributes in (
+        ("broken", fail, {}),
+        ("odd", None, {"a": object(), "b": 2**63, "c": 2**63 - 1}),
+        ("good", None, {"a": 1}),
+    ):
+        span = scope.root(name, 1, completer)
+        span.attributes |= attributes  # type: ignore[arg-type]  # what no exporter can encode
+        span.end(2)
+    telemetry.shutdown()
+    assert [sent.name for sent in collector.spans] == ["odd", "good"]
+    assert [entry.key for entry in collector.spans[0].attributes] == ["c"]
+    assert "span could not be completed: broken" in caplog.messages
+
+
+def test_a_span_keeps_its_last_events_and_links(collector: Collector) -> None:
+    telemetry = start_telemetry("galley-test", as_global=False)
+    scope = telemetry.scope("light")
+    assert scope is not None
+    span = scope.root("x", 1)
+    for number in range(200):
+        span.add_event(f"event {number}", None, number)
+    span.link_to([trace.SpanContext(7, 1 + number, is_remote=True) for number in range(150)], {"to": "it"})
+    span.add_link(trace.SpanContext(7, 999, is_remote=True))
+    span.link_to([packed(7, 1000)], None)
+    span.end(2)
+    telemetry.shutdown()
+    [sent] = collector.spans
+    assert (len(sent.events), sent.dropped_events_count, sent.events[-1].name) == (128, 72, "event 199")
+    assert (len(sent.links), sent.dropped_links_count) == (128, 24)
+    assert [link.span_id for link in sent.links[-2:]] == [(999).to_bytes(8), (1000).to_bytes(8)]
 
 
 def test_a_library_that_repeats_itself_is_heard_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import grpc
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from galley.client.options import Message
 from galley.common.metrics import catalogue
@@ -17,7 +17,6 @@ from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts
 from galley.common.tracing import telemetry
-from galley.common.tracing.span_queue import QueueLimits, SpanQueue
 from galley.common.tracing.telemetry import telemetry_to
 from galley.core import names
 from tests.fakes.kept_spans import KeptSpans, error_of, told
@@ -326,7 +325,9 @@ async def test_an_exporter_that_fails_touches_no_stream(
     world: World, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     exporter = Hanging(waits=waits)
-    processor = SpanQueue(exporter, QueueLimits(most=4, at_once=2, delay_s=0.001))
+    processor = BatchSpanProcessor(
+        exporter, max_queue_size=4, max_export_batch_size=2, schedule_delay_millis=1
+    )
     traces = telemetry_to(processor, "galley-gateway")
     gateway = await world.gateway_of(Parts(telemetry=traces))
     for heard in await asyncio.gather(*(hear(gateway.ask()) for _ in range(3))):
