@@ -62,8 +62,8 @@ async def _show(found: Announced, interval_s: float, console: Console, *, once: 
 
             leases = Leases(found.store)
             held.push_async_callback(leases.close)
-            ask = leases.ask
-        watched = live.Watched(found.services, interval_s, ask)
+            ask = leases.read
+        watched = live.Sources(found.services, interval_s, ask)
         if once:
             if not await live.once(watched, console):
                 raise fail("nobody answers", FAILED)

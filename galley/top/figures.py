@@ -1,4 +1,4 @@
-"""Numbers as the dashboard writes them: short, whatever they are; a dash for what is not known."""
+"""Format numbers for the dashboard: short, and a dash for unknown values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_SHARE = 10.0
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """As 12.3, 1234 or 12.3k."""
+    """Format a number as 12.3, 1234 or 12.3k."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     for unit, least, size in _UNITS:
@@ -22,18 +22,18 @@ def number(value: float | None, digits: int = 1) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Of a share."""
+    """Format a share, 0.5 as 50%; a dash outside [0, 10]."""
     return UNKNOWN if value is None or not 0 <= value <= _MOST_SHARE else f"{value:.0%}"
 
 
 def times_of(value: float | None) -> str:
-    """Of a ratio."""
+    """Format a ratio as 1.82×."""
     written = number(value, 2)
     return written if written == UNKNOWN else written + _TIMES
 
 
 def duration(seconds: float | None) -> str:
-    """As 340us, 1.2ms, 62ms, 1.2s or 3m."""
+    """Format seconds as 340us, 1.2ms, 62ms, 1.2s or 3m."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     if seconds >= 100:

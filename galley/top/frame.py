@@ -1,7 +1,8 @@
-"""What the dashboard shows, as plain values: the whole, its workloads. None is for what is not known. Pure.
+"""Compute what the dashboard shows of all gateways and of each workload. None stands for unknown. Pure.
 
-Acceptance is of the tokens that were verified; tokens a round are 1 + accepted / rounds; the speed-up is the
-estimated time of plain decoding over the real time of the same tokens, both as the gateways count them.
+The acceptance rate is accepted / verified draft tokens; tokens a round are 1 + accepted / rounds; the
+speed-up is the estimated plain-decoding time over the real time of the same tokens, both as the gateways
+count them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CLOSED = "closed"
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of a histogram of seconds: its median and its 99th percentile."""
+    """Median and 99th percentile of a histogram of seconds."""
 
     median_s: float | None = None
     high_s: float | None = None
@@ -28,7 +29,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How often since the services began, and how often within the last minute."""
+    """A count since the services started, and within the last minute."""
 
     total: float = 0.0
     lately: float = 0.0
@@ -36,7 +37,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """What the gateways hold against a replica: the worst that one of them does."""
+    """The worst state of a replica's circuit breaker over all gateways."""
 
     pool: str
     replica: str
@@ -45,7 +46,7 @@ class Breaker:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What drafts were worth."""
+    """Acceptance rate, tokens a round and speed-up."""
 
     acceptance: float | None = None
     tokens_per_round: float | None = None
@@ -54,7 +55,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One workload, over all gateways; `k` is the mean of those chosen."""
+    """One workload over all gateways; `k` is the mean of the chosen k."""
 
     name: str
     tokens_per_s: float | None
@@ -64,7 +65,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """All gateways together; `failed` are the calls that ended by a fault of ours."""
+    """All gateways together; `failed` counts calls that ended with a server error."""
 
     sessions: float | None
     tokens_per_s: float | None
@@ -80,7 +81,7 @@ class Overview:
 
 
 def overview_of(readings: Iterable[Reading]) -> Overview:
-    """Of what all gateways say."""
+    """Sum up the readings of all gateways."""
     gateways = of_pool(readings, GATEWAY)
     now, window = added(one.now for one in gateways), added(one.window.samples for one in gateways)
     return Overview(
@@ -99,7 +100,7 @@ def overview_of(readings: Iterable[Reading]) -> Overview:
 
 
 def workloads_of(readings: Iterable[Reading]) -> list[Workload]:
-    """The busiest first."""
+    """Return the workloads, the busiest first."""
     gateways = of_pool(readings, GATEWAY)
     window = added(one.window.samples for one in gateways)
     known = {name for one in gateways for name in by(one.now, names.CONFIRMED, names.WORKLOAD)}
@@ -108,29 +109,29 @@ def workloads_of(readings: Iterable[Reading]) -> list[Workload]:
 
 
 def of_pool(readings: Iterable[Reading], pool: str) -> list[Reading]:
-    """Those of one pool."""
+    """Return the readings of one pool."""
     return [one for one in readings if one.pool == pool]
 
 
 def times(grown: Samples, histogram: str) -> Times:
-    """Of what a histogram observed."""
+    """Return the quantiles of a histogram's increase."""
     return Times(quantile(grown, histogram, _MEDIAN), quantile(grown, histogram, _HIGH))
 
 
-def rate(readings: Iterable[Reading], name: str, **wanted: str) -> float | None:
-    """A second, all of them together; None if none of them tells."""
-    each = [ratio(total(one.recent.samples, name, **wanted), one.recent.seconds) for one in readings]
-    known = [of for of in each if of is not None]
+def rate(readings: Iterable[Reading], name: str, **labels: str) -> float | None:
+    """Return the increase per second over all readings; None if no reading has it."""
+    each = [ratio(total(one.recent.samples, name, **labels), one.recent.seconds) for one in readings]
+    known = [value for value in each if value is not None]
     return sum(known) if known else None
 
 
 def breakers_of(gateways: Sequence[Reading]) -> tuple[Breaker, ...]:
-    """Of every replica that a gateway watches, in order."""
+    """Return the breakers of all replicas that a gateway watches, sorted."""
     worst: dict[tuple[str, str], float] = {}
     for one in gateways:
-        for labels, value in one.now.get(names.BREAKER, {}).items():
-            told = dict(labels)
-            key = (told.get(names.POOL, ""), told.get(names.REPLICA, ""))
+        for pairs, value in one.now.get(names.BREAKER, {}).items():
+            labels = dict(pairs)
+            key = (labels.get(names.POOL, ""), labels.get(names.REPLICA, ""))
             worst[key] = max(value, worst.get(key, 0.0))
     return tuple(
         Breaker(pool, replica, _BREAKERS.get(round(value), "?"))
@@ -138,9 +139,9 @@ def breakers_of(gateways: Sequence[Reading]) -> tuple[Breaker, ...]:
     )
 
 
-def _speculation(window: Samples, **wanted: str) -> Speculation:
+def _speculation(window: Samples, **labels: str) -> Speculation:
     def grown(name: str) -> float | None:
-        return total(window, name, **wanted)
+        return total(window, name, **labels)
 
     rounds, accepted = grown(names.ROUNDS), grown(names.ACCEPTED)
     a_round = ratio(accepted or 0.0, rounds)
@@ -160,5 +161,5 @@ def _workload(name: str, gateways: Sequence[Reading], window: Samples) -> Worklo
     )
 
 
-def _count(now: Samples, window: Samples, name: str, **wanted: str) -> Count:
-    return Count(total(now, name, **wanted) or 0.0, total(window, name, **wanted) or 0.0)
+def _count(now: Samples, window: Samples, name: str, **labels: str) -> Count:
+    return Count(total(now, name, **labels) or 0.0, total(window, name, **labels) or 0.0)

@@ -1,4 +1,4 @@
-"""Scraping and showing, again and again: on a terminal in its other screen until q, elsewhere in lines."""
+"""Scrape and show repeatedly: on a terminal in its alternate screen until q, elsewhere as lines."""
 
 from __future__ import annotations
 
@@ -22,76 +22,76 @@ from galley.top.screen import Screen, Screens
 from galley.top.service import Service
 from galley.top.view import render
 
-AskRegistry = Callable[[], Awaitable[Registered]]
+ReadRegistry = Callable[[], Awaitable[Registered]]
 
 _QUIT_KEYS = b"qQ\x03\x04"
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """What is shown: services that tell metrics, and a registry that is asked, if there is one."""
+class Sources:
+    """What is shown: services that export metrics, and the registry if there is one."""
 
     services: tuple[Service, ...]
     interval_s: float
-    registry: AskRegistry | None = None
+    registry: ReadRegistry | None = None
 
 
 class Scraper:
-    """Keeps a fleet up to date."""
+    """Keep a fleet up to date."""
 
-    def __init__(self, watched: Watched) -> None:
-        self._registry = watched.registry
-        self.interval_s = watched.interval_s
-        self._timeout_s = min(TIMEOUT_S, max(1.0, watched.interval_s))
-        self._fleet = Fleet(watched.services, time.monotonic())
+    def __init__(self, sources: Sources) -> None:
+        self._registry = sources.registry
+        self.interval_s = sources.interval_s
+        self._timeout_s = min(TIMEOUT_S, max(1.0, sources.interval_s))
+        self._fleet = Fleet(sources.services, time.monotonic())
         self._screens = Screens(self._fleet)
 
-    async def again(self) -> Screen:
-        """Ask everybody at once, and say what is to be seen then."""
+    async def refresh(self) -> Screen:
+        """Scrape all services at once and return the next screen."""
         async with asyncio.TaskGroup() as group:
             for service in self._fleet.services:
-                group.create_task(self._ask(service))
+                group.create_task(self._scrape(service))
             if self._registry is not None:
-                group.create_task(self._ask_registry(self._registry))
+                group.create_task(self._read_registry(self._registry))
         return self._screens.next(time.monotonic())
 
-    async def _ask(self, service: Service) -> None:
+    async def _scrape(self, service: Service) -> None:
         try:
             samples = await scrape(service.metrics, self._timeout_s)
         except Away as away:
-            self._fleet.missed(service, time.monotonic(), str(away))
+            self._fleet.fail(service, time.monotonic(), str(away))
         else:
-            self._fleet.heard(service, time.monotonic(), samples)
+            self._fleet.add(service, time.monotonic(), samples)
 
-    async def _ask_registry(self, ask: AskRegistry) -> None:
-        self._fleet.registered = await ask()
+    async def _read_registry(self, read: ReadRegistry) -> None:
+        self._fleet.registered = await read()
 
 
-async def once(watched: Watched, console: Console) -> bool:
-    """Print the frame after two scrapes; whether anybody was there."""
-    scraper = Scraper(watched)
-    await scraper.again()
-    await asyncio.sleep(watched.interval_s)
-    screen = await scraper.again()
+async def once(sources: Sources, console: Console) -> bool:
+    """Print one frame after two scrapes; return True if any process is up."""
+    scraper = Scraper(sources)
+    await scraper.refresh()
+    await asyncio.sleep(sources.interval_s)
+    screen = await scraper.refresh()
     console.print(render(screen, console.width))
-    return screen.anybody
+    return screen.has_live_process
 
 
-async def lines(watched: Watched, console: Console) -> None:
-    """Print a frame after each scrape, but for the first, until cancelled."""
-    scraper = Scraper(watched)
-    await scraper.again()
+async def lines(sources: Sources, console: Console) -> None:
+    """Print a frame after each scrape but the first, until cancelled."""
+    scraper = Scraper(sources)
+    await scraper.refresh()
     while True:
-        await asyncio.sleep(watched.interval_s)
-        console.print(render(await scraper.again(), console.width))
+        await asyncio.sleep(sources.interval_s)
+        console.print(render(await scraper.refresh(), console.width))
         console.print()
 
 
-async def live(watched: Watched, console: Console) -> None:
-    """Show frames in the terminal's other screen until q is pressed; a cancelled one restores it too."""
-    scraper, done = Scraper(watched), asyncio.Event()
+async def live(sources: Sources, console: Console) -> None:
+    """Show frames in the terminal's alternate screen until q is pressed; restore it when cancelled too."""
+    scraper, done = Scraper(sources), asyncio.Event()
     loop = asyncio.get_running_loop()
-    screen = await scraper.again()
+    screen = await scraper.refresh()
     with Live(console=console, screen=True, auto_refresh=False) as shown, quit_key(done):
 
         def draw() -> None:
@@ -101,8 +101,8 @@ async def live(watched: Watched, console: Console) -> None:
             nonlocal screen
             while True:
                 draw()
-                await asyncio.sleep(watched.interval_s)
-                screen = await scraper.again()
+                await asyncio.sleep(sources.interval_s)
+                screen = await scraper.refresh()
 
         loop.add_signal_handler(signal.SIGWINCH, draw)
         try:
@@ -116,7 +116,7 @@ async def live(watched: Watched, console: Console) -> None:
 
 @contextlib.contextmanager
 def quit_key(done: asyncio.Event) -> Iterator[None]:
-    """Set `done` when q is pressed, or nobody is left to press it; the terminal is as before afterwards."""
+    """Set `done` when q is pressed or standard input ends; restore the terminal afterwards."""
     if not sys.stdin.isatty():
         yield
         return

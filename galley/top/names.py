@@ -1,4 +1,4 @@
-"""The metrics that `galley top` reads, by the names under which Prometheus knows them."""
+"""The metrics that `galley top` reads, by their Prometheus names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _only(metric: Metric) -> str:
     return name
 
 
-# What begins with none of these is not even read.
+# Series with other prefixes are skipped unread.
 READ: Final = ("galley_", "gen_ai_server_")
 
 BUILD: Final = _only(catalogue.BUILD)
@@ -62,5 +62,5 @@ BUCKET: Final = "_bucket"
 SUM: Final = "_sum"
 COUNT: Final = "_count"
 BOUND: Final = "le"
-# What only grows, but for a process that begins anew.
+# Series that only grow, except when a process restarts.
 GROWING: Final = ("_total", BUCKET, SUM, COUNT)

@@ -1,4 +1,4 @@
-"""The rows of the table of processes: what each says of itself, and what the registry says of it. Pure."""
+"""Build the rows of the replica table from scrapes and leases. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UP, AWAY, DRAINING, LEASED = "up", "away", "draining", "leased"
 
 @dataclass(frozen=True, slots=True)
 class Kv:
-    """Blocks of a target's pool; `cached` hold what no session uses now. None where it is not told apart."""
+    """Blocks of a target's KV pool; `cached` hold prefixes that no session uses. None: not distinguished."""
 
     used: float
     cached: float | None
@@ -29,15 +29,16 @@ class Kv:
 
     @property
     def all(self) -> float:
-        """Those of the pool."""
+        """Return the size of the pool."""
         return self.used + (self.cached or 0.0) + self.free
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A process. `sessions` and `rows` are means of its batches, for a gateway `sessions` are those open.
+    """One process. `sessions` and `rows` are means over its batches, or a gateway's open sessions.
 
-    `state`: up, away (`problem` says why, for `away_s`), draining, or leased: known by its registration only.
+    `state`: up, away (`problem` says why, since `away_s` seconds), draining, or leased: known by its lease
+    only.
     """
 
     pool: str
@@ -57,7 +58,7 @@ class Replica:
 
 
 def replicas_of(readings: Sequence[Reading], registered: Registered) -> list[Replica]:
-    """By pool, each in the order in which it was named; then those that are only registered."""
+    """Return the rows by pool: scraped services in their order, then replicas that only have a lease."""
     leases: dict[str, dict[str, Lease]] = {
         TARGET: {lease.address: lease for lease in registered.targets},
         DRAFT: {lease.address: lease for lease in registered.drafts},
@@ -69,14 +70,14 @@ def replicas_of(readings: Sequence[Reading], registered: Registered) -> list[Rep
     scraped = {row.address for row in rows}
     for pool, of_pool_ in leases.items():
         rows += [_leased(pool, lease) for lease in of_pool_.values() if lease.address not in scraped]
-    held = {(one.pool, one.replica): one.state for one in breakers_of(of_pool(readings, GATEWAY))}
-    rows = [replace(row, breaker=held.get((row.pool, row.address), "")) for row in rows]
+    breakers = {(one.pool, one.replica): one.state for one in breakers_of(of_pool(readings, GATEWAY))}
+    rows = [replace(row, breaker=breakers.get((row.pool, row.address), "")) for row in rows]
     order = {pool: at for at, pool in enumerate(POOLS)}
     return sorted(rows, key=lambda row: order.get(row.pool, len(order)))
 
 
 def _lease_of(one: Reading, readings: Sequence[Reading], leases: dict[str, Lease]) -> Lease | None:
-    """Its own, or where it does not say its address, the one on its host, if there each has only one."""
+    """Return a service's lease: by its address, else the only lease on a host with one service."""
     if one.service.address:
         return leases.get(one.service.address)
     host = _host(one.service.metrics)

@@ -1,8 +1,8 @@
-"""Asking a service for its metrics, and reading what it says, within strict limits of size and time.
+"""Fetch and read a service's metrics within strict limits of size and time.
 
-Whoever answers at the address is not trusted: an answer may be of MAX_BYTES and take TIMEOUT_S; of it, only
-metrics of ours are read, MAX_ROWS of them, of lines no longer than MAX_LINE. Numbers that are not finite are
-left out, and what cannot be shown in a terminal is replaced.
+The server is not trusted: a response has at most MAX_BYTES and takes at most TIMEOUT_S; only our own metrics
+are read, at most MAX_ROWS lines of at most MAX_LINE characters. Numbers that are not finite are left out, and
+characters that a terminal would obey are replaced.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ MAX_LINE = 4096
 MAX_ROWS = 10_000
 MAX_TEXT = 200
 _PIECE = 64 * 1024
-# HTTP/1.0: no chunks, and the connection's end is the answer's.
+# HTTP/1.0: no chunks, and the response ends with the connection.
 _REQUEST = (
     "GET /metrics HTTP/1.0\r\nHost: {host}\r\nAccept: text/plain; version=0.0.4\r\n"
     "User-Agent: galley-top\r\nConnection: close\r\n\r\n"
 )
-_UNREADABLE = "sent what cannot be read"
+_UNREADABLE = "unreadable response"
 
 
 class Away(Exception):
-    """A service that does not tell its metrics; the message says why in a few words."""
+    """A service whose metrics cannot be had; the message says why in a few words."""
 
 
 async def scrape(address: str, timeout_s: float = TIMEOUT_S) -> Samples:
-    """The metrics that are told at `address` (host:port). Raises Away."""
+    """Return the metrics exported at `address` (host:port). Raises Away."""
     raw = await fetch(address, timeout_s)
-    # In a thread, so that a key is heard meanwhile.
+    # In a thread, so that keys are read meanwhile.
     return await asyncio.to_thread(read_samples, body_of(raw))
 
 
 async def fetch(address: str, timeout_s: float = TIMEOUT_S) -> bytes:
-    """The whole response, headers too, as it was sent. Raises Away."""
+    """Return the whole response with its headers, as it was sent. Raises Away."""
     try:
         host, port = host_and_port(address)
         async with asyncio.timeout(timeout_s):
@@ -77,12 +77,12 @@ async def _until_end(reader: asyncio.StreamReader) -> bytes:
 def _why(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "refused"
-    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return shown(str(said))
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return printable(str(reason))
 
 
 class _Received:
-    """Stands in for the socket that http.client reads a response from."""
+    """The socket that http.client reads a response from, over bytes."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
@@ -92,7 +92,7 @@ class _Received:
 
 
 def body_of(raw: bytes) -> str:
-    """Raises Away unless it is a good response in plain text."""
+    """Return the body of a response. Raises Away unless it is plain text with status 200."""
     response = http.client.HTTPResponse(cast("socket.socket", _Received(raw)))
     try:
         response.begin()
@@ -107,13 +107,13 @@ def body_of(raw: bytes) -> str:
 
 
 def read_samples(text: str) -> Samples:
-    """Our own metrics of an exposition, Prometheus's or OpenMetrics'. Raises Away if it is neither."""
+    """Return our metrics of a Prometheus or OpenMetrics exposition. Raises Away if it is neither."""
     samples: dict[str, dict[Labels, float]] = {}
     try:
         for family in text_string_to_metric_families("\n".join(_ours(text))):
             for sample in family.samples:
                 value = float(sample.value)
-                labels = sorted((shown(name), shown(of)) for name, of in sample.labels.items())
+                labels = sorted((printable(name), printable(label)) for name, label in sample.labels.items())
                 if math.isfinite(value):
                     samples.setdefault(sample.name, {})[tuple(labels)] = value
     except (ValueError, IndexError, KeyError, OverflowError):
@@ -122,7 +122,7 @@ def read_samples(text: str) -> Samples:
 
 
 def _ours(text: str) -> Iterator[str]:
-    """The lines that hold values of ours; the parser does without the others, and long ones are slow."""
+    """Yield the lines of our metrics; the parser does not need the others, and long lines are slow."""
     rows = 0
     for line in text.split("\n"):
         if not line.startswith(names.READ):
@@ -133,7 +133,7 @@ def _ours(text: str) -> Iterator[str]:
         yield line
 
 
-def shown(text: str) -> str:
-    """Without what a terminal would obey, and not too long."""
+def printable(text: str) -> str:
+    """Return `text` without control characters, cut to MAX_TEXT."""
     cut = text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
     return cut if cut.isprintable() else "".join(char if char.isprintable() else "?" for char in cut)

@@ -1,4 +1,4 @@
-"""From what was heard to what is shown now; it remembers the speeds that it has shown. Pure."""
+"""Build each frame from the fleet; remember the speeds of earlier frames. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HISTORY = 60
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """All that one frame shows; `history` are the tokens per second of it and those before."""
+    """What one frame shows; `history` holds the tokens per second of this frame and earlier ones."""
 
     overview: Overview
     replicas: list[Replica]
@@ -24,20 +24,20 @@ class Screen:
     problem: str
 
     @property
-    def anybody(self) -> bool:
-        """Whether any process is there, by its own word or the registry's."""
+    def has_live_process(self) -> bool:
+        """Return True if any process is up or leased."""
         return any(row.state != AWAY for row in self.replicas)
 
 
 class Screens:
-    """Of one fleet, frame by frame."""
+    """The frames of one fleet."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._history: deque[float] = deque(maxlen=HISTORY)
 
     def next(self, now_s: float) -> Screen:
-        """The frame of this moment, which goes into the history."""
+        """Return the frame of this moment and add its speed to the history."""
         readings = self._fleet.readings(now_s)
         registered = self._fleet.registered
         overview = overview_of(readings)

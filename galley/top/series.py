@@ -1,4 +1,4 @@
-"""What a service says of itself at one moment, and what grew between two: sums, means, quantiles. Pure."""
+"""Compute sums, means and quantiles of scraped samples, and increases between two scrapes. Pure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import TypeAlias
 from galley.top import names
 
 Labels: TypeAlias = "tuple[tuple[str, str], ...]"
-# By name and (sorted) labels; finite numbers only.
+# Values by name and sorted labels; finite numbers only.
 Samples: TypeAlias = "Mapping[str, Mapping[Labels, float]]"
 
 
 def growth(before: Samples, after: Samples) -> Samples:
-    """By how much what grows has grown: all of `after` where the process has begun anew meanwhile.
+    """Return the increase of all counters; all of `after` if the process restarted meanwhile.
 
-    That any of it fell shows that it has. What was not there before began at 0.
+    A counter that fell shows a restart. A series that is new started at 0.
     """
     counters = {name: rows for name, rows in after.items() if name.endswith(names.GROWING)}
-    if _began_anew(before, counters):
+    if _restarted(before, counters):
         return counters
     return {
         name: {labels: value - before.get(name, {}).get(labels, 0.0) for labels, value in rows.items()}
@@ -28,7 +28,7 @@ def growth(before: Samples, after: Samples) -> Samples:
     }
 
 
-def _began_anew(before: Samples, counters: Samples) -> bool:
+def _restarted(before: Samples, counters: Samples) -> bool:
     return any(
         value < before.get(name, {}).get(labels, 0.0)
         for name, rows in counters.items()
@@ -37,7 +37,7 @@ def _began_anew(before: Samples, counters: Samples) -> bool:
 
 
 def added(parts: Iterable[Samples]) -> Samples:
-    """The sums of what several say under the same name and labels."""
+    """Sum several sets of samples by name and labels."""
     sums: dict[str, dict[Labels, float]] = {}
     for part in parts:
         for name, rows in part.items():
@@ -47,32 +47,33 @@ def added(parts: Iterable[Samples]) -> Samples:
     return sums
 
 
-def total(samples: Samples, name: str, **wanted: str) -> float | None:
-    """The sum over all rows with these labels; None if there is none."""
-    asked = set(wanted.items())
-    found = [value for labels, value in samples.get(name, {}).items() if asked <= set(labels)]
+def total(samples: Samples, name: str, **labels: str) -> float | None:
+    """Return the sum over all rows with these labels; None if there is no such row."""
+    wanted = set(labels.items())
+    found = [value for pairs, value in samples.get(name, {}).items() if wanted <= set(pairs)]
     return sum(found) if found else None
 
 
 def by(samples: Samples, name: str, label: str) -> dict[str, float]:
-    """The sums by the value of a label; rows without it are left out."""
+    """Return sums by the value of a label; rows without the label are left out."""
     sums: dict[str, float] = defaultdict(float)
     for labels, value in samples.get(name, {}).items():
-        for key, of in labels:
+        for key, text in labels:
             if key == label:
-                sums[of] += value
+                sums[text] += value
     return dict(sums)
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
-    """None where it would say nothing."""
+    """Return part / whole, or None if either is unknown or `whole` is not positive."""
     return part / whole if part is not None and whole and whole > 0 else None
 
 
-def mean(samples: Samples, histogram: str, **wanted: str) -> float | None:
-    """Of what a histogram has observed; None if nothing."""
+def mean(samples: Samples, histogram: str, **labels: str) -> float | None:
+    """Return the mean of a histogram's observations; None if there are none."""
     return ratio(
-        total(samples, histogram + names.SUM, **wanted), total(samples, histogram + names.COUNT, **wanted)
+        total(samples, histogram + names.SUM, **labels),
+        total(samples, histogram + names.COUNT, **labels),
     )
 
 

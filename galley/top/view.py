@@ -1,6 +1,6 @@
-"""The dashboard as Rich shows it: a few lines on the whole, then the processes, then the workloads.
+"""Render the dashboard with Rich: a few lines on the whole, then the replicas, then the workloads.
 
-It fits 80 columns of 24 lines; where there is more than room, it says how much is not shown.
+It fits 80 columns of 24 lines; where rows do not fit, it says how many are not shown.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _STATES = {UP: "green", AWAY: "bold red", DRAINING: "yellow", LEASED: "dim"}
 _USED, _CACHED, _FREE = "█", "▒", "░"
 _BAR_CELLS = 12
 _SPARKS = "▁▂▃▄▅▆▇█"
-# Lines that are there whatever is shown: title, three of figures, a blank and the heads of each table.
+# Lines of every frame: title, three lines of figures, and a blank and a header for each table.
 _FIXED_LINES = 8
 
 
 def render(screen: Screen, width: int, height: int | None = None) -> RenderableType:
-    """One frame of so many columns, and lines where they are bounded."""
+    """Render one frame of `width` columns and at most `height` lines."""
     wide = width >= WIDE
     replicas, workloads = screen.replicas, screen.workloads
     lines = [_title(screen, live=height is not None), *_figures(screen.overview)]
@@ -50,7 +50,7 @@ def render(screen: Screen, width: int, height: int | None = None) -> RenderableT
 
 
 def share(room: int | None, first: int, second: int) -> tuple[int, int]:
-    """How many rows of two tables are shown; a line that says what is left out takes a row. None: all."""
+    """Return how many rows of two tables fit; a line that counts hidden rows takes one. None: all fit."""
     if room is None or first + second <= room:
         return first, second
     least = max(2, room // 2)
@@ -59,12 +59,12 @@ def share(room: int | None, first: int, second: int) -> tuple[int, int]:
     return _cut(first, of_first), _cut(second, of_second)
 
 
-def _cut(there: int, room: int) -> int:
-    return there if there <= room else room - 1
+def _cut(count: int, room: int) -> int:
+    return count if count <= room else room - 1
 
 
-def _rest(there: int, shown: int) -> list[Text]:
-    return [] if shown == there else [Text(f"and {there - shown} more", style="dim")]
+def _rest(count: int, visible: int) -> list[Text]:
+    return [] if visible == count else [Text(f"and {count - visible} more", style="dim")]
 
 
 # ----------------------------------------------------------------------------------------- figures --
@@ -75,24 +75,24 @@ def _line(*parts: tuple[str, str]) -> Text:
 
 
 def _title(screen: Screen, *, live: bool) -> Text:
-    there = sum(row.state != AWAY for row in screen.replicas)
+    up = sum(row.state != AWAY for row in screen.replicas)
     sessions = number(screen.overview.sessions, 0)
-    said = f" · {there} of {len(screen.replicas)} up · {sessions} sessions"
-    spans = f" · speeds of {RATE_S:g} s, else of {WINDOW_S:g} s"
-    return _line(("galley top", "bold"), (said, ""), (spans + (" · q quits" if live else ""), "dim"))
+    counts = f" · {up} of {len(screen.replicas)} up · {sessions} sessions"
+    spans = f" · rates: {RATE_S:g} s, others: {WINDOW_S:g} s"
+    return _line(("galley top", "bold"), (counts, ""), (spans + (" · q quits" if live else ""), "dim"))
 
 
 def _figures(whole: Overview) -> list[Text]:
-    worth = whole.speculation
+    speculation = whole.speculation
     breakers = [one for one in whole.breakers if one.state != CLOSED]
-    held = [f"{one.pool} {one.replica} {one.state}" for one in breakers]
+    open_breakers = [f"{one.pool} {one.replica} {one.state}" for one in breakers]
     return [
         _named(
             ("tokens/s", number(whole.tokens_per_s)),
             ("rounds/s", number(whole.rounds_per_s)),
-            ("tokens/round", number(worth.tokens_per_round, 2)),
-            ("accepted", percent(worth.acceptance)),
-            ("speed-up", times_of(worth.speed_up)),
+            ("tokens/round", number(speculation.tokens_per_round, 2)),
+            ("accepted", percent(speculation.acceptance)),
+            ("speed-up", times_of(speculation.speed_up)),
         ),
         _named(
             ("p50/p99 first token", _both(whole.first_token)),
@@ -100,11 +100,11 @@ def _figures(whole: Overview) -> list[Text]:
             ("commit", _both(whole.commit)),
         ),
         _named(
-            ("refused", _counted(whole.refused)),
+            ("rejected", _counted(whole.refused)),
             ("failovers", _counted(whole.failovers)),
             ("failed", _counted(whole.failed)),
-            ("breakers", ", ".join(held) or ("closed" if whole.breakers else UNKNOWN)),
-            alarm={"breakers"} if held else set(),
+            ("breakers", ", ".join(open_breakers) or ("closed" if whole.breakers else UNKNOWN)),
+            alarm={"breakers"} if open_breakers else set(),
         ),
     ]
 
@@ -125,7 +125,7 @@ def _counted(count: Count) -> str:
 
 
 def _history(values: Sequence[float]) -> Text:
-    """The speeds of the frames before, each as high as it was beside the highest."""
+    """Draw the speeds of earlier frames relative to the highest."""
     highest = max(values, default=0.0)
     if highest <= 0:
         return _line(("tokens/s over time ", "dim"), (UNKNOWN, ""))
@@ -140,15 +140,15 @@ def _spark(height: float) -> str:
 # ------------------------------------------------------------------------------------------ tables --
 
 
-def _table(*columns: str, words: set[str], give_way: set[str]) -> Table:
-    """Columns of `words` stand left, all others are numbers; some are cut where there is no room for all."""
+def _table(*columns: str, text: set[str], shrinkable: set[str]) -> Table:
+    """Make a table: columns in `text` are left-aligned, those in `shrinkable` are cut where room is short."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in columns:
-        # Rich takes width from those that may be wrapped; their cells are cut instead.
+        # Rich takes width from columns that may wrap; their cells are cut instead.
         table.add_column(
             name,
-            justify="left" if name in words else "right",
-            no_wrap=name not in give_way,
+            justify="left" if name in text else "right",
+            no_wrap=name not in shrinkable,
             overflow="ellipsis",
         )
     return table
@@ -158,14 +158,14 @@ def _cell(text: str, style: str = "") -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
-def _replica_table(rows: Sequence[Replica], shown: int, *, wide: bool) -> Table:
+def _replica_table(rows: Sequence[Replica], visible: int, *, wide: bool) -> Table:
     more = ("batches/s", "preempted", "breaker") if wide else ()
     table = _table(
         *("pool", "replica", "state", "sess", "queue", "oldest", "rows", *more, "KV"),
-        words={"pool", "replica", "state", "KV"},
-        give_way={"replica", "KV"},
+        text={"pool", "replica", "state", "KV"},
+        shrinkable={"replica", "KV"},
     )
-    for row in rows[:shown]:
+    for row in rows[:visible]:
         extra = (number(row.batches_per_s), number(row.preempted, 0), row.breaker or UNKNOWN) if wide else ()
         table.add_row(
             row.pool or "?",
@@ -202,17 +202,17 @@ def _bar(kv: Kv | None) -> Text:
     )
 
 
-def _workload_table(rows: Sequence[Workload], shown: int) -> Table:
+def _workload_table(rows: Sequence[Workload], visible: int) -> Table:
     heads = ("workload", "tokens/s", "k", "accepted", "tokens/round", "speed-up")
-    table = _table(*heads, words={"workload"}, give_way={"workload"})
-    for row in rows[:shown]:
-        worth = row.speculation
+    table = _table(*heads, text={"workload"}, shrinkable={"workload"})
+    for row in rows[:visible]:
+        speculation = row.speculation
         table.add_row(
             _cell(row.name or "(no label)"),
             number(row.tokens_per_s),
             number(row.k),
-            percent(worth.acceptance),
-            number(worth.tokens_per_round, 2),
-            times_of(worth.speed_up),
+            percent(speculation.acceptance),
+            number(speculation.tokens_per_round, 2),
+            times_of(speculation.speed_up),
         )
     return table

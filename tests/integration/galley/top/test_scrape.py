@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galley.top import scrape as scraping
-from galley.top.scrape import Away, read_samples, scrape, shown
+from galley.top.scrape import Away, printable, read_samples, scrape
 from galley.top.service import host_and_port, named_by_address
 from tests.fakes.metric_servers import answering, nobody, telling
 from tests.unit.galley.top.sample import services, text
@@ -47,7 +47,7 @@ def test_numbers_that_are_none_and_metrics_of_others_are_left_out() -> None:
 def test_what_a_terminal_would_obey_is_replaced() -> None:
     (labels,) = read_samples('galley_a{w="\x1b[2J[red]\u202e"} 1\n')["galley_a"]
     assert labels == (("w", "?[2J[red]?"),)
-    assert shown("x" * 500) == "x" * (scraping.MAX_TEXT - 1) + "…"
+    assert printable("x" * 500) == "x" * (scraping.MAX_TEXT - 1) + "…"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_a_terminal_would_obey_is_replaced() -> None:
     ["galley_a{", "galley_a", "galley_a x", 'galley_a{w="x} 1', "galley_a " + "9" * 400, 'galley_{=","} 1'],
 )
 def test_what_cannot_be_read_is_told(told: str) -> None:
-    with pytest.raises(Away, match="cannot be read"):
+    with pytest.raises(Away, match="unreadable"):
         read_samples(told)
 
 
@@ -116,12 +116,12 @@ async def test_an_answer_without_end_is_cut_off() -> None:
     ["", "host", "host:", ":1", "host:0", "host:65536", "host:1x", "::1:9", "[::1]", "host:" + "9" * 5000],
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="no host:port"):
+    with pytest.raises(ValueError, match="must be host:port"):
         host_and_port(address)
 
 
 def test_addresses() -> None:
     assert host_and_port("[::1]:9464") == ("::1", 9464)
     assert [one.metrics for one in named_by_address("a:1, b:2,,a:1")] == ["a:1", "b:2"]
-    with pytest.raises(ValueError, match="no address"):
+    with pytest.raises(ValueError, match="at least one address"):
         named_by_address(" , ")

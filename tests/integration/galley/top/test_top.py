@@ -149,10 +149,10 @@ async def test_registered_replicas_are_shown_and_a_store_that_goes_away_is_told(
         await registry.publish(DRAFT_POOL, lease)
         await registry.close()
         leases = Leases(server.url)
-        told = await leases.ask()
+        told = await leases.read()
         assert [one.address for one in told.drafts] == ["10.0.0.8:5?[2J"]
         assert (list(told.targets), told.problem) == ([], "")
-    away = await leases.ask()
+    away = await leases.read()
     await leases.close()
     assert away.problem
     assert not away.drafts

@@ -48,11 +48,11 @@ def fleet(*, without: str = "", why: str = "refused") -> tuple[Fleet, float]:
     """The fleet after both scrapes, and when that is; one service may be away at the second."""
     told, end_s = Fleet(services(), 0.0), 100.0 + seconds()
     for service in services():
-        told.heard(service, 100.0, samples(service, 0))
+        told.add(service, 100.0, samples(service, 0))
         if service.name == without:
-            told.missed(service, end_s, why)
+            told.fail(service, end_s, why)
         else:
-            told.heard(service, end_s, samples(service, 1))
+            told.add(service, end_s, samples(service, 1))
     return told, end_s
 
 

@@ -41,9 +41,9 @@ def a_screen(*told: tuple[float, Service, str | None], registered: Registered | 
     fleet.registered = registered or Registered()
     for at_s, service, text in told:
         if text is None:
-            fleet.missed(service, at_s, "refused")
+            fleet.fail(service, at_s, "refused")
         else:
-            fleet.heard(service, at_s, read_samples(text))
+            fleet.add(service, at_s, read_samples(text))
     return Screens(fleet).next(told[-1][0])
 
 
@@ -200,7 +200,7 @@ def test_a_service_that_is_away_says_nothing_of_now_and_comes_back() -> None:
 def test_before_it_was_heard_a_service_is_away() -> None:
     screen = a_screen((5, GATEWAY, None))
     assert {row.state for row in screen.replicas} == {AWAY}
-    assert not screen.anybody
+    assert not screen.has_live_process
 
 
 def test_rows_are_by_pool_and_known_by_what_they_say() -> None:
@@ -225,7 +225,7 @@ def test_a_lease_goes_to_the_scraped_replica_on_its_host_and_others_have_rows_of
     leased = rows["10.0.0.7:5"]
     assert (leased.state, leased.queue, leased.kv) == (LEASED, 3, Kv(75, None, 25))
     assert (rows["10.0.0.8:5"].pool, rows["10.0.0.8:5"].sessions, rows["10.0.0.8:5"].queue) == ("draft", 4, 2)
-    assert screen.anybody
+    assert screen.has_live_process
 
 
 def test_two_leases_on_a_host_are_not_guessed_at() -> None:
@@ -281,7 +281,7 @@ def test_no_numbers_whatever_they_are_break_a_frame(data: st.DataObject) -> None
             told = sample.samples(service, 1)
             drawn = cycle(data.draw(st.lists(numbers, min_size=1, max_size=11)))
             wild = {name: {labels: next(drawn) for labels in rows} for name, rows in told.items()}
-            fleet.heard(service, at_s, wild)
+            fleet.add(service, at_s, wild)
     screen = Screens(fleet).next(3.0)
     width, height = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 60))
     assert plain(render(screen, width, height), width)
