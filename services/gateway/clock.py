@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 
+SECOND = 1_000_000_000
+"""Nanoseconds."""
+
 
 class MonotonicClock:
-    """Nanoseconds of the process's monotonic clock: see `galley.core.session.ports.Clock`."""
+    """A Clock (`galley.core.session.ports`): nanoseconds of the process's monotonic clock."""
 
     now_ns = staticmethod(time.monotonic_ns)

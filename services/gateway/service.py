@@ -22,21 +22,21 @@ from galley.core.store import SessionStore, StoredSession
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.auth.build import build_authentication
 from services.gateway.auth.interceptor import PrincipalInterceptor
-from services.gateway.clock import MonotonicClock
+from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.metrics import observe_gateway
-from services.gateway.replicas.draft_session import SessionDraft
-from services.gateway.replicas.drafts import Drafts
-from services.gateway.replicas.membership import Registered, Source, Told
-from services.gateway.replicas.peers import Peers
-from services.gateway.replicas.target_session import SessionTarget
-from services.gateway.replicas.targets import Targets
+from services.gateway.replicas.addresses import ReplicaChannels
+from services.gateway.replicas.draft_session import DraftSession
+from services.gateway.replicas.drafts import DraftPool
+from services.gateway.replicas.membership import AddressSource, RegisteredAddresses, StaticAddresses
+from services.gateway.replicas.target_session import TargetSession
+from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.served_model import ServedModel
 from services.gateway.request.tokenize import Tokenizer
 from services.gateway.request.validate import Limits
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import Streams
-from services.gateway.session.timeouts import SECOND, Timeouts, patiently
+from services.gateway.session.timeouts import Timeouts, patiently
 from services.gateway.settings import MAX_DRAFT_TOKENS, NO_DRAFT, TUNING, GatewaySettings, Tuning
 from services.gateway.store.redis import RedisStore
 from services.gateway.telemetry.call_metrics import CallMetrics
@@ -119,10 +119,10 @@ def build(
     Raises BadFile.
     """
     refuse_bad_files(settings.redis_url)
-    peers = Peers(settings)
+    channels = ReplicaChannels(settings)
 
     async def build_gateway(server: grpc.aio.Server, parts: Parts) -> GatewayService:
-        return await _build(settings, tuning, peers, open_store, server, parts)
+        return await _build(settings, tuning, channels, open_store, server, parts)
 
     return build_gateway
 
@@ -145,7 +145,7 @@ def interceptors(settings: GatewaySettings, tuning: Tuning = TUNING) -> Intercep
 async def _build(
     settings: GatewaySettings,
     tuning: Tuning,
-    peers: Peers,
+    channels: ReplicaChannels,
     open_store: StoreOpener,
     server: grpc.aio.Server,
     parts: Parts,
@@ -153,12 +153,12 @@ async def _build(
     parts.readiness.stage("loading the tokenizer")
     tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
     async with AsyncExitStack() as opened:
-        targets = _targets(settings, tokenizer, lambda address: peers.open_target(address, parts))
+        targets = _targets(settings, tokenizer, lambda address: channels.open_target(address, parts))
         opened.push_async_callback(targets.close)
         parts.readiness.stage("waiting for a target")
         await targets.start(settings.startup_timeout_s)
         parts.readiness.stage("pairing with the drafts")
-        drafts = _drafts(settings, tokenizer, lambda address: peers.open_draft(address, parts))
+        drafts = _drafts(settings, tokenizer, lambda address: channels.open_draft(address, parts))
         opened.push_async_callback(drafts.close)
         await _meet_drafts(settings, drafts)
         parts.readiness.stage("connecting to the session store")
@@ -170,7 +170,7 @@ async def _build(
         streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
         observers = RequestObservers(_CLOCK)
         if (registry := parts.metrics) is not None:
-            observe_peers(registry, peers.files)
+            observe_peers(registry, channels.files)
             observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
             observers = RequestObservers(
                 _CLOCK, CallMetrics(registry, model.name), SessionMetrics(registry, model.name)
@@ -194,15 +194,15 @@ def _streams(
     settings: GatewaySettings,
     tuning: Tuning,
     store: SessionStore,
-    drafts: Drafts,
-    targets: Targets,
+    drafts: DraftPool,
+    targets: TargetPool,
     tokenizer: Tokenizer,
 ) -> Streams:
     may_look_up = tuning.lookup_fallback and settings.draft != NO_DRAFT
 
     def ports_of(stored: StoredSession, session: Session) -> Ports:
-        target = SessionTarget(targets, session.answer.fingerprint or "", stored.directory.target)
-        draft = SessionDraft(drafts, stored.directory.draft, may_look_up=may_look_up)
+        target = TargetSession(targets, session.answer.fingerprint or "", stored.directory.target)
+        draft = DraftSession(drafts, stored.directory.draft, may_look_up=may_look_up)
         return Ports(draft, target, _CLOCK)
 
     return Streams(
@@ -229,10 +229,10 @@ def _id_secret(settings: GatewaySettings) -> bytes:
     return given or secrets.token_bytes(32)
 
 
-def _targets(settings: GatewaySettings, tokenizer: Tokenizer, open_channel: ChannelOpener) -> Targets:
+def _targets(settings: GatewaySettings, tokenizer: Tokenizer, open_channel: ChannelOpener) -> TargetPool:
     told = _addresses(settings.target)
-    source = Told(told) if told else Registered(_registry(settings), TARGET_POOL)
-    return Targets(
+    source = StaticAddresses(told) if told else RegisteredAddresses(_registry(settings), TARGET_POOL)
+    return TargetPool(
         source,
         tokenizer.hash,
         open_channel,
@@ -242,16 +242,18 @@ def _targets(settings: GatewaySettings, tokenizer: Tokenizer, open_channel: Chan
     )
 
 
-def _drafts(settings: GatewaySettings, tokenizer: Tokenizer, open_channel: ChannelOpener) -> Drafts:
+def _drafts(settings: GatewaySettings, tokenizer: Tokenizer, open_channel: ChannelOpener) -> DraftPool:
     if settings.draft:
-        source: Source = Told([] if settings.draft == NO_DRAFT else _addresses(settings.draft))
+        source: AddressSource = StaticAddresses(
+            [] if settings.draft == NO_DRAFT else _addresses(settings.draft)
+        )
     else:
-        source = Registered(_registry(settings), DRAFT_POOL)
+        source = RegisteredAddresses(_registry(settings), DRAFT_POOL)
     timeout_ns = int(settings.draft_timeout_s * SECOND)
-    return Drafts(source, tokenizer.hash, open_channel, _CLOCK, timeout_ns)
+    return DraftPool(source, tokenizer.hash, open_channel, _CLOCK, timeout_ns)
 
 
-async def _meet_drafts(settings: GatewaySettings, drafts: Drafts) -> None:
+async def _meet_drafts(settings: GatewaySettings, drafts: DraftPool) -> None:
     """Drafts that are away are paired with later; told ones, all of another tokenizer, are refused now."""
     await drafts.start()
     if settings.draft and drafts.mismatch is not None:
@@ -289,7 +291,7 @@ def _timeouts(settings: GatewaySettings, tuning: Tuning) -> Timeouts:
 
 
 def _served_model(
-    settings: GatewaySettings, tokenizer: Tokenizer, targets: Targets, drafts: Drafts
+    settings: GatewaySettings, tokenizer: Tokenizer, targets: TargetPool, drafts: DraftPool
 ) -> ServedModel:
     max_draft_tokens = min(MAX_DRAFT_TOKENS, targets.info.max_draft_tokens)
     name = settings.model_name or targets.info.model

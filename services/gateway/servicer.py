@@ -22,6 +22,7 @@ from galley.core.session.ports import Clock
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.auth.interceptor import caller
+from services.gateway.clock import SECOND
 from services.gateway.request import respond as events_pb
 from services.gateway.request.served_model import ServedModel
 from services.gateway.request.session_id import session_id_for
@@ -35,7 +36,6 @@ from services.gateway.request.validate import (
 from services.gateway.session.pump import Pump
 from services.gateway.session.runner import SessionRunner
 from services.gateway.session.streams import Streams
-from services.gateway.session.timeouts import SECOND
 from services.gateway.telemetry.observer import RequestObserver, RequestObservers
 
 

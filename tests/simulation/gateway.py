@@ -10,14 +10,15 @@ from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL
 from galley.core.errors import TargetUnavailable
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import StoredSession
-from services.gateway.replicas.membership import Registered
-from services.gateway.replicas.targets import Targets
+from services.gateway.clock import SECOND
+from services.gateway.replicas.membership import RegisteredAddresses
+from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.served_model import ServedModel
 from services.gateway.request.validate import Limits
 from services.gateway.service import GatewayService
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
-from services.gateway.session.timeouts import SECOND, Timeouts
+from services.gateway.session.timeouts import Timeouts
 from services.gateway.telemetry.observer import RequestObservers
 from tests.simulation.loop import Process
 from tests.simulation.redis import SimRegistry, SimStore
@@ -77,8 +78,8 @@ class SimGateway:
         registry: Any = SimRegistry(world.redis, self.process)
         channel: Any = self._channel
         self.store = SimStore(world.redis, self.process, world.ledger)
-        self.targets = Targets(
-            Registered(registry, TARGET_POOL),
+        self.targets = TargetPool(
+            RegisteredAddresses(registry, TARGET_POOL),
             TOKENIZER,
             channel,
             self.clock,
@@ -87,7 +88,7 @@ class SimGateway:
             asked.hedge_quantile,
         )
         self.drafts = CountedDrafts(
-            Registered(registry, DRAFT_POOL), TOKENIZER, channel, self.clock, TIMEOUTS.draft_ns
+            RegisteredAddresses(registry, DRAFT_POOL), TOKENIZER, channel, self.clock, TIMEOUTS.draft_ns
         )
         self.drafts.ledger = world.ledger
         self.streams = CountedStreams(

@@ -34,12 +34,12 @@ def _check_counts(world: World, gateway: SimGateway) -> None:
     ledger = world.ledger
     if gateway.streams.left:
         ledger.violate(f"{gateway.address} has {gateway.streams.left} that nobody uses")
-    for target in gateway.targets._members.values():
-        if target.items or target._rows:
-            counted = f"{target.items} items and {target._rows} rows at {target.address}"
+    for target in gateway.targets._replicas.values():
+        if target.open_requests or target._rows:
+            counted = f"{target.open_requests} items and {target._rows} rows at {target.address}"
             ledger.violate(f"{gateway.address} counts {counted}, and nothing is there")
-    for pool, moves in (("target", gateway.targets.moves), ("draft", gateway.drafts.moves)):
-        ledger.met.update({f"{pool} {why}": count for why, count in moves.counts.items()})
+    for pool in (gateway.targets, gateway.drafts):
+        ledger.met.update({f"{pool.role} {why}": count for why, count in pool.move_counts.items()})
 
 
 async def _check_tasks(world: World, gateway: SimGateway) -> None:

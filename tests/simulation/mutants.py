@@ -17,7 +17,7 @@ from galley.core.routing.breaker import Breaker
 from galley.core.session.drafting import Drafting
 from galley.core.session.machine import Session
 from galley.core.store import UNCHANGED, KvDirectory, Ownership, SessionEnded
-from services.gateway.replicas.drafts import Draft
+from services.gateway.replicas.drafts import DraftReplica
 from services.gateway.store.session_log import StoreWrites
 from tests.simulation.redis import Sessions
 from tests.simulation.replicas import SimEngine
@@ -113,8 +113,8 @@ class NeverCloses(Breaker):
         return not self._probing and super().record_success(attempt)
 
 
-def _met_once(draft: Draft) -> bool:
-    return not draft.fits
+def _met_once(draft: DraftReplica) -> bool:
+    return not draft.is_accepted
 
 
 async def _no_renewal(_writes: StoreWrites) -> None:
@@ -173,7 +173,7 @@ MUTANTS = (
     Mutant(
         "never meets a draft again",
         "was not drafted for again",
-        patches={"services.gateway.replicas.drafts.Draft.must_meet": _met_once},
+        patches={"services.gateway.replicas.drafts.DraftReplica.is_unknown": _met_once},
     ),
     Mutant(
         "does not renew a session",

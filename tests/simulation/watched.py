@@ -21,13 +21,13 @@ from galley.core.routing.breaker import LONGEST_PAUSE_NS, Breaker
 from galley.core.session import events as ev
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.auth.interceptor import Credentials, PrincipalInterceptor
-from services.gateway.replicas.draft_session import SessionDraft
-from services.gateway.replicas.drafts import Draft, Drafts
-from services.gateway.replicas.target_session import SessionTarget
-from services.gateway.replicas.targets import Target
+from services.gateway.clock import SECOND
+from services.gateway.replicas.draft_session import DraftSession
+from services.gateway.replicas.drafts import DraftPool, DraftReplica
+from services.gateway.replicas.target_session import TargetSession
+from services.gateway.replicas.targets import TargetReplica
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.streams import Streams
-from services.gateway.session.timeouts import SECOND
 from tests.simulation.ledger import Ledger
 from tests.simulation.loop import Process
 
@@ -178,12 +178,12 @@ class CountedStreams(Streams):
         return f"{held} places, {aborting} aborts, {running} sessions" if held or aborting or running else ""
 
 
-class CountedDrafts(Drafts):
+class CountedDrafts(DraftPool):
     """Notes until when a draft is left alone."""
 
     ledger: Ledger
 
-    def failed(self, draft: Draft, breaker: Breaker, attempt: int) -> None:
+    def failed(self, draft: DraftReplica, breaker: Breaker, attempt: int) -> None:
         before = breaker._open_until
         super().failed(draft, breaker, attempt)
         if breaker._open_until is not None and breaker._open_until != before:
@@ -191,7 +191,7 @@ class CountedDrafts(Drafts):
             self.ledger.rests(draft.address, pause_ns / SECOND)
 
 
-class CountedDraft(SessionDraft):
+class CountedDraft(DraftSession):
     """Counts what the gateway looked up itself."""
 
     ledger: Ledger
@@ -204,16 +204,18 @@ class CountedDraft(SessionDraft):
         return answer
 
 
-class CountedTarget(SessionTarget):
+class CountedTarget(TargetSession):
     """Counts how often another target could be asked too."""
 
     ledger: Ledger
 
-    def warm_other(self, spec: SessionSpec, request: ev.Verify, at: Target) -> Target | None:
-        other = super().warm_other(spec, request, at)
+    def other_with_prefix(
+        self, spec: SessionSpec, request: ev.Verify, at: TargetReplica
+    ) -> TargetReplica | None:
+        other = super().other_with_prefix(spec, request, at)
         self.ledger.met["asked of another target too"] += other is not None
         return other
 
-    def go_to(self, member: Target, why: str) -> None:
-        self.ledger.met[f"another target has {why}"] += 1
-        super().go_to(member, why)
+    def move_to(self, target: TargetReplica, reason: str) -> None:
+        self.ledger.met[f"another target has {reason}"] += 1
+        super().move_to(target, reason)

@@ -1,164 +1,256 @@
-"""The draft of one session: it keeps to one replica while that serves it, then goes to another.
+"""The draft of one session: the session keeps its replica while that serves it, then moves to another.
 
-One that fails an item, or stays silent until the item's time is up, loses that session; a silent one is asked
-whether it lives, and without an answer all its sessions go at once.
+A replica that fails a request, or is late with it, loses that session. A late one is probed as well; if it
+does not respond, it loses all its sessions at once. While no draft is available, the gateway drafts by
+lookup.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
+
+import grpc
 
 from galley.core import names
 from galley.core.answer.answer import SessionSpec
-from galley.core.names import HYBRID, MODEL, MOVE_FAILED, MOVE_LATE, MOVE_LEFT, NGRAM
+from galley.core.content import Miss, PrefixHasher, look_up
+from galley.core.errors import Unavailable
+from galley.core.lookup.lookup import SessionLookup
+from galley.core.names import HYBRID, LOOKUP, MODEL, MOVE_FAILED, MOVE_LATE, MOVE_LEFT, NGRAM
 from galley.core.session import events as ev
 from galley.core.session.ports import Replica
 from galley.core.store import CacheLocation
-from services.gateway.replicas.drafts import Draft, Drafts
-from services.gateway.replicas.lookup import Lookup
+from services.gateway.clock import SECOND
+from services.gateway.replicas import messages
+from services.gateway.replicas.drafts import DraftPool, DraftReplica
+from services.gateway.replicas.messages import ProposeEvent
 from services.gateway.telemetry.observer import request_observer
 
-_OF_A_MODEL = (MODEL, HYBRID)
-"""Strategies in place of which lookup is better than nothing."""
+_MODEL_STRATEGIES = (MODEL, HYBRID)
+"""Strategies that lookup may replace."""
 
-_AS_ASKED = "draft"
-_PLAIN = "plain"
-"""What a session is drafted with, besides NGRAM in place of what it asked for."""
-_AWAY, _ANSWERED = "away", "answered"
-"""Why another thing than before."""
+_AS_REQUESTED, _PLAIN = "draft", "plain"
+"""How a session is drafted, besides NGRAM in place of the requested strategy."""
+_UNAVAILABLE, _RESPONDED = "away", "answered"
+"""Reasons for a change of that."""
+
+_MAX_TOKENS_FOLLOWED = 1024
+"""Tokens indexed in one proposal, some ms of work: a long prompt must not delay other sessions."""
+_MIN_MATCH = 2
+"""A shorter match is mere chance."""
 
 
-class SessionDraft:
+class DraftSession:
     """The DraftPort of one session.
 
-    It stays where it is until an item fails there or the draft begins to drain or is let go. What fails is
-    tried at one other draft at once; one that failed the session is asked again only where there is no other.
+    It stays at a replica until a request fails there, or the replica drains or is let go. A failed request is
+    retried once at another draft. A draft that failed the session is used again only if there is no other.
 
-    Where no draft that offers the session's strategy can be asked, one that looks up is; where none can be
-    asked at all, the gateway looks up itself; and as soon as one can be asked again, it is.
+    Without a draft for the session's strategy, one that drafts by lookup is used; without any, the gateway
+    looks up itself. As soon as a better draft is available, the session uses it.
     """
 
     def __init__(
-        self, drafts: Drafts, held: CacheLocation | None = None, *, may_look_up: bool = False
+        self, drafts: DraftPool, held: CacheLocation | None = None, *, may_look_up: bool = False
     ) -> None:
-        """`held` is from the KV directory: where a session that goes on has its tokens."""
+        """`held` is from the KV directory: where a resumed session has its tokens."""
         self._drafts = drafts
         self._home = None if held is None else Replica(held.replica, held.incarnation)
-        self._at: Draft | None = None
+        self._at: DraftReplica | None = None
         self._strategy = ""
         self._failed: set[str] = set()
         self._why_left = MOVE_LEFT
         self._may_look_up = may_look_up
-        self._lookup: Lookup | None = None
-        self._drafted_with = _AS_ASKED
+        self._lookup: LocalLookup | None = None
+        self._drafted_with = _AS_REQUESTED
 
     @property
     def replica(self) -> Replica | None:
-        """Who has the session's tokens, for the KV directory; None while nobody does."""
+        """Return who caches the session's tokens, None if nobody does."""
         return None if self._lookup is not None else self._home
 
-    async def propose(
-        self, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None
-    ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
-        """See `galley.core.session.ports.DraftPort`."""
-        began = self._drafts.now_ns()
+    async def propose(self, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None) -> ProposeEvent:
+        """Return draft tokens, a cache miss or a failure; retry once at another draft."""
+        started_ns = self._drafts.now_ns()
         draft = self._place(request.strategy)
         if draft is None:
-            away = ev.Failed(request.request_id, self._drafts.problem)
-            return self._told(request, self._look_up(spec, request, away), _AWAY)
-        answer = await self._ask(draft, spec, request, remaining_ns)
-        if not isinstance(answer, ev.Failed) or not answer.retryable:
-            return self._told(request, answer)
+            failed = ev.Failed(request.request_id, self._drafts.problem)
+            return self._report(request, self._look_up(spec, request, failed), _UNAVAILABLE)
+        response = await self._try(draft, spec, request, remaining_ns)
+        if not isinstance(response, ev.Failed) or not response.retryable:
+            return self._report(request, response)
         other = self._place(request.strategy)
         if other is None or other.address in self._failed:
-            return self._told(request, self._look_up(spec, request, answer))
-        left_ns = None if remaining_ns is None else remaining_ns - (self._drafts.now_ns() - began)
+            return self._report(request, self._look_up(spec, request, response))
+        left_ns = None if remaining_ns is None else remaining_ns - (self._drafts.now_ns() - started_ns)
         if left_ns is not None and left_ns <= 0:
-            return self._told(request, answer)
-        request_observer().draft_retried(answer.message)
-        return self._told(request, await self._ask(other, spec, request, left_ns))
+            return self._report(request, response)
+        request_observer().draft_retried(response.message)
+        return self._report(request, await self._try(other, spec, request, left_ns))
 
-    def _place(self, wanted: str) -> Draft | None:
-        """Who is asked; `_strategy` is what for. One that only looks up is left for one that does better."""
+    def _place(self, strategy: str) -> DraftReplica | None:
+        """Return the session's draft and set `_strategy`; leave one that only looks up for a better one."""
         now = self._drafts.now_ns()
-        if self._at is None or self._strategy != wanted or not self._at.serves(now):
-            for strategy in (wanted, NGRAM) if wanted in _OF_A_MODEL else (wanted,):
-                self._at, self._strategy = self._drafts.choose(strategy, self._home, self._failed), strategy
+        if self._at is None or self._strategy != strategy or not self._at.is_serving(now):
+            for offered in (strategy, NGRAM) if strategy in _MODEL_STRATEGIES else (strategy,):
+                self._at, self._strategy = self._drafts.choose(offered, self._home, self._failed), offered
                 if self._at is not None:
                     break
         return self._at
 
-    def _look_up(
-        self, spec: SessionSpec, request: ev.Propose, failed: ev.Failed
-    ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
-        """Here, if that is wanted."""
-        if not self._may_look_up or request.strategy not in {"", NGRAM, *_OF_A_MODEL}:
+    def _look_up(self, spec: SessionSpec, request: ev.Propose, failed: ev.Failed) -> ProposeEvent:
+        """Draft by lookup in the gateway if the settings and the strategy allow it."""
+        if not self._may_look_up or request.strategy not in {"", NGRAM, *_MODEL_STRATEGIES}:
             return failed
         if self._lookup is None:
-            self._lookup = Lookup()
+            self._lookup = LocalLookup()
         return self._lookup.propose(spec, request)
 
-    async def _ask(
-        self, draft: Draft, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None
-    ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
-        began = self._drafts.now_ns()
-        draft.sessions.add(spec.session_id, began)
-        breaker, replica = draft.breaker, draft.pool.replica
+    async def _try(
+        self, draft: DraftReplica, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None
+    ) -> ProposeEvent:
+        started_ns = self._drafts.now_ns()
+        draft.sessions.add(spec.session_id, started_ns)
+        breaker, replica = draft.breaker, draft.client.replica
         attempt = self._drafts.begin(draft, breaker)
         try:
-            answer = await draft.pool.propose(spec, replace(request, strategy=self._strategy), remaining_ns)
+            response = await _send(draft, spec, replace(request, strategy=self._strategy), remaining_ns)
         except asyncio.CancelledError:
-            if self._drafts.waited_in_vain(began):
+            if self._drafts.is_late(started_ns):
                 self._drafts.failed(draft, breaker, attempt)
                 self._leave(draft, spec, MOVE_LATE)
                 self._draft_with(_PLAIN, MOVE_LATE)
-                self._drafts.doubt(draft)
+                self._drafts.start_probe(draft)
             else:
                 breaker.record_cancelled(attempt)
             raise
-        if isinstance(answer, ev.Failed):
+        if isinstance(response, ev.Failed):
             self._drafts.failed(draft, breaker, attempt)
             self._leave(draft, spec, MOVE_FAILED)
-            if draft.pool.replica is None:
-                self._drafts.look()
+            if draft.client.replica is None:
+                self._drafts.start_refresh()
         else:
-            self._drafts.answered(draft, breaker, attempt)
+            self._drafts.succeeded(draft, breaker, attempt)
             self._stay(replica, spec)
-        return answer
+        return response
 
     def _stay(self, replica: Replica | None, spec: SessionSpec) -> None:
         if self._home is not None and replica is not None and self._home != replica:
-            self._drafts.moves.note(spec.session_id, self._home, replica, self._why_left)
+            self._drafts.moved(spec.session_id, self._home, replica, self._why_left)
         self._home = replica
         self._why_left = MOVE_LEFT
         self._lookup = None
         self._failed.clear()
 
-    def _leave(self, draft: Draft, spec: SessionSpec, why: str) -> None:
+    def _leave(self, draft: DraftReplica, spec: SessionSpec, reason: str) -> None:
         draft.sessions.remove(spec.session_id)
         self._failed.add(draft.address)
         if self._at is draft:
             self._at = None
-            self._why_left = why
+            self._why_left = reason
 
-    def _told(
-        self,
-        request: ev.Propose,
-        answer: ev.Proposed | ev.CacheMissed | ev.Failed,
-        why: str = MOVE_FAILED,
-    ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
-        """The answer, once the trace knows who gave it."""
-        if isinstance(answer, ev.Failed):
-            self._draft_with(_PLAIN, why)
+    def _report(self, request: ev.Propose, response: ProposeEvent, reason: str = MOVE_FAILED) -> ProposeEvent:
+        """Return the response after the trace has noted how it was drafted."""
+        if isinstance(response, ev.Failed):
+            self._draft_with(_PLAIN, reason)
         elif self._lookup is not None or self._strategy != request.strategy:
-            self._draft_with(NGRAM, why)
+            self._draft_with(NGRAM, reason)
         else:
-            self._draft_with(_AS_ASKED)
-        return answer
+            self._draft_with(_AS_REQUESTED)
+        return response
 
-    def _draft_with(self, what: str, why: str = "") -> None:
-        """`why` is what keeps it from better."""
-        if what != self._drafted_with:
-            self._drafted_with = what
-            request_observer().event(names.DRAFT_DEGRADED, {names.TO: what, names.REASON: why or _ANSWERED})
+    def _draft_with(self, how: str, reason: str = "") -> None:
+        """Trace a change; `reason` says why the session is not drafted as requested."""
+        if how != self._drafted_with:
+            self._drafted_with = how
+            request_observer().event(
+                names.DRAFT_DEGRADED, {names.TO: how, names.REASON: reason or _RESPONDED}
+            )
+
+
+async def _send(
+    draft: DraftReplica, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None
+) -> ProposeEvent:
+    """Send the request to the draft; only cancellation raises."""
+    client = draft.client
+    if client.replica is None:  # another process at this address may have another tokenizer
+        return ev.Failed(request.request_id, f"the draft at {draft.address} is unavailable")
+    span = request_observer().call(names.PROPOSE, draft.address)
+    k = min(request.k, client.info.max_draft_tokens)
+    started_s = asyncio.get_running_loop().time()
+    try:
+        response = await client.stream.send(
+            messages.propose_item(spec, request, k, remaining_ns, span.traceparent)
+        )
+    except asyncio.CancelledError:
+        waited_s = asyncio.get_running_loop().time() - started_s
+        if remaining_ns is not None and waited_s >= remaining_ns / SECOND:
+            span.failed("deadline_exceeded")  # else the session needs it no more
+        raise
+    except (grpc.aio.AioRpcError, Unavailable) as error:
+        client.lost()
+        span.failed(messages.status_of(error))
+        return messages.failed_event(request.request_id, error)
+    else:
+        messages.note_status(span, response)
+    finally:
+        span.end()
+    return messages.propose_event(request, response, client.info)
+
+
+class LocalLookup:
+    """Prompt lookup in the tokens of one session, at the gateway.
+
+    It responds as a draft does: it caches the tokens that it was sent, reports a miss by content, and
+    continues draft tokens. A proposal costs what is new since the last one, not what the session holds. A
+    draft's lookup knows recent answers of other sessions too; this one does not.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._hasher = PrefixHasher()
+        self._followed = SessionLookup()
+        """The index of the first tokens."""
+
+    def propose(self, spec: SessionSpec, request: ev.Propose) -> ev.Proposed | ev.CacheMissed:
+        """Return draft tokens at once, or none, or a cache miss."""
+        part = request.slice
+        found = look_up(self._tokens, part.start, part.tokens, part.prefix_hash, self._hasher)
+        if isinstance(found, Miss):
+            return ev.CacheMissed(request.request_id, found.have, found.prefix_hash)
+        position = part.start + len(part.tokens)
+        self._replace(found.agree, part.tokens[found.agree - part.start :])
+        tokens = self._continue(spec, position - request.ahead, request.k)
+        return ev.Proposed(
+            request.request_id,
+            position,
+            self._hasher.digest(self._tokens, position),
+            tokens,
+            cache_len=position,
+            strategy=LOOKUP,
+        )
+
+    def _replace(self, start: int, tokens: Sequence[int]) -> None:
+        """Set the tokens from position `start` on."""
+        self._hasher.truncate(start)
+        self._tokens[start:] = tokens
+        if start < len(self._followed):
+            self._followed = SessionLookup()
+
+    def _continue(self, spec: SessionSpec, confirmed: int, k: int) -> tuple[int, ...]:
+        """Return at most `k` tokens that may follow; the first `confirmed` tokens are confirmed ones."""
+        if not self._follow(confirmed):
+            return ()
+        room = max(0, spec.max_position - len(self._tokens) - 1)
+        found = self._followed.find(self._tokens[confirmed:], min(k, room))
+        return found.tokens if found.matched >= _MIN_MATCH else ()
+
+    def _follow(self, confirmed: int) -> bool:
+        """Index further confirmed tokens; return True once all are indexed, and no others."""
+        if confirmed < len(self._followed):
+            self._followed = SessionLookup()
+        at = len(self._followed)
+        self._followed.follow(self._tokens[at : min(confirmed, at + _MAX_TOKENS_FOLLOWED)])
+        return len(self._followed) == confirmed

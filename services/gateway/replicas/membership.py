@@ -1,7 +1,7 @@
-"""The replicas of a pool that a gateway knows: found by the registry or told at start, met, refused, let go.
+"""The replicas of a pool that a gateway knows: found, met, refused and let go.
 
-A replica is used once it was met and found to fit. One whose lease has ended gets no new sessions; a while
-later those that it has are taken away. With the registry away, what was known stays.
+A replica is used once it was met and accepted. One whose lease has expired gets no new sessions; after
+LEASE_GRACE_S its sessions are taken away. While the registry is unavailable, the known replicas stay.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -17,54 +18,56 @@ import grpc
 from galley.common.logs import get_logger
 from galley.common.registry.leases import LeasePool, LeaseT, ReplicaRegistry
 from galley.core.errors import GalleyError, TokenizerMismatch, Unavailable
+from galley.core.names import MOVE_RESTARTED
 from galley.core.routing.choice import ReplicaLease
 from galley.core.session.ports import Clock, Replica
+from services.gateway.clock import SECOND
 from services.gateway.replicas.clients import MEET_TIMEOUT_S
-from services.gateway.session.timeouts import SECOND
+from services.gateway.telemetry.observer import request_observer
 
 POLL_S = 0.5
-GONE_GRACE_S = 3.0
-"""How long sessions stay where a lease has ended: a registry that lost its data has it back by then."""
+LEASE_GRACE_S = 3.0
+"""Time for which sessions stay where a lease has expired: a registry that lost its data has it back then."""
 
 _log = get_logger(__name__)
 
 
-class Source(Protocol):
-    """Where replicas are learnt of."""
+class AddressSource(Protocol):
+    """Lists the addresses of a pool."""
 
     @property
-    def changes(self) -> bool:
-        """Whether it is worth asking again once all that it tells were met."""
+    def can_change(self) -> bool:
+        """Return True if a later read may differ, or the replicas must be polled for their load."""
 
     async def read(self) -> Mapping[str, ReplicaLease | None]:
-        """Address and, where it is known without asking the replica, lease. Raises StoreUnavailable."""
+        """Return the addresses, each with its lease if there is one. Raise StoreUnavailable."""
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
 
 
-class Told:
-    """Addresses that do not change. Of several, each is asked again and again how it is doing."""
+class StaticAddresses:
+    """Addresses from the settings."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = dict.fromkeys(addresses)
-        self.changes = len(self._addresses) > 1
+        self.can_change = len(self._addresses) > 1  # several are polled for their load
 
     def __str__(self) -> str:
         return "at " + ", ".join(self._addresses)
 
     async def read(self) -> Mapping[str, ReplicaLease | None]:
-        """See `Source`."""
+        """Return the addresses, without leases."""
         return self._addresses
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
 
-class Registered(Generic[LeaseT]):
-    """The replicas of a pool in the registry."""
+class RegisteredAddresses(Generic[LeaseT]):
+    """Addresses with a lease in the registry."""
 
-    changes = True
+    can_change = True
 
     def __init__(self, registry: ReplicaRegistry, pool: LeasePool[LeaseT]) -> None:
         self._registry = registry
@@ -74,262 +77,271 @@ class Registered(Generic[LeaseT]):
         return "in the registry"
 
     async def read(self) -> Mapping[str, LeaseT | None]:
-        """See `Source`."""
+        """Return the addresses with their leases. Raise StoreUnavailable."""
         return {lease.address: lease for lease in await self._registry.read(self._pool)}
 
     async def close(self) -> None:
-        """See `Source`."""
+        """Close the connection to the registry."""
         await self._registry.close()
 
 
-class MemberPool(Protocol):
-    """The stream to one replica."""
+class ReplicaClient(Protocol):
+    """The connection to one address."""
 
     @property
     def replica(self) -> Replica | None:
-        """Who answers; None while nobody does, as far as is known."""
+        """Return the process that serves there, None if it is not known."""
 
     @property
-    def outdated(self) -> bool:
-        """Whether it is to be met again, over a new connection."""
+    def is_outdated(self) -> bool:
+        """Return True if it must be met over a new connection."""
 
     async def meet(self, timeout_s: float) -> None:
-        """Ask who serves there. Raises grpc.aio.AioRpcError, TokenizerMismatch or Unavailable."""
+        """Ask who serves there. Raise grpc.aio.AioRpcError, TokenizerMismatch or Unavailable."""
 
     def lost(self) -> None:
-        """Whoever served there may be gone: it is to be met again."""
+        """Meet again: another process may serve there."""
 
     async def close(self) -> None:
-        """End the stream, which fails the items that are open."""
+        """End the stream, which fails its open requests."""
 
 
-PoolT = TypeVar("PoolT", bound=MemberPool)
+ClientT = TypeVar("ClientT", bound=ReplicaClient)
 
 
-class Member(Generic[PoolT, LeaseT]):
-    """One address as this gateway uses it."""
+class PoolReplica(Generic[ClientT, LeaseT]):
+    """One address of a pool. `is_accepted` once it was met and can serve this gateway."""
 
-    def __init__(self, address: str, pool: PoolT, channel: grpc.aio.Channel) -> None:
+    def __init__(self, address: str, client: ClientT, channel: grpc.aio.Channel) -> None:
         self.address = address
-        self.pool = pool
+        self.client = client
         self.lease: LeaseT | None = None
-        self.fits = False
+        self.is_accepted = False
         self.gone_since_ns: int | None = None
-        self.checking: asyncio.Task[None] | None = None
+        self.probe: asyncio.Task[None] | None = None
         self._channel = channel
 
     @property
-    def up(self) -> bool:
-        """Its lease lives, and nothing has failed since it was last met."""
-        return self.gone_since_ns is None and self.pool.replica is not None
+    def is_up(self) -> bool:
+        """Return True if its lease is valid and nothing has failed since it was met."""
+        return self.gone_since_ns is None and self.client.replica is not None
 
-    def must_meet(self) -> bool:
-        """Whether it is not known who serves there, if anybody."""
-        replica = self.pool.replica
-        if replica is None or not self.up or self.pool.outdated:
+    def is_unknown(self) -> bool:
+        """Return True if it must be met to know which process serves there."""
+        replica = self.client.replica
+        if replica is None or not self.is_up or self.client.is_outdated:
             return True
         return self.lease is not None and self.lease.incarnation != replica.incarnation
 
     async def close(self) -> None:
-        """End its stream, which fails the items that are open."""
-        self.fits = False
-        await _stop(self.checking)
-        await self.pool.close()
+        """End its stream, which fails its open requests."""
+        self.is_accepted = False
+        await _cancel(self.probe)
+        await self.client.close()
         await self._channel.close(None)
 
 
-MemberT = TypeVar("MemberT", bound="Member[Any, Any]")
+ReplicaT = TypeVar("ReplicaT", bound="PoolReplica[Any, Any]")
 
 
-class Members(ABC, Generic[MemberT]):
-    """All replicas of a pool; `close` at the end."""
+class ReplicaPool(ABC, Generic[ReplicaT]):
+    """All replicas of a role. Call `close` at the end."""
 
-    sign_of_life_s = MEET_TIMEOUT_S
-    """How long a silent replica may take to say who it is; it does so beside its work."""
+    probe_timeout_s = MEET_TIMEOUT_S
+    """Longest time for a silent replica to respond to a probe, which does not wait for its other work."""
 
     def __init__(
         self,
-        kind: str,
-        source: Source,
+        role: str,
+        source: AddressSource,
         tokenizer_hash: str,
         open_channel: Callable[[str], grpc.aio.Channel],
         clock: Clock,
     ) -> None:
-        """`kind` is what a replica is called; `tokenizer_hash` is what it must have."""
-        self._kind = kind
+        """`role` is "draft" or "target"; `tokenizer_hash` is the one that replicas must have."""
+        self.role = role
+        self.move_counts: Counter[str] = Counter()
+        """Sessions that moved between replicas, by reason (`galley.core.names`)."""
         self._source = source
         self._tokenizer_hash = tokenizer_hash
         self._open_channel = open_channel
         self._clock = clock
-        self._members: dict[str, MemberT] = {}
+        self._replicas: dict[str, ReplicaT] = {}
         self._refusals: dict[str, GalleyError] = {}
-        self._problem = "none is there"
-        self._unread = ""
+        self._problem = "there is none"
+        self._read_error = ""
         self._refreshing: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
 
     @property
     def problem(self) -> str:
-        """Why there is no replica, in words."""
-        return f"no {self._kind} {self._source}: {self._problem}"
+        """Return in words why no replica is available."""
+        return f"no {self.role} {self._source}: {self._problem}"
 
     def up_and_down(self) -> tuple[int, int]:
-        """How many that were met may be asked, and how many others are known."""
-        up = sum(member.fits and member.up for member in self._members.values())
-        return up, len(self._members) - up
+        """Return the numbers of available and of other known replicas."""
+        up = sum(replica.is_accepted and replica.is_up for replica in self._replicas.values())
+        return up, len(self._replicas) - up
 
     @property
     def mismatch(self) -> TokenizerMismatch | None:
-        """Why each of those that are there was refused, if it was its tokenizer; of several, any."""
-        if self._members:
+        """Return why all replicas were refused, if one was refused for its tokenizer."""
+        if self._replicas:
             return None
         return next((it for it in self._refusals.values() if isinstance(it, TokenizerMismatch)), None)
 
-    async def refresh(self) -> None:
-        """Look now who is there; together with whoever else asks."""
-        await asyncio.shield(self.look())
+    def moved(self, session_id: str, source: Replica, to: Replica, reason: str) -> None:
+        """Count, log and trace a session that `to` has served for the first time."""
+        if source.address == to.address:
+            reason = MOVE_RESTARTED
+        self.move_counts[reason] += 1
+        facts = {"pool": self.role, "source": source.address, "to": to.address, "reason": reason}
+        _log.info("session moved", session_id=session_id, **facts)
+        request_observer().moved(self.role, source.address, to.address, reason)
 
-    def look(self) -> asyncio.Task[None]:
-        """The same, without waiting for it."""
+    async def refresh(self) -> None:
+        """Read the source and meet new replicas; concurrent callers share one refresh."""
+        await asyncio.shield(self.start_refresh())
+
+    def start_refresh(self) -> asyncio.Task[None]:
+        """Start a refresh, unless one is running, and return its task."""
         if self._refreshing is None or self._refreshing.done():
-            self._refreshing = _of_all(self._refresh())
+            self._refreshing = _in_background(self._refresh())
         return self._refreshing
 
-    def doubt(self, member: MemberT) -> None:
-        """It was silent for too long: ask whether it lives. If not, its open items fail."""
-        if member.checking is None or member.checking.done():
-            member.checking = _of_all(self._check(member))
+    def start_probe(self, replica: ReplicaT) -> None:
+        """Check in the background whether a silent replica is alive; if not, fail its open requests."""
+        if replica.probe is None or replica.probe.done():
+            replica.probe = _in_background(self._probe(replica))
 
-    async def _check(self, member: MemberT) -> None:
-        if not member.fits:  # let go meanwhile
+    async def _probe(self, replica: ReplicaT) -> None:
+        if not replica.is_accepted:  # let go meanwhile
             return
         try:
-            await member.pool.meet(self.sign_of_life_s)
-            lives = self._fault_of(member) is None
+            await replica.client.meet(self.probe_timeout_s)
+            is_alive = self._fault_of(replica) is None
         except (grpc.aio.AioRpcError, GalleyError):
-            lives = False
-        if not lives:
-            member.pool.lost()
-            await member.pool.close()  # its open items fail, and their sessions go elsewhere
-            self.look()
+            is_alive = False
+        if not is_alive:
+            replica.client.lost()
+            await replica.client.close()  # its open requests fail, and their sessions move
+            self.start_refresh()
 
     async def close(self) -> None:
-        """Let go of everything."""
-        await _stop(self._watching, *(member.checking for member in self._members.values()))
-        await _stop(self._refreshing)  # which those may have begun
-        for address in list(self._members):
+        """Stop polling and close all connections."""
+        await _cancel(self._polling, *(replica.probe for replica in self._replicas.values()))
+        await _cancel(self._refreshing)  # which those may have started
+        for address in list(self._replicas):
             await self._drop(address)
         await self._source.close()
 
-    # ------------------------------------------------------------------- what a pool is like --
+    # ---------------------------------------------------------------------------- role-specific --
 
     @abstractmethod
-    def _member(self, address: str) -> MemberT:
-        """A member at this address, not met."""
+    def _new_replica(self, address: str) -> ReplicaT:
+        """Return a replica at this address that was not met yet."""
 
     @abstractmethod
-    def _fault_of(self, member: MemberT) -> GalleyError | None:
-        """What keeps a replica that was met from serving here."""
+    def _fault_of(self, replica: ReplicaT) -> GalleyError | None:
+        """Return why a replica that was met cannot serve here."""
 
     @abstractmethod
-    def _wrong_tokenizer(self, its_hash: str) -> TokenizerMismatch:
-        """Of a replica whose tokenizer is another."""
+    def _wrong_tokenizer(self, tokenizer_hash: str) -> TokenizerMismatch:
+        """Return the error of a replica with another tokenizer."""
 
-    @abstractmethod
-    def _tell(self) -> None:
-        """What is known of the replicas may have changed."""
+    def _update(self) -> None:
+        """Take note that the known replicas may have changed."""
 
-    # -------------------------------------------------------------------------------- looking --
+    # ----------------------------------------------------------------------------------- refresh --
 
-    def _watch(self) -> None:
-        """From now on, look twice a second."""
-        self._watching = asyncio.create_task(self._keep_looking())
+    def _start_polling(self) -> None:
+        self._polling = asyncio.create_task(self._poll())
 
-    async def _keep_looking(self) -> None:
+    async def _poll(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
             await self.refresh()
 
     async def _refresh(self) -> None:
         try:
-            found = await self._source.read()
+            leases = await self._source.read()
         except GalleyError as error:
-            self._cannot_look(error)
+            self._read_failed(error)
             return
-        self._unread = ""
-        await self._let_go({address for address, lease in found.items() if self._note(address, lease)})
-        await asyncio.gather(*(self._meet(member) for member in self._members.values() if member.must_meet()))
-        self._tell()
+        self._read_error = ""
+        await self._drop_missing({address for address, lease in leases.items() if self._note(address, lease)})
+        await asyncio.gather(*(self._meet(it) for it in self._replicas.values() if it.is_unknown()))
+        self._update()
 
-    def _cannot_look(self, error: GalleyError) -> None:
-        """Who is there cannot be found out. Logged once for each reason, of which clients read a part."""
+    def _read_failed(self, error: GalleyError) -> None:
+        """Log each reason once; clients see only the public part of it."""
         self._problem = error.public_message
-        if self._unread != str(error):
-            self._unread = str(error)
-            _log.warning(f"cannot find out which {self._kind}s there are", problem=self._unread)
+        if self._read_error != str(error):
+            self._read_error = str(error)
+            _log.warning("replica lookup failed", pool=self.role, problem=self._read_error)
 
     def _note(self, address: str, lease: ReplicaLease | None) -> bool:
-        """Whether a replica that is there may be of use."""
+        """Add or update a replica; return False if its lease rules it out."""
         if lease is not None and lease.tokenizer_hash != self._tokenizer_hash:
             self._refuse(address, self._wrong_tokenizer(lease.tokenizer_hash))
             return False
-        if address not in self._members:
-            self._members[address] = self._member(address)
-        member = self._members[address]
-        member.lease = lease
-        member.gone_since_ns = None
+        if address not in self._replicas:
+            self._replicas[address] = self._new_replica(address)
+        replica = self._replicas[address]
+        replica.lease = lease
+        replica.gone_since_ns = None
         return True
 
-    async def _let_go(self, found: Collection[str]) -> None:
+    async def _drop_missing(self, present: Collection[str]) -> None:
         now = self._clock.now_ns()
-        for address, member in list(self._members.items()):
-            if address in found:
+        for address, replica in list(self._replicas.items()):
+            if address in present:
                 continue
-            if member.gone_since_ns is None:
-                member.gone_since_ns = now
-            if now - member.gone_since_ns >= GONE_GRACE_S * SECOND:
-                _log.info(f"a {self._kind}'s lease has ended", address=address)
+            if replica.gone_since_ns is None:
+                replica.gone_since_ns = now
+            if now - replica.gone_since_ns >= LEASE_GRACE_S * SECOND:
+                _log.info("replica lease expired", pool=self.role, address=address)
                 await self._drop(address)
 
-    async def _meet(self, member: MemberT) -> None:
+    async def _meet(self, replica: ReplicaT) -> None:
         try:
-            await member.pool.meet(MEET_TIMEOUT_S)
+            await replica.client.meet(MEET_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            self._problem = f"{member.address}: {error.details()}"
-            member.pool.lost()
+            self._problem = f"{replica.address}: {error.details()}"
+            replica.client.lost()
             return
         except (TokenizerMismatch, Unavailable) as error:
             fault: GalleyError | None = error
         else:
-            fault = self._fault_of(member)
+            fault = self._fault_of(replica)
         if fault is None:
-            member.fits = True
-            self._refusals.pop(member.address, None)
+            replica.is_accepted = True
+            self._refusals.pop(replica.address, None)
         else:
-            self._refuse(member.address, fault)
-            await self._drop(member.address)
+            self._refuse(replica.address, fault)
+            await self._drop(replica.address)
 
     def _refuse(self, address: str, fault: GalleyError) -> None:
-        """Said once for each reason."""
+        """Log each reason once."""
         self._problem = str(fault)
         if str(self._refusals.get(address)) != str(fault):
             self._refusals[address] = fault
-            _log.error(f"{self._kind} refused", address=address, reason=str(fault))
+            _log.error("replica refused", pool=self.role, address=address, reason=str(fault))
 
     async def _drop(self, address: str) -> None:
-        member = self._members.pop(address, None)
-        if member is not None:
-            await member.close()
+        replica = self._replicas.pop(address, None)
+        if replica is not None:
+            await replica.close()
 
 
-def _of_all(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Not in the context of the session that happened to need it: its span and log fields are its own."""
+def _in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task outside the context of the session that needs it, with its span and log fields."""
     return asyncio.create_task(work, context=contextvars.Context())
 
 
-async def _stop(*tasks: asyncio.Task[None] | None) -> None:
-    """Cancel them, and return once they are over."""
-    begun = [task for task in tasks if task is not None]
-    for task in begun:
+async def _cancel(*tasks: asyncio.Task[None] | None) -> None:
+    """Cancel the tasks and wait for their end."""
+    started = [task for task in tasks if task is not None]
+    for task in started:
         task.cancel()
-    await asyncio.gather(*begun, return_exceptions=True)
+    await asyncio.gather(*started, return_exceptions=True)

@@ -1,134 +1,113 @@
-"""The target pool as sessions see it: each keeps to one replica while that serves it, then goes to another.
+"""The target of one session: it keeps its replica while that serves it, then moves to another.
 
-What a replica refuses or loses comes back to the session machine as Failed; the machine asks again, and it is
-then that another replica is chosen. So a failover looks to a session like a target that paused. One whose
-verdict is late (`galley.core.routing.lateness`) is left where another of the session's build can take over.
+What a replica refuses or loses comes back to the session machine as Failed; the machine requests it again,
+and the next request goes elsewhere. While a response is late, a second replica that caches the prefix may get
+the same request (a hedge): whichever responds first continues. Both have one build, so their tokens are the
+same.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 
+import grpc
+
+from galley.common.wire.status import error_type
+from galley.core import names
 from galley.core.answer.answer import SessionSpec
-from galley.core.names import MOVE_FAILED, MOVE_LATE, MOVE_LEFT
+from galley.core.errors import TokenizerMismatch, Unavailable
+from galley.core.names import MOVE_FAILED, MOVE_HEDGED, MOVE_LATE, MOVE_LEFT
 from galley.core.routing.choice import RoutingRequest, cached_tokens
 from galley.core.routing.lateness import VerdictTimeout
 from galley.core.session import events as ev
 from galley.core.session.ports import Replica, Verification
 from galley.core.store import CacheLocation
-from services.gateway.replicas.target_request import Routed
-from services.gateway.replicas.targets import Target, Targets
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.clock import SECOND
+from services.gateway.replicas import messages
+from services.gateway.replicas.messages import VerifyEvent
+from services.gateway.replicas.request_stream import OpenRequest
+from services.gateway.replicas.targets import TargetPool, TargetReplica
+from services.gateway.telemetry.observer import request_observer
 
 
-class SessionTarget:
+class TargetSession:
     """The TargetPort of one session.
 
-    It stays where it is until an item fails there, the replica is let go, or an item is given up of which an
-    answer was due; while that happens, replicas that failed it are asked only when there is no other.
+    It stays at a replica until a request fails there, the replica is let go, or a request is cancelled while
+    a response is due. Until the next response, replicas that failed it are used only if there is no other.
     """
 
-    def __init__(self, targets: Targets, fingerprint: str = "", held: CacheLocation | None = None) -> None:
+    def __init__(self, targets: TargetPool, fingerprint: str = "", held: CacheLocation | None = None) -> None:
         """`fingerprint` is the build that computed the session so far; `held` is from the KV directory."""
-        self.patience = VerdictTimeout(targets.slow_factor)
+        self.timeout = VerdictTimeout(targets.slow_factor)
         self._targets = targets
         self._fingerprint = fingerprint
         self._held = held
-        self._at: Target | None = None
+        self._at: TargetReplica | None = None
         self._failed: set[str] = set()
         self._served_by: Replica | None = None
         self._why_left = MOVE_LEFT
 
     def verify(self, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None) -> Verification:
-        """See `galley.core.session.ports.TargetPort`."""
-        return Routed(self, spec, request, remaining_ns)
-
-    def place(self, spec: SessionSpec, request: ev.Verify) -> Target | None:
-        """The session's replica, chosen if it has none that will do.
-
-        None if there is none, or only one of another build: whether that must be is worth another look.
-        """
-        at = self._at
-        if at is None or not at.fits:
-            at = self._targets.choose(self._wanted(spec, request), self._failed)
-            self._at = at if at is not None and self._fingerprint in {"", at.fingerprint} else None
-        return self._at
-
-    async def find(self, spec: SessionSpec, request: ev.Verify) -> Target | None:
-        """The same after a look at who is there now; of another build if it must be."""
-        await self._targets.refresh()
-        if self.place(spec, request) is None:
-            self._at = self._targets.choose(self._wanted(spec, request), self._failed)
-        return self._at
+        """Start a verification."""
+        return TargetRequest(self, spec, request, remaining_ns)
 
     @property
     def problem(self) -> str:
-        """Why there is no replica."""
+        """Return why there is no replica."""
         return self._targets.problem
 
-    def served(self, verdict: ev.Verified, session_id: str, replica: Replica | None) -> None:
-        """The replica does what it should."""
-        self._fingerprint = verdict.fingerprint
-        self._held = None  # its KV is where the session is
-        self._failed.clear()
-        self.patience.record_in_time()
-        if replica is not None and replica != self._served_by:
-            if self._served_by is not None:
-                self._targets.moves.note(session_id, self._served_by, replica, self._why_left)
-            self._served_by = replica
-            self._why_left = MOVE_LEFT
+    # ------------------------------------------------------------------------------- placement --
 
-    def leave(self, member: Target, why: str = MOVE_FAILED) -> None:
-        """The replica failed the session."""
-        self._failed.add(member.address)
-        if self._at is member:
-            self._at = None
-            self._why_left = why
+    def place(self, spec: SessionSpec, request: ev.Verify) -> TargetReplica | None:
+        """Return the session's replica; choose one if it has none that will do.
 
-    def other(self, spec: SessionSpec, request: ev.Verify, at: Target) -> Target | None:
-        """A replica of the session's build that is up, and not `at` nor one that failed it."""
+        Return None if there is none, or only one of another build: that needs a refresh first.
+        """
+        at = self._at
+        if at is None or not at.is_accepted:
+            at = self._targets.choose(self._routing(spec, request), self._failed)
+            self._at = at if at is not None and self._fingerprint in {"", at.fingerprint} else None
+        return self._at
+
+    async def find(self, spec: SessionSpec, request: ev.Verify) -> TargetReplica | None:
+        """Return the same after a refresh; a replica of another build if there is no other."""
+        await self._targets.refresh()
+        if self.place(spec, request) is None:
+            self._at = self._targets.choose(self._routing(spec, request), self._failed)
+        return self._at
+
+    def other(self, spec: SessionSpec, request: ev.Verify, at: TargetReplica) -> TargetReplica | None:
+        """Return another replica of the session's build that is up and has not failed it."""
         fingerprint = self._fingerprint or at.fingerprint
-        wanted = replace(self._wanted(spec, request), fingerprint=fingerprint)
+        routing = replace(self._routing(spec, request), fingerprint=fingerprint)
         avoid = {*self._failed, at.address}
-        other = self._targets.choose(wanted, avoid)
-        if other is None or not other.up or other.address in avoid or other.fingerprint != fingerprint:
+        other = self._targets.choose(routing, avoid)
+        if other is None or not other.is_up or other.address in avoid or other.fingerprint != fingerprint:
             return None
         return other
 
-    def hedge_after_ns(self, at: Target) -> int | None:
-        """How long an item's first verdict may take before another replica is asked too; None: for ever."""
-        quantile = self._targets.hedge_quantile
-        return at.times.first_verdict_quantile(quantile) if quantile else None
-
-    def warm_other(self, spec: SessionSpec, request: ev.Verify, at: Target) -> Target | None:
-        """A replica that could take over, and holds the prefix but for less than a block."""
+    def other_with_prefix(
+        self, spec: SessionSpec, request: ev.Verify, at: TargetReplica
+    ) -> TargetReplica | None:
+        """Return another replica that caches the prefix but for less than a block."""
         if request.slice.start:
-            return None  # what the others have of it is not known
+            return None  # what the others cache of it is not known
         other = self.other(spec, request, at)
         if other is None or other.lease is None:
             return None
-        missing = len(request.slice.tokens) - cached_tokens(self._wanted(spec, request), other.lease)
+        missing = len(request.slice.tokens) - cached_tokens(self._routing(spec, request), other.lease)
         return other if missing <= other.lease.kv_block_tokens else None
 
-    def go_to(self, member: Target, why: str) -> None:
-        """Somebody else serves the session."""
-        self._at = member
-        self._why_left = why
+    def hedge_after_ns(self, at: TargetReplica) -> int | None:
+        """Return how long to wait for the first response before a hedge, None for no hedge."""
+        quantile = self._targets.hedge_quantile
+        return at.times.first_verdict_quantile(quantile) if quantile else None
 
-    def leave_late(self, spec: SessionSpec, request: ev.Verify, at: Target, asked_s: float) -> bool:
-        """Leave a replica that has kept a verdict waiting since `asked_s`, if another can do better.
-
-        One that is at a standstill itself cannot: all may be slow, as where they share a machine.
-        """
-        other = self.other(spec, request, at)
-        if other is None or not other.moves_on(asked_s):
-            return False
-        self.leave(at, MOVE_LATE)
-        self.patience.record_late()
-        self._targets.doubt(at)
-        self._at = other
-        return True
-
-    def _wanted(self, spec: SessionSpec, request: ev.Verify) -> RoutingRequest:
+    def _routing(self, spec: SessionSpec, request: ev.Verify) -> RoutingRequest:
         part = request.slice
         return RoutingRequest(
             tokens=part.tokens if part.start == 0 else spec.prompt,
@@ -137,3 +116,340 @@ class SessionTarget:
             fingerprint=self._fingerprint,
             cached_at=self._held,
         )
+
+    # ---------------------------------------------------------------------------------- reports --
+
+    def served(self, verified: ev.Verified, session_id: str, by: Replica | None) -> None:
+        """Note a result, and that the session has moved if another replica sent the last one."""
+        self._fingerprint = verified.fingerprint
+        self._held = None  # its KV is where the session is
+        self._failed.clear()
+        self.timeout.record_in_time()
+        if by is not None and by != self._served_by:
+            if self._served_by is not None:
+                self._targets.moved(session_id, self._served_by, by, self._why_left)
+            self._served_by = by
+            self._why_left = MOVE_LEFT
+
+    def leave(self, target: TargetReplica, reason: str = MOVE_FAILED) -> None:
+        """Leave a replica that failed the session."""
+        self._failed.add(target.address)
+        if self._at is target:
+            self._at = None
+            self._why_left = reason
+
+    def move_to(self, target: TargetReplica, reason: str) -> None:
+        """Continue at a replica that serves the session already."""
+        self._at = target
+        self._why_left = reason
+
+    def leave_late(self, spec: SessionSpec, request: ev.Verify, at: TargetReplica, since_s: float) -> bool:
+        """Leave a replica that has sent no response since then, if another is doing better.
+
+        Return False if none is, as where all are slow because they share a machine.
+        """
+        other = self.other(spec, request, at)
+        if other is None or not other.is_responding(since_s):
+            return False
+        self.leave(at, MOVE_LATE)
+        self.timeout.record_late()
+        self._targets.start_probe(at)
+        self._at = other
+        return True
+
+
+class _Abandoned(Exception):
+    """The gateway waits for this replica no more; `status` is what the span of the call ends with."""
+
+    def __init__(self, reason: str, status: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class _Attempt:
+    """A verification at one replica. `rows` are still counted there."""
+
+    def __init__(
+        self,
+        target: TargetReplica,
+        spec: SessionSpec,
+        request: ev.Verify,
+        remaining_ns: int | None,
+        extensions: list[ev.ExtendVerify],
+    ) -> None:
+        """`extensions` are sent after the request; the list may grow until then."""
+        self.target = target
+        self.rows = len(request.slice.tokens) + len(request.draft_tokens)
+        self.sent: OpenRequest[pb.VerifyAnswer] | None = None
+        self._request_id = request.request_id
+        self._extensions = extensions
+        self._sent_to: Replica | None = None
+        self._span = request_observer().call(names.VERIFY, target.address)
+        self._item = messages.verify_item(spec, request, remaining_ns, self._span.traceparent)
+        target.add_request(self.rows)
+        self.events = self._receive()
+
+    @property
+    def replica(self) -> Replica | None:
+        """Return the process that the request was sent to, or would be."""
+        return self._sent_to or self.target.client.replica
+
+    @property
+    def has_response(self) -> bool:
+        """Return True if a response has arrived that was not read yet."""
+        return self.sent is not None and self.sent.has_response
+
+    def abandon(self, reason: str, status: str) -> None:
+        """End with Failed after the responses that have arrived; the connection is not to blame."""
+        if self.sent is not None:
+            self.sent.fail(_Abandoned(reason, status))
+
+    def stop_counting(self) -> None:
+        """Remove it from the load of its replica."""
+        self.target.remove_request(self.rows)
+
+    async def aclose(self) -> None:
+        """Cancel the request if it is open."""
+        await self.events.aclose()
+        self._span.end()
+
+    async def _receive(self) -> AsyncGenerator[VerifyEvent, None]:
+        client = self.target.client
+        try:
+            sent = self.sent = await client.open(self._item)
+            self._sent_to = client.replica
+            for extension in self._extensions:
+                sent.extend(messages.extension(extension))
+            try:
+                is_open = True
+                while is_open:
+                    answer = await sent.next_response()
+                    is_open = messages.has_more(answer)
+                    messages.note_status(self._span, answer)
+                    yield messages.verify_event(self._request_id, answer)
+            finally:
+                sent.cancel()
+        except (_Abandoned, TokenizerMismatch) as error:
+            self._span.failed(error.status if isinstance(error, _Abandoned) else error_type(error))
+            yield ev.Failed(self._request_id, str(error))
+        except (grpc.aio.AioRpcError, Unavailable) as error:
+            client.lost()
+            self._span.failed(messages.status_of(error))
+            yield messages.failed_event(self._request_id, error)
+
+
+class TargetRequest:
+    """A verification wherever its session has it, with a timer and perhaps a hedge."""
+
+    def __init__(
+        self, session: TargetSession, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None
+    ) -> None:
+        self._session = session
+        self._spec = spec
+        self._request = request
+        self._remaining_ns = remaining_ns
+        self._loop = asyncio.get_running_loop()
+        self._extensions: list[ev.ExtendVerify] = []
+        """Those before the first response, for another replica that may get the request too."""
+        self._is_first = True
+        """No response has come yet."""
+        self._is_due = True
+        """A response is due."""
+        self._attempt: _Attempt | None = None
+        self._replica: Replica | None = None
+        self._hedge: _Attempt | None = None
+        self._hedge_task: asyncio.Task[None] | None = None
+        self._hedge_first: ev.Verified | None = None
+        # The next response: when it was expected to come, when it is late, and the timer for that.
+        self._since_s = self._late_s = self._timer_s = 0.0
+        self._predicted_ns = 0
+        self._timer: asyncio.TimerHandle | None = None
+        target = session.place(spec, request)
+        if target is not None:
+            self._start(target)
+
+    @property
+    def replica(self) -> Replica | None:
+        """Return the process that serves it, None if none does; it stays when the request has ended."""
+        return self._replica if self._attempt is None else self._attempt.replica
+
+    def __aiter__(self) -> AsyncIterator[VerifyEvent]:
+        return self._events()
+
+    def extend(self, request: ev.ExtendVerify) -> None:
+        """Send an extension to every replica that has the request; one that gets it later gets both."""
+        if self._is_first:
+            self._extensions.append(request)
+        for attempt in (self._attempt, self._hedge):
+            if attempt is not None and attempt.sent is not None:
+                attempt.sent.extend(messages.extension(request))
+
+    async def aclose(self) -> None:
+        """Cancel the request if it is open. The session leaves a replica that owes a response."""
+        if self._attempt is not None and self._is_due:
+            self._session.leave(self._attempt.target)
+        await self._drop_hedge()
+        await self._close_attempt()
+
+    def _start(self, target: TargetReplica) -> _Attempt:
+        attempt = self._attempt = self._new_attempt(target)
+        self._expect(target)
+        return attempt
+
+    def _new_attempt(self, target: TargetReplica) -> _Attempt:
+        return _Attempt(target, self._spec, self._request, self._remaining_ns, self._extensions)
+
+    async def _events(self) -> AsyncIterator[VerifyEvent]:
+        attempt = self._attempt
+        if attempt is None:
+            target = await self._session.find(self._spec, self._request)
+            if target is None:
+                yield ev.Failed(self._request.request_id, self._session.problem)
+                return
+            attempt = self._start(target)
+        try:
+            async for event in attempt.events:
+                if isinstance(event, ev.Failed) and self._hedge_first is not None:
+                    break
+                await self._drop_hedge()
+                yield self._note(event)
+            if (hedge := self._hedge) is not None and self._hedge_first is not None:
+                yield self._note(await self._switch_to(hedge, self._hedge_first))
+                async for event in hedge.events:
+                    yield self._note(event)
+        finally:
+            await self.aclose()
+
+    def _note(self, event: VerifyEvent) -> VerifyEvent:
+        attempt = self._attempt
+        if attempt is None:  # closed meanwhile
+            return event
+        target = attempt.target
+        self._is_due = isinstance(event, ev.Failed) or (isinstance(event, ev.Verified) and event.more)
+        if isinstance(event, ev.Failed):
+            self._is_due = False
+            self._session.leave(target)
+            is_elsewhere = event.retryable and self._other(target) is not None
+            return replace(event, elsewhere=is_elsewhere)
+        self._responded(attempt)
+        if isinstance(event, ev.Verified):
+            self._session.served(event, self._spec.session_id, attempt.replica)
+            self._expect(target)
+        return event
+
+    def _other(self, target: TargetReplica) -> TargetReplica | None:
+        return self._session.other(self._spec, self._request, target)
+
+    async def _close_attempt(self) -> None:
+        """Close it once, though both the reader of the events and the runner come here."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            self._replica = attempt.replica
+            attempt.stop_counting()
+            await attempt.aclose()
+
+    # ------------------------------------------------------------------------------------- timer --
+
+    def _expect(self, target: TargetReplica) -> None:
+        """Start to wait for the next response."""
+        self._since_s = self._loop.time()
+        rows = target.rows_ahead
+        self._predicted_ns = target.times.predicted_ns(rows)
+        limit_ns = self._session.timeout.limit_ns(target.times.expected_ns(rows))
+        self._late_s = self._since_s + limit_ns / SECOND
+        hedge_ns = self._session.hedge_after_ns(target) if self._is_first else None
+        self._set_timer(limit_ns if hedge_ns is None else min(limit_ns, hedge_ns))
+
+    def _responded(self, attempt: _Attempt) -> None:
+        target, now_s = attempt.target, self._loop.time()
+        waited_ns = round((now_s - self._since_s) * SECOND)
+        target.responded(now_s, attempt.rows)
+        target.times.record(self._predicted_ns, waited_ns)
+        if self._is_first:
+            target.times.record_first(waited_ns)
+            self._is_first = False
+            self._extensions.clear()
+        attempt.rows = 0  # a request continues with a few rows a step, which every step has room for
+
+    def _set_timer(self, within_ns: int) -> None:
+        self._timer_s = self._loop.time() + within_ns / SECOND
+        # A timer that fires too early is set again, which saves a new one for each response.
+        if self._timer is None or self._timer.when() > self._timer_s:
+            self._arm_timer()
+
+    def _arm_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._timer_s, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        if self._loop.time() < self._timer_s:
+            self._arm_timer()
+        elif (within_ns := self._act_on_delay()) is not None:
+            self._set_timer(within_ns)
+
+    def _act_on_delay(self) -> int | None:
+        """Hedge, or leave a late replica for a better one. Return how long to wait on, None for no longer."""
+        attempt = self._attempt
+        if attempt is None:
+            return None
+        target = attempt.target
+        limit_ns = self._session.timeout.limit_ns(target.times.expected_ns(target.rows_ahead))
+        if attempt.has_response:  # and it was not read yet
+            return limit_ns
+        left_ns = round((self._late_s - self._loop.time()) * SECOND)
+        if left_ns > 0:
+            if attempt.sent is not None:
+                self._start_hedge(target)
+            return left_ns
+        if attempt.sent is None or not self._session.leave_late(
+            self._spec, self._request, target, self._since_s
+        ):
+            return limit_ns
+        self._is_due = False
+        attempt.abandon(
+            f"no response from {target.address} in {limit_ns / SECOND:.1f} s", "deadline_exceeded"
+        )
+        return None
+
+    # ------------------------------------------------------------------------------------- hedge --
+
+    def _start_hedge(self, target: TargetReplica) -> None:
+        """Send the request to a second replica too."""
+        other = self._session.other_with_prefix(self._spec, self._request, target)
+        if other is None or self._hedge is not None:
+            return
+        self._hedge = self._new_attempt(other)
+        self._hedge_task = asyncio.create_task(self._race(self._hedge))
+        request_observer().event(names.HEDGED, {names.POOL: "target", names.TO: other.address})
+
+    async def _race(self, hedge: _Attempt) -> None:
+        """Wait for the hedge's first response; abandon the first replica unless it has responded too."""
+        event = await anext(hedge.events, None)
+        if isinstance(event, ev.Verified):
+            self._hedge_first = event
+            if self._attempt is not None and not self._attempt.has_response:
+                self._attempt.abandon("another replica responded first", "cancelled")
+
+    async def _switch_to(self, hedge: _Attempt, first: ev.Verified) -> ev.Verified:
+        """Continue at the second replica, which sent `first`."""
+        await self._close_attempt()
+        self._attempt, self._hedge = hedge, None
+        self._is_first = False  # how long its first response took is not known
+        self._expect(hedge.target)
+        self._session.move_to(hedge.target, MOVE_HEDGED)
+        return first
+
+    async def _drop_hedge(self) -> None:
+        hedge, self._hedge = self._hedge, None
+        if hedge is None:
+            return
+        hedge.stop_counting()  # first: waiting for the rest may be cancelled
+        if self._hedge_task is not None:
+            self._hedge_task.cancel()
+            await asyncio.gather(self._hedge_task, return_exceptions=True)
+        await hedge.aclose()

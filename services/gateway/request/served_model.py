@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from galley.core.answer.answer import SessionSpec
 from galley.core.names import STRATEGIES
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.replicas.drafts import Drafts
-from services.gateway.replicas.targets import Targets
+from services.gateway.replicas.drafts import DraftPool
+from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.validate import GenerateSpec, Limits, Model
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ class ServedModel:
     """`default_k` is the most draft tokens a round under AUTO, and `default_strategy` its strategy."""
 
     name: str
-    targets: Targets
+    targets: TargetPool
     tokenizer: Tokenizer
-    drafts: Drafts
+    drafts: DraftPool
     limits: Limits
     max_sessions: int
     default_k: int

@@ -20,7 +20,8 @@ from galley.core.session.events import RoundEnded
 from galley.core.session.machine import Session
 from galley.core.session.ports import Clock, DraftPort, Replica, TargetPort, Verification
 from galley.core.store import CacheLocation, KvDirectory
-from services.gateway.session.timeouts import SECOND, Timeouts
+from services.gateway.clock import SECOND
+from services.gateway.session.timeouts import Timeouts
 from services.gateway.store.owned import OwnedSession
 from services.gateway.store.session_log import StoreWrites
 from services.gateway.telemetry.observer import request_observer

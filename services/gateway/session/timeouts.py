@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from galley.core.errors import StoreUnavailable
 from galley.core.session.ports import Clock
+from services.gateway.clock import SECOND
 from services.gateway.store.redis import retrying
 from services.gateway.telemetry.observer import request_observer
 
-SECOND = 1_000_000_000
 _T = TypeVar("_T")
 _LAST_CALL_S = 0.5
 """What a call that began in time may take beyond it."""

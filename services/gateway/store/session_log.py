@@ -12,7 +12,8 @@ from galley.core.records import encode_records
 from galley.core.session import events as ev
 from galley.core.session.ports import Clock
 from galley.core.store import KvDirectory
-from services.gateway.session.timeouts import SECOND, Timeouts, patiently
+from services.gateway.clock import SECOND
+from services.gateway.session.timeouts import Timeouts, patiently
 from services.gateway.store.owned import OwnedSession
 from services.gateway.telemetry.observer import request_observer
 from services.gateway.telemetry.spans import COMMIT, RENEW

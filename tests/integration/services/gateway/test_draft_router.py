@@ -19,11 +19,10 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.store import CacheLocation
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.clock import MonotonicClock
-from services.gateway.replicas.draft_session import SessionDraft
-from services.gateway.replicas.drafts import Drafts
-from services.gateway.replicas.membership import POLL_S, Registered
-from services.gateway.session.timeouts import SECOND
+from services.gateway.clock import SECOND, MonotonicClock
+from services.gateway.replicas.draft_session import DraftSession
+from services.gateway.replicas.drafts import DraftPool
+from services.gateway.replicas.membership import POLL_S, RegisteredAddresses
 from tests.fakes.draft_fleet import DraftFleet
 from tests.fakes.truth import SEED, VOCAB, true_output
 from tests.fakes.waiting import PATIENCE_S
@@ -45,13 +44,13 @@ TIMED_OUT = "no answer in time"
 class Here:
     """Two drafts, and what a gateway knows of them; `refresh` of `drafts` lets it look."""
 
-    def __init__(self, fleet: DraftFleet, drafts: Drafts) -> None:
+    def __init__(self, fleet: DraftFleet, drafts: DraftPool) -> None:
         self.fleet = fleet
         self.drafts = drafts
         self._requests = 0
 
     async def ask(
-        self, session: SessionDraft, spec: SessionSpec = SPEC, *, strategy: str = "", ahead: int = 0
+        self, session: DraftSession, spec: SessionSpec = SPEC, *, strategy: str = "", ahead: int = 0
     ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
         """The answer to a proposal, or Failed after TIMEOUT_S, as the runner has it."""
         self._requests += 1
@@ -63,7 +62,7 @@ class Here:
         except TimeoutError:
             return ev.Failed(self._requests, TIMED_OUT)
 
-    async def proposed(self, session: SessionDraft, spec: SessionSpec = SPEC) -> None:
+    async def proposed(self, session: DraftSession, spec: SessionSpec = SPEC) -> None:
         """It is drafted for, once the machine has the time for it."""
         async with asyncio.timeout(PATIENCE_S):
             while isinstance(answer := await self.ask(session, spec), ev.Failed):
@@ -86,9 +85,9 @@ async def here(world: World) -> AsyncIterator[Here]:
         await drafts.close()
 
 
-def drafts_of(world: World) -> Drafts:
-    return Drafts(
-        Registered(ReplicaRegistry(world.redis_url), DRAFT_POOL),
+def drafts_of(world: World) -> DraftPool:
+    return DraftPool(
+        RegisteredAddresses(ReplicaRegistry(world.redis_url), DRAFT_POOL),
         world.tokenizer_hash,
         grpc.aio.insecure_channel,
         MonotonicClock(),
@@ -101,7 +100,7 @@ def named(session_id: str) -> SessionSpec:
 
 
 async def test_sessions_are_spread_and_each_stays(here: Here) -> None:
-    sessions = {name: SessionDraft(here.drafts) for name in "wxyz"}
+    sessions = {name: DraftSession(here.drafts) for name in "wxyz"}
     for _ in range(3):
         for name, session in sessions.items():
             must_be_right(await here.ask(session, named(name)))
@@ -116,13 +115,13 @@ async def test_a_new_session_goes_where_the_fewest_are_by_all_gateways(here: Her
     await here.fleet.until(lambda leases: any(lease.sessions == 3 for lease in leases))
     await here.drafts.refresh()
     for name in "wxy":
-        must_be_right(await here.ask(SessionDraft(here.drafts), named(name)))
+        must_be_right(await here.ask(DraftSession(here.drafts), named(name)))
     assert len(other.sessions) == 3
     assert not busy.fake.calls
 
 
 async def test_a_draft_that_dies_hands_its_session_on_within_the_same_proposal(here: Here) -> None:
-    session = SessionDraft(here.drafts)
+    session = DraftSession(here.drafts)
     must_be_right(await here.ask(session))
     home, other = here.fleet.holder()
     home.fake.gate.close()
@@ -134,7 +133,7 @@ async def test_a_draft_that_dies_hands_its_session_on_within_the_same_proposal(h
 
 
 async def test_a_frozen_draft_costs_one_timeout_and_then_nobody_asks_it(here: Here) -> None:
-    sessions = {name: SessionDraft(here.drafts) for name in "wxyz"}
+    sessions = {name: DraftSession(here.drafts) for name in "wxyz"}
     for name, session in sessions.items():
         await here.ask(session, named(name))
     frozen, other = here.fleet.drafts
@@ -150,7 +149,7 @@ async def test_a_frozen_draft_costs_one_timeout_and_then_nobody_asks_it(here: He
 
 async def test_a_draft_that_hangs_with_an_item_fails_the_others_items_too(here: Here) -> None:
     """They need not wait for their own time to be up: what hangs is left by all at once."""
-    sessions = [SessionDraft(here.drafts) for _ in "wx"]
+    sessions = [DraftSession(here.drafts) for _ in "wx"]
     must_be_right(await here.ask(sessions[0], named("w")))
     home, other = here.fleet.holder()
     other.busy = 9
@@ -171,7 +170,7 @@ async def test_a_draft_that_thaws_is_used_again(here: Here) -> None:
     only, other = here.fleet.drafts
     await other.fake.stop()
     await other.withdraw()
-    session = SessionDraft(here.drafts)
+    session = DraftSession(here.drafts)
     await here.proposed(session)
     only.fake.freeze()
     assert isinstance(await here.ask(session), ev.Failed)
@@ -181,7 +180,7 @@ async def test_a_draft_that_thaws_is_used_again(here: Here) -> None:
 
 async def test_a_late_draft_is_left_but_not_by_those_it_answers(here: Here) -> None:
     """It is slow for one session: nobody else's items fail for that."""
-    session = SessionDraft(here.drafts)
+    session = DraftSession(here.drafts)
     await here.ask(session)
     home, other = here.fleet.holder()
     home.fake.gate.close()
@@ -192,7 +191,7 @@ async def test_a_late_draft_is_left_but_not_by_those_it_answers(here: Here) -> N
     other.busy = 9
     await here.fleet.until(lambda leases: any(lease.sessions == 9 for lease in leases))
     await here.drafts.refresh()
-    must_be_right(await here.ask(SessionDraft(here.drafts), named("x")))
+    must_be_right(await here.ask(DraftSession(here.drafts), named("x")))
     assert "x" in home.sessions
 
 
@@ -200,7 +199,7 @@ async def test_a_replaced_draft_is_met_anew_and_asked_again(here: Here) -> None:
     home, other = here.fleet.drafts
     await other.fake.stop()
     await other.withdraw()
-    session = SessionDraft(here.drafts)
+    session = DraftSession(here.drafts)
     await here.proposed(session)
     assert session.replica is not None
     before = session.replica
@@ -216,7 +215,7 @@ async def test_one_that_comes_is_used_though_there_was_none(world: World) -> Non
     async with DraftFleet(world, "a") as fleet:
         drafts = drafts_of(world)
         await drafts.start()
-        here, session = Here(fleet, drafts), SessionDraft(drafts)
+        here, session = Here(fleet, drafts), DraftSession(drafts)
         failed = await here.ask(session)
         assert isinstance(failed, ev.Failed)
         assert "no draft in the registry" in failed.message
@@ -230,7 +229,7 @@ async def test_one_that_comes_is_used_though_there_was_none(world: World) -> Non
 
 
 async def test_a_draft_that_drains_keeps_no_session_where_there_is_another(here: Here) -> None:
-    session = SessionDraft(here.drafts)
+    session = DraftSession(here.drafts)
     must_be_right(await here.ask(session))
     home, other = here.fleet.holder()
     assert home.registration is not None
@@ -241,13 +240,13 @@ async def test_a_draft_that_drains_keeps_no_session_where_there_is_another(here:
     await other.withdraw()
     await other.fake.stop()
     await here.drafts.refresh()
-    answer = await here.ask(SessionDraft(here.drafts), named("new"))
+    answer = await here.ask(DraftSession(here.drafts), named("new"))
     assert isinstance(answer, ev.Failed), "it takes no new ones, whatever else there is"
     assert "new" not in home.sessions
 
 
 async def test_a_draft_that_drains_is_used_to_its_end_by_its_own_where_there_is_no_other(here: Here) -> None:
-    session = SessionDraft(here.drafts)
+    session = DraftSession(here.drafts)
     must_be_right(await here.ask(session))
     home, other = here.fleet.holder()
     assert home.registration is not None
@@ -261,7 +260,7 @@ async def test_a_draft_that_drains_is_used_to_its_end_by_its_own_where_there_is_
 async def test_a_draft_whose_stream_broke_is_met_again_at_once(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = SessionDraft(here.drafts)
+    session = DraftSession(here.drafts)
     home, other = here.fleet.drafts
     await other.withdraw()
     await other.fake.stop()
@@ -280,18 +279,18 @@ async def test_a_session_that_goes_on_finds_the_draft_that_has_its_tokens(here: 
         held = CacheLocation(home.fake.address, home.fake.info().incarnation, len(SPEC.prompt))
         for number in range(3):
             name = f"{home.fake.address}-{number}"
-            must_be_right(await here.ask(SessionDraft(here.drafts, held), named(name)))
+            must_be_right(await here.ask(DraftSession(here.drafts, held), named(name)))
         assert len(home.sessions) == 3
     held = CacheLocation(here.fleet.drafts[0].fake.address, "an earlier life", len(SPEC.prompt))
     here.fleet.drafts[0].busy = 9
     await here.fleet.until(lambda leases: any(lease.sessions == 9 for lease in leases))
     await here.drafts.refresh()
-    must_be_right(await here.ask(SessionDraft(here.drafts, held), named("late")))
+    must_be_right(await here.ask(DraftSession(here.drafts, held), named("late")))
     assert "late" in here.fleet.drafts[1].sessions
 
 
 async def test_a_lease_that_ended_moves_sessions_only_where_another_lives(here: Here) -> None:
-    session = SessionDraft(here.drafts)
+    session = DraftSession(here.drafts)
     must_be_right(await here.ask(session))
     home, other = here.fleet.holder()
     await home.withdraw()
@@ -315,17 +314,17 @@ async def test_another_tokenizer_is_refused_once_with_both_hashes(world: World) 
                 await drafts.refresh()
         here = Here(fleet, drafts)
         for name in "wx":
-            must_be_right(await here.ask(SessionDraft(drafts), named(name)))
+            must_be_right(await here.ask(DraftSession(drafts), named(name)))
         await drafts.close()
         assert len(right.sessions) == 2
         assert not wrong.fake.calls
-        [line] = [line for line in logs if line["event"] == "draft refused"]
+        [line] = [line for line in logs if line["event"] == "replica refused"]
         assert "another" in line["reason"]
         assert world.tokenizer_hash in line["reason"]
 
 
 async def test_a_proposal_that_is_given_up_is_cancelled_at_the_draft(here: Here) -> None:
-    session = SessionDraft(here.drafts)
+    session = DraftSession(here.drafts)
     for draft in here.fleet.drafts:
         draft.fake.gate.close()
     asking = asyncio.ensure_future(here.ask(session))
@@ -343,16 +342,16 @@ async def test_a_proposal_that_is_given_up_is_cancelled_at_the_draft(here: Here)
 
 
 async def test_what_is_asked_ahead_is_said_so(here: Here) -> None:
-    await here.ask(SessionDraft(here.drafts), ahead=3)
+    await here.ask(DraftSession(here.drafts), ahead=3)
     home, _ = here.fleet.holder()
     assert [call.ahead for call in home.fake.calls] == [3]
 
 
 async def test_a_strategy_is_asked_of_those_that_offer_it(here: Here) -> None:
-    answer = await here.ask(SessionDraft(here.drafts), strategy="clairvoyance")
+    answer = await here.ask(DraftSession(here.drafts), strategy="clairvoyance")
     assert isinstance(answer, ev.Failed)
     assert not any(draft.fake.calls for draft in here.fleet.drafts)
-    must_be_right(await here.ask(SessionDraft(here.drafts), strategy="model"))
+    must_be_right(await here.ask(DraftSession(here.drafts), strategy="model"))
 
 
 async def test_a_draft_that_keeps_failing_is_asked_by_one_probe_at_a_time(here: Here) -> None:
@@ -361,7 +360,7 @@ async def test_a_draft_that_keeps_failing_is_asked_by_one_probe_at_a_time(here: 
     await other.fake.stop()
     await here.drafts.refresh()
     bad.fake.lie = refuse
-    sessions = [SessionDraft(here.drafts) for _ in range(8)]
+    sessions = [DraftSession(here.drafts) for _ in range(8)]
     for session in sessions:
         assert isinstance(await here.ask(session), ev.Failed)
     assert len(bad.fake.calls) == FAILURES
@@ -377,7 +376,7 @@ async def test_a_draft_that_keeps_failing_is_asked_by_one_probe_at_a_time(here: 
 
 async def test_misses_are_no_failures(here: Here) -> None:
     """A draft that lost its caches says so to everyone at once."""
-    session = SessionDraft(here.drafts)
+    session = DraftSession(here.drafts)
     must_be_right(await here.ask(session))
     home, _ = here.fleet.holder()
     for _ in range(2 * FAILURES):
@@ -394,10 +393,10 @@ async def test_proposals_that_come_too_late_open_the_breaker_too(here: Here) -> 
     await other.fake.stop()
     await here.drafts.refresh()
     slow.fake.gate.close()
-    asking = [here.ask(SessionDraft(here.drafts), named(str(number))) for number in range(FAILURES)]
+    asking = [here.ask(DraftSession(here.drafts), named(str(number))) for number in range(FAILURES)]
     await asyncio.gather(*asking)
     asked = len(slow.fake.calls)
-    failed = await here.ask(SessionDraft(here.drafts))
+    failed = await here.ask(DraftSession(here.drafts))
     assert isinstance(failed, ev.Failed)
     assert failed.message != TIMED_OUT
     assert len(slow.fake.calls) == asked
@@ -413,7 +412,7 @@ async def test_a_session_falls_from_model_to_lookup_at_a_draft_to_lookup_here_an
     await looking_up.withdraw()
     await here.fleet.register(looking_up)
     await here.drafts.refresh()
-    session = SessionDraft(here.drafts, may_look_up=True)
+    session = DraftSession(here.drafts, may_look_up=True)
 
     async def strategy_asked() -> str:
         """Of which draft, or "here"; looked up is the prompt, which does not repeat itself."""
@@ -438,13 +437,13 @@ async def test_a_session_falls_from_model_to_lookup_at_a_draft_to_lookup_here_an
     await model.fake.start()
     await until_used(here, model.fake.address)
     assert await strategy_asked() == MODEL
-    assert sum(here.drafts.moves.counts.values()) >= 2
+    assert sum(here.drafts.move_counts.values()) >= 2
 
 
 async def until_used(here: Here, address: str) -> None:
     """Wait until the draft may be tried again."""
     async with asyncio.timeout(PATIENCE_S):
-        while not here.drafts._members[address].may_be_asked(here.drafts.now_ns()):
+        while not here.drafts._replicas[address].is_available(here.drafts.now_ns()):
             await here.drafts.refresh()
             await asyncio.sleep(0.02)
 

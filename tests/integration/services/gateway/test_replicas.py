@@ -153,7 +153,7 @@ async def test_a_resumed_session_goes_where_its_kv_is(world: World, fleet: Fleet
 async def test_a_replica_that_hangs_loses_its_sessions_with_its_lease(
     world: World, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.replicas.membership.GONE_GRACE_S", 0.1)
+    monkeypatch.setattr("services.gateway.replicas.membership.LEASE_GRACE_S", 0.1)
     gateway = await gateway_of(world, fleet)
     fleet.hold_after(1)
     stream = gateway.ask()

@@ -19,11 +19,10 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.session.ports import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.clock import MonotonicClock
+from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.replicas.request_stream import OpenRequest
-from services.gateway.replicas.target_session import SessionTarget
-from services.gateway.replicas.targets import Targets
-from services.gateway.session.timeouts import SECOND
+from services.gateway.replicas.target_session import TargetSession
+from services.gateway.replicas.targets import TargetPool
 from tests.fakes.kept_spans import KeptSpans, error_of, told, traced_here
 from tests.fakes.replicas import FakeTarget
 from tests.fakes.target_fleet import BLOCK, Fleet
@@ -45,7 +44,7 @@ class Leases:
     """A registry that tells what the test says."""
 
     told: dict[str, TargetLease | None] = field(default_factory=dict)
-    changes = False
+    can_change = False
 
     async def read(self) -> Mapping[str, TargetLease | None]:
         return dict(self.told)
@@ -57,7 +56,7 @@ class Leases:
 class Here:
     """Two replicas, and what a gateway knows of them; `refresh` lets it look."""
 
-    def __init__(self, leases: Leases, targets: Targets, fakes: list[FakeTarget]) -> None:
+    def __init__(self, leases: Leases, targets: TargetPool, fakes: list[FakeTarget]) -> None:
         self.leases = leases
         self.targets = targets
         self.fakes = fakes
@@ -73,7 +72,7 @@ class Here:
         return ev.Verify(self._requests, ev.Slice(0, tuple(tokens), prefix_hash(())), (), credit=credit)
 
     async def ask(
-        self, target: SessionTarget, tokens: list[int], *, credit: int = 0, until: int | None = None
+        self, target: TargetSession, tokens: list[int], *, credit: int = 0, until: int | None = None
     ) -> list[ev.Verified | ev.CacheMissed | ev.Failed]:
         """The answers to an item: all, or the first `until`, after which it is given up."""
         answers: list[ev.Verified | ev.CacheMissed | ev.Failed] = []
@@ -101,7 +100,7 @@ async def here(world: World) -> AsyncIterator[Here]:
     async with Fleet(world) as fleet:
         fakes = [target.fake for target in fleet.targets]
         leases = Leases()
-        targets = Targets(
+        targets = TargetPool(
             leases, world.tokenizer_hash, grpc.aio.insecure_channel, MonotonicClock(), max_draft_tokens=16
         )
         here = Here(leases, targets, fakes)
@@ -121,7 +120,7 @@ def confirmed(count: int) -> list[int]:
 
 async def test_a_session_stays_where_only_the_lease_has_ended(here: Here) -> None:
     """A registry that lost its data: what serves a session still does, and has its KV."""
-    target = SessionTarget(here.targets)
+    target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, other = here.home()
     del here.leases.told[home.address]
@@ -131,12 +130,12 @@ async def test_a_session_stays_where_only_the_lease_has_ended(here: Here) -> Non
         assert isinstance(answer, ev.Verified)
     assert len(home.calls) == 4
     assert not other.calls
-    await here.ask(SessionTarget(here.targets), confirmed(0))
+    await here.ask(TargetSession(here.targets), confirmed(0))
     assert len(other.calls) == 1, "a new session goes where a lease lives"
 
 
 async def test_a_replica_that_falls_silent_in_mid_item_is_not_asked_next(here: Here) -> None:
-    target = SessionTarget(here.targets)
+    target = TargetSession(here.targets)
     for fake in here.fakes:
         fake.gate.close()
         fake.gate.permit(1)
@@ -148,7 +147,7 @@ async def test_a_replica_that_falls_silent_in_mid_item_is_not_asked_next(here: H
 
 
 async def test_a_session_stays_after_an_item_that_was_answered_whole(here: Here) -> None:
-    target = SessionTarget(here.targets)
+    target = TargetSession(here.targets)
     answers = await here.ask(target, confirmed(0), credit=2)
     assert len(answers) == 3
     await here.ask(target, confirmed(3))
@@ -158,7 +157,7 @@ async def test_a_session_stays_after_an_item_that_was_answered_whole(here: Here)
 @pytest.mark.parametrize("told", [True, False], ids=["told", "registered"])
 async def test_a_replica_that_died_unnoticed_gets_no_new_sessions(here: Here, told: bool) -> None:
     """While no item was open, it is the look at who is there that finds out."""
-    await here.ask(SessionTarget(here.targets), confirmed(0))
+    await here.ask(TargetSession(here.targets), confirmed(0))
     home, other = here.home()
     await home.stop()
     if told:
@@ -167,14 +166,14 @@ async def test_a_replica_that_died_unnoticed_gets_no_new_sessions(here: Here, to
         home.incarnations += 1
         await here.tell(home)
     await here.targets.refresh()
-    [answer] = await here.ask(SessionTarget(here.targets), confirmed(0))
+    [answer] = await here.ask(TargetSession(here.targets), confirmed(0))
     assert isinstance(answer, ev.Verified)
     assert len(other.calls) == 1
 
 
 async def test_a_session_comes_back_to_its_build_though_its_stream_broke(here: Here) -> None:
     """Rule 3: while a replica of its own fingerprint lives, it goes to no other."""
-    target = SessionTarget(here.targets)
+    target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, other = here.home()
     other.fingerprint = "build-2"
@@ -192,7 +191,7 @@ async def test_a_session_comes_back_to_its_build_though_its_stream_broke(here: H
 
 
 async def test_a_session_goes_to_another_build_if_its_own_is_dead(here: Here) -> None:
-    target = SessionTarget(here.targets)
+    target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, other = here.home()
     other.fingerprint = "build-2"
@@ -206,11 +205,11 @@ async def test_a_session_goes_to_another_build_if_its_own_is_dead(here: Here) ->
 
 
 async def test_an_item_that_nobody_waits_for_is_not_counted_for_ever(here: Here) -> None:
-    target = SessionTarget(here.targets)
-    before = [member.items for member in here.targets._members.values()]
+    target = TargetSession(here.targets)
+    before = [it.open_requests for it in here.targets._replicas.values()]
     item = target.verify(SPEC, here.request(confirmed(0)), None)
     await item.aclose()
-    assert [member.items for member in here.targets._members.values()] == before
+    assert [it.open_requests for it in here.targets._replicas.values()] == before
 
 
 @pytest.fixture
@@ -220,7 +219,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def moves_of(here: Here) -> dict[str, int]:
-    return dict(here.targets.moves.counts)
+    return dict(here.targets.move_counts)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -228,7 +227,7 @@ def moves_of(here: Here) -> dict[str, int]:
 async def test_a_replica_whose_verdict_is_late_is_left_for_another_of_its_build(
     here: Here, credit: int
 ) -> None:
-    target = SessionTarget(here.targets)
+    target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, other = here.home()
     home.gate.close()
@@ -251,7 +250,7 @@ async def test_a_replica_whose_verdict_is_late_is_left_for_another_of_its_build(
 
 @pytest.mark.usefixtures("hasty")
 async def test_a_verdict_that_is_late_in_mid_item_is_too(here: Here) -> None:
-    target = SessionTarget(here.targets)
+    target = TargetSession(here.targets)
     for fake in here.fakes:
         fake.gate.close()
         fake.gate.permit(3)
@@ -265,7 +264,7 @@ async def test_a_verdict_that_is_late_in_mid_item_is_too(here: Here) -> None:
 
 @pytest.mark.usefixtures("hasty")
 async def test_a_late_replica_is_waited_for_where_no_other_of_its_build_is_up(here: Here) -> None:
-    target = SessionTarget(here.targets)
+    target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, other = here.home()
     other.fingerprint = "build-2"
@@ -286,7 +285,7 @@ async def test_a_late_replica_is_not_left_for_one_that_is_at_a_standstill_too(he
     """As when both share a machine that is busy: moving would only throw work away."""
     for fake in here.fakes:
         fake.gate.close()
-    asking = [asyncio.ensure_future(here.ask(SessionTarget(here.targets), confirmed(0))) for _ in range(2)]
+    asking = [asyncio.ensure_future(here.ask(TargetSession(here.targets), confirmed(0))) for _ in range(2)]
     for fake in here.fakes:
         await fake.called(1)
     await asyncio.sleep(0.5)
@@ -305,7 +304,7 @@ async def test_what_passes_take_and_what_is_queued_is_waited_for(here: Here) -> 
         fake.incarnations += 1
         await here.tell(fake)
     await here.targets.refresh()
-    target = SessionTarget(here.targets)
+    target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, other = here.home()
     home.gate.close()
@@ -322,8 +321,8 @@ async def test_a_replica_that_is_silent_altogether_is_left_by_all_its_sessions(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One session finds it late, and asks who it is: the others need not wait for their own verdicts."""
-    monkeypatch.setattr(here.targets, "sign_of_life_s", 0.2)
-    sessions = [SessionTarget(here.targets) for _ in range(4)]
+    monkeypatch.setattr(here.targets, "probe_timeout_s", 0.2)
+    sessions = [TargetSession(here.targets) for _ in range(4)]
     for session in sessions:
         await here.ask(session, confirmed(0))
     frozen = here.fakes[0]
@@ -333,7 +332,7 @@ async def test_a_replica_that_is_silent_altogether_is_left_by_all_its_sessions(
     assert len(patient) == 4
     for session in patient[1:]:
         for _ in range(6):
-            session.patience.record_late()  # those would wait for long
+            session.timeout.record_late()  # those would wait for long
     async with asyncio.timeout(PATIENCE_S):
         for answers in await asyncio.gather(*(here.ask(session, confirmed(1)) for session in sessions)):
             assert isinstance(answers[-1], ev.Verified | ev.Failed)
@@ -342,7 +341,7 @@ async def test_a_replica_that_is_silent_altogether_is_left_by_all_its_sessions(
 
 async def test_a_replica_that_fails_is_left_at_once_while_there_is_another(here: Here) -> None:
     """Each is tried once; then it is time to wait."""
-    target = SessionTarget(here.targets)
+    target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     for fake in here.fakes:
         fake.item_failure = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -355,7 +354,7 @@ async def test_a_replica_that_fails_is_left_at_once_while_there_is_another(here:
 
 
 async def test_a_replica_that_comes_back_does_not_answer_for_its_former_life(here: Here) -> None:
-    target = SessionTarget(here.targets)
+    target = TargetSession(here.targets)
     home, other = here.fakes
     del here.leases.told[other.address]
     await here.targets.refresh()
@@ -390,13 +389,13 @@ async def test_a_replica_that_comes_back_does_not_answer_for_its_former_life(her
 
 async def test_a_replica_that_does_not_say_who_it_is_is_left_long_before_the_deadline(here: Here) -> None:
     """Its stream broke while no item was open, and now it takes what is sent and never answers."""
-    target = SessionTarget(here.targets)
+    target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, other = here.home()
     at = target.place(SPEC, here.request(confirmed(1)))
     assert at is not None
     await home.stop()
-    await asyncio.wait(cast("Any", at.pool)._items._current._tasks)  # the gateway has noticed
+    await asyncio.wait(cast("Any", at.client)._stream._current._tasks)  # the gateway has noticed
     home.spoken.close()
     await home.start()
     item = target.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)
@@ -412,22 +411,22 @@ async def test_a_replica_that_does_not_say_who_it_is_is_left_long_before_the_dea
 
 async def test_who_is_let_go_while_he_is_met_is_sent_nothing_more(here: Here) -> None:
     """There would be nobody to end that stream."""
-    target = SessionTarget(here.targets)
+    target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, _ = here.home()
     at = target.place(SPEC, here.request(confirmed(1)))
     assert at is not None
-    pool = cast("Any", at.pool)
+    client = cast("Any", at.client)
     home.spoken.close()
-    pool.lost()
-    item = pool.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)
-    answers = asyncio.create_task(anext(aiter(item)))
+    client.lost()
+    item = target.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)
+    answers = asyncio.ensure_future(anext(aiter(item)))
     await home.spoken.has_somebody()
-    await pool.close()
+    await client.close()
     home.spoken.open()
     async with asyncio.timeout(PATIENCE_S):
         assert isinstance(await answers, ev.Failed)
-    assert pool._items._current.broken
+    assert client._stream._current.is_broken
     assert len(home.calls) == 1
     await item.aclose()
 
@@ -438,7 +437,7 @@ class Hedging:
     def __init__(self, here: Here) -> None:
         self.here = here
 
-    async def begin(self, *, warm: bool) -> tuple[SessionTarget, FakeTarget, FakeTarget]:
+    async def begin(self, *, warm: bool) -> tuple[TargetSession, FakeTarget, FakeTarget]:
         """A session that has not been asked for, where it will be, and the other."""
         here = self.here
         hashes = frozenset(block_hashes(b"", PROMPT_TOKENS, BLOCK)) if warm else frozenset()
@@ -448,11 +447,11 @@ class Hedging:
             here.leases.told[fake.address] = replace(lease, kv_block_tokens=BLOCK, cached_prefixes=hashes)
         await here.targets.refresh()
         for _ in range(20):
-            await here.ask(SessionTarget(here.targets), confirmed(0))
+            await here.ask(TargetSession(here.targets), confirmed(0))
         home, other = here.home()
         assert not other.calls
         here.targets.hedge_quantile = 0.9
-        return SessionTarget(here.targets), home, other
+        return TargetSession(here.targets), home, other
 
 
 @pytest.mark.parametrize("credit", [0, 4])
@@ -477,8 +476,8 @@ async def test_a_slow_first_verdict_is_asked_of_another_that_holds_the_prompt(
     await item.aclose()
     await here.ask(target, confirmed(credit + 1))
     assert len(other.calls) == asked + 2, "it stays where it was answered"
-    assert [member.items for member in here.targets._members.values()] == [0, 0]
-    assert [member.rows_ahead for member in here.targets._members.values()] == [0, 0]
+    assert [it.open_requests for it in here.targets._replicas.values()] == [0, 0]
+    assert [member.rows_ahead for member in here.targets._replicas.values()] == [0, 0]
 
 
 async def test_that_another_is_asked_too_stands_in_the_trace(here: Here) -> None:
@@ -550,8 +549,8 @@ async def test_a_second_request_is_not_counted_for_ever_however_often_it_is_canc
         reading.cancel()
         await asyncio.sleep(0)
     await item.aclose()
-    assert [member.items for member in here.targets._members.values()] == [0, 0]
-    assert [member.rows_ahead for member in here.targets._members.values()] == [0, 0]
+    assert [it.open_requests for it in here.targets._replicas.values()] == [0, 0]
+    assert [member.rows_ahead for member in here.targets._replicas.values()] == [0, 0]
 
 
 async def test_a_cold_replica_is_not_asked_too(here: Here) -> None:

@@ -10,7 +10,7 @@ import grpc
 from galley.core.routing.choice import TargetLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import MonotonicClock
-from services.gateway.replicas.targets import Targets
+from services.gateway.replicas.targets import TargetPool
 from tests.fakes.replicas import FakeTarget
 from tests.fakes.target_fleet import Fleet
 from tests.fakes.truth import VOCAB
@@ -35,7 +35,7 @@ class _Shy(FakeTarget):
 class _InTurn:
     """Tells the leases at the first look and from the fourth on; in between nobody has one."""
 
-    changes = False
+    can_change = False
     looks = 0
 
     def __init__(self, leases: Mapping[str, TargetLease | None]) -> None:
@@ -53,7 +53,7 @@ async def test_a_gateway_does_not_begin_with_a_target_whose_lease_has_ended(worl
     """It would know neither the context window nor the vocabulary, and refuse every request."""
     async with Fleet(world, "a", _Shy) as fleet:
         leases = _InTurn({fleet.targets[0].fake.address: fleet.targets[0]._lease()})
-        targets = Targets(leases, world.tokenizer_hash, grpc.aio.insecure_channel, MonotonicClock(), 16)
+        targets = TargetPool(leases, world.tokenizer_hash, grpc.aio.insecure_channel, MonotonicClock(), 16)
         await targets.start(PATIENCE_S)
         try:
             assert targets.info.vocab_size == VOCAB

@@ -13,13 +13,13 @@ from galley.core.answer.answer import SessionSpec
 from galley.core.content import prefix_hash
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
-from services.gateway.replicas.lookup import Lookup
+from services.gateway.replicas.draft_session import LocalLookup
 
 SPEC = SessionSpec("s", (1,), SamplingParams(), max_position=64, vocab_size=100)
 PERIOD = [5, 6, 7, 8]
 
 
-def ask(lookup: Lookup, tokens: list[int], *, start: int = 0, k: int = 4, ahead: int = 0) -> ev.Proposed:
+def ask(lookup: LocalLookup, tokens: list[int], *, start: int = 0, k: int = 4, ahead: int = 0) -> ev.Proposed:
     part = ev.Slice(start, tuple(tokens[start:]), prefix_hash(tokens[:start]))
     answer = lookup.propose(SPEC, ev.Propose(1, part, k, "model", ahead))
     assert isinstance(answer, ev.Proposed)
@@ -28,7 +28,7 @@ def ask(lookup: Lookup, tokens: list[int], *, start: int = 0, k: int = 4, ahead:
 
 
 def test_it_guesses_what_followed_before_and_goes_on_from_guesses() -> None:
-    lookup = Lookup()
+    lookup = LocalLookup()
     tokens = [1, *PERIOD, *PERIOD[:2]]
     assert ask(lookup, tokens).tokens == (7, 8, 5, 6)
     assert ask(lookup, [*tokens, 7, 8], start=len(tokens) - 1, ahead=2, k=2).tokens == (5, 6)
@@ -36,11 +36,11 @@ def test_it_guesses_what_followed_before_and_goes_on_from_guesses() -> None:
 
 
 def test_a_match_of_one_token_is_no_guess() -> None:
-    assert ask(Lookup(), [1, 5, 9, 5]).tokens == ()
+    assert ask(LocalLookup(), [1, 5, 9, 5]).tokens == ()
 
 
 def test_other_content_at_the_same_length_is_a_miss() -> None:
-    lookup = Lookup()
+    lookup = LocalLookup()
     ask(lookup, [1, 2, 3])
     part = ev.Slice(2, (4,), prefix_hash([1, 9]))
     assert isinstance(lookup.propose(SPEC, ev.Propose(1, part, 4, "")), ev.CacheMissed)
@@ -50,7 +50,7 @@ def test_other_content_at_the_same_length_is_a_miss() -> None:
 
 
 def test_a_long_prompt_is_followed_a_piece_at_a_time() -> None:
-    lookup, tokens = Lookup(), PERIOD * 700
+    lookup, tokens = LocalLookup(), PERIOD * 700
     spec_room = SPEC.max_position
     assert len(tokens) > spec_room
     answers = [ask(lookup, tokens, start=0 if i == 0 else len(tokens)) for i in range(3)]
@@ -59,7 +59,7 @@ def test_a_long_prompt_is_followed_a_piece_at_a_time() -> None:
 
 def test_no_guess_stands_where_the_target_takes_none() -> None:
     tokens = (PERIOD * 20)[: SPEC.max_position - 2]
-    assert len(ask(Lookup(), tokens).tokens) == 1
+    assert len(ask(LocalLookup(), tokens).tokens) == 1
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def traced() -> Iterator[None]:
 
 def test_a_round_of_a_long_session_costs_what_is_new_in_it() -> None:
     """Neither hashed nor compared nor copied is what stands before: the event loop is everybody's."""
-    lookup, tokens, took = Lookup(), PERIOD * 2500, list[int]()
+    lookup, tokens, took = LocalLookup(), PERIOD * 2500, list[int]()
     with traced():
         for at in range(0, len(tokens), 1000):
             ask(lookup, tokens[: at + 1000], start=at)
@@ -91,9 +91,9 @@ def test_a_round_of_a_long_session_costs_what_is_new_in_it() -> None:
 @given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(5, 7), max_size=6), st.integers(0, 3))))
 def test_it_answers_as_one_that_is_asked_for_the_first_time(asked: list[tuple[int, list[int], int]]) -> None:
     """Whatever it was asked before, of guesses that came true and guesses that did not."""
-    lookup, tokens = Lookup(), [1]
+    lookup, tokens = LocalLookup(), [1]
     ask(lookup, tokens)
     for kept, further, guessed in asked:
         tokens = [*tokens[:kept], *further]
         start, ahead = len(tokens) - len(further), min(guessed, len(tokens))
-        assert ask(lookup, tokens, start=start, ahead=ahead) == ask(Lookup(), tokens, ahead=ahead)
+        assert ask(lookup, tokens, start=start, ahead=ahead) == ask(LocalLookup(), tokens, ahead=ahead)

@@ -13,9 +13,9 @@ from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.session.ports import Replica
 from galley.core.store import UNCHANGED, KvDirectory, NewSession, Ownership
-from services.gateway.clock import MonotonicClock
+from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.session.runner import Ports, SessionRunner
-from services.gateway.session.timeouts import SECOND, Timeouts
+from services.gateway.session.timeouts import Timeouts
 from services.gateway.store.owned import OwnedSession
 from tests.fakes.store import MemoryStore
 

@@ -17,11 +17,11 @@ from galley.core.session import events as ev
 from galley.core.session.machine import SessionLimits
 from galley.core.store import NewSession
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.clock import MonotonicClock
+from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import SPEC_FIELD, Streams
-from services.gateway.session.timeouts import SECOND, Timeouts
+from services.gateway.session.timeouts import Timeouts
 from services.gateway.telemetry.observer import RequestObservers
 from tests.fakes.store import MemoryStore
 

@@ -21,10 +21,11 @@ from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.session.ports import Replica
 from galley.core.store import UNCHANGED, KvDirectory, NewSession, Ownership
-from services.gateway.replicas.drafts import Drafts
-from services.gateway.replicas.membership import Told
+from services.gateway.clock import SECOND
+from services.gateway.replicas.drafts import DraftPool
+from services.gateway.replicas.membership import StaticAddresses
 from services.gateway.session.runner import Ports, Send, SessionRunner
-from services.gateway.session.timeouts import SECOND, Timeouts
+from services.gateway.session.timeouts import Timeouts
 from services.gateway.store.owned import OwnedSession
 from services.gateway.telemetry.observer import request_observer
 from services.gateway.telemetry.request_trace import UNTRACED
@@ -310,12 +311,12 @@ async def test_without_a_trace_nothing_is_told_and_nothing_goes_with_items() -> 
 
 async def test_a_breaker_tells_the_request_that_changed_it() -> None:
     stream, clock = Stream(), Stepped()
-    drafts = Drafts(Told([]), "tokenizer", cast("Any", None), clock, SECOND)
+    drafts = DraftPool(StaticAddresses([]), "tokenizer", cast("Any", None), clock, SECOND)
     draft, breaker = cast("Any", SimpleNamespace(address="draft:1")), Breaker()
     for _ in range(FAILURES):
         drafts.failed(draft, breaker, drafts.begin(draft, breaker))
     clock.now += FIRST_PAUSE_NS
-    drafts.answered(draft, breaker, drafts.begin(draft, breaker))
+    drafts.succeeded(draft, breaker, drafts.begin(draft, breaker))
     stream.trace.release()
     changes = stream.kept.events(stream.request, names.BREAKER_CHANGED)
     assert [(it[names.FROM], it[names.TO]) for it in changes] == [

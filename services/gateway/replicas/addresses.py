@@ -1,4 +1,4 @@
-"""How a gateway reaches targets and drafts: plainly, or over TLS with files that may change under it."""
+"""Channels to targets and drafts: in plain text, or over TLS with files that may change while in use."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from services.gateway.settings import GatewaySettings
 _UNBOUNDED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
-class Peers:
-    """What the gateway's channels have in common."""
+class ReplicaChannels:
+    """Opens channels as the settings say."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        """Raises BadFile."""
-        self._targets = _tls_to(settings.target_tls_name, settings)
-        self._drafts = _tls_to(settings.draft_tls_name, settings)
+        """Raise BadFile if a TLS file is unusable."""
+        self._targets = _channel_tls(settings.target_tls_name, settings)
+        self._drafts = _channel_tls(settings.draft_tls_name, settings)
 
     @property
     def files(self) -> WatchedFiles[Material] | None:
-        """What they show; None where they speak plain text."""
+        """Return the certificates that the channels present, None in plain text."""
         return None if self._targets is None else self._targets.files
 
     def open_target(self, address: str, parts: Parts) -> grpc.aio.Channel:
-        """A channel to the target there."""
+        """Return a channel to the target at this address."""
         return _open(address, self._targets, parts)
 
     def open_draft(self, address: str, parts: Parts) -> grpc.aio.Channel:
-        """A channel to the draft there."""
+        """Return a channel to the draft at this address."""
         return _open(address, self._drafts, parts)
 
 
-def _tls_to(name: str, settings: GatewaySettings) -> ChannelTls | None:
+def _channel_tls(name: str, settings: GatewaySettings) -> ChannelTls | None:
     if not settings.peer_ca_file:
         return None
     files = TlsFiles(

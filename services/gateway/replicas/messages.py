@@ -1,0 +1,202 @@
+"""Translate between the session's events and the messages of targets and drafts."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import grpc
+
+from galley.common.wire.codec import logprobs_from, sampling_message
+from galley.common.wire.status import error_type, item_error_type
+from galley.core.answer.answer import SessionSpec
+from galley.core.errors import Unavailable
+from galley.core.session import events as ev
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.telemetry.spans import CallSpan
+
+VerifyEvent: TypeAlias = "ev.Verified | ev.CacheMissed | ev.Failed"
+ProposeEvent: TypeAlias = "ev.Proposed | ev.CacheMissed | ev.Failed"
+
+_RETRYABLE_STATUS = frozenset(
+    code.value[0]
+    for code in (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    )
+)
+"""Statuses of a single request that may succeed when repeated."""
+
+_FATAL_STATUS = frozenset(
+    {
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+    }
+)
+"""Statuses of a whole stream that rule out a retry; others may be caused by the connection."""
+
+
+# ---------------------------------------------------------------------------------------- requests --
+
+
+def verify_item(
+    spec: SessionSpec, request: ev.Verify, remaining_ns: int | None, traceparent: str
+) -> pb.VerifyItem:
+    """Return the message of a verification; None in `remaining_ns` means no deadline."""
+    return pb.VerifyItem(
+        slice=_slice(spec, request.slice, remaining_ns, traceparent),
+        draft_tokens=request.draft_tokens,
+        survival=request.survival,
+        credit=request.credit,
+        hint_due=request.hint_due,
+        max_verified=request.max_verified,
+        logprobs=spec.logprobs,
+    )
+
+
+def propose_item(
+    spec: SessionSpec, request: ev.Propose, k: int, remaining_ns: int | None, traceparent: str
+) -> pb.ProposeItem:
+    """Return the message of a proposal of at most `k` draft tokens."""
+    return pb.ProposeItem(
+        slice=_slice(spec, request.slice, remaining_ns, traceparent),
+        k=k,
+        strategy=request.strategy,
+        workload=spec.workload,
+        ahead=request.ahead,
+    )
+
+
+def extension(request: ev.ExtendVerify) -> pb.Extension:
+    """Return the message of an extension, without the ids of its request."""
+    message = pb.Extension(limit=request.limit, hint_due=request.hint_due)
+    if (hint := request.hint) is not None:
+        message.hint.position, message.hint.prefix_hash = hint.position, hint.prefix_hash
+        message.hint.draft_tokens.extend(hint.draft_tokens)
+        message.hint.survival.extend(hint.survival)
+    return message
+
+
+def verify_stream_request(
+    items: list[pb.VerifyItem], cancelled: list[pb.ItemRef], extensions: list[pb.Extension]
+) -> pb.VerifyStreamRequest:
+    """Return one message of the stream to a target."""
+    return pb.VerifyStreamRequest(items=items, cancelled=cancelled, extensions=extensions)
+
+
+def propose_stream_request(
+    items: list[pb.ProposeItem], cancelled: list[pb.ItemRef], _extensions: list[pb.Extension]
+) -> pb.ProposeStreamRequest:
+    """Return one message of the stream to a draft."""
+    return pb.ProposeStreamRequest(items=items, cancelled=cancelled)
+
+
+def _slice(spec: SessionSpec, part: ev.Slice, remaining_ns: int | None, traceparent: str) -> pb.SessionSlice:
+    return pb.SessionSlice(
+        session_id=spec.session_id,
+        start=part.start,
+        tokens=part.tokens,
+        prefix_hash=part.prefix_hash,
+        prompt_len=len(spec.prompt),
+        max_position=spec.max_position,
+        sampling=sampling_message(spec.sampling),
+        stop_token_ids=sorted(spec.stop_token_ids),
+        min_tokens=spec.min_tokens,
+        remaining_ns=remaining_ns or 0,
+        arrival_ns=spec.arrival_ns,
+        priority=spec.priority,
+        tenant_salt=spec.tenant_salt,
+        traceparent=traceparent,
+    )
+
+
+# --------------------------------------------------------------------------------------- responses --
+
+
+def has_more(answer: pb.VerifyAnswer) -> bool:
+    """Return True if the target will send further responses to the same request."""
+    return answer.HasField("result") and answer.result.more
+
+
+def verify_event(request_id: int, answer: pb.VerifyAnswer) -> VerifyEvent:
+    """Return the event of a target's response."""
+    if answer.WhichOneof("outcome") != "result":
+        return _other_event(request_id, answer)
+    result = answer.result
+    return ev.Verified(
+        request_id=request_id,
+        position=result.position,
+        tokens=tuple(result.tokens),
+        accepted=result.accepted,
+        verified=result.verified,
+        cache_len=result.kv_len,
+        fingerprint=result.fingerprint,
+        logprobs=tuple(logprobs_from(entry) for entry in result.logprobs),
+        timing=_timing(result.timing),
+        more=result.more,
+        sessions=max(1, result.batch_sessions),
+        row_ns=result.row_ns,
+        prefill_ns=result.prefill_ns,
+        plain_ns=result.plain_ns,
+        batch_rows=result.batch_rows,
+        kv_reused=result.kv_reused,
+        batch_span=result.batch_span,
+    )
+
+
+def propose_event(
+    request: ev.Propose, answer: pb.ProposeAnswer, info: pb.GetDraftInfoResponse
+) -> ProposeEvent:
+    """Return the event of a draft's response; `info` is the draft's own description."""
+    if answer.WhichOneof("outcome") != "result":
+        return _other_event(request.request_id, answer)
+    result = answer.result
+    return ev.Proposed(
+        request_id=request.request_id,
+        position=result.position,
+        prefix_hash=result.prefix_hash,
+        tokens=tuple(result.draft_tokens),
+        cache_len=result.kv_len,
+        timing=_timing(result.timing),
+        survival=tuple(result.survival),
+        sessions=max(1, result.batch_sessions),
+        max_tokens=info.max_draft_tokens,
+        strategy=request.strategy or info.default_strategy,
+    )
+
+
+def failed_event(request_id: int, error: grpc.aio.AioRpcError | Unavailable) -> ev.Failed:
+    """Return the event of a stream that broke."""
+    if isinstance(error, Unavailable):
+        return ev.Failed(request_id, str(error))
+    message = f"{error.code().name}: {error.details()}"
+    return ev.Failed(request_id, message, retryable=error.code() not in _FATAL_STATUS)
+
+
+def status_of(error: grpc.aio.AioRpcError | Unavailable) -> str:
+    """Return the gRPC status of an error, in lower case."""
+    return error_type(error) if isinstance(error, Unavailable) else error.code().name.lower()
+
+
+def note_status(span: CallSpan, answer: pb.VerifyAnswer | pb.ProposeAnswer) -> None:
+    """Mark the span as failed if the response is a status; a cache miss is no failure."""
+    if answer.HasField("status"):
+        span.failed(item_error_type(answer.status))
+
+
+def _timing(timing: pb.Timing) -> ev.Timing:
+    return ev.Timing(timing.queue_ns, timing.compute_ns, timing.linger_ns)
+
+
+def _other_event(request_id: int, answer: pb.VerifyAnswer | pb.ProposeAnswer) -> ev.CacheMissed | ev.Failed:
+    match answer.WhichOneof("outcome"):
+        case "cache_miss":
+            return ev.CacheMissed(request_id, answer.cache_miss.have, answer.cache_miss.prefix_hash)
+        case "status":
+            status = answer.status
+            return ev.Failed(request_id, status.message, retryable=status.code in _RETRYABLE_STATUS)
+        case outcome:
+            return ev.Failed(request_id, f"unknown outcome {outcome}")
