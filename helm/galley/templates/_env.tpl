@@ -1,4 +1,4 @@
-{{/* The environment of the roles: all wiring goes by it. */}}
+{{/* Environment variables of the roles. */}}
 
 {{- define "galley.env" -}}
 {{- $prefix := printf "GALLEY_%s_" (upper .role) -}}
@@ -26,7 +26,7 @@
   value: {{ include "galley.text" $value | quote }}
 {{- end }}
 {{- if and .root.Values.modelCache.download.enabled (ne .role "gateway") }}
-# The init container has fetched it.
+# The init container has downloaded the model.
 - name: HF_HUB_OFFLINE
   value: "1"
 {{- end }}
@@ -38,7 +38,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* A replica registers at the store under its pod's own address, and gateways find it there. */}}
+{{/* A replica registers in the store with its pod's address. */}}
 {{- define "galley.advertiseEnv" -}}
 - name: POD_IP
   valueFrom:
@@ -68,7 +68,7 @@
 - name: GALLEY_GATEWAY_PEER_KEY_FILE
   value: /etc/galley/peer-tls/tls.key
 {{- end }}
-# Replicas are reached at their pods' addresses; their certificates bear a name.
+# Replicas are reached by pod address; their certificates carry a name.
 - name: GALLEY_GATEWAY_TARGET_TLS_NAME
   value: {{ include "galley.tlsName" (dict "root" .root "role" "target") }}
 - name: GALLEY_GATEWAY_DRAFT_TLS_NAME

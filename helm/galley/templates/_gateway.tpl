@@ -1,11 +1,11 @@
-{{/* How long a gateway may take to be ready: it waits for a target, and ends by itself when that took too long. */}}
+{{/* Start-up time limit of a gateway, which includes waiting for a target. */}}
 {{- define "galley.gatewayStartup" -}}
 {{- add .Values.target.startupTimeoutSeconds 60 -}}
 {{- end -}}
 
-{{/* What the gateway alone is told. Targets and drafts are not named to it: they register at the store. */}}
+{{/* Environment of the gateway. It finds targets and drafts in the store. */}}
 {{- define "galley.gatewayEnv" -}}
-# A target's model may take long to load: it is waited for, not restarted into.
+# A target may load for long: wait for it instead of restarting.
 - name: GALLEY_GATEWAY_STARTUP_TIMEOUT_S
   value: {{ .Values.target.startupTimeoutSeconds | quote }}
 {{- if not .Values.draft.enabled }}

@@ -10,19 +10,19 @@ an answer is 0; where nothing is scraped there is none, KEDA counts a failure, a
 {{- .root.Values.keda.prometheus.matchers | default (printf "namespace=%q" .root.Release.Namespace) -}}
 {{- end -}}
 
-{{/* How long the slowest tenth waited; `metric` is a histogram, `gauge` one that every replica has. */}}
+{{/* 90th percentile of a waiting time; `metric` is a histogram, `gauge` is exported by every replica. */}}
 {{- define "galley.queueAgeQuery" -}}
 {{- $in := include "galley.matchers" . -}}
 ((histogram_quantile(0.9, sum by (le) (rate({{ .metric }}_bucket{ {{- $in -}} }[2m]))) > 0) or 0 * sum(rate({{ .metric }}_count{ {{- $in -}} }[2m]))) * count({{ .gauge }}{ {{- $in -}} })
 {{- end -}}
 
-{{/* Which share of the rounds' time verification stood idle, waiting for a draft. */}}
+{{/* Share of round time spent waiting for a draft. */}}
 {{- define "galley.draftWaitQuery" -}}
 {{- $in := include "galley.matchers" . -}}
 (sum(rate(galley_verify_draft_wait_seconds_sum{ {{- $in -}} }[2m])) / (sum(rate(galley_round_duration_seconds_sum{ {{- $in -}} }[2m])) > 0) or 0 * sum(rate(galley_round_duration_seconds_sum{ {{- $in -}} }[2m]))) * count(galley_draft_queue_depth{ {{- $in -}} })
 {{- end -}}
 
-{{/* Which share of the KV blocks live sessions hold; the others are free, or hold what may be had back. */}}
+{{/* Share of KV blocks held by live sessions; the others are free or cached. */}}
 {{- define "galley.usedBlocksQuery" -}}
 {{- $in := include "galley.matchers" . -}}
 sum(galley_kv_blocks{ {{- $in -}} ,state="used"}) / sum(galley_kv_blocks{ {{- $in -}} }) * count(galley_queue_depth{ {{- $in -}} })
@@ -38,20 +38,20 @@ sum(galley_kv_blocks{ {{- $in -}} ,state="used"}) / sum(galley_kv_blocks{ {{- $i
     serverAddress: {{ $prometheus.serverAddress | quote }}
     query: {{ .query | quote }}
     threshold: {{ .threshold | quote }}
-    # No answer is a failure, not a zero: a pool is not shrunk because nobody looks.
+    # A missing series is a failure, not zero, so that a pool is not scaled down without data.
     ignoreNullValues: "false"
   {{- with $prometheus.authenticationRef }}
   authenticationRef: {name: {{ . }}}
   {{- end }}
 {{- end -}}
 
-{{/* What both ScaledObjects say, but for whom they scale and by what. */}}
+{{/* The common part of both ScaledObjects. */}}
 {{- define "galley.scaling" -}}
 {{- $scaling := index .root.Values.keda .role -}}
 pollingInterval: {{ .root.Values.keda.pollingIntervalSeconds }}
 minReplicaCount: {{ $scaling.minReplicas }}
 maxReplicaCount: {{ $scaling.maxReplicas }}
-# With Prometheus away: this many, or as many as there are if that is more.
+# Without Prometheus: this number, or the current number if that is higher.
 fallback:
   failureThreshold: 3
   replicas: {{ $scaling.fallbackReplicas }}
@@ -64,7 +64,7 @@ advanced:
         policies:
           - {type: Pods, value: {{ $scaling.scaleUpPods }}, periodSeconds: 60}
       scaleDown:
-        # One after the other: a replica that goes takes its caches with it.
+        # One at a time: a replica loses its caches when it stops.
         stabilizationWindowSeconds: {{ $scaling.scaleDownStabilizationSeconds }}
         policies:
           - {type: Pods, value: 1, periodSeconds: 120}

@@ -1,6 +1,6 @@
-{{/* Models that are fetched: by the pod itself at its start, or by an init container before. */}}
+{{/* Download of models, by the pod at its start or by an init container. */}}
 
-{{/* The hub's token, where one is given; for whoever fetches. */}}
+{{/* The hub token of the container that downloads. */}}
 {{- define "galley.hubTokenEnv" -}}
 {{- with .Values.modelCache.hubToken }}
 {{- if and .secretName (not $.Values.modelCache.download.enabled) }}
@@ -11,7 +11,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* The init container that puts `model`, a hub id, into the cache; nothing for a directory. */}}
+{{/* The init container that downloads `model` into the cache; empty for a directory. */}}
 {{- define "galley.download" -}}
 {{- $values := .root.Values -}}
 {{- $further := concat $values.extraEnv (index $values .role).extraEnv -}}
@@ -34,7 +34,7 @@ initContainers:
           secretKeyRef: {name: {{ $token.secretName }}, key: {{ $token.key }}}
       {{- end }}
       {{- with $further }}
-      # A proxy or a mirror of the hub's among it.
+      # May hold a proxy or a mirror of the hub.
       {{- toYaml . | nindent 6 }}
       {{- end }}
     {{- end }}

@@ -8,12 +8,12 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Of everything that belongs to a role. */}}
+{{/* The name of a role's objects. */}}
 {{- define "galley.roleName" -}}
 {{- include "galley.name" .root }}-{{ .role -}}
 {{- end -}}
 
-{{/* What selects every pod of the release. */}}
+{{/* Selector of every pod of the release. */}}
 {{- define "galley.releaseSelector" -}}
 app.kubernetes.io/name: galley
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -32,13 +32,13 @@ app.kubernetes.io/part-of: galley
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
-{{/* Of pods: without what changes with the chart alone, which would restart them, the store among them. */}}
+{{/* Labels of pods, without the chart version, whose change would restart them. */}}
 {{- define "galley.podLabels" -}}
 {{ include "galley.selector" . }}
 app.kubernetes.io/part-of: galley
 {{- end -}}
 
-{{/* The metadata of an object of a role; `name` where it is not the role's own. */}}
+{{/* Metadata of a role's object; `name` overrides the role's name. */}}
 {{- define "galley.metadata" -}}
 name: {{ .name | default (include "galley.roleName" .) }}
 namespace: {{ .root.Release.Namespace }}
@@ -54,7 +54,7 @@ labels:
 {{- $own.repository }}:{{ $own.tag | default $image.tag | default .root.Chart.AppVersion -}}
 {{- end -}}
 
-{{/* The name that a role's certificate must bear, unless values say another. */}}
+{{/* The name that a role's certificate must carry. */}}
 {{- define "galley.tlsName" -}}
 {{- $own := (index .root.Values.tls .role).name -}}
 {{- $own | default (printf "%s.%s.svc" (include "galley.roleName" .) .root.Release.Namespace) -}}
@@ -64,12 +64,12 @@ labels:
 {{- if and . (not (hasPrefix "/" .)) }}true{{ end -}}
 {{- end -}}
 
-{{/* A value of `settings` as text; helm reads numbers as float64, which would print 1e+06. */}}
+{{/* A value of `settings` as text; helm reads numbers as float64, which would print as 1e+06. */}}
 {{- define "galley.text" -}}
 {{- if and (kindIs "float64" .) (eq . (floor .)) -}}{{ int64 . }}{{- else -}}{{ . }}{{- end -}}
 {{- end -}}
 
-{{/* Whether something else than this chart says how many pods a role has. */}}
+{{/* True if an autoscaler sets the number of a role's pods. */}}
 {{- define "galley.isScaled" -}}
 {{- $role := index .root.Values .role -}}
 {{- $keda := index .root.Values.keda .role | default dict -}}

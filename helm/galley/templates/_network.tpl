@@ -1,6 +1,6 @@
 {{/* Peers and ports of the NetworkPolicies. */}}
 
-{{/* (dict "root" $ "roles" (list …)): pods of the release. */}}
+{{/* Peers: pods of these roles. (dict "root" $ "roles" (list …)) */}}
 {{- define "galley.podsOf" -}}
 {{- $root := .root -}}
 {{- range .roles }}
@@ -10,7 +10,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* The head of a role's policy. */}}
+{{/* Metadata and selector of a role's policy. */}}
 {{- define "galley.policyHead" -}}
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
@@ -18,7 +18,7 @@ metadata:
   {{- include "galley.metadata" . | nindent 2 }}
 {{- end -}}
 
-{{/* Prometheus fetches metrics. */}}
+{{/* Ingress of Prometheus. */}}
 {{- define "galley.fromPrometheus" -}}
 {{- if ne .root.Values.monitoring.scrape "none" }}
 - from:
@@ -28,13 +28,13 @@ metadata:
 {{- end }}
 {{- end -}}
 
-{{/* (dict "address" "host:port, or a URL" "default" 443): the port that is meant. */}}
+{{/* The port of an address or URL. (dict "address" "host:port" "default" 443) */}}
 {{- define "galley.portOf" -}}
 {{- $authority := regexReplaceAll "^([^:/]+://)?([^/?]*).*$" .address "${2}" -}}
 {{- regexFind ":[0-9]+$" $authority | trimPrefix ":" | default .default -}}
 {{- end -}}
 
-{{/* Names, the store, the collector; and with `https`, ports separated by blanks, what is fetched from outside. */}}
+{{/* Egress to DNS, store and collector; with `https` (ports separated by blanks) also to the hub and the issuer. */}}
 {{- define "galley.egress" -}}
 {{- $values := .root.Values -}}
 {{- $policy := $values.networkPolicy -}}
@@ -67,7 +67,7 @@ metadata:
     - {port: {{ include "galley.portOf" (dict "address" $values.otel.endpoint "default" 4317) }}, protocol: TCP}
 {{- end }}
 {{- with .https }}
-# The model hub, or the issuer's keys.
+# The model hub and the issuer.
 - to:
     {{- toYaml $policy.https | nindent 4 }}
   ports:
@@ -77,7 +77,7 @@ metadata:
 {{- end }}
 {{- end -}}
 
-{{/* All ports between pods of the same kind: ranks, and Ray's processes, choose theirs as they start. */}}
+{{/* All ports between pods of one kind: ranks and Ray choose ports at their start. */}}
 {{- define "galley.amongThemselves" -}}
 {{- $target := .Values.target -}}
 {{- if eq $target.kind "rayservice" -}}

@@ -1,4 +1,4 @@
-{{/* What the pods of all roles have in common. */}}
+{{/* The common parts of all pods. */}}
 
 {{- define "galley.podSecurity" -}}
 runAsNonRoot: true
@@ -29,12 +29,12 @@ The one place where this is computed.
 {{- add $role.preStopSeconds $role.drainTimeoutSeconds 15 -}}
 {{- end -}}
 
-{{/* What every pod says that runs nothing which needs Kubernetes' API. */}}
+{{/* Settings of pods that do not call the Kubernetes API. */}}
 {{- define "galley.podCommon" -}}
 serviceAccountName: {{ include "galley.serviceAccountName" . }}
 automountServiceAccountToken: false
-# Kubernetes would else give every pod GALLEY_GATEWAY_PORT=tcp://..., for the service of that name, and the
-# gateway would read it as its own setting.
+# Otherwise Kubernetes sets GALLEY_GATEWAY_PORT=tcp://... for the Service of that name, which the
+# gateway would read as its setting.
 enableServiceLinks: false
 securityContext:
   {{- include "galley.podSecurity" . | nindent 2 }}
@@ -44,7 +44,7 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
-{{/* Where a role's pods go. A constraint without a labelSelector of its own spreads the role's pods. */}}
+{{/* Placement of a role's pods. A constraint without labelSelector applies to the role's pods. */}}
 {{- define "galley.placement" -}}
 {{- $it := . -}}
 {{- $role := index .root.Values .role -}}
@@ -72,13 +72,13 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* The metadata of a role's pods; with `silent`, of those that have no metrics. */}}
+{{/* Metadata of a role's pods; `silent` for pods without metrics. */}}
 {{- define "galley.podMetadata" -}}
 {{- $role := index .root.Values .role -}}
 labels:
   {{- include "galley.podLabels" . | nindent 2 }}
 annotations:
-  # So that kubectl logs and exec find it where there are several.
+  # Default container of kubectl logs and exec.
   kubectl.kubernetes.io/default-container: {{ .container | default .role }}
   {{- if and (eq .root.Values.monitoring.scrape "annotations") (not .silent) }}
   prometheus.io/scrape: "true"
@@ -90,7 +90,7 @@ annotations:
   {{- end }}
 {{- end -}}
 
-{{/* What every pod of Galley's own says before its containers. */}}
+{{/* The part of a pod before its containers. */}}
 {{- define "galley.podHead" -}}
 {{ include "galley.podCommon" . }}
 terminationGracePeriodSeconds: {{ include "galley.gracePeriod" . }}
@@ -112,7 +112,7 @@ readinessProbe:
   periodSeconds: 5
   timeoutSeconds: 3
   failureThreshold: 2
-# Slow to conclude: a restart loses every cache. (A draining pod is no longer asked.)
+# Slow to fail: a restart loses every cache. A draining pod is not probed.
 livenessProbe:
   grpc: {port: {{ .port }}}
   periodSeconds: 10
@@ -120,7 +120,7 @@ livenessProbe:
   failureThreshold: 6
 {{- end -}}
 
-{{/* When a Deployment's roll-out counts as failed: 10 minutes, for node and image, after what its probe allows. */}}
+{{/* Time limit of a roll-out: 10 minutes for node and image, plus the start-up time limit. */}}
 {{- define "galley.progressSeconds" -}}
 {{- add .startupSeconds 600 -}}
 {{- end -}}
@@ -132,7 +132,7 @@ livenessProbe:
 - {name: metrics, containerPort: {{ $role.metricsPort }}, protocol: TCP}
 {{- end -}}
 
-{{/* Requests and limits, with the GPUs of the role. */}}
+{{/* Requests and limits, with the role's GPUs. */}}
 {{- define "galley.resources" -}}
 {{- $role := index .root.Values .role -}}
 {{- $resources := deepCopy $role.resources -}}
@@ -143,7 +143,7 @@ livenessProbe:
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{/* What stands in a container of Galley's beside its environment and probes; `container` is its name. */}}
+{{/* The part of a container beside environment and probes; `container` is its name. */}}
 {{- define "galley.container" -}}
 {{- $role := index .root.Values .role -}}
 name: {{ .container | default .role }}
@@ -157,7 +157,7 @@ volumeMounts:
   {{- include "galley.mounts" . | nindent 2 }}
 {{- end -}}
 
-{{/* Endpoints are taken away while this pause lasts: nobody new comes to a server that has begun to refuse. */}}
+{{/* Delay before SIGTERM, so that the pod leaves the endpoints before it refuses calls. */}}
 {{- define "galley.lifecycle" -}}
 {{- with (index .root.Values .role).preStopSeconds }}
 lifecycle:

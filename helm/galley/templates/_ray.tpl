@@ -1,6 +1,6 @@
-{{/* Targets that Ray Serve places, of a cluster that KubeRay makes for them. */}}
+{{/* Targets managed by Ray Serve on a cluster that KubeRay creates. */}}
 
-{{/* What `serve deploy` would read (deploy/ray/target.yaml). What is not named here a replica reads of its pod's environment. */}}
+{{/* The Serve config (like deploy/ray/target.yaml). Replicas read other settings from their pod's environment. */}}
 {{- define "galley.serveConfig" -}}
 {{- $target := .Values.target -}}
 {{- $settings := dict "host" "0.0.0.0" "port" (int $target.port) "drain_timeout_s" (int $target.drainTimeoutSeconds) -}}
@@ -17,14 +17,13 @@ applications:
         {{- toYaml $settings | nindent 8 }}
     deployments:
       - name: TargetReplica
-        # One for each pod of the workers.
+        # One for each worker pod.
         num_replicas: {{ $target.replicas }}
 {{- end -}}
 
-{{/* What all processes of Ray are told: those of `ray_cluster.py`, and how long a pod drains. */}}
+{{/* Environment of all Ray processes. */}}
 {{- define "galley.rayEnv" -}}
-# `ray start` gives up after 30 s otherwise; this is how long Serve lets a replica go (ray_app.py), and the head, which
-# tells the replicas to, lasts as long as they do.
+# The default is 30 s. Replicas and the head get the time that Serve gives a replica to drain.
 - name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
   value: {{ add .root.Values.target.drainTimeoutSeconds 10 | quote }}
 - name: RAY_USAGE_STATS_ENABLED
@@ -39,7 +38,7 @@ applications:
   value: "1"
 {{- end -}}
 
-{{/* The pod that holds Ray's state and Serve's controller, and no replica. */}}
+{{/* The pod of Ray's head: Serve's controller and no replica. */}}
 {{- define "galley.rayHead" -}}
 {{- $values := .root.Values -}}
 metadata:
@@ -71,11 +70,11 @@ spec:
         - {name: gcs-server, containerPort: 6379, protocol: TCP}
         - {name: dashboard, containerPort: 8265, protocol: TCP}
         - {name: client, containerPort: 10001, protocol: TCP}
-        # Nothing listens there, but without a port of this name KubeRay never holds a RayService to be ready.
+        # Nothing listens there, but KubeRay needs a port of this name to report a RayService as ready.
         - {name: serve, containerPort: 8000, protocol: TCP}
       env:
         {{- include "galley.rayEnv" . | nindent 8 }}
-      # Ray speaks no gRPC health of its own; its agents answer by HTTP.
+      # Ray has no gRPC health service; its agents answer HTTP.
       startupProbe:
         httpGet: {path: /api/gcs_healthz, port: dashboard}
         periodSeconds: 2
@@ -114,7 +113,7 @@ spec:
       env:
         {{- include "galley.targetEnv" $it | nindent 8 }}
         {{- include "galley.rayEnv" $it | nindent 8 }}
-      # Ray's node must live for Serve to place a replica on it; the replica is what makes it ready.
+      # Liveness is Ray's, because Serve places replicas on live nodes. Readiness is the replica's.
       startupProbe:
         httpGet: {path: /api/local_raylet_healthz, port: ray-agent}
         periodSeconds: 2

@@ -1,4 +1,4 @@
-{{/* Bytes: three quarters of its memory limit, for a rewrite of its file takes more; nothing without a limit in whole units. */}}
+{{/* Three quarters of the memory limit in bytes, because a rewrite of the file needs more; empty without a limit in whole units. */}}
 {{- define "galley.storeMemory" -}}
 {{- $limit := dig "limits" "memory" "" .Values.redis.embedded.resources | toString -}}
 {{- $unit := regexFind "[A-Za-z]+$" $limit -}}
@@ -9,7 +9,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Where GALLEY_<ROLE>_REDIS_URL comes from; galley.validate sees that it is exactly one of the three ways. */}}
+{{/* The source of GALLEY_<ROLE>_REDIS_URL; galley.validate requires exactly one of the three. */}}
 {{- define "galley.redisUrl" -}}
 {{- $redis := .root.Values.redis -}}
 {{- $secret := $redis.existingSecret -}}

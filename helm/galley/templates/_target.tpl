@@ -1,6 +1,6 @@
-{{/* What the three kinds of target share. */}}
+{{/* The common parts of the three kinds of target. */}}
 
-{{/* (dict "root" $ "role" "target"): what every process of a target is told. */}}
+{{/* Environment of every target process. (dict "root" $ "role" "target") */}}
 {{- define "galley.targetEnv" -}}
 {{- $values := .root.Values -}}
 {{- $target := $values.target -}}
@@ -31,7 +31,7 @@
 - name: GROUP_INDEX
   valueFrom:
     fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}
-# The leader of the group, by the name that its pod has before it is ready, below the Service that its controller makes.
+# The leader's DNS name, below the Service that the controller creates; it resolves before the pod is ready.
 - name: GALLEY_TARGET_RANKS_ADDRESS
   value: {{ $name := include "galley.roleName" . }}{{ $name }}-$(GROUP_INDEX).{{ $name }}:{{ $target.ranksPort }}
 - name: GALLEY_TARGET_RANKS_TIMEOUT_S
@@ -40,7 +40,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* The pods of a StatefulSet, and of the leaders of a LeaderWorkerSet. */}}
+{{/* The pods of a StatefulSet, and the leaders of a LeaderWorkerSet. */}}
 {{- define "galley.targetTemplate" -}}
 {{- $target := .root.Values.target -}}
 metadata:

@@ -23,7 +23,7 @@ bounds, what an enabled part needs, GPUs that tensor parallelism does not divide
 {{- end -}}
 {{- end -}}
 
-{{/* No secret in a manifest, and no policy in the way. */}}
+{{/* Refuse secrets in manifests, and policies that close the store's port. */}}
 {{- define "galley.validateStoreUrl" -}}
 {{- $url := .Values.redis.url -}}
 {{- if or (contains "@" $url) (contains "sentinel_password=" $url) -}}

@@ -1,4 +1,4 @@
-{{/* Volumes of a role's pods, and where they are mounted. */}}
+{{/* Volumes of a role's pods and their mounts. */}}
 
 {{- define "galley.mounts" -}}
 {{- $values := .root.Values -}}
@@ -39,7 +39,7 @@
   {{- if .configMap }}
   configMap: {name: {{ .configMap }}}
   {{- else }}
-  # For the group of the containers alone (fsGroup). Mounted as a folder, so that a rotated secret is seen.
+  # Readable by the containers' group only (fsGroup). Mounted as a directory, so that rotated secrets arrive.
   secret: {secretName: {{ .secret }}, defaultMode: 0440}
   {{- end }}
 {{- end }}
@@ -49,13 +49,13 @@
 {{- .Values.modelCache.persistence.existingClaim | default (printf "%s-model-cache" (include "galley.name" .)) -}}
 {{- end -}}
 
-{{/* Ranks of a pod that exchange through shared memory; Kubernetes gives 64 MiB. KubeRay mounts its own. */}}
+{{/* Shared memory for the ranks of a pod; Kubernetes' default is 64 MiB. KubeRay mounts its own. */}}
 {{- define "galley.needsSharedMemory" -}}
 {{- $target := .root.Values.target -}}
 {{- if and (eq .role "target") (gt (int $target.tensorParallel) 1) (ne $target.kind "rayservice") }}true{{ end -}}
 {{- end -}}
 
-{{/* A list of {name, path, secret or configMap}: what of a role is mounted below /etc/galley. */}}
+{{/* The role's mounts below /etc/galley: a list of {name, path, secret or configMap}. */}}
 {{- define "galley.secretMounts" -}}
 {{- $values := .root.Values -}}
 {{- $found := list -}}
