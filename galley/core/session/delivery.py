@@ -24,7 +24,7 @@ class Delivery:
         self._seen_hash = seen_hash
         self._committing = False
         self._emitted = 0
-        self._taken = 0
+        self._sent = 0
 
     @property
     def logged_output(self) -> int:
@@ -37,9 +37,9 @@ class Delivery:
         return len(self._answer.tokens) - self.logged
 
     @property
-    def untaken(self) -> int:
+    def unsent(self) -> int:
         """How many are confirmed and not taken by the client."""
-        return self._answer.output_len - max(self._taken, self.stream_from)
+        return self._answer.output_len - max(self._sent, self.stream_from)
 
     def commit(self, draft_cache_len: int, target_cache_len: int) -> Commit | None:
         """What is to be logged now, if anything."""
@@ -82,6 +82,6 @@ class Delivery:
     def _agrees_with_client(self) -> bool:
         return not self._seen_hash or self._answer.output_hash(self.stream_from) == self._seen_hash
 
-    def taken(self, index: int) -> None:
+    def sent(self, index: int) -> None:
         """The client has taken all output tokens below `index`."""
-        self._taken = max(self._taken, index)
+        self._sent = max(self._sent, index)

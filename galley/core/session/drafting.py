@@ -1,4 +1,11 @@
-"""What a session knows of its draft: what was asked, what came, what its cache holds, whether it rests."""
+"""The session's side of its draft: the pending proposal, the current hint, the draft's cache, cooldowns.
+
+1. At most one proposal is pending. It may continue from the current hint instead of from confirmed tokens.
+2. A proposal that continues the current hint is joined to it; any other replaces it.
+3. A hint ends where a confirmed token differs. Where drafts recover after a wrong token, its rest stays.
+4. After a failure or a response to something else, the draft is not asked until a cooldown is over. The
+   cooldown doubles each time, up to a bound.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +16,18 @@ from typing import Protocol
 from galley.core.answer.answer import Answer
 from galley.core.content import common_prefix_len
 from galley.core.hints import MAX_HINT_TOKENS, NOTHING, Hint, HintTail
-from galley.core.session.events import Proposed
+from galley.core.names import NO_STRATEGY
+from galley.core.session.events import CacheMissed, Propose, Proposed, Slice
+
+MAX_MISSES = 3
+"""Cache misses in a row that a replica may answer one request with."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingProposal:
-    """A proposal under way, asked for at `at_ns`: up to `k` tokens from `position` on.
+    """A request for up to `k` tokens from `position` on, after a prefix of hash `prefix_hash`.
 
-    The prefix, of this hash, may end with guesses.
+    The prefix may end with draft tokens.
     """
 
     request_id: int
@@ -27,167 +38,196 @@ class PendingProposal:
 
 
 class ProposalObserver(Protocol):
-    """Learns how good proposals are, and says what is to be made of that."""
+    """Learns how good proposals are."""
 
     @property
     def can_recover(self) -> bool:
-        """Is what was proposed after a wrong token mostly right again?"""
+        """True if the tokens after a wrong one are mostly right."""
 
     def record_token(self, right: bool) -> None:
-        """A proposed token was right, or the first that was not."""
+        """Record a proposed token: right, or the first that was wrong."""
 
     def record_recovery(self, right: bool) -> None:
-        """The one after a wrong one was right, or was not."""
+        """Record whether the token after a wrong one was right."""
 
 
 class Drafting:
-    """One proposal is under way at most. Times in nanoseconds.
+    """The drafting state of one session. Times in nanoseconds.
 
-    `hint` is what has been proposed, while it may be of use: proposals that went on from one another are
-    joined; the first of them came at `hint_since_ns`. `cache_len` is how far the draft's cache holds what is
-    confirmed or guessed. `silent`: when last asked it had nothing to say, and may have nothing again;
-    `spent`: it had less to say than was asked for, so that there is no more to be had after this hint.
+    `hint` holds the proposed tokens while they are of use; the first of them arrived at `hint_since_ns`.
+    `cache_len` is how many confirmed or proposed tokens the draft has in its cache. `was_empty`: the last
+    proposal had no token. `is_exhausted`: it had fewer than requested, so no more follow this hint.
+    `k` and `strategy` are those of the last request and the last proposal.
     """
 
     def __init__(self, cooldown_ns: int, max_cooldown_ns: int, observer: ProposalObserver) -> None:
-        self._observer = observer
-        self._after_wrong: tuple[int, int] | None = None
-        self._wrong_from: int | None = None
         self.pending: PendingProposal | None = None
         self.hint: Hint | None = None
         self.hint_since_ns = 0
         self.was_empty = False
         self.is_exhausted = False
         self.cache_len = 0
-        self.misses = 0
+        self.k = 0
+        self.strategy = NO_STRATEGY
+        self._observer = observer
+        self._misses = 0
+        # After a wrong token: the position of the next one, and the hint's token there.
+        self._recovery: tuple[int, int] | None = None
+        # The pending proposal continues from a token that was wrong, at this position.
+        self._wrong_at: int | None = None
         self._first_cooldown = self._cooldown = cooldown_ns
         self._max_cooldown = max_cooldown_ns
         self._off_until = 0
 
     def is_pending(self, request_id: int) -> bool:
-        """Whether this request is the one under way."""
+        """Return True if this request is the pending one."""
         return self.pending is not None and self.pending.request_id == request_id
 
     def is_cooling_down(self, now: int) -> bool:
-        """Whether it failed or lied a short while ago."""
+        """Return True if the draft failed a short time ago and must not be asked yet."""
         return now < self._off_until
 
-    def receive(self, event: Proposed, answer: Answer, alpha: float, now: int) -> int:
-        """What was asked has come: keep what is of use; how many tokens that is.
+    def tail(self, tokens: Sequence[int]) -> HintTail:
+        """Return the hint's tokens that follow the confirmed `tokens`."""
+        return NOTHING if self.hint is None else remaining(self.hint, tokens)
 
-        A draft that answers something else is left alone for a while. Where it does not say how likely its
-        tokens are to survive, `alpha` does, for each that all before it have.
+    def request(self, request_id: int, answer: Answer, tail: HintTail, k: int, now: int) -> Propose:
+        """Request `k` tokens that follow the answer and the `tail` of the hint."""
+        ahead = tail.draft_tokens
+        position = len(answer.tokens) + len(ahead)
+        part = Slice.after(answer, self.cache_len)
+        part = Slice(part.start, part.tokens + ahead, part.prefix_hash)
+        self.pending = PendingProposal(request_id, position, answer.extended_hash(ahead), k, now)
+        self.k = k
+        return Propose(request_id, part, k, answer.spec.strategy, len(ahead))
+
+    def receive(self, event: Proposed, answer: Answer, alpha: float, now: int) -> int:
+        """Take the pending proposal; return how many of its tokens are valid.
+
+        A draft that answers another request cools down. Without `survival`, each token is accepted with
+        chance `alpha` if all before it are.
         """
-        asked, self.pending = self.pending, None
-        self.misses = 0
-        if asked is None or (event.position, event.prefix_hash) != (asked.position, asked.prefix_hash):
+        pending, self.pending = self.pending, None
+        self._misses = 0
+        self.strategy = event.strategy or answer.spec.strategy or NO_STRATEGY
+        if pending is None or (event.position, event.prefix_hash) != (pending.position, pending.prefix_hash):
             self._cool_down(now)
             return 0
         self._cooldown = self._first_cooldown
-        came = _read_hint(event, asked.k, answer.spec.vocab_size, alpha)
+        received = _valid_hint(event, pending.k, answer.spec.vocab_size, alpha)
         before = self.hint
-        self.hint = joined(before, came)
+        self.hint = joined(before, received)
         if before is None or self.hint.position != before.position:
             self.hint_since_ns = now
-        most = asked.k if event.max_tokens is None else min(asked.k, event.max_tokens)
-        self.is_exhausted = len(came.draft_tokens) < most
-        self.was_empty = not came.draft_tokens
+        most = pending.k if event.max_tokens is None else min(pending.k, event.max_tokens)
+        self.is_exhausted = len(received.draft_tokens) < most
+        self.was_empty = not received.draft_tokens
         self.cache_len = max(0, event.cache_len)
-        if self._wrong_from is not None:  # it went on from a guess that has turned out wrong
-            self.cache_len = min(self.cache_len, self._wrong_from)
-            self._wrong_from = None
+        if self._wrong_at is not None:
+            self.cache_len = min(self.cache_len, self._wrong_at)
+            self._wrong_at = None
         self.confirm(answer.tokens)
-        return len(came.draft_tokens)
+        return len(received.draft_tokens)
 
     def confirm(self, tokens: Sequence[int]) -> PendingProposal | None:
-        """These are confirmed: a hint that they contradict or reach beyond is of no more use.
+        """Advance the hint to the end of the confirmed `tokens`.
 
-        But where drafts recover, what is left of it after a wrong token stays, by position. Returns what is
-        asked if it is of no use either: as it goes on from such a guess, or is for confirmed tokens alone.
+        Return the pending proposal if it became useless: it continues from a wrong token, or proposes only
+        tokens that are confirmed already. It is no longer pending then.
         """
-        self._judge_recovery(tokens)
+        self._check_recovery(tokens)
         if self.pending is not None and self.pending.position + self.pending.k <= len(tokens):
             return self.give_up()
         hint = self.hint
         if hint is None:
             return None
-        reached = len(tokens) - hint.position
+        passed = len(tokens) - hint.position
         agreeing = common_prefix_len(hint.draft_tokens, tokens[hint.position :])
-        refused = agreeing < min(reached, len(hint.draft_tokens))
+        refused = agreeing < min(passed, len(hint.draft_tokens))
         for right in (*[True] * agreeing, *[False] * refused):
             self._observer.record_token(right)
         if refused:
             return self._refuse(hint, tokens, agreeing)
-        if reached > 0:
-            self.hint = _rerooted(hint, reached)
+        if passed > 0:
+            self.hint = _advanced(hint, passed)
         return None
 
     def _refuse(self, hint: Hint, tokens: Sequence[int], agreeing: int) -> PendingProposal | None:
-        """The hint's token `agreeing` was wrong."""
-        wrong, reached = hint.position + agreeing, len(tokens) - hint.position
+        """Handle a wrong token: the hint's token `agreeing`."""
+        wrong, passed = hint.position + agreeing, len(tokens) - hint.position
         self.cache_len = min(self.cache_len, wrong)
         self.hint = None
-        goes_on = self.pending is not None and self.pending.position > wrong
-        left = hint.draft_tokens[reached:]
+        continues = self.pending is not None and self.pending.position > wrong
+        left = hint.draft_tokens[passed:]
         if left:
-            self._after_wrong = (len(tokens), left[0])
+            self._recovery = (len(tokens), left[0])
         if not left or not self._observer.can_recover:
-            return self.give_up() if goes_on else None
-        self.hint = _rerooted(hint, reached)
-        if goes_on:
-            self._wrong_from = wrong
+            return self.give_up() if continues else None
+        self.hint = _advanced(hint, passed)
+        if continues:
+            self._wrong_at = wrong
         return None
 
-    def _judge_recovery(self, tokens: Sequence[int]) -> None:
-        """Of the last wrong token: was the next one right?"""
-        if self._after_wrong is not None and len(tokens) > self._after_wrong[0]:
-            position, guess = self._after_wrong
-            self._observer.record_recovery(tokens[position] == guess)
-            self._after_wrong = None
+    def _check_recovery(self, tokens: Sequence[int]) -> None:
+        if self._recovery is not None and len(tokens) > self._recovery[0]:
+            position, proposed = self._recovery
+            self._observer.record_recovery(tokens[position] == proposed)
+            self._recovery = None
 
     def give_up(self) -> PendingProposal | None:
-        """What is asked is not wanted any more; whether the draft's cache came to hold it is not known."""
-        asked, self.pending = self.pending, None
-        self.misses = 0
-        self._wrong_from = None
-        return asked
+        """Stop waiting for the pending proposal, and return it."""
+        pending, self.pending = self.pending, None
+        self._misses = 0
+        self._wrong_at = None
+        return pending
+
+    def miss(self, event: CacheMissed, answer: Answer) -> PendingProposal | None:
+        """Take a cache miss; return the request to repeat, or None if there were too many in a row."""
+        self._misses += 1
+        if self._misses > MAX_MISSES:
+            return None
+        self.cache_len = usable_cache_len(event, answer)
+        pending, self.pending = self.pending, None
+        return pending
 
     def fail(self, now: int) -> None:
-        """What was asked came to nothing."""
-        self.pending = None
-        self._wrong_from = None
-        self.hint = None
-        self.misses = 0
+        """Take the failure of the pending request: drop the hint and cool down."""
+        self.give_up()
         self.cache_len = 0
         self._cool_down(now)
 
     def _cool_down(self, now: int) -> None:
-        """Leave it alone, each time twice as long as the last."""
         self.hint = None
         self._off_until = now + self._cooldown
         self._cooldown = min(2 * self._cooldown, self._max_cooldown)
 
 
+def usable_cache_len(event: CacheMissed, answer: Answer) -> int:
+    """Return how many tokens of a replica's cache are the answer's own, by content."""
+    agrees = 0 <= event.have <= len(answer.tokens) and answer.prefix_hash(event.have) == event.prefix_hash
+    return event.have if agrees else 0
+
+
 def joined(hint: Hint | None, further: Hint) -> Hint:
-    """A hint and what was proposed after its last token; another hint takes its place."""
+    """Return `hint` continued by `further`, or `further` alone if it does not start at the hint's end."""
     if hint is None or hint.end != further.position:
         return further
-    sure = hint.survival[-1] if hint.survival else 1.0
-    chances = hint.survival + tuple(sure * chance for chance in further.survival)
+    reached = hint.survival[-1] if hint.survival else 1.0
+    survival = hint.survival + tuple(reached * chance for chance in further.survival)
     tokens = hint.draft_tokens + further.draft_tokens
-    return Hint(hint.position, hint.prefix_hash, tokens[:MAX_HINT_TOKENS], chances[:MAX_HINT_TOKENS])
+    return Hint(hint.position, hint.prefix_hash, tokens[:MAX_HINT_TOKENS], survival[:MAX_HINT_TOKENS])
 
 
-def _rerooted(hint: Hint, reached: int) -> Hint | None:
-    """What is left of it after its first tokens, from there on; the hash of what is before is not kept."""
-    if reached >= len(hint.draft_tokens):
+def _advanced(hint: Hint, passed: int) -> Hint | None:
+    """Return the hint without its first `passed` tokens, and without a hash of its new prefix."""
+    if passed >= len(hint.draft_tokens):
         return None
-    rest = hint.tail(reached)
-    return Hint(hint.position + reached, b"", rest.draft_tokens, rest.survival)
+    tail = hint.tail(passed)
+    return Hint(hint.position + passed, b"", tail.draft_tokens, tail.survival)
 
 
-def _read_hint(event: Proposed, k: int, vocab_size: int, alpha: float) -> Hint:
-    """What is of use in a proposal of at most `k` tokens: a draft may say anything."""
+def _valid_hint(event: Proposed, k: int, vocab_size: int, alpha: float) -> Hint:
+    """Return the valid part of a proposal of at most `k` tokens. The draft is not trusted."""
     tokens = valid_prefix(event.tokens[:k], vocab_size)
     survival = event.survival[: len(tokens)]
     if len(survival) != len(tokens) or not all(0 <= chance <= 1 for chance in survival):
@@ -196,17 +236,17 @@ def _read_hint(event: Proposed, k: int, vocab_size: int, alpha: float) -> Hint:
 
 
 def remaining(hint: Hint, confirmed: Sequence[int]) -> HintTail:
-    """What is left of a hint whose prefix agrees, once these tokens (from position 0) are confirmed."""
-    reached = len(confirmed) - hint.position
-    if not 0 <= reached < len(hint.draft_tokens):
+    """Return what is left of a hint after `confirmed` tokens (from position 0); its prefix must agree."""
+    passed = len(confirmed) - hint.position
+    if not 0 <= passed < len(hint.draft_tokens):
         return NOTHING
-    if tuple(confirmed[hint.position :]) != hint.draft_tokens[:reached]:
+    if tuple(confirmed[hint.position :]) != hint.draft_tokens[:passed]:
         return NOTHING
-    return hint.tail(reached)
+    return hint.tail(passed)
 
 
 def valid_prefix(tokens: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """The tokens before the first that is outside the vocabulary."""
+    """Return the tokens before the first one outside the vocabulary."""
     for index, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
             return tokens[:index]

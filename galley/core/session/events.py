@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
-from galley.core.answer.answer import Chunk, Ending, NumericsChanged
+from galley.core.answer.answer import Answer, Chunk, Ending, NumericsChanged
 from galley.core.errors import GalleyError
 from galley.core.hints import Hint
 from galley.core.names import NO_STRATEGY
@@ -181,6 +181,12 @@ class Slice:
     start: int
     tokens: tuple[int, ...]
     prefix_hash: bytes
+
+    @classmethod
+    def after(cls, answer: Answer, cache_len: int) -> Self:
+        """Return what a cache that holds `cache_len` tokens of the answer lacks: at least the last token."""
+        start = min(cache_len, len(answer.tokens) - 1)
+        return cls(start, tuple(answer.tokens[start:]), answer.prefix_hash(start))
 
 
 @dataclass(frozen=True, slots=True)

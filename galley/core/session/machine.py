@@ -1,27 +1,25 @@
 """The session machine: one answer from its prompt to its end.
 
-The rules it keeps (they are the design's rules 2 and 4):
+Rules (rules 2 and 4 of the design):
 
-- Without credit, a round is: ask the draft for up to k tokens, ask the target to check them, absorb what it
-  confirmed. The next round starts as soon as the last verdict is in; it does not wait for the log.
-- With credit, one Verify stands at the target, which goes on unasked; each of its verdicts is a round. What
-  the draft proposes meanwhile is sent after it as a hint, and so is more credit when half of it is used up.
-- What was confirmed is committed to the log, one commit at a time, and only what the log holds is emitted.
-  At most `window` tokens may be confirmed and not yet logged; at most `buffer` may be confirmed and not yet
-  taken by the client. The target is never allowed to go beyond either.
-- The draft works ahead: while the target checks what was proposed, it goes on from its own guesses, so that
-  the next round finds draft tokens ready when they come true. What goes on from a guess that was refused is
-  given up. How many tokens are asked for, `galley/core/session/speculation.py` decides: down to none.
-- The draft is never needed: if it fails, lies or is late, the round goes on with what is valid of its
-  proposal, at worst with nothing, and the draft is left alone for a while.
-- A target that fails is asked again, until `target_timeout_ns` have passed without a verdict (one that hangs
-  has used them up when the shell gives up on it). Where another replica can be asked, that is done at once,
-  and its time is counted anew.
-- Caches are addressed by content: a miss is answered by sending more. A target that gives up a session in
-  mid-item to make room for others says so by a miss.
+1. Without credit, a round is: request up to k draft tokens, have the target verify them, append what it
+   confirmed. The next round starts with the last verdict; it does not wait for the log.
+2. With credit, one Verify stays open at the target, which decodes on without a new request. Each verdict
+   ends a round. New proposals follow as hints, and more credit once half of it is used.
+3. Confirmed tokens are committed, one commit at a time, and only what the log holds is emitted. At most
+   `window` tokens are confirmed but not logged, and at most `buffer` confirmed but not sent to the client.
+   The target's limit never goes beyond either.
+4. Drafting runs ahead of verification: the draft continues from its own tokens while the target checks them.
+   A proposal that continues from a refused token is cancelled. `speculation.py` decides how many tokens to
+   request, down to none.
+5. The target never needs a draft. If the draft fails, is late or answers nonsense, the round goes on with the
+   valid part of the proposal, and the draft is not asked again until its cooldown ends.
+6. A target that fails is retried until `target_timeout_ns` have passed without a verdict. If another replica
+   is available, it is asked at once, and its time counts anew.
+7. Caches are addressed by content: a cache miss is answered with more tokens.
 
-The machine does no I/O and has no clock: `step(event, now_ns)` returns the effects to carry out, in order.
-A Commit comes before the Emit of the same tokens, always.
+The machine does no I/O and has no clock: `step(event, now)` returns the effects to carry out, in order.
+A Commit always comes before the Emit of the same tokens. Times are nanoseconds.
 """
 
 from __future__ import annotations
@@ -29,50 +27,64 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec
 from galley.core.errors import Broken, GalleyError, LogLost, TargetUnavailable, Unavailable
-from galley.core.hints import NOTHING, Hint, HintTail
-from galley.core.names import NO_STRATEGY
+from galley.core.hints import Hint, HintTail
 from galley.core.records import TokenRecord
 from galley.core.session import events as ev
 from galley.core.session.delivery import Delivery
 from galley.core.session.draft_statistics import SharedStatistics
-from galley.core.session.drafting import Drafting, PendingProposal, remaining
-from galley.core.session.open_verify import OpenVerify
+from galley.core.session.drafting import Drafting, PendingProposal
 from galley.core.session.round import Round
 from galley.core.session.speculation import Speculation
 from galley.core.session.stats import SpeculationStats
+from galley.core.session.verifying import Verifying
 from galley.core.store import LogBehind, SessionEnded
 
 _MS = 1_000_000
-_MAX_MISSES = 3
 
 
 class Phase(enum.Enum):
-    """Where the machine stands between events."""
+    """The state of the machine between events."""
 
-    READY = "between rounds: starting the next one, or waiting for the log or the client"
-    DRAFTING = "without credit: a proposal is awaited"
-    VERIFYING = "a verdict is awaited"
-    BACKING_OFF = "the target failed and will be asked again"
+    READY = "between rounds: about to start one, or waiting for the log or the client"
+    DRAFTING = "waiting for a proposal, without credit"
+    VERIFYING = "waiting for a verdict"
+    BACKING_OFF = "waiting to retry the target"
     SEALING = "the answer has ended; its tail is being logged"
-    FINISHING = "all is logged; the end is being stored"
+    FINISHING = "all tokens are logged; the ending is being stored"
     ENDED = "over"
 
 
-_WORKING = (Phase.READY, Phase.DRAFTING, Phase.VERIFYING, Phase.BACKING_OFF)
-"""With credit, the draft may be at work in each of them but DRAFTING."""
-_LIVE = tuple(phase for phase in Phase if phase is not Phase.ENDED)
+_LIVE: Final = frozenset(Phase) - {Phase.ENDED}
+# With credit, a proposal may be pending in each of them but DRAFTING.
+_WORKING: Final = frozenset({Phase.READY, Phase.DRAFTING, Phase.VERIFYING, Phase.BACKING_OFF})
+
+TRANSITIONS: Final[Mapping[type, frozenset[Phase]]] = {
+    ev.Proposed: _WORKING,
+    ev.CacheMissed: _WORKING,
+    ev.Failed: _WORKING,
+    ev.Verified: frozenset({Phase.VERIFYING}),
+    ev.TimerFired: frozenset({Phase.BACKING_OFF}),
+    ev.FinishStored: frozenset({Phase.FINISHING}),
+    ev.Committed: _LIVE,
+    ev.Sent: _LIVE,
+    ev.Draining: _LIVE,
+    ev.StoreFailed: _LIVE,
+    ev.Interrupted: _LIVE,
+    ev.Aborted: _LIVE,
+}
+"""The phases in which each event may occur. Any other combination raises Broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
     """Bounds of one session; times in nanoseconds.
 
-    `credit` is how many tokens the target may confirm unasked, at most `window`; with 0 it is asked for each
-    round. An item takes at most `item_drafts` draft tokens; more follow as a hint.
+    `credit` is how many tokens the target may decode without a new request, at most `window`; 0 requests each
+    round. A Verify carries at most `item_drafts` draft tokens; more follow as a hint.
     """
 
     window: int = 64
@@ -87,7 +99,7 @@ class SessionLimits:
 
 
 class Session:
-    """Drive it with `start` once, then `step` for each event."""
+    """One session. Call `start` once, then `step` with each event."""
 
     def __init__(
         self,
@@ -99,220 +111,189 @@ class Session:
         finished: Ending | None = None,
         shared: SharedStatistics | None = None,
     ) -> None:
-        """`answer` holds what the log holds already; `finished` is the stored end of a session that has one.
+        """Take over an `answer` that holds what the log holds.
 
-        `book` is what sessions share of what they learn of drafts and load.
-
-        The client has output tokens [0, stream_from), whose hash is `seen_hash` (empty: not checked).
+        `finished` is the stored ending of a session that has one. `shared` is what the sessions of a gateway
+        learn of drafts and load together. The client has output tokens [0, stream_from), whose hash is
+        `seen_hash` (empty: not checked).
         """
         self.answer = answer
         self.stats = SpeculationStats()
         self.phase = Phase.READY
-        self._limits = limits or SessionLimits()
+        self._limits = limits = limits or SessionLimits()
         self._delivery = Delivery(answer, stream_from, seen_hash)
-        self._finished = finished
-        self._asked_to_finish = False
-        self._draining = False
-        self._request_id = 0
-        self._credit = min(self._limits.credit, self._limits.window)
         self._speculation = Speculation(answer.spec, shared or SharedStatistics())
-        self._drafting = Drafting(
-            self._limits.draft_cooldown_ns, self._limits.max_draft_cooldown_ns, self._speculation
+        self._drafting = Drafting(limits.draft_cooldown_ns, limits.max_draft_cooldown_ns, self._speculation)
+        self._verifying = Verifying(
+            min(limits.credit, limits.window),
+            limits.item_drafts,
+            retry_ns=limits.retry_ns,
+            max_retry_ns=limits.max_retry_ns,
+            timeout_ns=limits.target_timeout_ns,
         )
+        self._round = Round(0, with_credit=self._verifying.credit > 0)
         self._hint_due = False
-        self._k = 0
-        self._strategy = NO_STRATEGY
-        self._standing: OpenVerify | None = None
-        self._target_misses = 0
-        self._target_cache_len = 0
-        self._retry = self._limits.retry_ns
-        self._trouble_since: int | None = None
-        self._round = Round(0, with_credit=self._credit > 0)
+        self._stored_ending = finished
+        self._finish_requested = False
+        self._is_draining = False
+        self._last_request_id = 0
         self._effects: list[ev.Effect] = []
 
     @property
     def spec(self) -> SessionSpec:
-        """The request."""
+        """The session's specification."""
         return self.answer.spec
 
     @property
     def logged_output(self) -> int:
-        """How many output tokens the log holds."""
+        """The number of output tokens in the log."""
         return self._delivery.logged_output
 
     def start(self, now: int) -> list[ev.Effect]:
-        """Emit what the log holds beyond the client's index, then go on."""
+        """Emit what the log holds beyond the client's index, then start the first round."""
         self._emit()
         self._advance(now)
         return self._take_effects()
 
     def step(self, event: ev.Event, now: int) -> list[ev.Effect]:
-        """Take one event; raise Broken if it cannot occur in this phase."""
+        """Handle one event. Raise Broken if it cannot occur in this phase."""
         if self.phase is Phase.ENDED or self._is_stale(event):
             return []
-        handler = self._TRANSITIONS.get((self.phase, type(event)))
-        if handler is None:
-            raise Broken(f"{type(event).__name__} while {self.phase.name}")
-        handler(self, event, now)
+        if self.phase not in TRANSITIONS.get(type(event), ()):
+            raise Broken(f"session: event {type(event).__name__} in phase {self.phase.name}")
+        self._HANDLERS[type(event)](self, event, now)
         return self._take_effects()
 
     def _is_stale(self, event: ev.Event) -> bool:
-        """A reply to a request that has been given up or answered."""
+        """Return True for a response to a request that was cancelled or has been answered."""
         if not isinstance(event, ev.Proposed | ev.Verified | ev.CacheMissed | ev.Failed):
             return False
-        return not (self._drafting.is_pending(event.request_id) or self._stands(event.request_id))
-
-    def _stands(self, request_id: int) -> bool:
-        return self._standing is not None and self._standing.request_id == request_id
+        return not (self._drafting.is_pending(event.request_id) or self._verifying.is_open(event.request_id))
 
     # ---------------------------------------------------------------------------------- rounds --
 
     def _advance(self, now: int) -> None:
-        """Something has changed: between rounds end, wait or start the next; within one, give more credit."""
+        """Continue after a change: within a round, extend the Verify; between rounds, end or start one."""
         if self.phase is Phase.VERIFYING:
-            self._tell_target()
+            self._extend_verify()
         elif self.phase is not Phase.READY:
             return
-        elif self._finished is not None or self.answer.ending is not None:
+        elif self._stored_ending is not None or self.answer.ending is not None:
             self.phase = Phase.SEALING
-            self._give_up_draft(self._drafting.give_up())
+            self._cancel_draft(self._drafting.give_up())
             self._seal()
-        elif self._draining:
+        elif self._is_draining:
             self._leave()
         elif self._room() > 0:
             self._start_round(now)
 
     def _room(self) -> int:
-        """How many tokens may be confirmed before the log or the client must catch up, or the answer ends."""
+        """Return how many tokens may be confirmed before the log, the client or max_position stops it."""
         to_log = self._limits.window - self._delivery.unlogged
-        to_take = self._limits.buffer - self._delivery.untaken
-        return min(to_log, to_take, self.spec.max_position - len(self.answer.tokens))
+        to_send = self._limits.buffer - self._delivery.unsent
+        return min(to_log, to_send, self.spec.max_position - len(self.answer.tokens))
 
     def _start_round(self, now: int) -> None:
         self._begin_round(now)
-        awaited = self._drafting.pending is not None and not self._rest_of_hint().draft_tokens
-        if awaited and not self._credit:
+        awaited = self._drafting.pending is not None and not self._tail().draft_tokens
+        if awaited and not self._verifying.credit:
             self.phase = Phase.DRAFTING
         else:
             self._verify(now)
 
-    def _go_on(self, now: int) -> None:
-        """The target does: let the draft keep up with it."""
-        self._begin_round(now)
-        self._tell_target()
-
     def _begin_round(self, now: int) -> None:
-        self._round = Round(now, with_credit=self._credit > 0)
-        ready = bool(self._rest_of_hint().draft_tokens)
+        self._round = Round(now, with_credit=self._verifying.credit > 0)
+        ready = bool(self._tail().draft_tokens)
         self._draft_ahead(now)
         if ready:
             self._round.overlap = "hit"
         elif self._drafting.pending is not None:
             self._round.overlap = "miss"
 
-    def _next_request(self) -> int:
-        self._request_id += 1
-        return self._request_id
-
-    def _slice(self, cache_len: int) -> ev.Slice:
-        tokens = self.answer.tokens
-        start = min(cache_len, len(tokens) - 1)
-        return ev.Slice(start, tuple(tokens[start:]), self.answer.prefix_hash(start))
+    def _next_request_id(self) -> int:
+        self._last_request_id += 1
+        return self._last_request_id
 
     # ------------------------------------------------------------------------------- the draft --
 
+    def _tail(self) -> HintTail:
+        """Return the proposed tokens that follow the confirmed ones."""
+        return self._drafting.tail(self.answer.tokens)
+
     def _draft_ahead(self, now: int) -> None:
-        """Have what follows drafted while the target is at work, if it is not under way already."""
-        drafting, rest = self._drafting, self._rest_of_hint()
+        """Request the tokens that follow, unless a proposal is pending or the draft is cooling down."""
+        drafting, tail = self._drafting, self._tail()
         if drafting.pending is None and not drafting.is_cooling_down(now):
-            k = 0 if rest.draft_tokens and drafting.is_exhausted else self._wanted(rest)
+            k = 0 if tail.draft_tokens and drafting.is_exhausted else self._tokens_to_draft(tail)
             if k > 0:
-                self._ask_draft(k, rest, now)
-            elif not rest.draft_tokens:
-                self._k = 0
-        # After silence the target is not made to wait, nor told of each question: a hint is taken any time.
-        # While it has one, another will follow as soon as that has its verdict.
+                self._request_draft(k, tail, now)
+            elif not tail.draft_tokens:
+                drafting.k = 0
+        # After an empty proposal the target neither waits nor gets a message per request: it takes hints
+        # at any time. While it has a hint, another is due as soon as that one has its verdict.
         coming = drafting.pending is not None and not drafting.was_empty
-        self._hint_due = coming or (bool(rest.draft_tokens) and not drafting.is_cooling_down(now))
+        self._hint_due = coming or (bool(tail.draft_tokens) and not drafting.is_cooling_down(now))
 
-    def _wanted(self, rest: HintTail) -> int:
-        ready = len(rest.draft_tokens)
-        sure = rest.survival[-1] if ready else 1.0
+    def _tokens_to_draft(self, tail: HintTail) -> int:
+        ready = len(tail.draft_tokens)
+        ready_survival = tail.survival[-1] if ready else 1.0
         unread = len(self.answer.tokens) - self._drafting.cache_len
-        return self._speculation.tokens_to_draft(ready, sure, self._room() - 1 - ready, unread)
+        return self._speculation.tokens_to_draft(ready, ready_survival, self._room() - 1 - ready, unread)
 
-    def _ask_draft(self, k: int, rest: HintTail, now: int) -> None:
-        """For what follows the confirmed tokens and the `rest` of the hint."""
-        guesses = rest.draft_tokens
-        part = self._slice(self._drafting.cache_len)
-        part = ev.Slice(part.start, part.tokens + guesses, part.prefix_hash)
-        position, prefix = len(self.answer.tokens) + len(guesses), self.answer.extended_hash(guesses)
-        asked = PendingProposal(self._next_request(), position, prefix, k, now)
-        self._drafting.pending = asked
-        self._k = k
-        self._emit_effect(ev.Propose(asked.request_id, part, k, self.spec.strategy, len(guesses)))
+    def _request_draft(self, k: int, tail: HintTail, now: int) -> None:
+        self._effects.append(self._drafting.request(self._next_request_id(), self.answer, tail, k, now))
 
-    def _give_up_draft(self, asked: PendingProposal | None) -> None:
-        if asked is not None:
+    def _cancel_draft(self, pending: PendingProposal | None) -> None:
+        if pending is not None:
             self.stats.cancelled += 1
-            self._emit_effect(ev.CancelPropose(asked.request_id))
+            self._effects.append(ev.CancelPropose(pending.request_id))
 
     def _on_proposed(self, event: ev.Proposed, now: int) -> None:
-        asked = self._drafting.pending
-        if asked is None or asked.request_id != event.request_id:
-            raise Broken("Proposed for what the target was asked")
-        latency_ns = now - asked.requested_ns
-        # A draft may say anything.
+        pending = self._drafting.pending
+        if pending is None or pending.request_id != event.request_id:
+            raise Broken("session: Proposed for a request to the target")
+        latency_ns = now - pending.requested_ns
+        # The draft is not trusted: its times are at most what was observed.
         timing = ev.Timing(min(event.timing.queue_ns, latency_ns), min(event.timing.compute_ns, latency_ns))
         self._round.record_proposal(timing, now)
-        unread = asked.position - self._drafting.cache_len
-        came = self._drafting.receive(event, self.answer, self._speculation.alpha, now)
+        unread = pending.position - self._drafting.cache_len
+        received = self._drafting.receive(event, self.answer, self._speculation.alpha, now)
         self.stats.proposed += len(event.tokens)
-        self._strategy = event.strategy or self.spec.strategy or NO_STRATEGY
-        self._speculation.record_proposal(came, unread, latency_ns, timing.compute_ns, event.sessions)
-        self._after_draft(came, asked.position, now)
+        self._speculation.record_proposal(received, unread, latency_ns, timing.compute_ns, event.sessions)
+        self._after_draft(received, pending.position, now)
 
     def _on_draft_failed(self, now: int) -> None:
         self._round.record_proposal(ev.Timing(), now)
         self._drafting.fail(now)
         self._after_draft(0, len(self.answer.tokens), now)
 
-    def _after_draft(self, came: int, position: int, now: int) -> None:
-        """What the draft was asked has come to an end: `came` tokens for `position` on."""
+    def _after_draft(self, received: int, position: int, now: int) -> None:
+        """Use the `received` tokens from `position` on, and request the next ones."""
         if self.phase is Phase.DRAFTING:
             self._round.exposed_ns = self._round.draft_wait_ns
             self._verify(now)
             return
-        rest = self._rest_of_hint()
-        hint = self._present_hint(rest) if came and rest.draft_tokens else None
+        tail = self._tail()
+        hint = self._hint_from(tail) if received and tail.draft_tokens else None
         self._hint_due = False
-        if rest.draft_tokens or position < len(self.answer.tokens):
-            self._draft_ahead(now)  # further; or anew, for it came too late, and the next may not
+        if tail.draft_tokens or position < len(self.answer.tokens):
+            self._draft_ahead(now)  # what follows; or again, because this proposal came too late
         if self.phase is Phase.VERIFYING:
-            self._tell_target(hint, came)
+            self._extend_verify(hint, received)
 
-    def _present_hint(self, rest: HintTail) -> Hint:
-        """The rest of the hint, from here on."""
+    def _hint_from(self, tail: HintTail) -> Hint:
         position = len(self.answer.tokens)
-        return Hint(position, self.answer.prefix_hash(position), rest.draft_tokens, rest.survival)
-
-    def _rest_of_hint(self) -> HintTail:
-        """What the last proposal says of the tokens that follow."""
-        hint = self._drafting.hint
-        return NOTHING if hint is None else remaining(hint, self.answer.tokens)
+        return Hint(position, self.answer.prefix_hash(position), tail.draft_tokens, tail.survival)
 
     def _on_draft_missed(self, event: ev.CacheMissed, now: int) -> None:
-        drafting = self._drafting
-        drafting.misses += 1
-        if drafting.misses > _MAX_MISSES:
+        pending = self._drafting.miss(event, self.answer)
+        if pending is None:
             self._on_draft_failed(now)
             return
-        drafting.cache_len = self._usable(event)
-        asked, drafting.pending = drafting.pending, None
-        rest = self._rest_of_hint()
-        k = min(asked.k, self._room() - 1 - len(rest.draft_tokens)) if asked else 0
+        tail = self._tail()
+        k = min(pending.k, self._room() - 1 - len(tail.draft_tokens))
         if k > 0:
-            self._ask_draft(k, rest, now)
+            self._request_draft(k, tail, now)
         elif self.phase is Phase.DRAFTING:
             self._verify(now)
         else:
@@ -323,117 +304,76 @@ class Session:
 
     def _verify(self, now: int) -> None:
         self._round.verify_ns = now
-        self._ask_target()
-        if not self._credit:
+        self._request_verify()
+        if not self._verifying.credit:
             self._draft_ahead(now)
 
-    def _ask_target(self) -> None:
-        """Without credit, the limit is what one verdict can reach."""
+    def _request_verify(self) -> None:
         self.phase = Phase.VERIFYING
-        position, room = len(self.answer.tokens), self._room()
-        rest = self._rest_of_hint()
-        most = min(self._limits.item_drafts, max(0, room - 1))
-        tokens = rest.draft_tokens[: most if self._credit else min(most, self.spec.k)]
-        survival = rest.survival[: len(tokens)]
-        asked_for = len(tokens) + 1
-        credit = max(0, min(self._credit, room - asked_for))
-        due = self._credit > 0 and self._hint_due
-        request_id = self._next_request()
-        part = self._slice(self._target_cache_len)
-        self._standing = OpenVerify(
-            request_id, position + asked_for + credit, credit, hint_due=due, prefills=len(part.tokens) > 1
+        tail = self._tail()
+        verify = self._verifying.request(
+            self._next_request_id(), self.answer, tail, self._room(), hint_due=self._hint_due
         )
-        if tokens:
-            self._sent(Hint(position, b"", tokens, survival), len(tokens))
-        self._emit_effect(ev.Verify(request_id, part, tokens, survival, credit, due, self.spec.k))
-        if len(tokens) < len(rest.draft_tokens):
-            self._tell_target(self._present_hint(rest), len(rest.draft_tokens) - len(tokens))
+        sent = len(verify.draft_tokens)
+        self._round.drafted += sent
+        self._effects.append(verify)
+        if sent < len(tail.draft_tokens):
+            self._extend_verify(self._hint_from(tail), len(tail.draft_tokens) - sent)
 
-    def _sent(self, hint: Hint, new: int) -> None:
-        self._round.drafted += new
-        if self._standing is not None:
-            self._standing.add_hint(hint)
-
-    def _tell_target(self, hint: Hint | None = None, new: int = 0) -> None:
-        """Tell what it does not know of the Verify that stands, if that is worth a message.
-
-        Of the hint, the last `new` tokens were not sent before.
-        """
-        standing = self._standing
-        if standing is None or not self._credit or self._draining:
+    def _extend_verify(self, hint: Hint | None = None, unsent: int = 0) -> None:
+        """Send the open Verify a hint, of which the last `unsent` tokens are new to the target, or credit."""
+        if self._is_draining:
             return
-        drafted = len(hint.draft_tokens) if hint else 0
-        limit = len(self.answer.tokens) + min(drafted + 1 + self._credit, self._room())
-        due = self._hint_due
-        if hint is None and due == standing.hint_due and not self._needs_credit(standing, limit):
+        extension = self._verifying.extend(self.answer, self._room(), hint, hint_due=self._hint_due)
+        if extension is None:
             return
         if hint is not None:
-            self._sent(hint, min(new, drafted))
-        standing.limit = max(standing.limit, limit)
-        standing.hint_due = due
-        self._emit_effect(ev.ExtendVerify(standing.request_id, standing.limit, hint, due))
-
-    def _needs_credit(self, standing: OpenVerify, limit: int) -> bool:
-        """Less than half is left, and there is enough to give, or all that will ever be needed."""
-        left = standing.limit - len(self.answer.tokens)
-        gain = limit - standing.limit
-        enough = 1 if limit == self.spec.max_position else max(1, self._credit // 4)
-        return left <= max(1, self._credit // 2) and gain >= enough
+            self._round.drafted += min(unsent, len(hint.draft_tokens))
+        self._effects.append(extension)
 
     def _cancel_verify(self) -> None:
-        if self._standing is not None:
-            self._emit_effect(ev.CancelVerify(self._standing.request_id))
-            self._standing = None
+        cancel = self._verifying.cancel()
+        if cancel is not None:
+            self._effects.append(cancel)
 
     def _on_verified(self, event: ev.Verified, now: int) -> None:
-        standing = self._standing
-        if standing is None or not self._stands(event.request_id):
-            raise Broken("Verified for what the draft was asked")
-        fault = standing.violation(event, self.answer)
-        if fault:
-            self._end_with(Broken(f"the target's verdict {fault}"))
+        open_verify = self._verifying.open
+        if open_verify is None or open_verify.request_id != event.request_id:
+            raise Broken("session: Verified for a request to the draft")
+        violation = open_verify.violation(event, self.answer)
+        if violation:
+            self._end_with(Broken(f"the target's verdict {violation}"))
             return
-        self._target_misses = 0
-        self._trouble_since = None
-        self._retry = self._limits.retry_ns
-        self._confirm(event, standing, now)
-        self._after_verdict(event, now)  # first, because the next round is what the client waits for
+        self._confirm(event, now, reads_prompt=open_verify.prefills)
+        self._after_verdict(event, now)  # before the commit: the client waits for the next round
         self._commit()
 
-    def _confirm(self, event: ev.Verified, standing: OpenVerify, now: int) -> None:
-        offered = self._was_offered(event, now)
-        confirmed = self._absorb(event)
-        self._target_cache_len = min(max(0, event.cache_len), len(self.answer.tokens))
-        reads_prompt = standing.prefills
+    def _confirm(self, event: ev.Verified, now: int, *, reads_prompt: bool) -> None:
+        offered = self._had_hint(event, now)
+        confirmed = self._append(event)
+        self._verifying.confirm(event, self.answer)
         if not reads_prompt:
-            # Prompts have to be read whatever is drafted: no token that is confirmed sooner saves that time.
-            pass_ns = max(0, event.timing.compute_ns - event.prefill_ns)
-            self._speculation.record_step(pass_ns, event.sessions, event.row_ns, confirmed)
-        standing.prefills = False
+            # Prompts are read whatever is drafted: a token that is confirmed sooner does not save that time.
+            step_ns = max(0, event.timing.compute_ns - event.prefill_ns)
+            self._speculation.record_step(step_ns, event.sessions, event.row_ns, confirmed)
         self._speculation.record_verdict(offered=offered, verified=event.verified)
-        self._give_up_draft(self._drafting.confirm(self.answer.tokens))
-        standing.confirm(self.answer)
-        self._count_round(event, confirmed, now, reads_prompt=reads_prompt)
+        self._cancel_draft(self._drafting.confirm(self.answer.tokens))
+        strategy = self._drafting.strategy
+        done = self._round.finish(
+            event, confirmed, now, k=self._drafting.k, strategy=strategy, reads_prompt=reads_prompt
+        )
+        self.stats.add(done)
+        self._effects.append(done)
 
-    def _was_offered(self, event: ev.Verified, now: int) -> bool:
-        """Had the target a hint when the pass began?"""
-        if event.verified or not self._rest_of_hint().draft_tokens:
+    def _had_hint(self, event: ev.Verified, now: int) -> bool:
+        """Return True if the target had a hint when its step began."""
+        if event.verified or not self._tail().draft_tokens:
             return event.verified > 0
-        told_ns = self._drafting.hint_since_ns + self._speculation.message_ns
-        return told_ns <= now - event.timing.compute_ns
+        arrived_ns = self._drafting.hint_since_ns + self._speculation.message_ns
+        return arrived_ns <= now - event.timing.compute_ns
 
-    def _after_verdict(self, event: ev.Verified, now: int) -> None:
-        over = self.answer.ending is not None or self._draining
-        if event.more and not over:
-            self._go_on(now)
-            return
-        if event.more:
-            self._cancel_verify()
-        self._standing = None
-        self.phase = Phase.READY
-        self._advance(now)
-
-    def _absorb(self, event: ev.Verified) -> int:
+    def _append(self, event: ev.Verified) -> int:
+        """Append the verdict's tokens to the answer, up to its end; return how many."""
         before = self.answer.output_len
         for index, token in enumerate(event.tokens):
             changed = event.fingerprint != self.answer.fingerprint
@@ -446,18 +386,28 @@ class Session:
                 break
         return self.answer.output_len - before
 
-    def _count_round(self, event: ev.Verified, confirmed: int, now: int, *, reads_prompt: bool) -> None:
-        done = self._round.finish(
-            event, confirmed, now, k=self._k, strategy=self._strategy, reads_prompt=reads_prompt
-        )
-        self.stats.add(done)
-        self._emit_effect(done)
+    def _after_verdict(self, event: ev.Verified, now: int) -> None:
+        over = self.answer.ending is not None or self._is_draining
+        if event.more and not over:
+            self._begin_round(now)
+            self._extend_verify()
+            return
+        if event.more:
+            self._cancel_verify()
+        self._verifying.open = None
+        self.phase = Phase.READY
+        self._advance(now)
 
     def _on_missed(self, event: ev.CacheMissed, now: int) -> None:
         if self._drafting.is_pending(event.request_id):
             self._on_draft_missed(event, now)
+        elif not self._verifying.miss(event, self.answer):
+            self._on_target_failed(ev.Failed(event.request_id, "its cache keeps missing"), now)
+        elif self._is_draining:
+            self.phase = Phase.READY
+            self._advance(now)
         else:
-            self._on_target_missed(event, now)
+            self._request_verify()
 
     def _on_failed(self, event: ev.Failed, now: int) -> None:
         if self._drafting.is_pending(event.request_id):
@@ -465,65 +415,34 @@ class Session:
         else:
             self._on_target_failed(event, now)
 
-    def _on_target_missed(self, event: ev.CacheMissed, now: int) -> None:
-        self._target_misses += 1
-        if self._target_misses > _MAX_MISSES:
-            self._on_target_failed(ev.Failed(event.request_id, "its cache keeps missing"), now)
-            return
-        self._standing = None
-        self._target_cache_len = self._usable(event)
-        if self._draining:
-            self.phase = Phase.READY
-            self._advance(now)
-        else:
-            self._ask_target()
-
     def _on_target_failed(self, event: ev.Failed, now: int) -> None:
-        self._standing = None
-        self._target_misses = 0
-        self._target_cache_len = 0
+        self._verifying.fail()
         if not event.retryable:
             self._end_with(Broken(f"the target refused: {event.message}"))
         elif event.elsewhere:
-            self._ask_target_again(now)
-        else:
-            self._back_off(event, now)
-
-    def _back_off(self, event: ev.Failed, now: int) -> None:
-        """Nobody can be asked at once."""
-        if self._trouble_since is None:
-            self._trouble_since = self._round.verify_ns
-        if now + self._retry - self._trouble_since >= self._limits.target_timeout_ns:
+            self._retry_target(now)
+        elif (retry_ns := self._verifying.next_retry_ns(now, self._round.verify_ns)) is None:
             self._end_with(TargetUnavailable(f"no verdict from the target: {event.message}"))
         else:
             self.phase = Phase.BACKING_OFF
-            self._emit_effect(ev.SetTimer(now + self._retry))
-            self._retry = min(2 * self._retry, self._limits.max_retry_ns)
+            self._effects.append(ev.SetTimer(retry_ns))
 
-    def _on_retry(self, _event: ev.TimerFired, now: int) -> None:
-        self._ask_target_again(now)
+    def _on_timer(self, _event: ev.TimerFired, now: int) -> None:
+        self._retry_target(now)
 
-    def _ask_target_again(self, now: int) -> None:
-        if self._draining:
+    def _retry_target(self, now: int) -> None:
+        if self._is_draining:
             self.phase = Phase.READY
             self._advance(now)
         else:
             self._verify(now)
 
-    def _usable(self, event: ev.CacheMissed) -> int:
-        """How much of what the replica has is ours by content."""
-        agrees = (
-            0 <= event.have <= len(self.answer.tokens)
-            and self.answer.prefix_hash(event.have) == event.prefix_hash
-        )
-        return event.have if agrees else 0
-
     # --------------------------------------------------------------------- the log, the client --
 
     def _commit(self) -> None:
-        commit = self._delivery.commit(self._drafting.cache_len, self._target_cache_len)
+        commit = self._delivery.commit(self._drafting.cache_len, self._verifying.cache_len)
         if commit is not None:
-            self._emit_effect(commit)
+            self._effects.append(commit)
 
     def _on_committed(self, event: ev.Committed, now: int) -> None:
         self._delivery.committed(event.length)
@@ -533,81 +452,81 @@ class Session:
             self._advance(now)
 
     def _emit(self) -> bool:
-        """Emit what can be; false if it contradicts what the client has."""
+        """Emit what the log holds. End the session and return False if it contradicts what the client has."""
         try:
             emit = self._delivery.emit()
         except LogLost as error:
             self._end_with(error)
             return False
         if emit is not None:
-            self._emit_effect(emit)
+            self._effects.append(emit)
         return True
 
-    def _on_taken(self, event: ev.Sent, now: int) -> None:
-        self._delivery.taken(event.index)
+    def _on_sent(self, event: ev.Sent, now: int) -> None:
+        self._delivery.sent(event.index)
         self._advance(now)
 
     # --------------------------------------------------------------------------------- the end --
 
     def _seal(self) -> None:
-        """Once the tail is logged, store the end; once that is stored, say so."""
+        """Store the ending once the tail is logged; end once that is stored."""
         if self.phase is not Phase.SEALING or self._delivery.unlogged:
             return
-        if self._finished is not None:
-            self._conclude(self._finished)
+        if self._stored_ending is not None:
+            self._conclude(self._stored_ending)
         elif self.answer.ending is not None:
             self._store_finish(self.answer.ending)
 
     def _store_finish(self, ending: Ending) -> None:
         self.phase = Phase.FINISHING
-        self._asked_to_finish = True
-        self._emit_effect(ev.StoreFinish(ending, self._delivery.logged))
+        self._finish_requested = True
+        self._effects.append(ev.StoreFinish(ending, self._delivery.logged))
 
     def _on_finish_stored(self, _event: ev.FinishStored, _now: int) -> None:
         self._conclude(self.answer.ending)
 
     def _conclude(self, ending: Ending | None) -> None:
-        """Say how the answer ended, unless the client has more of it than there is."""
-        has = self._delivery.stream_from
-        if self.logged_output < has:
-            self._end_with(LogLost(f"the client has {has} tokens of {self.logged_output}"))
+        """End with `ending`, unless the client has more tokens than the log."""
+        client_has = self._delivery.stream_from
+        if self.logged_output < client_has:
+            self._end_with(LogLost(f"the client has {client_has} tokens of {self.logged_output}"))
         else:
             self._end(ev.End(ending=ending))
 
     def _on_draining(self, _event: ev.Draining, now: int) -> None:
-        self._draining = True
+        self._is_draining = True
         self._advance(now)
 
     def _leave(self) -> None:
-        """Draining, between rounds: go once all that was confirmed is logged."""
+        """Leave the session to another gateway once all confirmed tokens are logged."""
         if not self._delivery.unlogged:
             self._end_with(Unavailable("this gateway is shutting down; resume at another"))
 
-    def _on_store_failed(self, event: ev.StoreFailed, now: int) -> None:
+    def _on_store_failed(self, event: ev.StoreFailed, _now: int) -> None:
         if isinstance(event.error, LogBehind):
             self._repair_log(event.error.have)
         elif isinstance(event.error, SessionEnded):
-            self._on_ended_in_store(now)
+            self._on_ended_in_store()
         else:
             self._end_with(event.error)
 
-    def _on_ended_in_store(self, now: int) -> None:
-        """Only the owner finishes a session, so it was aborted elsewhere.
+    def _on_ended_in_store(self) -> None:
+        """Handle a session that the store calls finished: it was aborted elsewhere, or our finish was late.
 
-        Unless the owner's own call did it, late: one that was on its way when the store came back shorter,
-        and found the log repaired. Then the same call again is answered as the first, and all is logged.
+        The second happens when the store rolls back while `finish` is on its way, and the call then finds the
+        log repaired. All tokens are logged in that case, and repeating the call gives its first answer.
         """
         ending = self.answer.ending
-        if self.phase is Phase.SEALING and self._asked_to_finish and ending is not None:
+        if self.phase is Phase.SEALING and self._finish_requested and ending is not None:
             self._delivery.holds(len(self.answer.tokens))
             self._store_finish(ending)
         else:
-            self._on_aborted(ev.Aborted(), now)
+            self._end_as_aborted()
 
     def _repair_log(self, have: int) -> None:
-        """The store came back without its last moments, but agrees: commit again what it lost.
+        """Commit again what the store lost in a crash; its log agrees as far as it goes.
 
-        After two roll-backs it may also hold a part of a commit, and so more than was known to be logged.
+        After two roll-backs it may hold part of a commit, and so more than was known to be logged.
         """
         self._delivery.holds(have)
         if self.phase is Phase.FINISHING:
@@ -615,10 +534,12 @@ class Session:
         self._commit()
 
     def _on_aborted(self, _event: ev.Aborted, _now: int) -> None:
-        self._end(ev.End(ending=Ending(Reason.ABORTED)))
+        # While the finish is being stored, the store decides whether finish or abort won.
+        if self.phase is not Phase.FINISHING:
+            self._end_as_aborted()
 
-    def _on_aborted_too_late(self, _event: ev.Aborted, _now: int) -> None:
-        """The end is on its way to the store: which of the two it took first, its answer tells."""
+    def _end_as_aborted(self) -> None:
+        self._end(ev.End(ending=Ending(Reason.ABORTED)))
 
     def _on_interrupted(self, event: ev.Interrupted, _now: int) -> None:
         self._end_with(event.error)
@@ -629,27 +550,23 @@ class Session:
     def _end(self, end: ev.End) -> None:
         self.phase = Phase.ENDED
         self._cancel_verify()
-        self._emit_effect(end)
-
-    def _emit_effect(self, effect: ev.Effect) -> None:
-        self._effects.append(effect)
+        self._effects.append(end)
 
     def _take_effects(self) -> list[ev.Effect]:
         effects, self._effects = self._effects, []
         return effects
 
-    _TRANSITIONS: ClassVar[Mapping[tuple[Phase, type], Callable[[Session, Any, int], None]]] = {
-        **dict.fromkeys([(phase, ev.Proposed) for phase in _WORKING], _on_proposed),
-        **dict.fromkeys([(phase, ev.CacheMissed) for phase in _WORKING], _on_missed),
-        **dict.fromkeys([(phase, ev.Failed) for phase in _WORKING], _on_failed),
-        (Phase.VERIFYING, ev.Verified): _on_verified,
-        (Phase.BACKING_OFF, ev.TimerFired): _on_retry,
-        (Phase.FINISHING, ev.FinishStored): _on_finish_stored,
-        **dict.fromkeys([(phase, ev.Committed) for phase in _LIVE], _on_committed),
-        **dict.fromkeys([(phase, ev.Sent) for phase in _LIVE], _on_taken),
-        **dict.fromkeys([(phase, ev.Draining) for phase in _LIVE], _on_draining),
-        **dict.fromkeys([(phase, ev.StoreFailed) for phase in _LIVE], _on_store_failed),
-        **dict.fromkeys([(phase, ev.Interrupted) for phase in _LIVE], _on_interrupted),
-        **dict.fromkeys([(phase, ev.Aborted) for phase in _LIVE], _on_aborted),
-        (Phase.FINISHING, ev.Aborted): _on_aborted_too_late,
+    _HANDLERS: ClassVar[Mapping[type, Callable[[Session, Any, int], None]]] = {
+        ev.Proposed: _on_proposed,
+        ev.CacheMissed: _on_missed,
+        ev.Failed: _on_failed,
+        ev.Verified: _on_verified,
+        ev.TimerFired: _on_timer,
+        ev.FinishStored: _on_finish_stored,
+        ev.Committed: _on_committed,
+        ev.Sent: _on_sent,
+        ev.Draining: _on_draining,
+        ev.StoreFailed: _on_store_failed,
+        ev.Interrupted: _on_interrupted,
+        ev.Aborted: _on_aborted,
     }

@@ -1,0 +1,128 @@
+"""The session's side of its request at the target: what is open, what was promised, when to retry.
+
+1. At most one Verify is open. It ends with its first verdict without `more`, a cache miss or a failure.
+2. The limit of a Verify is never lowered. ExtendVerify raises it once half of the credit is used.
+3. A cache miss is answered with more tokens, at most `MAX_MISSES` times in a row; then the target has failed.
+4. A failed target is retried with doubling delays, until `timeout_ns` have passed without a verdict.
+"""
+
+from __future__ import annotations
+
+from galley.core.answer.answer import Answer
+from galley.core.hints import Hint, HintTail
+from galley.core.session.drafting import MAX_MISSES, usable_cache_len
+from galley.core.session.events import CacheMissed, CancelVerify, ExtendVerify, Slice, Verified, Verify
+from galley.core.session.open_verify import OpenVerify
+
+
+class Verifying:
+    """The open Verify of one session, its credit, the target's cache and its retries. Times in nanoseconds.
+
+    `cache_len` is how many of the session's tokens the target has in its KV cache, as far as is known.
+    """
+
+    def __init__(
+        self, credit: int, max_draft_tokens: int, *, retry_ns: int, max_retry_ns: int, timeout_ns: int
+    ) -> None:
+        self.credit = credit
+        self.open: OpenVerify | None = None
+        self.cache_len = 0
+        self._max_draft_tokens = max_draft_tokens
+        self._misses = 0
+        self._first_retry_ns = self._retry_ns = retry_ns
+        self._max_retry_ns = max_retry_ns
+        self._timeout_ns = timeout_ns
+        self._failing_since: int | None = None
+
+    def is_open(self, request_id: int) -> bool:
+        """Return True if this request is the open Verify."""
+        return self.open is not None and self.open.request_id == request_id
+
+    def request(
+        self, request_id: int, answer: Answer, tail: HintTail, room: int, *, hint_due: bool
+    ) -> Verify:
+        """Open a Verify of the first draft tokens of `tail`, at most `room` - 1 of them.
+
+        Without credit, the limit is what one verdict can reach.
+        """
+        most = min(self._max_draft_tokens, max(0, room - 1))
+        draft_tokens = tail.draft_tokens[: most if self.credit else min(most, answer.spec.k)]
+        survival = tail.survival[: len(draft_tokens)]
+        first_verdict = len(draft_tokens) + 1
+        credit = max(0, min(self.credit, room - first_verdict))
+        hint_due = hint_due and self.credit > 0
+        position = len(answer.tokens)
+        part = Slice.after(answer, self.cache_len)
+        self.open = OpenVerify(
+            request_id,
+            position + first_verdict + credit,
+            credit,
+            hint_due=hint_due,
+            prefills=len(part.tokens) > 1,
+        )
+        if draft_tokens:
+            self.open.add_hint(Hint(position, b"", draft_tokens, survival))
+        return Verify(request_id, part, draft_tokens, survival, credit, hint_due, answer.spec.k)
+
+    def extend(self, answer: Answer, room: int, hint: Hint | None, *, hint_due: bool) -> ExtendVerify | None:
+        """Extend the open Verify by a hint or more credit; None if there is nothing worth a message."""
+        if self.open is None or not self.credit:
+            return None
+        drafted = len(hint.draft_tokens) if hint else 0
+        limit = len(answer.tokens) + min(drafted + 1 + self.credit, room)
+        if hint is None and hint_due == self.open.hint_due and not self._needs_credit(answer, limit):
+            return None
+        if hint is not None:
+            self.open.add_hint(hint)
+        self.open.limit = max(self.open.limit, limit)
+        self.open.hint_due = hint_due
+        return ExtendVerify(self.open.request_id, self.open.limit, hint, hint_due)
+
+    def _needs_credit(self, answer: Answer, limit: int) -> bool:
+        """Return True if less than half of the credit is left and enough, or all the rest, can be added."""
+        if self.open is None:
+            return False
+        left = self.open.limit - len(answer.tokens)
+        gain = limit - self.open.limit
+        enough = 1 if limit == answer.spec.max_position else max(1, self.credit // 4)
+        return left <= max(1, self.credit // 2) and gain >= enough
+
+    def cancel(self) -> CancelVerify | None:
+        """Close the open Verify; return the effect that cancels it, if one is open."""
+        open_verify, self.open = self.open, None
+        return None if open_verify is None else CancelVerify(open_verify.request_id)
+
+    def confirm(self, event: Verified, answer: Answer) -> None:
+        """Take a valid verdict whose tokens are in the answer: the target works again."""
+        self._misses = 0
+        self._failing_since = None
+        self._retry_ns = self._first_retry_ns
+        self.cache_len = min(max(0, event.cache_len), len(answer.tokens))
+        if self.open is not None:
+            self.open.prefills = False
+            self.open.confirm(answer)
+
+    def miss(self, event: CacheMissed, answer: Answer) -> bool:
+        """Close the Verify after a cache miss. Return False once there were too many in a row."""
+        self._misses += 1
+        if self._misses > MAX_MISSES:
+            return False
+        self.open = None
+        self.cache_len = usable_cache_len(event, answer)
+        return True
+
+    def fail(self) -> None:
+        """Close the Verify after a failure: another replica, or a new process, may have no cache."""
+        self.open = None
+        self._misses = 0
+        self.cache_len = 0
+
+    def next_retry_ns(self, now: int, requested_ns: int) -> int | None:
+        """Return when to retry, or None once the timeout has passed. Count from `requested_ns` at first."""
+        if self._failing_since is None:
+            self._failing_since = requested_ns
+        retry_ns = self._retry_ns
+        if now + retry_ns - self._failing_since >= self._timeout_ns:
+            return None
+        self._retry_ns = min(2 * retry_ns, self._max_retry_ns)
+        return now + retry_ns
