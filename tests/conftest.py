@@ -6,8 +6,13 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from galley.common.config.defaults import DEFAULT_MODEL
+
+# The same examples each time, however slow the machine is.
+settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ci")
 
 pytest_plugins = ["tests.plugins.skips"]
 

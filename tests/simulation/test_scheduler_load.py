@@ -28,14 +28,14 @@ def load(seed: int, bench: Bench, sessions: int, longest: int) -> Load:
     return Load(bench, gateways, seed)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(seed=SEEDS, times=st.sampled_from([FLAT, STEEP]), linger=st.sampled_from([0, 50 * MS]))
 def test_tokens_are_the_same_for_any_schedule(seed: int, times: object, linger: int) -> None:
     bench = Bench(times=times, max_rows=16, max_linger_ns=linger)  # type: ignore[arg-type]  # sampled
     load(seed, bench, sessions=6, longest=30).run(faults=True)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(seed=SEEDS, blocks=st.integers(12, 20))
 def test_all_complete_in_a_pool_that_holds_one_of_them(seed: int, blocks: int) -> None:
     # 40 tokens of prompt and 20 more are up to 15 blocks of 4, one more where a shared one is copied.

@@ -13,7 +13,7 @@ from galley.core.acceptance import match_probability, total_variation
 # ------------------------------------------------------------------------------------- closed form --
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12))
 def test_the_closed_form_in_v_log_v_is_the_paper_s(weights: list[tuple[int, int]]) -> None:
     """Daliri et al., arXiv 2408.07978; ties in p / q and tokens that one never draws included."""

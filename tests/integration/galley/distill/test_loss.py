@@ -14,7 +14,7 @@ from galley.distill.export import quantized
 from galley.distill.training.batches import epoch_groups
 from galley.distill.training.loss import distilled
 
-_FEW = settings(derandomize=True, max_examples=20, deadline=None)
+_FEW = settings(derandomize=True, max_examples=20)
 
 
 @_FEW

@@ -163,7 +163,7 @@ def test_a_file_that_is_no_corpus(tmp_path: Path, data: bytes) -> None:
         read_corpus(path)
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60)
 @given(at=st.integers(0, len(_stored()) - 1), bit=st.integers(0, 7))
 def test_a_damaged_corpus_is_refused_or_read(
     tmp_path_factory: pytest.TempPathFactory, at: int, bit: int

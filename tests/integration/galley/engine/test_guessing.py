@@ -39,7 +39,7 @@ PARAMS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(PARAMS, min_size=1, max_size=5),
     st.integers(1, VOCAB),

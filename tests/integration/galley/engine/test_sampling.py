@@ -126,7 +126,7 @@ def _guesses(rows: NDArray[np.float32], draw: Draw, *, spoil: bool) -> list[int]
     return guesses
 
 
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=400)
 @given(cases())
 def test_is_what_the_naive_reference_says_at_every_position(case: Case) -> None:
     own: list[int] = []

@@ -59,7 +59,7 @@ def test_what_cannot_be_read_is_told(told: str) -> None:
         read_samples(told)
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=300)
 @given(st.text(alphabet='{}=,"\\ abé#\t019.eE+-_NInf', max_size=60))
 def test_no_line_whatever_it_is_does_more_than_that(told: str) -> None:
     try:

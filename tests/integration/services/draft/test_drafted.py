@@ -16,7 +16,7 @@ ITEMS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(0, 
 
 
 @given(TRUTH, TRUTH, ITEMS, st.booleans())
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 def test_every_guess_is_judged_once_and_rightly(
     truth: list[int], favoured: list[int], items: list[tuple[int, int, int]], astray: bool
 ) -> None:

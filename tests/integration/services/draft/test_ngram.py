@@ -122,7 +122,7 @@ def test_other_sessions_learn_from_an_answer_of_their_kind() -> None:
     assert other.ask(10, 11).tokens == []
 
 
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.booleans(), st.booleans(), st.lists(st.integers(0, 3), min_size=1)), max_size=20),
     st.sampled_from([b"", b"own"]),
@@ -142,7 +142,7 @@ def test_nothing_of_a_tenant_surfaces_in_what_another_is_proposed(
             assert (here.tokens, here.survival) == (there.tokens, there.survival)
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 12), TOKENS, TOKENS), max_size=8))
 def test_a_session_whose_tokens_changed_is_begun_anew(
     changes: list[tuple[int, list[int], list[int]]],

@@ -32,7 +32,7 @@ COPIES = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=3)
 SPANS = st.just(b"") | st.binary(min_size=24, max_size=24)
 
 
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=100)
 @given(st.lists(CHUNKS, max_size=4), COPIES, SPANS)
 def test_a_plan_arrives_as_it_was(
     chunks: list[StepChunk], copies: list[tuple[int, int]], span: bytes
@@ -41,7 +41,7 @@ def test_a_plan_arrives_as_it_was(
     assert decode(sent.tolist()) == Pass(tuple(chunks), tuple(copies), span)
 
 
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=100)
 @given(st.lists(CHUNKS, min_size=1, max_size=3), COPIES, SPANS, st.data())
 def test_a_plan_cut_short_is_refused(
     chunks: list[StepChunk], copies: list[tuple[int, int]], span: bytes, data: st.DataObject

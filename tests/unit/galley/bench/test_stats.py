@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from galley.bench.stats import median_interval, percentile, ratio_interval
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=24))
 def test_the_interval_lies_around_the_median_and_within_the_values(values: list[float]) -> None:
     found = median_interval(values)

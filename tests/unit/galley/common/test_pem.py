@@ -131,7 +131,7 @@ def _half(authority: Authority) -> TlsFiles:
         (_broken_key, "key_file", "holds no private key"),
         (_empty_ca, "ca_file", "holds no certificate"),
         (_broken_ca, "ca_file", "holds no certificate"),
-        (_half, "key_file", "goes together with cert_file"),
+        (_half, "key_file", "required with cert_file"),
     ],
 )
 def test_what_is_of_no_use_is_refused(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from galley.core.acceptance import (
@@ -75,7 +75,6 @@ def test_cuts_at_max_position() -> None:
 small = st.lists(st.integers(0, 2), max_size=6)
 
 
-@settings(deadline=None, derandomize=True)
 @given(
     draft=small,
     sampled=st.lists(st.integers(0, 2), min_size=1, max_size=7),
@@ -120,7 +119,6 @@ def test_match_probability_of_known_pairs() -> None:
 weights = st.lists(st.integers(0, 20), min_size=2, max_size=6).filter(any)
 
 
-@settings(deadline=None, derandomize=True)
 @given(weights, weights)
 def test_match_probability_lies_between_its_bounds(target: list[int], draft: list[int]) -> None:
     """(1 - TV) / (1 + TV) <= match <= 1 - TV (Daliri et al., arXiv 2408.07978); and it is symmetric."""

@@ -84,7 +84,7 @@ def test_what_began_before_it_opened_says_nothing_of_now() -> None:
     assert refused.state(0) is State.OPEN
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["fail", "succeed", "leave"]), st.integers(0, 10**9)), max_size=80))
 def test_whatever_happened_it_closes_once_all_is_well(steps: list[tuple[str, int]]) -> None:
     breaker, now = Breaker(), 0

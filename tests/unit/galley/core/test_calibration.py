@@ -14,7 +14,7 @@ VERDICTS = st.lists(st.booleans(), max_size=200)
 
 
 @given(CHANCES, st.floats(0.1, 50), VERDICTS)
-@settings(max_examples=50, derandomize=True, deadline=None)
+@settings(max_examples=50)
 def test_a_chance_is_between_its_prior_and_what_was_seen(
     prior: float, strength: float, verdicts: list[bool]
 ) -> None:

@@ -41,7 +41,7 @@ CANDIDATES = st.lists(
 ADDRESSES = st.sampled_from("abcdef")
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(
     candidates=CANDIDATES, home=ADDRESSES, avoid=st.sets(ADDRESSES), strategy=st.sampled_from(["", "model"])
 )

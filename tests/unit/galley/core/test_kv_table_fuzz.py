@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -267,11 +267,8 @@ class ManySessions(Lives):
 
 
 _SETTINGS = settings(
-    max_examples=150,
+    max_examples=80,
     stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 TestLives = Lives.TestCase
 TestLives.settings = _SETTINGS

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from galley.core.lookup.lookup import NOTHING, AnswerLookup, LookupResult, RecentAnswers, SessionLookup
 
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
-FEW = settings(max_examples=120, derandomize=True, deadline=None)
+FEW = settings(max_examples=120)
 PROMPT = [90, 91, 92]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kstest
 
@@ -73,7 +73,6 @@ def test_words_are_the_designs_counter_layout() -> None:
     assert noise.words(seed, position, [token], domain).tolist() == [expected]
 
 
-@settings(deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 2**64 - 1),

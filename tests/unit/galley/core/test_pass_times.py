@@ -37,7 +37,7 @@ def test_nonsense_is_refused(points: list[tuple[int, int]]) -> None:
         StepTimes.measured(points)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(
     worth=st.lists(st.floats(0, 1), max_size=40).map(lambda chances: sorted(chances, reverse=True)),
     sessions=st.integers(1, 20),

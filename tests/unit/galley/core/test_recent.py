@@ -11,7 +11,7 @@ WINDOW = 10
 STEPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 6), st.booleans()), max_size=30)
 
 
-@settings(max_examples=50, derandomize=True, deadline=None)
+@settings(max_examples=50)
 @given(steps=STEPS)
 def test_each_counts_once_for_as_long_as_the_window(steps: list[tuple[str, int, bool]]) -> None:
     recent, last, now = RecentKeys(WINDOW), dict[str, int](), 0

@@ -156,7 +156,7 @@ candidates = st.lists(
 )
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(candidates, st.sets(st.text("abcdef", min_size=1, max_size=4)), st.sampled_from(["", "build-1"]))
 def test_whoever_is_there(found: list[TargetCandidate], avoid: set[str], fingerprint: str) -> None:
     wanted = replace(WANTED, fingerprint=fingerprint)

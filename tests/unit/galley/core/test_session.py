@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -139,9 +139,7 @@ class SessionMachine(RuleBasedStateMachine):
 
 
 TestAnyInterleaving = SessionMachine.TestCase
-TestAnyInterleaving.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestAnyInterleaving.settings = settings(max_examples=80, stateful_step_count=60)
 
 
 @pytest.fixture(params=[0, 2, 32])

@@ -270,7 +270,7 @@ def test_the_sample_is_understood_whole() -> None:
     assert by_pool["draft"].breaker == "closed"
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_no_numbers_whatever_they_are_break_a_frame(data: st.DataObject) -> None:
     """Every metric that the dashboard knows, at any finite values, in frames of any size."""

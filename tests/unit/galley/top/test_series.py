@@ -96,7 +96,7 @@ def test_no_quantile_without_observations_or_bounds(told: str) -> None:
     assert quantile(read_samples(told), "galley_h", 0.5) is None
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.floats(0, 100), min_size=1, max_size=60),
     st.lists(st.floats(0.1, 120), min_size=1, max_size=8, unique=True),

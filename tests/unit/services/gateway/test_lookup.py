@@ -87,7 +87,7 @@ def test_a_round_of_a_long_session_costs_what_is_new_in_it() -> None:
     assert min(took) < len(tokens), "bytes at a time; a round now and then makes room for many"
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(5, 7), max_size=6), st.integers(0, 3))))
 def test_it_answers_as_one_that_is_asked_for_the_first_time(asked: list[tuple[int, list[int], int]]) -> None:
     """Whatever it was asked before, of guesses that came true and guesses that did not."""

@@ -792,8 +792,6 @@ class Driver:
 
 @settings(
     max_examples=150,
-    deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(operations=st.lists(_operations, max_size=20))
