@@ -49,7 +49,7 @@ class Stack:
         return told
 
     def start(self, role: str) -> None:
-        """Run the image."""
+        """Run the image's entrypoint in a container."""
         container = self._containers[role]
         run = container.running(self._environments[role], self._logs / role)
         self._running[role] = self._held.enter_context(run)

@@ -40,7 +40,7 @@ def alternate(work: Mapping[str, Work], pairs: int, min_block_s: float = MIN_BLO
 
 
 def fastest(work: Mapping[str, Work], tries: int = 3) -> str:
-    """Which piece of work is quickest, by the least of `tries` calls after one that warms up."""
+    """Return the quickest piece of work, by the least of `tries` calls after a warm-up."""
     best = {}
     for name, piece in work.items():
         piece()

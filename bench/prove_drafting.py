@@ -99,7 +99,7 @@ def compare(rows: str, alpha: str, draft: str, sessions: int, *, seeds: int) -> 
 
 
 def ratio_of(result: dict[str, object]) -> float:
-    """Of AUTO to the best fixed choice."""
+    """Return AUTO's speed over that of the best fixed choice."""
     return float(str(result["ratio"]))
 
 

@@ -142,7 +142,7 @@ def invariance(model_dir: Path, dtype: torch.dtype, trials: int, seed: int) -> d
 
 
 def invariance_of_ranks(model_dir: Path, dtype: str, ranks: int, trials: int, seed: int) -> dict[str, Any]:
-    """As `invariance`, by so many processes that share the model over gloo."""
+    """Run `invariance` with `ranks` processes that share the model over gloo."""
     seeds = tuple(range(seed, seed + trials))
     work = Work(str(model_dir), dtype, longest=_LONGEST, passes=_TRIAL_PASSES, seeds=seeds)
     with tempfile.TemporaryDirectory(prefix="galley-prove-") as scratch:

@@ -88,7 +88,7 @@ def unpacked(workshop: Workshop, role: str, held: ExitStack) -> Container:
 
 
 def faults_of(held_by: dict[str, dict[str, Any]], allowed: dict[str, dict[str, str]]) -> list[str]:
-    """What the images hold, or let their user do, and must not."""
+    """Return what the images contain or permit and must not."""
     unwanted = ("compilers", "headers_of_python", "pip", "set_uid_in_environment", "writable_by_the_user")
     faults = [
         f"{role}: {name}: {found[name]}"

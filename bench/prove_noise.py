@@ -25,7 +25,7 @@ SEEDS = (*(2**64 * i // 7 for i in range(7)), 1, 2**32, 2**64 - 1)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one pass over some words found."""
+    """The noise of a set of words: its range, and what is not finite."""
 
     words: int
     not_finite: int
@@ -35,7 +35,7 @@ class Found:
     mean: float
 
     def ok(self) -> bool:
-        """Whether all noise is finite and within its bounds."""
+        """Return True if all noise is finite and within its bounds."""
         return self.not_finite == 0 and self.beyond_bounds == 0
 
 

@@ -67,7 +67,7 @@ def _run(trial: Trial) -> dict[str, Any]:
 
 
 def _held(run: Callable[[Path], Coroutine[Any, Any, Any]]) -> dict[str, Any]:
-    """Whether it came to its end, in an empty folder; what it found, or what went wrong."""
+    """Run a trial in an empty folder; return whether it ended, and its result or error."""
     with tempfile.TemporaryDirectory(prefix="galley-prove-") as scratch:
         try:
             found = asyncio.run(run(Path(scratch)))

@@ -205,7 +205,7 @@ class Proof:
         self.write()
 
     def write(self) -> None:
-        """What was found so far."""
+        """Write the record of the cases so far."""
         record = {
             **self._about,
             "complete": self.complete,

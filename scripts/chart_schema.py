@@ -57,7 +57,7 @@ def offered(role: str) -> dict[str, dict[str, Any]]:
 
 
 def _value_of(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON Schema has of a field, but for title, default and the like."""
+    """Return a field's JSON Schema without title, default and the like."""
     merged = dict(told)
     for option in told.get("anyOf", ()):
         if option.get("type") != "null":

@@ -1,4 +1,4 @@
-"""How often a draft that shares the target's noise is right: the closed form, and the best that any could be.
+"""Compute how often a draft that shares the target's noise is right, and the best possible rate.
 
 Draft and target that add the same Gumbel noise to their logits draw the same token with chance
 
@@ -48,7 +48,7 @@ def optimal_chance(target_probs: _Floats, draft_probs: _Floats) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Heldout:
-    """Of one answer at temperature 1, by position: what the distributions say, and was the guess right.
+    """One answer at temperature 1, by position: predicted rates, and whether the draft token was right.
 
     `closed` is the closed form, `optimal` the chance of the optimal coupling.
     """

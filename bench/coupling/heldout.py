@@ -40,7 +40,7 @@ async def answers_at_one(
 async def guesses(
     address: str, answers: Sequence[Answer], prompts: Sequence[Sequence[int]], seed: int
 ) -> list[list[int | None]]:
-    """What the draft at `address` guesses for each output position of each answer; None where nothing."""
+    """Return the draft's token for each output position of each answer; None where it proposed none."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = rpc.DraftStub(channel)
         found = []
@@ -108,7 +108,7 @@ def _score(
 
 
 def _logits(model: Any, tokens: Sequence[int], first: int) -> NDArray[np.float64]:
-    """Of positions [first, end), float64 [output, vocab]."""
+    """Return logits of positions [first, end), float64 [output, vocab]."""
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([tokens])).logits[0, first - 1 : -1]
     found: NDArray[np.float64] = logits.double().numpy()

@@ -46,7 +46,7 @@ _QUICK_SPLITS = ((1, 1), (8, 1), (8, 5))
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What to measure; `parts` are those of bench/engine/run.py."""
+    """Set what to measure; `parts` are those of bench/engine/run.py."""
 
     threads: tuple[int, ...] = (1, 2)
     contexts: tuple[int, ...] = (256, 1024)

@@ -1,4 +1,4 @@
-"""What a pass costs on the host beside arithmetic.
+"""Measure what a step costs on the host beside arithmetic.
 
 Measured is a whole pass (plan, the engine's own Python, sampling, conclude, answers) of sixteen sessions
 that decode plainly, over a model with as many layers as the default one but so narrow that its arithmetic

@@ -1,4 +1,4 @@
-"""How much memory the KV pool really takes: `blocks` x block bytes, or more?
+"""Measure whether the KV pool takes more memory than `blocks` x block bytes.
 
 One process computes KV into the first blocks of its pool, which also gives it all the work space that passes
 of that shape need, and then into the others. What it grows by from the one to the other (its resident memory,

@@ -1,4 +1,4 @@
-"""What parts of a step cost: invariant attention, sampling, the KV pool's size, a prompt's prefill."""
+"""Measure parts of a step: invariant attention, sampling, the KV pool's size, a prompt's prefill."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONTEXTS = (64, 256, 512, 1024, 1536)
 
 
 class TorchAttention:
-    """What attention would cost if bits did not matter: torch's own, contiguous KV, all layers of a pass.
+    """Attention as it could be if bits did not matter: torch's own, contiguous KV, all layers of a step.
 
     In the faster of two forms: a call a sequence, or one call over the batch (the contexts are equal here,
     so nothing is padded; a real batch is ragged and would have to be). Heads that share keys are rows of one
@@ -53,7 +53,7 @@ class TorchAttention:
         self._mask = None if case.tokens == 1 else torch.where(seen, 0.0, -torch.inf).to(dtype)
 
     def batched(self) -> None:
-        """One call a layer."""
+        """Attend by one call a layer."""
         for keys, values in self._kv:
             self._attend(self._query, keys, values)
 

@@ -50,7 +50,7 @@ _PROFILED_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What this process is to measure."""
+    """The measurements of this process."""
 
     model_dir: Path
     threads: int

@@ -74,7 +74,7 @@ class OurStep:
             self._model.run([again], copies)
 
     def __call__(self) -> Tensor:
-        """One step; the same positions are written each time."""
+        """Run one step; the same positions are written each time."""
         return self._model.run(self.chunks)
 
 

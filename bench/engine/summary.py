@@ -1,4 +1,4 @@
-"""From what `make bench-engine` measured to its rows and goals. No I/O."""
+"""Compute rows and goals of `make bench-engine`. No I/O."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BANDS = (Band(1, 8, 0.6), Band(16, 80, 0.8), Band(81, 10**6, 1.0))
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One step beside transformers' and beside the time that reading the weights once takes."""
+    """One step compared with transformers and with the time to read the weights once."""
 
     threads: int
     sessions: int
@@ -54,7 +54,7 @@ class StepRow:
 
     @property
     def split(self) -> str:
-        """As "8x5"."""
+        """Return sessions and tokens as "8x5"."""
         return f"{self.sessions}x{self.tokens}"
 
 
@@ -102,7 +102,7 @@ def row_costs(rows: Iterable[StepRow], threads: int, context: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class InvarianceRow:
-    """What a step pays for attention whose bits do not depend on company."""
+    """The price of attention whose bits do not depend on the batch."""
 
     case: str
     step_ms: float
@@ -113,7 +113,7 @@ class InvarianceRow:
 
 
 def invariance_rows(measured: Measured) -> list[InvarianceRow]:
-    """See bench.engine.parts.invariance for what is what."""
+    """Return one row a case of `bench.engine.parts.invariance`."""
     rows = []
     for found in measured.get("invariance", ()):
         ours = _minus(found["step"], found["step_none"])

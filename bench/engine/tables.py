@@ -1,4 +1,4 @@
-"""What `make bench-engine` shows: its tables and its plot."""
+"""Print the tables and draw the plot of `make bench-engine`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from galley.bench.stats import median_interval
 
 
 def show(console: Console, rows: Sequence[StepRow], measured: Mapping[int, Mapping[str, Any]]) -> None:
-    """Print all tables."""
+    """Print every table that the measurements allow."""
     if rows:
         console.print(_step_table(rows))
     for threads, found in measured.items():

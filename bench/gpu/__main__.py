@@ -55,7 +55,7 @@ _CHUNKS = (1, 2, 5, 16)
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """Of `positions`, at how many another token was drawn in company than alone."""
+    """The number of `positions` at which a batch changed the drawn token."""
 
     temperature: float
     positions: int
@@ -63,7 +63,7 @@ class Differing:
 
     @property
     def per_million(self) -> float:
-        """Of a million positions."""
+        """Return the differing tokens per million positions."""
         return 1e6 * self.differing / self.positions
 
 
@@ -78,7 +78,7 @@ class SampledStep:
         ]
 
     def __call__(self) -> object:
-        """One step, to its end."""
+        """Run one step and wait for the device."""
         return draw_all(self._step(), self._draws)
 
 
@@ -138,7 +138,7 @@ def _fed(
 
 
 def _drawn(logits: torch.Tensor, text: Sequence[int], start: int) -> list[tuple[int, ...]]:
-    """Of each row of `logits`, the token at each temperature; -1 where there is none."""
+    """Return the token of each row of `logits` at each temperature; -1 where none was drawn."""
     by_temperature = []
     for temperature in TEMPERATURES:
         params = SamplingParams(temperature=temperature, seed=1)
@@ -170,7 +170,7 @@ def load_sides(model_dir: Path, device: str, names: Sequence[str]) -> dict[str, 
 def show(
     steps: Sequence[Mapping[str, Any]], rates: Mapping[str, Sequence[Differing]], console: Console
 ) -> None:
-    """Both tables."""
+    """Print the step times and the differing tokens."""
     names = list(steps[0]["wall_s"])
     table = Table("rows", "sessions", "context", *names, title="milliseconds of a step, median")
     for step in steps:

@@ -31,7 +31,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """One pass: all of it, and the part within the engine."""
+    """Seconds of one step, and of the engine within it."""
 
     whole_s: float
     engine_s: float
@@ -49,7 +49,7 @@ class EngineAlone:
 
     @property
     def running(self) -> int:
-        """Sessions under way."""
+        """Return the number of unfinished sessions."""
         return len(self._heard)
 
     @property
@@ -77,7 +77,7 @@ class EngineAlone:
         return heard
 
     def step(self) -> PassTime:
-        """One pass over all that runs. Raises what a session ended with, if that was no end of an answer."""
+        """Run one step over all sessions. Raises the error with which a session ended."""
         began_s = time.perf_counter()
         plan = self._scheduler.plan(time.perf_counter_ns())
         engine_s = 0.0

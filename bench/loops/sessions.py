@@ -1,4 +1,4 @@
-"""What the session store costs: the real gateway over Redis beside one over a store that answers at once.
+"""Measure what the session store costs: a gateway over Redis beside one whose store answers at once.
 
 Each arm has a gateway of its own over one target. A gateway writes how long each of its commits took; that is
 what the log adds to a token's way, for a token leaves only once it is logged. At the end the memory that each

@@ -1,4 +1,4 @@
-"""What is left of the speed where 20 ms each way lie before target and draft.
+"""Measure the speed with 20 ms each way before target and draft.
 
 Gateways reach target and draft through relays (tests/fakes/relay.py): of 0 ms (`near`), of 20 ms (`far`), and
 of 20 ms before the session store as well (`far-store`). The draft is the shipped one. Speculation is off,

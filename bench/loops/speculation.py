@@ -1,4 +1,4 @@
-"""What speculation gains and costs: off, auto (the gateway chooses) and fixed choices, by workload.
+"""Measure what speculation gains and costs: off, auto (the gateway chooses) and a fixed choice, by workload.
 
 The real default pair of models; gateway, draft, target and Valkey are processes of one thread each. Each arm
 has workload labels of its own in each pair: the draft learns from recent answers of a label, and no arm may

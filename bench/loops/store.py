@@ -28,7 +28,7 @@ class _Log:
 
 
 class InstantStore(SessionStore):
-    """What a store that costs nothing would be: sessions in this process, one owner each, none resumed twice.
+    """A store that costs nothing: sessions in this process, each with one owner.
 
     It keeps what it is told, as any store must, but nobody waits for it.
     """
@@ -37,7 +37,7 @@ class InstantStore(SessionStore):
         self._logs: dict[str, _Log] = {}
 
     async def ping(self) -> None:
-        """It is there."""
+        """Return at once."""
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
         """A new session, always."""
@@ -66,28 +66,28 @@ class InstantStore(SessionStore):
         meta: bytes,
         directory: KvDirectory = UNCHANGED,  # noqa: ARG002  # nobody resumes
     ) -> int:
-        """Append."""
+        """Append to the log in memory."""
         log = self._logs[owner.session_id]
         log.tokens += tokens
         log.meta += meta
         return len(log.tokens)
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:  # noqa: ARG002
-        """Forget it."""
+        """Drop the session's log."""
         self._logs.pop(owner.session_id, None)
 
     async def recreate(self, owner: Ownership, new: NewSession) -> None:
         """Nothing is ever lost."""
 
     async def renew(self, owner: Ownership) -> None:
-        """It does not expire."""
+        """Return at once; sessions do not expire."""
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:  # noqa: ARG002
-        """Forget it."""
+        """Drop the session's log."""
         self._logs.pop(session_id, None)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Return at once; nothing is open."""
 
 
 class TimedStore(SessionStore):
@@ -102,15 +102,15 @@ class TimedStore(SessionStore):
         self._out = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     async def ping(self) -> None:
-        """The other's."""
+        """Call the timed store."""
         await self._store.ping()
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
-        """The other's."""
+        """Call the timed store."""
         return await self._store.create(new, nonce)
 
     async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
-        """The other's."""
+        """Call the timed store."""
         return await self._store.claim(session_id, principal, nonce)
 
     async def commit(
@@ -121,26 +121,26 @@ class TimedStore(SessionStore):
         meta: bytes,
         directory: KvDirectory = UNCHANGED,
     ) -> int:
-        """The other's, timed."""
+        """Call the timed store and write the time of the call."""
         began_ns = time.perf_counter_ns()
         length = await self._store.commit(owner, expected_len, tokens, meta, directory)
         os.write(self._out, _DURATION.pack(time.perf_counter_ns() - began_ns))
         return length
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
-        """The other's."""
+        """Call the timed store."""
         await self._store.finish(owner, expected_len, finish)
 
     async def recreate(self, owner: Ownership, new: NewSession) -> None:
-        """The other's."""
+        """Call the timed store."""
         await self._store.recreate(owner, new)
 
     async def renew(self, owner: Ownership) -> None:
-        """The other's."""
+        """Call the timed store."""
         await self._store.renew(owner)
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
-        """The other's."""
+        """Call the timed store."""
         await self._store.abort(session_id, principal, finish)
 
     async def close(self) -> None:

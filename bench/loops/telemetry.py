@@ -1,4 +1,4 @@
-"""What traces and metrics cost at 16 streams.
+"""Measure what traces and metrics cost at 16 streams.
 
 Arms, each a stack of its own processes:
 

@@ -73,7 +73,7 @@ def report(
 
 
 def facts_of(outcome: Outcome) -> dict[str, Any]:
-    """What stands beside the goals."""
+    """Return the facts that are printed beside the goals."""
     facts: dict[str, Any] = {
         **outcome.facts,
         "streams": outcome.streams,
@@ -120,7 +120,7 @@ def _overload_facts(outcome: Outcome) -> dict[str, Any]:
 
 
 def arrivals_of(outcome: Outcome) -> list[Arrival]:
-    """Of all phases that are judged."""
+    """Return the arrivals of all judged phases."""
     heard = [outcome.heard]
     if outcome.overload is not None:
         heard += [outcome.overload.ordinary, outcome.overload.extra]
@@ -128,7 +128,7 @@ def arrivals_of(outcome: Outcome) -> list[Arrival]:
 
 
 def spans_of(outcome: Outcome) -> dict[str, Span]:
-    """Of the phases that are judged."""
+    """Return the time spans of the judged phases."""
     spans = {"soak": outcome.soaked}
     return spans if outcome.overload is None else {**spans, "overload": outcome.overload.during}
 

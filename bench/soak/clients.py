@@ -31,7 +31,7 @@ _SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 102
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """So many tokens came at `at_s` (monotonic), `gap_s` after those before; None: the answer's first."""
+    """Tokens that came at `at_s` (monotonic), `gap_s` after the ones before (None: first of the answer)."""
 
     at_s: float
     tokens: int
@@ -50,7 +50,7 @@ class Refusal:
 
 @dataclass(slots=True)
 class Heard:
-    """What came of all calls so far."""
+    """The outcomes of all calls so far."""
 
     arrivals: list[Arrival] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Heard:
     """Until the first token of each answer."""
 
     def count(self, what: str) -> None:
-        """One more visit ended this way."""
+        """Count one outcome."""
         self.ended[what] = self.ended.get(what, 0) + 1
 
 
@@ -154,7 +154,7 @@ class Caller:
 
 @asynccontextmanager
 async def calling(many: Sequence[Caller], spread_s: float, *, cut: bool = False) -> AsyncIterator[None]:
-    """They run within, and begin over `spread_s`; at the end each has its last answer, unless it is `cut`."""
+    """Run callers within, started over `spread_s`; at the end wait for their answers, or cut them."""
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(caller.run(spread_s * number / len(many))) for number, caller in enumerate(many)
@@ -181,7 +181,7 @@ class Misreader:
         self._heard = heard
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Call until cancelled."""
         async with grpc.aio.insecure_channel(self._address, options=_SMALL_WINDOW) as channel:
             stub: rpc.GenerationAsyncStub = rpc.GenerationStub(channel)
             while True:

@@ -1,4 +1,4 @@
-"""What a soak must reach, and whether it did. Pure."""
+"""State the goals of a soak and whether they were met. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MORE = 4
 
 
 def goals_of(outcome: Outcome) -> list[Goal]:
-    """In the order of the phases. ValueError if the run did not come to its end."""
+    """Return the goals in the order of the phases. Raises ValueError if the run was cut short."""
     if outcome.heard is None or outcome.overload is None or outcome.left is None:
         raise ValueError("the soak did not come to its end")
     soaked = [sample for sample in outcome.samples if outcome.soaked.holds(sample.at_s)]
@@ -39,13 +39,13 @@ def goals_of(outcome: Outcome) -> list[Goal]:
 
 
 def growths(samples: Sequence[Sample]) -> dict[str, Growth]:
-    """By process, and of what Redis says that it uses."""
+    """Return the memory growth of each process, and of Redis as it reports it."""
     names = [*samples[0].processes, REDIS_MEMORY]
     return {name: growth([sample.megabytes(name) for sample in samples]) for name in names}
 
 
 def memory_goals(grown: Mapping[str, Growth]) -> list[Goal]:
-    """One a process."""
+    """Return one goal a process."""
     bound = f"<= {MOST_GROWTH:+.0%}"
     return [
         Goal("memory", f"{name}: growth", str(one), bound, one.share <= MOST_GROWTH)
@@ -68,7 +68,7 @@ def _harm_goals(outcome: Outcome) -> list[Goal]:
 
 
 def overload_goals(overload: Overload) -> list[Goal]:
-    """Of the overload and of what came after."""
+    """Return the goals of the overload and the time after it."""
     refusals = [
         one
         for heard in (overload.ordinary, overload.extra)
@@ -99,7 +99,7 @@ def overload_goals(overload: Overload) -> list[Goal]:
 
 
 def left_goals(left: Left) -> list[Goal]:
-    """Nothing is left."""
+    """Return the goals that nothing is left over."""
     within = f"{left.gone_s:.0f} s after the last call"
     of = f"{left.places} of {left.max_sessions}"
     return [

@@ -1,4 +1,4 @@
-"""Is everything given back? Asked of what the services tell anyway, when nobody calls any more.
+"""Check that everything is given back once calls have ended, from what the services export anyway.
 
 - The store: no key of any session, once their time to live is over.
 - The target (GetTargetInfo): every block free, nothing waiting. The draft's lease: nothing waiting.
@@ -33,7 +33,7 @@ _LOUD = frozenset({"error", "critical"})
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What was still there; `gone_s` after the last call, or when patience ended."""
+    """What was left `gone_s` after the last call, or at the end of the wait."""
 
     gone_s: float
     session_keys: int
@@ -52,7 +52,7 @@ class Left:
 async def left_idle(
     watcher: Watcher, client: AsyncClient, store: str, idle: Mapping[str, Held], ttl_s: float
 ) -> Left:
-    """What is left while the stack runs, waiting for what takes its time."""
+    """Return what is left while the stack runs, after waiting for leases and keys to expire."""
     max_sessions = (await client.model_info()).max_sessions
     places = await admitted(client, max_sessions)
     began_s = time.monotonic()
@@ -89,7 +89,7 @@ async def _drafts_waiting(store: str) -> int:
 
 
 async def admitted(client: AsyncClient, count: int) -> int:
-    """How many of so many streams, all open at once, are not refused; they are cut off then."""
+    """Open `count` streams at once; return how many were admitted, and cancel them."""
     prompt = "Count as far as you can."
     streams = [client.generate(prompt, max_tokens=1024, ignore_eos=True) for _ in range(count)]
     try:
@@ -113,13 +113,13 @@ async def stop_services(stack: Stack) -> float:
 
 
 def tasks_left(log: Path) -> int | None:
-    """What a service said at its end; None if it did not come so far."""
+    """Return the number of tasks that a service logged at its end; None if it logged none."""
     said = [line["tasks"] for line in _lines(log) if line.get("event") == "stopped"]
     return int(said[-1]) if said else None
 
 
 def errors_in(log: Path) -> list[str]:
-    """What a service logged as an error, and what asyncio had to say of tasks that were lost."""
+    """Return what a service logged as errors, and asyncio's messages about lost tasks."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     strange = [line for line in lines if "Task was destroyed" in line or "never retrieved" in line]
     loud = [line for line in _lines(log) if line.get("level") in _LOUD and not _of_grpc(line)]
@@ -127,7 +127,7 @@ def errors_in(log: Path) -> list[str]:
 
 
 def errors_of_grpc(log: Path) -> int:
-    """How often gRPC itself logged one: it does for a client who leaves while an event is being written."""
+    """Count gRPC's own errors; it logs one for a client that leaves while an event is written."""
     return sum(line.get("level") in _LOUD and _of_grpc(line) for line in _lines(log))
 
 

@@ -1,4 +1,4 @@
-"""What each process of a stack holds over time, and by how much that has grown.
+"""Sample the memory of each process of a stack, and compute its growth.
 
 Growth is the median of the last fifth of the samples over the median of the first, less 1. A process is
 judged by its anonymous memory, all that it has allocated. Pages of files, such as libraries and mapped
@@ -29,7 +29,7 @@ WINDOWS = 5
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one process holds; bytes."""
+    """Memory in bytes, threads and descriptors of one process."""
 
     anonymous: int
     rss: int
@@ -39,7 +39,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look at all of them, `at_s` (monotonic)."""
+    """One sample of all processes, taken `at_s` (monotonic)."""
 
     at_s: float
     processes: Mapping[str, Held]
@@ -50,7 +50,7 @@ class Sample:
     queue_depth: int
 
     def megabytes(self, name: str) -> float:
-        """Of a process, or REDIS_MEMORY."""
+        """Return the megabytes of a process, or of REDIS_MEMORY."""
         return (self.redis_bytes if name == REDIS_MEMORY else self.processes[name].anonymous) / 2**20
 
 
@@ -71,7 +71,7 @@ class Growth:
 
 
 def growth(values: Sequence[float]) -> Growth:
-    """Of values over time. ValueError if there are fewer than two for each window."""
+    """Return the growth of values over time. Raises ValueError below two values a window."""
     size = len(values) // WINDOWS
     if size < 2:
         raise ValueError(f"{len(values)} samples make no {WINDOWS} windows")
@@ -90,13 +90,13 @@ class Watcher:
     samples: list[Sample] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Take samples until cancelled."""
         while True:
             self.samples.append(await self.look())
             await asyncio.sleep(self.every_s)
 
     async def look(self) -> Sample:
-        """Now."""
+        """Take one sample now."""
         # In a thread: of gigabytes, the kernel takes some time to tell.
         processes = await asyncio.to_thread(lambda: {name: held(pid) for name, pid in self.pids.items()})
         told = await self.redis.info("memory")
@@ -112,12 +112,12 @@ class Watcher:
         )
 
     def between(self, first_s: float, last_s: float) -> list[Sample]:
-        """Those of a span of time."""
+        """Return the samples of a time span."""
         return [sample for sample in self.samples if first_s <= sample.at_s <= last_s]
 
 
 def held(pid: int) -> Held:
-    """What a process holds, and its children with it."""
+    """Return what a process and its children hold."""
     process = psutil.Process(pid)
     family = [process, *process.children(recursive=True)]
     memory = [_rollup(one.pid) for one in family]
@@ -130,7 +130,7 @@ def held(pid: int) -> Held:
 
 
 def _rollup(pid: int) -> dict[str, int]:
-    """What Linux sums up of all mappings of a process (proc_pid_smaps(5)); bytes."""
+    """Return the sums over all mappings of a process, in bytes (proc_pid_smaps(5))."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
     lines = [line.split() for line in text.splitlines()[1:]]
     return {words[0].removesuffix(":"): int(words[1]) * 1024 for words in lines}

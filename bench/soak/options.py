@@ -40,7 +40,7 @@ class SoakOptions:
 
     @property
     def block_s(self) -> float:
-        """Of one block of the soak."""
+        """Return the seconds of one block of the soak."""
         return 60 * self.minutes / (2 * self.pairs)
 
 

@@ -1,4 +1,4 @@
-"""What a soak came to, and what follows from it: load, pace, overload. Pure; times are monotonic seconds."""
+"""Compute load, pace and overload from the outcome of a soak. Pure; times are monotonic seconds."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _BACK_WINDOW_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From when to when."""
+    """A span of time, in monotonic seconds."""
 
     first_s: float
     last_s: float
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Return the length in seconds."""
         return self.last_s - self.first_s
 
     def holds(self, at_s: float) -> bool:
-        """Is it within?"""
+        """Return True if the time is within the span."""
         return self.first_s <= at_s < self.last_s
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """So many streams for a while: the worst that happened."""
+    """The worst that happened with `streams` streams for a while."""
 
     streams: int
     refused: int
@@ -62,7 +62,7 @@ class Probe:
 
 
 def probe_of(streams: int, heard: Heard, samples: Sequence[Sample], span: Span) -> Probe:
-    """What was heard of them."""
+    """Sum up what the clients of a probe received."""
     gaps = [arrival.gap_s for arrival in heard.arrivals if arrival.gap_s is not None]
     return Probe(
         streams,
@@ -78,7 +78,7 @@ def probe_of(streams: int, heard: Heard, samples: Sequence[Sample], span: Span) 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block of the soak: a pair has one with misreaders and one with ordinary clients in their places."""
+    """One block of the soak; a pair has one with slow readers and one with ordinary clients instead."""
 
     pair: int
     misread: bool
@@ -99,7 +99,7 @@ class Overload:
 
 @dataclass(slots=True)
 class Outcome:
-    """All of it."""
+    """Everything that a soak measured."""
 
     probes: list[Probe] = field(default_factory=list)
     streams: int = 0
@@ -113,7 +113,7 @@ class Outcome:
 
 
 def rate(arrivals: Sequence[Arrival], span: Span) -> float:
-    """Tokens a second."""
+    """Return the tokens per second in a span."""
     return sum(arrival.tokens for arrival in arrivals if span.holds(arrival.at_s)) / span.seconds
 
 
@@ -123,18 +123,18 @@ def pace_s(arrivals: Sequence[Arrival]) -> float:
 
 
 def p99_gap_s(arrivals: Sequence[Arrival]) -> float:
-    """Of the times between two arrivals of one stream."""
+    """Return the 99th percentile of gaps between arrivals of one stream."""
     return percentile([one.gap_s or 0.0 for one in arrivals], 99)
 
 
 def judged(arrivals: Sequence[Arrival], block: Block) -> list[Arrival]:
-    """Those of the counted clients in a block that came after others of their answer."""
+    """Return the arrivals of counted clients in a block, without the first of each answer."""
     span = Span(block.span.first_s + _SETTLE_SHARE * block.span.seconds, block.span.last_s)
     return [one for one in arrivals if one.counted and one.gap_s is not None and span.holds(one.at_s)]
 
 
 def harm(heard: Heard, blocks: Sequence[Block]) -> tuple[Interval, Interval]:
-    """With misreaders over without, pair by pair: the time of a token, and the 99th percentile of gaps."""
+    """Return the cost of slow readers to others, pair by pair: time a token, and p99 gap."""
     of = {(block.pair, block.misread): judged(heard.arrivals, block) for block in blocks}
     pairs = sorted({block.pair for block in blocks})
     having, without = ([of[pair, misread] for pair in pairs] for misread in (True, False))
@@ -146,7 +146,7 @@ def harm(heard: Heard, blocks: Sequence[Block]) -> tuple[Interval, Interval]:
 
 
 def back_after_s(overload: Overload) -> float | None:
-    """How long after the overload the pace of the next half minute is back; None: not in the time watched."""
+    """Return the seconds until the pace of the next half minute is back; None: not in the time watched."""
     arrivals = [*overload.ordinary.arrivals, *overload.extra.arrivals]
     wanted = LEAST_BACK * rate(arrivals, overload.before)
     after, end_s = 0, overload.during.last_s

@@ -1,4 +1,4 @@
-"""What a soak asks: prompts, lengths, temperatures, ways to speculate and to leave, mixed by a seed.
+"""Draw the requests of a soak from a seed: prompts, lengths, temperatures, speculation, ways to leave.
 
 Half of the requests are of a fixed catalogue, whose answers are learnt undisturbed and by plain decoding
 before the load begins; every later one is compared with these. The other half is asked once: its prompts
@@ -26,7 +26,7 @@ _LONGEST_AWAY_S = 1.0
 
 
 class Manner(enum.StrEnum):
-    """What a client does with its stream."""
+    """The ways in which a client treats its stream."""
 
     READ = "read"
     CANCEL = "cancel"
@@ -36,7 +36,7 @@ class Manner(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question; `name` is that of the catalogue, empty where it is asked once."""
+    """One request; `name` is its name in the catalogue, empty for a request made once."""
 
     name: str
     text: str
@@ -47,11 +47,11 @@ class Request:
 
     @property
     def prompt(self) -> list[Message]:
-        """As a conversation."""
+        """Return the text as a conversation."""
         return [Message("user", self.text)]
 
     def options(self, speculation: Speculation) -> GenerateOptions:
-        """What the client is told; how it is drafted for changes no token."""
+        """Return the client's options; speculation changes no token."""
         return GenerateOptions(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -80,7 +80,7 @@ def speculations(draft_model: bool) -> tuple[Speculation, ...]:
 
 
 def catalogue(count: int, seed: int) -> list[Request]:
-    """So many requests, the same for the same seed."""
+    """Return `count` requests, the same for the same seed."""
     chance = Random(seed)
     texts = [prompt.text for prompt in mixed_workload().prompts]
     return [_request(f"c{number}", number, texts, chance) for number in range(count)]
@@ -109,7 +109,7 @@ class Mix:
         self._drawn = 0
 
     def draw(self) -> Visit:
-        """The next one."""
+        """Return the next visit."""
         chance = self._chance
         self._drawn += 1
         request = chance.choice(self._known)
@@ -144,7 +144,7 @@ class References:
         self._answers[name] = tuple(answer)
 
     def agree(self, request: Request, tokens: Sequence[int], *, whole: bool) -> bool:
-        """Is it the answer, or the beginning of it? What is asked once can only be of a wrong length."""
+        """Return True if the tokens are the known answer or its beginning; of others check the length."""
         known = self._answers.get(request.name)
         if known is not None:
             return tuple(tokens) == (known if whole else known[: len(tokens)])

@@ -116,7 +116,7 @@ class Soak:
         return count * size
 
     def callers(self, count: int, heard: Heard, *, counted: bool = True) -> list[Caller]:
-        """Over all connections alike."""
+        """Return callers spread over all connections."""
         clients = self.clients
         return [
             Caller(clients[at % len(clients)], self.mix, self.references, heard, counted=counted)
@@ -135,7 +135,7 @@ class Soak:
         raise RuntimeError("no load holds")
 
     async def probe(self, streams: int) -> Probe:
-        """So many streams for a while."""
+        """Run `streams` streams for a while."""
         heard, began_s = Heard(), time.monotonic()
         async with calling(self.callers(streams, heard), _SPREAD_S, cut=True):
             await asyncio.sleep(_SPREAD_S)
@@ -201,7 +201,7 @@ class Soak:
 
 @asynccontextmanager
 async def _until_left(tasks: Sequence[asyncio.Task[None]]) -> AsyncIterator[None]:
-    """They run within, and are cut off at the end; what one raised is raised."""
+    """Run tasks within and cancel them at the end; raise what one of them raised."""
     try:
         yield
     finally:
@@ -213,7 +213,7 @@ async def _until_left(tasks: Sequence[asyncio.Task[None]]) -> AsyncIterator[None
 
 
 async def _watch_lag(late_s: list[float]) -> None:
-    """How late our own loop is: what it adds to every time that is taken here."""
+    """Record how late our own loop is, which every time taken here includes."""
     while True:
         due_s = time.monotonic() + _LAG_PERIOD_S
         await asyncio.sleep(_LAG_PERIOD_S)

@@ -47,12 +47,12 @@ def image(role: str, device: str = "cpu") -> str:
 
 @dataclass(frozen=True)
 class Workshop:
-    """Where images are built and kept."""
+    """The folder in which images are built and kept."""
 
     folder: Path
 
     def buildah(self, *arguments: str, apart: bool = False) -> str:
-        """What buildah says; `apart`: in a mount namespace of its own, and what it says is shown instead.
+        """Run buildah and return its output; `apart` runs it in a mount namespace and shows the output.
 
         Raises CalledProcessError once it has said why.
         """
@@ -70,12 +70,12 @@ class Workshop:
         return done.stdout or ""
 
     def has(self, name: str) -> bool:
-        """Is there an image of this name?"""
+        """Return True if there is an image of this name."""
         kept = json.loads(self.buildah("images", "--json") or "[]")
         return any(name in (image["names"] or ()) for image in kept)
 
     def config(self, name: str) -> Mapping[str, Any]:
-        """What the image `name` says of how it is run: Entrypoint, Env, User, Healthcheck and so on."""
+        """Return an image's configuration: Entrypoint, Env, User, Healthcheck and so on."""
         told = json.loads(self.buildah("inspect", "--type", "image", name))
         config: Mapping[str, Any] = told["Docker"]["config"]
         return config

@@ -25,7 +25,7 @@ class Container:
 
     @property
     def entrypoint(self) -> tuple[str, ...]:
-        """Its ENTRYPOINT."""
+        """Return the image's ENTRYPOINT."""
         return tuple(self.config["Entrypoint"])
 
     @property
@@ -38,7 +38,7 @@ class Container:
 
     @contextmanager
     def running(self, environment: Mapping[str, str], log: Path) -> Iterator[Running]:
-        """Its entrypoint in a container; what it says goes to `log`. Killed at the end, if it still runs."""
+        """Run the entrypoint in a container with its output in `log`; kill it at the end."""
         with log.open("wb") as out:
             process = subprocess.Popen(  # noqa: S603  # the image's own words
                 self._command(self.entrypoint),

@@ -1,4 +1,4 @@
-"""What a machine needs to build images without a daemon, and what this one lacks of it."""
+"""Check what this machine lacks to build images without a daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an unpacked image holds and must not, and what its user may do: found out in the image itself."""
+"""Check, inside an unpacked image, what it contains and what its user may do."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _megabytes(folder: Path) -> float:
-    """Of its files' bytes, each counted once, however many names it has."""
+    """Return the megabytes of all files, hard links counted once."""
     found = {(told.st_dev, told.st_ino): told.st_size for told in map(os.lstat, _files(folder))}
     return round(sum(found.values()) / _MB, 1)
 
@@ -88,7 +88,7 @@ def _set_uid(folder: Path) -> Iterator[Path]:
 
 
 def _writable(folder: Path) -> Iterator[Path]:
-    """What belongs to another than root, or may be written by anybody."""
+    """Return files that root does not own or that anybody may write."""
     for path in _files(folder):
         told = path.lstat()
         if told.st_uid != 0 or (not stat.S_ISLNK(told.st_mode) and told.st_mode & stat.S_IWOTH):

@@ -1,4 +1,4 @@
-"""Where pip takes packages from on this machine (indexes, wheels, certificates), for the pip of a build."""
+"""Pass this machine's pip settings (indexes, wheels, certificates) to the pip of a build."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LINE = re.compile(r"^(?:global|install|:env:)\.([a-z-]+)=(.+)$", re.MULTILINE)
 
 
 def here() -> str:
-    """What `pip config list` says on this machine."""
+    """Return the settings of `pip config list`."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603  # fixed words
 
@@ -27,7 +27,7 @@ def pip_conf(listed: str) -> str:
 
 
 def folders(conf: str) -> tuple[Path, ...]:
-    """What a build must see of this machine for the pip.conf to hold there: what it names by path."""
+    """Return the folders that the settings name, which a build must see."""
     paths = (Path(urlsplit(word).path) for word in conf.split() if word.startswith(("/", "file://")))
     # An index on disk links to files beside it.
     return tuple(sorted({path.parent if path.name == "simple" else path for path in paths if path.exists()}))
