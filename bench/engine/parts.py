@@ -14,7 +14,7 @@ from bench.paired import alternate, fastest
 from galley.core.errors import GalleyError
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled, StepChunk
-from galley.engine.sampling.draw import draw_all
+from galley.engine.sampler import draw_all
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel

@@ -35,7 +35,7 @@ from galley.core.step import Draw, Sampled, StepChunk
 from galley.engine.cuda.options import DeviceOptions
 from galley.engine.load.resolve import resolve_model
 from galley.engine.model import CausalModel
-from galley.engine.sampling.draw import draw_all
+from galley.engine.sampler import draw_all
 from services.gateway.request.tokenize import Tokenizer
 
 SIDES = {

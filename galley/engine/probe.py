@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,10 +12,8 @@ from torch import Tensor
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine import attention
 from galley.engine.batch import ModelInfo, Rows
+from galley.engine.cache import SessionCache
 from galley.engine.errors import UnsupportedModel
-
-if TYPE_CHECKING:
-    from galley.engine.model import CausalModel
 
 # Two blocks and a half.
 PROBE_TOKENS = 80
@@ -24,6 +23,20 @@ BLOCKS = 2 * -(-PROBE_TOKENS // BLOCK_TOKENS)
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 _STRIDE = 7919
 _CUTS = (1, 2, 3, 8, 13, 32, 37, 70)
+
+
+class Probed(Protocol):
+    """The part of `galley.engine.model.CausalModel` that the probes use."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """Return what the model is."""
+
+    def new_cache(self) -> SessionCache:
+        """Return the empty cache of a new sequence."""
+
+    def forward(self, batch: Sequence[Rows]) -> list[Tensor]:
+        """Feed the rows and return the logits of each item."""
 
 
 def prompt_of(info: ModelInfo) -> list[int]:
@@ -36,7 +49,7 @@ def prompt_of(info: ModelInfo) -> list[int]:
     return [_STRIDE * (index + 1) % (info.vocab_size // 2) for index in range(length)]
 
 
-def probe_logits(model: CausalModel) -> Tensor:
+def probe_logits(model: Probed) -> Tensor:
     """The logits at every position of the probe prompt: float32 [tokens, vocab_size]."""
     prompt = prompt_of(model.info)
     return model.forward([Rows(model.new_cache(), prompt, len(prompt))])[0]
@@ -59,7 +72,7 @@ def refuse_other_attention(name: str, ours: Tensor, theirs: Tensor, dtype: torch
         raise UnsupportedModel(f"{name}: its attention is not the one served here (logits {error:.1%} apart)")
 
 
-def keeps_bits(model: CausalModel) -> bool:
+def keeps_bits(model: Probed) -> bool:
     """Does cutting the probe prompt, or giving it company, leave every bit of its logits?"""
     whole = probe_logits(model)
     prompt = prompt_of(model.info)

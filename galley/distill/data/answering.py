@@ -19,7 +19,7 @@ from galley.distill.data.lines import kept_lines
 from galley.distill.data.prompts import Prompt
 from galley.engine.batch import Rows
 from galley.engine.cache import SessionCache
-from galley.engine.sampling.draw import draw_all
+from galley.engine.sampler import draw_all
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel

@@ -16,14 +16,11 @@ from llvmlite import binding
 from torch import Tensor, nn
 
 from galley.engine.cpu.kernels import int8 as int8_kernels
-from galley.engine.cpu.kernels import int8_ops, openmp
-from galley.engine.cpu.kernels import ops as kernel_ops
+from galley.engine.cpu.kernels import int8_ops, openmp, ops
+from galley.engine.cpu.kernels.compile import compile_kernels
 from galley.engine.cpu.kernels.int8_ops import DEPTH, GROUP, OUTPUTS
-from galley.engine.cpu.kernels.machine_code import compile_kept, sources_digest
 from galley.engine.paged import as_array
 
-_MODULES = (int8_kernels, int8_ops, kernel_ops, openmp)
-_OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
 # What one weight costs one row, roughly.
 _WEIGHT_NS = 0.007
 
@@ -51,7 +48,7 @@ class Int8Product:
         """The product of float32 or bfloat16 rows, which lie one after another."""
         out = torch.empty(len(rows), len(self.scales), dtype=self.dtype)
         threads = openmp.worth(openmp.threads(), len(rows) * self.inputs * len(self.scales) * _WEIGHT_NS)
-        compiled()(threads, as_array(rows), self.weights, self.scales, as_array(out))
+        _compiled()(threads, as_array(rows), self.weights, self.scales, as_array(out))
         return out
 
 
@@ -76,9 +73,6 @@ def supported() -> bool:
 
 
 @cache
-def compiled() -> Callable[..., None]:
-    """`linear` of int8_kernels; from the cache directory, where it can be written, after a first start."""
-    openmp.link()
-    folder = f"int8-{sources_digest(_MODULES, _OPTIONS)}"
-    function: Callable[..., None] = compile_kept(int8_kernels.linear, folder, _OPTIONS)
-    return function
+def _compiled() -> Callable[..., Any]:
+    """Return `linear` of the int8 kernels as machine code."""
+    return compile_kernels("int8", (int8_kernels.linear,), (int8_kernels, int8_ops, ops, openmp))[0]

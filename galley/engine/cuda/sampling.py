@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 
 from galley.common.logs import get_logger
-from galley.core.errors import GalleyError
 from galley.core.noise import halves
 from galley.core.step import Draw, Sampled
 from galley.engine.cuda.transfer import host_buffer, to_host
 from galley.engine.sampling import torch_noise as noise
-from galley.engine.sampling.draw import COLDEST, HOTTEST, draw_rows, masked_rows, no_maximum, penalized
+from galley.engine.sampling.draw import Outcome, draw_rows
 from galley.engine.sampling.layout import NOTHING, Floats
+from galley.engine.sampling.rules import is_plain, kernel_temperature, no_maximum
 
-Outcome = Sampled | GalleyError
 Words = Callable[[Tensor, Tensor, int], Tensor]
 
 _LOG = get_logger(__name__)
@@ -39,23 +38,22 @@ _LOW = 0xFFFFFFFF
 _NOISY_COLUMNS = 6
 
 
-def plain(draw: Draw) -> bool:
+def is_drawn_here(draw: Draw) -> bool:
     """Is each token a function of its row of logits, the temperature, seed and position alone?"""
     params = draw.params
-    if draw.logprobs is not None or params.logit_bias or masked_rows(draw) or penalized(draw):
-        return False
-    return params.greedy or (params.top_k == 0 and params.top_p >= 1.0 and params.min_p <= 0.0)
+    unfiltered = params.top_k == 0 and params.top_p >= 1.0 and params.min_p <= 0.0
+    return is_plain(draw) and (params.greedy or unfiltered)
 
 
 def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Outcome]:
     """See `galley.engine.sampling.draw.draw_all`; the rows are the draws'."""
     ends = list(accumulate(len(draw.draft_tokens) + 1 for draw in draws))
-    here = [(draw, end) for draw, end in zip(draws, ends, strict=True) if plain(draw)]
-    others = [(draw, end) for draw, end in zip(draws, ends, strict=True) if not plain(draw)]
+    here = [(draw, end) for draw, end in zip(draws, ends, strict=True) if is_drawn_here(draw)]
+    others = [(draw, end) for draw, end in zip(draws, ends, strict=True) if not is_drawn_here(draw)]
     tokens, rows = _fetch(logits, here, [row for pair in others for row in _rows_of(*pair)])
     given = iter(draw_rows(rows, [draw for draw, _ in others]) if others else ())
     own = iter([_outcome(draw, tokens[list(_rows_of(draw, end))].tolist()) for draw, end in here])
-    return [next(own) if plain(draw) else next(given) for draw in draws]
+    return [next(own) if is_drawn_here(draw) else next(given) for draw in draws]
 
 
 def _rows_of(draw: Draw, end: int) -> range:
@@ -92,8 +90,7 @@ def _fetch(
 def _record(draw: Draw, end: int, row: int) -> tuple[int, ...]:
     """A row that takes noise, in _NOISY_COLUMNS numbers below 2**32."""
     position = len(draw.history) + row - _rows_of(draw, end).start
-    temperature = min(max(draw.params.temperature, COLDEST), HOTTEST)
-    bits = int(np.float32(temperature).view(np.int32))
+    bits = int(np.float32(kernel_temperature(draw.params)).view(np.int32))
     return (row, *halves(draw.params.seed), *halves(position), bits)
 
 

@@ -1,12 +1,13 @@
-"""top_k and top_p: the likeliest of a row, a part of the kernels of sampling."""
+"""top_k, top_p and min_p of a row: parts of the kernels of sampling."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from galley.engine.sampling.largest import exponentials
 from galley.engine.sampling.layout import Floats, Ids, part
 
 _COARSE: Final = 2048
@@ -14,6 +15,23 @@ _STEP: Final = np.float32(32)  # coarse buckets of 1/32, so that the last begins
 _DIGIT: Final = 11  # bits; a float32 without its sign has three such digits
 _DIGITS: Final = (22, 11, 0)
 _MAGNITUDE: Final = np.int32(0x7FFFFFFF)
+
+
+@part
+def apply_filters(scaled: Floats, weights: Floats, columns: int, draw: Any) -> None:
+    """Set to -inf what top_k, top_p and min_p of `draw` leave out; only `columns` of `scaled` are tokens.
+
+    `scaled` are logits minus their maximum, over the temperature; `weights` is room of the same length.
+    """
+    if 0 < draw.top_k < columns:
+        weights[:] = 1
+        keep_likeliest(scaled, weights, float(draw.top_k))
+    if draw.top_p < 1:
+        total = exponentials(scaled, np.float32(0), weights)
+        keep_likeliest(scaled, weights, draw.top_p * total)
+    if draw.min_logit > -np.inf:
+        for j in range(columns):
+            scaled[j] = -np.inf if scaled[j] < draw.min_logit else scaled[j]
 
 
 @part

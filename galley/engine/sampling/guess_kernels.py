@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from galley.core.noise import GUMBEL_MAX, LANES
 from galley.engine.cpu.kernels.openmp import shared
-from galley.engine.sampling.filters import keep_likeliest
+from galley.engine.sampling.filters import apply_filters
 from galley.engine.sampling.gumbel import OFFSET, SLACK, UNIT, gumbel, philox
 from galley.engine.sampling.largest import any_above, exponentials, likeliest
 from galley.engine.sampling.layout import NOTHING, Floats, Ids, part
@@ -46,7 +46,7 @@ def _guess_some(
         if best != NOTHING and draw.temperature > 0:
             for j in range(len(row)):
                 scaled[j] = (row[j] - row[best]) / draw.temperature
-            _filter(scaled, weights, draw)
+            apply_filters(scaled, weights, len(scaled), draw)
             guessed[r] = _noisiest(scaled, best, tokens, draw.seed, draw.position)
 
 
@@ -59,19 +59,6 @@ def guess_rows(
     token's probability at temperature 1. scratch: float32 [threads, 2, columns].
     """
     _guess_some(threads, len(draws), logits, tokens, draws, guessed, sureness, scratch)
-
-
-@part
-def _filter(scaled: Floats, weights: Floats, draw: Any) -> None:
-    if 0 < draw.top_k < len(scaled):
-        weights[:] = 1
-        keep_likeliest(scaled, weights, float(draw.top_k))
-    if draw.top_p < 1:
-        total = exponentials(scaled, np.float32(0), weights)
-        keep_likeliest(scaled, weights, draw.top_p * total)
-    if draw.min_logit > -np.inf:
-        for j in range(len(scaled)):
-            scaled[j] = -np.inf if scaled[j] < draw.min_logit else scaled[j]
 
 
 @part

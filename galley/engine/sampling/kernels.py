@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galley.engine.cpu.kernels.openmp import shared
-from galley.engine.sampling.filters import keep_likeliest
+from galley.engine.sampling.filters import apply_filters
 from galley.engine.sampling.gumbel import noisiest
 from galley.engine.sampling.largest import exponentials, likeliest, list_first
 from galley.engine.sampling.layout import NOTHING, Floats, Ids, Scratch, of_thread, part
@@ -140,15 +140,7 @@ def _choose(row: Floats, draw: Any, position: np.uint64, scratch: Scratch) -> in
     scaled, largest = scratch.scaled, row[best]
     for j in range(len(row)):
         scaled[j] = (row[j] - largest) / draw.temperature
-    if 0 < draw.top_k < len(row):
-        scratch.weights[:] = 1
-        keep_likeliest(scaled, scratch.weights, float(draw.top_k))
-    if draw.top_p < 1:
-        total = exponentials(scaled, np.float32(0), scratch.weights)
-        keep_likeliest(scaled, scratch.weights, draw.top_p * total)
-    if draw.min_logit > -np.inf:
-        for j in range(len(row)):
-            scaled[j] = -np.inf if scaled[j] < draw.min_logit else scaled[j]
+    apply_filters(scaled, scratch.weights, len(row), draw)
     return noisiest(scaled, best, draw.seed, position, scratch.blocks)
 
 

@@ -20,9 +20,9 @@ from galley.core.content import common_prefix_len
 from galley.core.errors import GalleyError
 from galley.core.step import Draw, Sampled
 from galley.engine.model import CausalModel, Rows, SessionCache
+from galley.engine.sampler import guess as guess_tokens
 from galley.engine.sampling import draw as sampling
 from galley.engine.sampling import guessing
-from galley.engine.sampling.guessing import guess as guess_tokens
 from services.draft.strategies.base import DraftJob, DraftSession, Guess
 
 # Tokens of a session that one step feeds: a long prompt must not hold up the others for long.

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from galley.core.step import StepChunk, StepOutcome, StepPlan, StepTrace
 from galley.engine.batch import ModelInfo
-from galley.engine.sampling.draw import draw_all, warm_up
+from galley.engine.sampler import draw_all
+from galley.engine.sampling.draw import warm_up
 from services.target.engine.protocol import EngineInfo
 
 if TYPE_CHECKING:

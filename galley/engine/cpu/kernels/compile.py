@@ -1,25 +1,76 @@
-"""The kernels as machine code, kept on disk between starts."""
+"""Compile kernels to machine code and keep it on disk; a damaged or full disk costs time and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from galley.engine.cpu.kernels import attention as kernels
-from galley.engine.cpu.kernels import layers as layer_kernels
-from galley.engine.cpu.kernels import openmp
-from galley.engine.cpu.kernels import ops as kernel_ops
-from galley.engine.cpu.kernels.machine_code import compile_kept, sources_digest
+import numba
+from numba.core.caching import FunctionCache as _FunctionCache
 
-_MODULES = (kernel_ops, kernels, layer_kernels, openmp)
+from galley.engine.cpu.kernels import attention, layers, openmp, ops
+from galley.engine.load.cache_directory import cache_dir
+
+# numba's own classes are not typed.
+_Base: Any = _FunctionCache
+# A division by zero gives an infinity, as in numpy. No fast-math: every sum has one order.
 _OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
+
+
+class _Cache(_Base):  # type: ignore[misc]  # a base of type Any
+    """numba's cache of a function, without errors for damaged or mismatched files.
+
+    Two processes that compile a function for different types at once may give their files the same name, so a
+    file may hold code for other types.
+    """
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the compiled function for these types, or None."""
+        try:
+            overload = super().load_overload(sig, target_context)
+        except Exception:  # noqa: BLE001  # a damaged file may raise anything
+            with suppress(OSError):
+                self.flush()
+            return None
+        return overload if overload is not None and tuple(overload.signature.args) == tuple(sig) else None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Store the compiled function; do nothing if the disk fails."""
+        with suppress(OSError):
+            super().save_overload(sig, data)
+
+
+def compile_kernels(
+    name: str, functions: Sequence[Callable[..., None]], modules: Iterable[ModuleType]
+) -> list[Any]:
+    """Return `functions` as machine code, compiled at the first call or loaded from the cache directory.
+
+    `modules` are all modules whose code the functions contain: numba itself notices a change of a function's
+    own file, and not of what the function calls.
+    """
+    openmp.link()
+    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
+    digest = blake2b(sources + repr(sorted(_OPTIONS.items())).encode(), digest_size=8).hexdigest()
+    config: Any = numba.config
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(cache_dir() / "kernels" / f"{name}-{digest}")
+    dispatchers: list[Any] = [numba.njit(**_OPTIONS)(function) for function in functions]
+    for dispatcher, function in zip(dispatchers, functions, strict=True):
+        with suppress(RuntimeError, OSError):  # nowhere to write: compile at every start
+            dispatcher._cache = _Cache(function)  # noqa: SLF001  # as its `enable_caching` does
+    config.CACHE_DIR = before
+    return dispatchers
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The functions of `kernels` and `layer_kernels`, compiled for this CPU and a dtype when first called."""
+    """The functions of `attention` and `layers`, compiled for this CPU and a dtype at the first call."""
 
     attend: Callable[..., None]
     store: Callable[..., None]
@@ -32,9 +83,7 @@ class Kernels:
 
 @cache
 def compiled() -> Kernels:
-    """The kernels; from the cache directory, where that can be written, after the first start."""
-    openmp.link()
-    functions, folder = vars(kernels) | vars(layer_kernels), sources_digest(_MODULES, _OPTIONS)
-    return Kernels(
-        **{name: compile_kept(functions[name], folder, _OPTIONS) for name in Kernels.__dataclass_fields__}
-    )
+    """Return the kernels of attention and layers as machine code."""
+    functions = vars(attention) | vars(layers)
+    chosen = [functions[name] for name in Kernels.__dataclass_fields__]
+    return Kernels(*compile_kernels("layers", chosen, (ops, attention, layers, openmp)))

@@ -14,7 +14,7 @@ from galley.core import noise
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
-from galley.engine.sampling.draw import draw_all
+from galley.engine.sampler import draw_all
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]

@@ -19,9 +19,9 @@ from galley.core.errors import Broken, GalleyError
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.cuda import sampling as device_sampling
-from galley.engine.cuda.sampling import plain
+from galley.engine.cuda.sampling import is_drawn_here
+from galley.engine.sampler import draw_all
 from galley.engine.sampling import torch_noise
-from galley.engine.sampling.draw import draw_all
 from galley.engine.sampling.layout import Floats
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -194,8 +194,8 @@ def test_words_of_rows_are_those_of_the_core(device: str) -> None:
 
 def test_what_needs_a_history_or_an_order_is_not_plain() -> None:
     draw = Draw(SamplingParams(), (1,), 1, frozenset({3}), 0)
-    assert plain(draw)
-    assert plain(replace(draw, params=SamplingParams(temperature=0.0, top_k=2, top_p=0.5)))
+    assert is_drawn_here(draw)
+    assert is_drawn_here(replace(draw, params=SamplingParams(temperature=0.0, top_k=2, top_p=0.5)))
     for other in (
         replace(draw, logprobs=0),
         replace(draw, min_tokens=1),
@@ -205,4 +205,4 @@ def test_what_needs_a_history_or_an_order_is_not_plain() -> None:
         replace(draw, params=SamplingParams(presence_penalty=0.1)),
         replace(draw, params=SamplingParams(temperature=0.0, logit_bias={1: 1.0})),
     ):
-        assert not plain(other)
+        assert not is_drawn_here(other)

@@ -24,7 +24,7 @@ from galley.engine.errors import UnsupportedModel
 from galley.engine.load import draft_directory
 from galley.engine.load.draft_directory import embeddings_sha256
 from galley.engine.model import Rows
-from galley.engine.sampling.draw import draw_all
+from galley.engine.sampler import draw_all
 from galley.engine.serving import load_model
 from tests.fakes.model_configs import VOCAB, load, save_random, tokens_of, whole
 from tests.integration.galley.engine.drafts import (

@@ -13,8 +13,7 @@ from galley.core.errors import Broken
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.load.draft_directory import ReducedHead
-from galley.engine.sampling.draw import draw_all
-from galley.engine.sampling.guessing import guess
+from galley.engine.sampler import draw_all, guess
 
 VOCAB = 700
 

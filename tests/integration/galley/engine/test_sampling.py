@@ -20,8 +20,8 @@ from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.cpu.kernels import openmp
+from galley.engine.sampler import draw_all
 from galley.engine.sampling import torch_noise
-from galley.engine.sampling.draw import draw_all
 from galley.engine.sampling.gumbel import gumbel as compiled_gumbel
 from tests.integration.galley.engine.sampling_reference import expected, sample
 

@@ -1,0 +1,43 @@
+"""Sample tokens where their logits are: on the CPU, or on the CUDA device that computed them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from galley.core.step import Draw
+from galley.engine.cuda import sampling as device_sampling
+from galley.engine.load.draft_directory import ReducedHead
+from galley.engine.sampling import draw as host_sampling
+from galley.engine.sampling import guessing
+from galley.engine.sampling.draw import Outcome
+from galley.engine.sampling.rules import is_plain
+
+
+def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Outcome]:
+    """Sample every draw's rows of `logits`, float32 [rows, vocab]; see `galley.engine.sampling.draw`.
+
+    Each draw has len(guesses) + 1 rows, in the order of `draws`. Raises Broken if there are more or fewer.
+    """
+    host_sampling.check_rows(logits.shape[0], draws)
+    if logits.device.type == "cpu":
+        return host_sampling.draw_rows(host_sampling.host_rows(logits), draws)
+    return device_sampling.draw_all(logits, draws)
+
+
+def guess(
+    logits: Tensor, draws: Sequence[Draw], head: ReducedHead | None
+) -> tuple[list[Outcome], list[float]]:
+    """Sample one draft token a draw; also return the probability of each row's likeliest token.
+
+    `logits` is float32 [draws, head_vocab], or [draws, vocab] where `head` is None. The draws have no draft
+    tokens of their own. Probabilities are those before any processing. A row without a finite maximum gives
+    Broken.
+    """
+    if logits.device.type == "cpu" and all(map(is_plain, draws)):
+        columns = None if head is None else head.columns
+        return guessing.guess_rows(host_sampling.host_rows(logits), draws, columns)
+    confidences: list[float] = torch.softmax(logits, -1).amax(-1).tolist()
+    return draw_all(logits if head is None else head.spread(logits), draws), confidences
