@@ -1,4 +1,4 @@
-"""A target replica's registration: what its lease says, and how long its sessions may stay when it leaves."""
+"""Register a target replica: the content of its lease, and how long its sessions may stay when it leaves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from galley.common.registry.leases import TARGET_POOL, target_lease
 from galley.common.registry.registration import registered
@@ -15,23 +15,30 @@ from galley.core.routing.choice import TargetLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.target.settings import TargetSettings
 
-if TYPE_CHECKING:
-    from services.target.servicer import TargetService
-
 _LEAVE_SHARE = 0.6
-"""Share of the drain timeout in which live sessions may end here before they go to another replica."""
+"""Share of the drain timeout in which live sessions may end here before they move to another replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a replica says of itself: as GetTargetInfo answers, and hashes of cached blocks, best first."""
+    """The content of a replica's lease: its GetTargetInfo, and hashes of cached prefixes, best first."""
 
     info: pb.GetTargetInfoResponse
     cached_prefixes: Sequence[bytes] = ()
 
 
-def registered_target(service: TargetService, settings: TargetSettings, bound: str) -> Service:
-    """The service, registered from now on if there is a registry to tell; `bound` is where it listens."""
+class LeasedService(Service, Protocol):
+    """A target service that can fill its lease."""
+
+    def facts(self) -> Facts:
+        """Return the content of the lease now."""
+
+    async def quiet(self) -> None:
+        """Return once the live sessions have ended by themselves."""
+
+
+def registered_target(service: LeasedService, settings: TargetSettings, bound: str) -> Service:
+    """Return the service, registered from now on if there is a registry; `bound` is where it listens."""
     address = settings.advertise or bound
 
     def lease() -> TargetLease:

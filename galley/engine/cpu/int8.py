@@ -73,6 +73,6 @@ def supported() -> bool:
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
+def _compiled() -> Callable[..., None]:
     """Return `linear` of the int8 kernels as machine code."""
     return compile_kernels("int8", (int8_kernels.linear,), (int8_kernels, int8_ops, ops, openmp))[0]

@@ -13,11 +13,10 @@ is bounded, so most tokens cannot win whatever their noise is: the kernels find 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, chain, islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +91,7 @@ def warm_up() -> None:
 
 
 @cache
-def _compiled() -> Sequence[Any]:
+def _compiled() -> Sequence[Callable[..., None]]:
     """Return `draw_rows` and `list_likeliest` of the kernels as machine code."""
     functions = (kernels.draw_rows, kernels.list_likeliest)
     return compile_kernels("sampling", functions, (kernels, *SOURCES))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,7 @@ def guess_rows(
     records = np.array([_record(draw) for draw in draws], dtype=GUESS)
     scratch = np.empty((threads, 2, width), np.float32)
     _compiled()(threads, rows, tokens, records, drawn, confidences, scratch)
-    outcomes = [
+    outcomes: list[Outcome] = [
         no_maximum(draw) if token == NOTHING else Sampled((token,), ())
         for draw, token in zip(draws, drawn.tolist(), strict=True)
     ]
@@ -79,6 +79,6 @@ def _record(draw: Draw) -> tuple[float, ...]:
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
+def _compiled() -> Callable[..., None]:
     """Return `guess_rows` of the kernels as machine code."""
     return compile_kernels("guess", (guess_kernels.guess_rows,), (guess_kernels, *SOURCES))[0]

@@ -19,8 +19,7 @@ from galley.common.logs import get_logger, start_logging
 from galley.common.server.lifecycle import run_unless
 from galley.common.server.process import limit_threads
 from galley.core.errors import Unavailable
-from services.target.ranks.follower import start_followers
-from services.target.ranks.rank import spec_of
+from services.target.ranks.rank import spec_of, start_followers
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:

@@ -1,13 +1,22 @@
-"""One rank of a sharded target: what all are told, how each is loaded, and a follower's whole life."""
+"""One rank of a sharded target: its specification, how it loads, and the process of a rank other than 0.
+
+`python -m services.target.ranks.rank ARGUMENTS` runs such a rank; it exits 1 when another rank is lost.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from galley.common.server.process import limit_threads
+from galley.common.logs import get_logger, start_logging
+from galley.common.server.process import die_with_parent, limit_threads
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
+from galley.core.errors import GalleyError
 from services.target.settings import TargetSettings
 from services.target.spans import tell_rank
 
@@ -16,14 +25,17 @@ if TYPE_CHECKING:
     from galley.engine.parallel.process_group import ProcessGroup
 
 REDIS_URL = "GALLEY_TARGET_REDIS_URL"
-"""Replicas on Ray get it by environment, as it may hold a password: Ray keeps arguments, and shows them."""
+"""Environment variable of the store's URL on Ray: it may hold a password, and Ray keeps and shows arguments."""
 REDIS_URL_FILE = f"{REDIS_URL}_FILE"
-"""Where each node has it in a file."""
+"""Environment variable that names a file with it on each node."""
+
+_LOG = get_logger(__name__)
+_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What every rank of a replica must be told alike; `model` is a directory, or what resolves to one."""
+    """What all ranks of a replica must agree on; `model` is a directory, or resolves to one."""
 
     model: str
     dtype: str
@@ -31,14 +43,25 @@ class RankSpec:
     threads: int
     size: int
     invariant: bool = False
-    # How long one rank waits for another while they load: files are read, and loops compiled, in each host's
-    # own time. And how long when they meet, and in a pass.
+    # Longest wait for another rank while they load: hosts read files and compile kernels at their own pace.
     load_timeout_s: float = 600.0
+    # Longest wait when they meet, and in a step.
     timeout_s: float = 30.0
 
 
+@dataclass(frozen=True, slots=True)
+class RankArguments:
+    """The arguments of a rank's process; a command line is public, so they hold no secrets."""
+
+    spec: RankSpec
+    rank: int
+    address: str
+    log_level: str
+    log_format: Literal["json", "console"]
+
+
 def spec_of(settings: TargetSettings, size: int) -> RankSpec:
-    """What all ranks of a replica of these settings are told."""
+    """Return the specification of a replica of `size` ranks with these settings."""
     return RankSpec(
         settings.model,
         settings.dtype,
@@ -50,18 +73,11 @@ def spec_of(settings: TargetSettings, size: int) -> RankSpec:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedRank:
-    """One rank's shard, ready to run, and the name of the build, which all ranks compute together."""
+def load_rank(spec: RankSpec, group: ProcessGroup, kv_blocks: int) -> tuple[CausalModel, str]:
+    """Load this rank's shard; return it and the fingerprint of the build.
 
-    model: CausalModel
-    fingerprint: str
-
-
-def load_rank(spec: RankSpec, group: ProcessGroup, kv_blocks: int) -> LoadedRank:
-    """Load this rank's shard; all ranks at once, as loading probes the model.
-
-    Raises UnsupportedModel, and RankLost if another does not get as far within `spec.load_timeout_s`.
+    All ranks call it at once, since loading probes the model. Raises UnsupportedModel, and RankLost if
+    another rank does not get as far within `spec.load_timeout_s`.
     """
     # Late, so that --help and Ray's controller need no torch.
     from galley.engine.fingerprint import fingerprint  # noqa: PLC0415
@@ -77,15 +93,15 @@ def load_rank(spec: RankSpec, group: ProcessGroup, kv_blocks: int) -> LoadedRank
         ranks=group,
         invariant=spec.invariant,
     )
-    loaded = LoadedRank(model, fingerprint(model))
+    build = fingerprint(model)
     group.wait_at_most(spec.timeout_s)
-    return loaded
+    return model, build
 
 
 def run_follower(spec: RankSpec, rank: int, address: str) -> None:
-    """Meet the others at rank 0's store, load, and run what rank 0 says until it says stop.
+    """Meet the others at rank 0's store, load, and run the steps that rank 0 sends until it stops.
 
-    Raises RankLost when another rank has gone, UnsupportedModel where the model cannot be shared so.
+    Raises RankLost when another rank is lost, UnsupportedModel where the model cannot be sharded so.
     """
     limit_threads(spec.threads)
     telemetry = start_telemetry("galley-target")
@@ -102,6 +118,58 @@ def _follow(spec: RankSpec, rank: int, address: str, telemetry: Telemetry) -> No
     group = join(
         rank, spec.size, device=spec.device, meeting=Meeting(address=address), timeout_s=spec.timeout_s
     )
-    loaded = load_rank(spec, group, agree(group, rank, 0))
-    follow(loaded.model, group, partial(tell_rank, telemetry.scope(__name__), rank))
+    model, _ = load_rank(spec, group, agree(group, rank, 0))
+    follow(model, group, partial(tell_rank, telemetry.scope(__name__), rank))
     group.close()
+
+
+async def start_followers(
+    settings: TargetSettings, spec: RankSpec, address: str
+) -> list[asyncio.subprocess.Process]:
+    """Start the processes of this host's ranks, except rank 0, which meet at `address`.
+
+    Call from the main thread: the system ends them with the thread that started them.
+    """
+    ranks_per_host = spec.size // settings.hosts
+    first = settings.host_index * ranks_per_host
+    started = []
+    for rank in range(max(1, first), first + ranks_per_host):
+        arguments = RankArguments(spec, rank, address, settings.log_level, settings.log_format)
+        started.append(
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "services.target.ranks.rank", json.dumps(asdict(arguments))),
+                env={**os.environ, **device_environment(spec, rank - first)},
+            )
+        )
+    return started
+
+
+def device_environment(spec: RankSpec, index: int) -> dict[str, str]:
+    """Return the environment in which a process sees only CUDA device `index` of this host.
+
+    Empty for a rank on the CPU. Raises ValueError if the host has fewer devices.
+    """
+    if not spec.device.startswith("cuda"):
+        return {}
+    visible = os.environ.get(_VISIBLE_DEVICES, "")
+    devices = visible.split(",") if visible else [str(index)]
+    if visible and index >= len(devices):
+        raise ValueError(f"{_VISIBLE_DEVICES}: must name a device for each rank of this host, got {visible}")
+    return {_VISIBLE_DEVICES: devices[index if visible else 0]}
+
+
+def main() -> None:
+    """Run the rank that the one argument, a RankArguments in JSON, describes."""
+    values = json.loads(sys.argv[1])
+    arguments = RankArguments(**{**values, "spec": RankSpec(**values["spec"])})
+    die_with_parent()
+    start_logging("galley-target-rank", arguments.log_level, arguments.log_format)
+    try:
+        run_follower(arguments.spec, arguments.rank, arguments.address)
+    except GalleyError as error:
+        _LOG.error("rank exiting", rank=arguments.rank, problem=str(error))
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,15 +1,16 @@
-"""A replica of several ranks without Ray: rank 0 in this process, the others in processes that it starts.
+"""Rank 0 of a sharded replica, and the replica of several ranks without Ray.
 
-With several hosts (`services.target.ranks.hosts`) this is host 0. A lost rank takes the replica with it, as
-on Ray (`services.target.ray.replica`): it withdraws its registration and ends; whoever started it starts it
-anew.
+Without Ray, rank 0 is this process, which starts the others; with several hosts
+(`services.target.ranks.hosts`) this is host 0. A lost rank ends the replica, as on Ray
+(`services.target.ray.replica`): it withdraws its registration and exits, and whoever started it starts it
+again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -19,41 +20,111 @@ from galley.common.logs import get_logger
 from galley.common.registry.registration import Registered
 from galley.common.server.process import in_passing_thread, limit_threads
 from galley.common.server.server import Parts, Service
-from services.target.loading import refuse_model
-from services.target.ranks.follower import device_environment, start_followers
+from services.target.engine.protocol import TargetEngine
+from services.target.loading import kv_blocks, load_engine, refuse_model
 from services.target.ranks.hosts import await_hosts, end_ranks, open_meeting, until_one_starts_again
-from services.target.ranks.rank import spec_of
+from services.target.ranks.rank import RankSpec, device_environment, load_rank, spec_of, start_followers
+from services.target.registration import registered_target
+from services.target.serving import add_target
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
-    from galley.engine.parallel.process_group import Store
-    from services.target.ranks.rank_zero import RankZero
+    from galley.engine.parallel.process_group import ProcessGroup, Store
+    from services.target.ranks.sharded import ShardedModel
 
 _LOG = get_logger(__name__)
-# For the withdrawal; then the process ends, whatever is still open.
-_LAST_WORDS_S = 2.0
-# For what the other ranks have to send to a collector, at an end in order.
+# Time to withdraw and to send the last responses; then the process exits, whatever is still open.
+_EXIT_S = 2.0
+# Time for the other ranks to send their spans, at an orderly end.
 _FLUSH_S = 4.0
 
 
+class RankZero:
+    """Rank 0 from `load` to `release`; calls `on_loss`, on the thread of the steps, once a rank is lost."""
+
+    def __init__(self, settings: TargetSettings, spec: RankSpec, on_loss: Callable[[], None]) -> None:
+        self._settings = settings
+        self._spec = spec
+        self._on_loss = on_loss
+        self._group: ProcessGroup | None = None
+        self._model: ShardedModel | None = None
+
+    def load(self, store: Store | None) -> TargetEngine:
+        """Meet the other ranks at `store` and load with them; blocks. `store` is None with one rank.
+
+        Raises RankLost if they do not come, UnsupportedModel where the model cannot be sharded so.
+        """
+        if store is None:
+            return load_engine(self._settings)
+        # Late, so that --help needs no torch.
+        from galley.engine.parallel.process_group import join  # noqa: PLC0415
+        from services.target.engine.paged import PagedEngine  # noqa: PLC0415
+        from services.target.ranks.sharded import ShardedModel, agree  # noqa: PLC0415
+
+        spec = self._spec
+        group = self._group = join(0, spec.size, device=spec.device, store=store, timeout_s=spec.timeout_s)
+        blocks = agree(group, group.rank, kv_blocks(self._settings, group))
+        model, build = load_rank(spec, group, blocks)
+        self._model = ShardedModel(model, group, self._on_loss)
+        return PagedEngine(self._model, build, ranks=spec.size)
+
+    def release(self) -> None:
+        """Stop the other ranks and leave the group; call after the last step."""
+        if self._model is not None:
+            self._model.stop()
+        if self._group is not None:
+            self._group.close()
+
+
+class LossExit:
+    """Exits this process with code 1 when a rank is lost, after `withdraw`; made within the event loop."""
+
+    def __init__(self, withdraw: Callable[[], Awaitable[None]]) -> None:
+        self._withdraw = withdraw
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
+        self.disarmed = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Return True once a rank was lost."""
+        return self._task is not None
+
+    def begin(self) -> None:
+        """Withdraw and exit; may be called from any thread, and more than once."""
+        self._loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        if self._task is None and not self.disarmed:
+            self._task = asyncio.create_task(self._exit())
+
+    async def _exit(self) -> None:
+        _LOG.error("replica exiting", reason="rank lost")
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_EXIT_S):
+                    await self._withdraw()
+        finally:
+            # Threads may hang in an exchange with a lost rank; the other ranks end with this process.
+            os._exit(1)
+
+
 class RankedTarget:
-    """What the server serves; ends the process when a rank is lost."""
+    """A replica of several ranks without Ray, as the server serves it."""
 
     def __init__(self, settings: TargetSettings) -> None:
         self._settings = settings
         self._spec = spec_of(settings, settings.tensor_parallel)
-        self._loop = asyncio.get_running_loop()
-        self._zero: RankZero | None = None
+        self._exit = LossExit(self._withdraw)
+        self._zero = RankZero(settings, self._spec, self._exit.begin)
         self._followers: list[asyncio.subprocess.Process] = []
         self._watches: list[asyncio.Task[None]] = []
         self._service: Service | None = None
-        self._lost: asyncio.Task[None] | None = None
-        self._ending = False
 
     @property
     def grpc_services(self) -> Sequence[str]:
-        """Those of the one replica that all ranks are."""
-        return self._replica.grpc_services
+        """Return the services of the replica, for health checks."""
+        return self._started.grpc_services
 
     async def start(self, server: grpc.aio.Server, parts: Parts) -> None:
         """Start the other ranks, load with them, register. Raises UnsupportedModel, Unavailable, OSError."""
@@ -63,88 +134,66 @@ class RankedTarget:
         await in_passing_thread(refuse_model, settings)
         parts.readiness.stage("starting ranks", detail=f"{spec.size} on {settings.hosts} hosts")
         store = open_meeting(settings)
-        taken = await await_hosts(store, settings)
+        starts = await await_hosts(store, settings)
         self._followers = await start_followers(settings, spec, store.address)
         self._watches = [asyncio.create_task(self._watch(process)) for process in self._followers]
         os.environ.update(device_environment(spec, 0))
-        # Late, so that --help needs no torch.
-        from services.target.ranks.rank_zero import RankZero  # noqa: PLC0415
-        from services.target.registration import registered_target  # noqa: PLC0415
-        from services.target.serving import add_target  # noqa: PLC0415
-
         parts.readiness.stage("loading model", detail=settings.model)
-        self._zero = RankZero(settings, spec, self._lose)
         engine = await in_passing_thread(self._zero.load, store)
-        # Not before: who meets holds the store.
-        self._watches.append(asyncio.create_task(self._watch_hosts(store, taken)))
+        # Not earlier: joining uses the store on another thread.
+        self._watches.append(asyncio.create_task(self._watch_hosts(store, starts)))
         service = await add_target(server, parts, engine, settings)
         self._service = registered_target(service, settings, parts.address)
 
     async def drain(self) -> None:
         """Take no new sessions, let the live ones end, and hand over those that are left."""
-        await self._replica.drain()
+        await self._started.drain()
 
     async def close(self) -> None:
-        """Withdraw, let the other ranks go, and give everything back."""
-        self._ending = True
+        """Withdraw, stop the other ranks, and release everything."""
+        self._exit.disarmed = True
         if self._service is not None:
             await self._service.close()
-        if self._zero is not None:
-            await asyncio.to_thread(self._zero.release)
+        await asyncio.to_thread(self._zero.release)
         await end_ranks(self._followers, _FLUSH_S)
         for watch in self._watches:
             watch.cancel()
 
-    async def give_up(self) -> None:
-        """End what a start that failed has started."""
-        self._ending = True
+    async def abort(self) -> None:
+        """End what a failed start has started."""
+        self._exit.disarmed = True
         await end_ranks(self._followers, 0)
 
     @property
-    def _replica(self) -> Service:
+    def _started(self) -> Service:
         if self._service is None:
             raise RuntimeError("the ranks have not started")
         return self._service
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Notice the end of a rank, also while nothing is asked of it."""
+        """Notice the exit of a rank, even while no step runs."""
         code = await process.wait()
-        if not self._ending:
-            _LOG.error("a rank has ended", pid=process.pid, exit_code=code)
-            self._begin_to_end()
+        if not self._exit.disarmed:
+            _LOG.error("rank exited", pid=process.pid, exit_code=code)
+            self._exit.begin()
 
-    async def _watch_hosts(self, store: Store, taken: Sequence[int]) -> None:
-        """Notice that another host has lost its ranks and begins anew, also while nothing is asked."""
-        await until_one_starts_again(store, self._settings, taken)
-        _LOG.error("another host has started again")
-        self._begin_to_end()
+    async def _watch_hosts(self, store: Store, starts: Sequence[int]) -> None:
+        """Notice that another host has lost its ranks and started again, even while no step runs."""
+        await until_one_starts_again(store, self._settings, starts)
+        _LOG.error("another host restarted")
+        self._exit.begin()
 
-    def _lose(self) -> None:
-        """From the thread that runs passes."""
-        self._loop.call_soon_threadsafe(self._begin_to_end)
-
-    def _begin_to_end(self) -> None:
-        if self._lost is None and not self._ending:
-            self._lost = asyncio.create_task(self._end())
-
-    async def _end(self) -> None:
-        _LOG.error("this replica ends: its ranks are no longer one")
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_WORDS_S):
-                    if isinstance(self._service, Registered):
-                        await self._service.withdraw()
-        finally:
-            # Threads may hang in an exchange with a rank that is gone; the other ranks end with this process.
-            os._exit(1)
+    async def _withdraw(self) -> None:
+        if isinstance(self._service, Registered):
+            await self._service.withdraw()
 
 
 async def start_ranked_target(settings: TargetSettings, server: grpc.aio.Server, parts: Parts) -> Service:
-    """The replica, loaded and registered. Raises UnsupportedModel, Unavailable, OSError, ValueError."""
+    """Return the loaded, registered replica. Raises UnsupportedModel, Unavailable, OSError, ValueError."""
     target = RankedTarget(settings)
     try:
         await target.start(server, parts)
     except BaseException:
-        await target.give_up()
+        await target.abort()
         raise
     return target

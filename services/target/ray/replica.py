@@ -1,44 +1,59 @@
 """A target replica on Ray Serve: one placement group, rank 0 in Serve's actor, the others in actors of ours.
 
-Ray places, starts, watches and replaces. What is served goes past it: rank 0 listens on a gRPC port of its
-own and registers itself in Redis, and the ranks talk by torch.distributed. No Ray call is made in a step.
+Ray places, starts, watches and replaces. Requests bypass it: rank 0 listens on a gRPC port of its own and
+registers itself in Redis, and the ranks talk by torch.distributed. A step makes no Ray call.
 
-A rank that dies takes the replica with it: rank 0 withdraws its registration, answers what is under way
-UNAVAILABLE and ends its process; the other actors end with it, and Serve starts all of them anew.
+A lost rank ends the replica: rank 0 withdraws its registration, answers open requests UNAVAILABLE and exits;
+the other actors end with it, and Serve starts all of them again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import ray
+from pydantic import SecretStr
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from galley.common.logs import get_logger, start_logging
+from galley.common.metrics.labels import TARGET
+from galley.common.metrics.metering import ANY_PORT, OFF, Metering, start_metering
+from galley.common.registry.registration import Registered
 from galley.common.secret_file import read_secret
-from galley.common.server.process import limit_threads
+from galley.common.server.lifecycle import flush_telemetry
+from galley.common.server.listen import CannotBind
+from galley.common.server.process import in_passing_thread, limit_threads
+from galley.common.server.server import Parts, RunningServer, Service, start_server
 from galley.common.tracing.otlp import FLUSH_S
+from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core.errors import Unavailable
 from services.target.ranks.rank import REDIS_URL, REDIS_URL_FILE, RankSpec, run_follower, spec_of
+from services.target.ranks.ranks import LossExit, RankZero
 from services.target.ray.autoscaling import KV_FREE_SHARE, QUEUE_DEPTH
+from services.target.registration import Facts, registered_target
+from services.target.servicer import TargetService
+from services.target.serving import add_target
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
-    from services.target.ray.leader import Leader
+    from galley.engine.parallel.process_group import Store
 
 _LOG = get_logger(__name__)
 
-# An address to listen on, but none to be reached at: the node's own is meant.
-_EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104
-# For the withdrawal and the last answers; then the process ends, whatever is still open.
-_LAST_WORDS_S = 2.0
-# For what the ranks have to send to a collector, at an end in order.
+METRICS_PORTS = 16
+"""Ports tried from the configured one upwards; the first free one serves this replica's metrics."""
+
+_PORTS_END = 65536
+# Addresses to listen on that nobody can connect to: the node's own is meant.
+_WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104
+# Time for the ranks to send their spans, at an orderly end.
 _RANKS_END_S = FLUSH_S + 1.0
 
 
@@ -51,12 +66,83 @@ class Follower:
         run_follower(RankSpec(**spec), rank, address)
 
     def pid(self) -> int:
-        """Of this rank's process."""
+        """Return the id of this rank's process."""
         return os.getpid()
 
 
+class Leader:
+    """Rank 0 of a replica: `serve`, then `stop`; or `withdraw` after a rank was lost.
+
+    `on_loss` is called on the thread of the steps.
+    """
+
+    def __init__(
+        self, settings: TargetSettings, spec: RankSpec, redis_url: str, on_loss: Callable[[], None]
+    ) -> None:
+        self._settings = settings.model_copy(update={"redis_url": SecretStr(redis_url)})
+        self._rank = RankZero(self._settings, spec, on_loss)
+        self._service: TargetService | None = None
+        self._server: RunningServer | None = None
+        self._telemetry = Telemetry()
+        self._metering = Metering()
+
+    async def serve(self, store: Store | None) -> str:
+        """Load and serve; return the address. The other ranks meet at `store`; None with one rank."""
+        self._telemetry = start_telemetry("galley-target")
+        self._metering = await _start_metering(self._settings)
+        if self.metrics_address:
+            _LOG.info("metrics server started", address=self.metrics_address)
+        self._server = await self._start_server(self._settings, store)
+        return self._settings.advertise or self._server.address
+
+    @property
+    def metrics_address(self) -> str:
+        """Return host:port of /metrics; empty where there are none."""
+        return self._metering.address
+
+    def facts(self) -> Facts:
+        """Return what the replica reports of itself now. Raises Unavailable until it is loaded."""
+        if self._service is None:
+            raise Unavailable("this replica is not loaded yet")
+        return self._service.facts()
+
+    async def withdraw(self) -> None:
+        """End the registration and flush telemetry; open requests are not waited for."""
+        if self._server is not None and isinstance(self._server.service, Registered):
+            await self._server.service.withdraw()
+        await flush_telemetry(self._telemetry, self._metering)
+
+    async def stop(self) -> None:
+        """Drain, withdraw, and stop the other ranks."""
+        if self._server is not None:
+            await self._server.stop()
+        await asyncio.to_thread(self._rank.release)
+        await flush_telemetry(self._telemetry, self._metering)
+
+    async def _start_server(self, settings: TargetSettings, store: Store | None) -> RunningServer:
+        """Start the server; take any health port if another replica of this node has the configured one."""
+        try:
+            running = await start_server(
+                settings,
+                lambda server, parts: self._build(server, parts, store),
+                Parts(telemetry=self._telemetry, metrics=self._metering.registry),
+            )
+        except CannotBind:
+            if settings.health_port <= 0:
+                raise
+            return await self._start_server(settings.model_copy(update={"health_port": 0}), store)
+        if running.health_address:
+            _LOG.info("health server started", address=running.health_address)
+        return running
+
+    async def _build(self, server: grpc.aio.Server, parts: Parts, store: Store | None) -> Service:
+        engine = await in_passing_thread(self._rank.load, store)
+        self._service = await add_target(server, parts, engine, self._settings)
+        return registered_target(self._service, self._settings, parts.address)
+
+
 class TargetReplica:
-    """What Ray Serve holds as one replica."""
+    """The deployment's class: Ray Serve holds one instance a replica."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: Mapping[str, Any], size: int
@@ -64,8 +150,7 @@ class TargetReplica:
         self._settings = _settings_here(settings)
         limit_threads(self._settings.threads)
         start_logging("galley-target", self._settings.log_level, self._settings.log_format)
-        self._loop = asyncio.get_running_loop()
-        self._lost: asyncio.Task[None] | None = None
+        self._exit = LossExit(self._withdraw)
         self._ending = False
         self._address = ""
         self._leader: Leader | None = None
@@ -74,12 +159,12 @@ class TargetReplica:
         await self._start(size)
 
     async def check_health(self) -> None:
-        """Serve asks every second; raises when this replica is to be replaced."""
-        if self._lost is not None or not self._address:
+        """Raise Unavailable when Serve must replace this replica; Serve calls it every second."""
+        if self._exit.has_begun or not self._address:
             raise Unavailable("this replica has lost a rank")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For `services.target.ray.autoscaling`."""
+        """Return the load, for `services.target.ray.autoscaling`."""
         if self._leader is None:
             return {}
         info = self._leader.facts().info
@@ -89,25 +174,24 @@ class TargetReplica:
         }
 
     async def facts(self) -> dict[str, Any]:
-        """Where this replica and its metrics are served, and the processes of its ranks: for operators."""
+        """Return for operators the addresses of the replica and its metrics, and its ranks' process ids."""
         pids = [os.getpid(), *(await asyncio.gather(*(actor.pid.remote() for actor in self._actors)))]
         metrics = "" if self._leader is None else self._leader.metrics_address
         return {"address": self._address, "metrics": metrics, "pids": pids}
 
     async def __del__(self) -> None:
-        """Serve's graceful end: drain, withdraw, let the other ranks go."""
+        """Drain, withdraw and stop the other ranks; Serve calls it at an orderly end."""
         self._ending = True
         if self._leader is not None:
             await self._leader.stop()
         if self._watches:
-            # The other ranks end with this process, and may have traces to send.
+            # The other ranks end with this process, and may have spans to send.
             await asyncio.wait(self._watches, timeout=_RANKS_END_S)
         for watch in self._watches:
             watch.cancel()
 
     async def _start(self, size: int) -> None:
         from galley.engine.parallel.process_group import open_store  # noqa: PLC0415  # after limit_threads
-        from services.target.ray.leader import Leader  # noqa: PLC0415
 
         spec = spec_of(self._settings, size)
         store = open_store(self._settings.host, size) if size > 1 else None
@@ -116,59 +200,53 @@ class TargetReplica:
             self._actors.append(actor)
             call = actor.follow.remote(asdict(spec), rank, store.address if store else "")
             self._watches.append(asyncio.create_task(self._watch(rank, call)))
-        self._leader = Leader(self._settings, spec, _redis_url(), self._lose)
+        self._leader = Leader(self._settings, spec, _redis_url(), self._exit.begin)
         self._address = await self._leader.serve(store)
-        _LOG.info("serving", address=self._address, ranks=size)
+        _LOG.info("replica started", address=self._address, ranks=size)
 
     async def _watch(self, rank: int, call: Any) -> None:
-        """Notice the end of a rank, also while nothing is asked of it."""
+        """Notice the exit of a rank, even while no step runs."""
         try:
             await call
         except ray.exceptions.RayError as error:
-            _LOG.error("a rank has died", rank=rank, problem=str(error))
+            _LOG.error("rank exited", rank=rank, problem=str(error))
         if not self._ending:
-            self._lose()
+            self._exit.begin()
 
-    def _lose(self) -> None:
-        """From any thread."""
-        self._loop.call_soon_threadsafe(self._begin_to_end)
+    async def _withdraw(self) -> None:
+        if self._leader is not None:
+            await self._leader.withdraw()
 
-    def _begin_to_end(self) -> None:
-        if self._lost is None:
-            self._lost = asyncio.create_task(self._end())
 
-    async def _end(self) -> None:
-        _LOG.error("this replica ends: its ranks are no longer one")
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_WORDS_S):
-                    if self._leader is not None:
-                        await self._leader.withdraw()
-        finally:
-            # Threads may hang in an exchange with a rank that is gone; Serve starts the replica anew.
-            os._exit(1)
+async def _start_metering(settings: TargetSettings) -> Metering:
+    """Serve metrics at the first free port from the configured one on, which replicas of a node share."""
+    host, configured = settings.host, settings.metrics_port
+    if configured in {OFF, ANY_PORT}:
+        return await start_metering(TARGET, host, configured)
+    for port in range(configured, min(configured + METRICS_PORTS, _PORTS_END)):
+        with suppress(OSError):
+            return await start_metering(TARGET, host, port)
+    _LOG.warning("metrics ports taken; using any", first=configured, tried=METRICS_PORTS)
+    return await start_metering(TARGET, host, ANY_PORT)
 
 
 def _redis_url() -> str:
-    """As the node's environment says it, or a file that it names; empty: the replica does not register."""
+    """Return the store's URL from this node's environment, or the file it names; empty: do not register."""
     url, file = os.environ.get(REDIS_URL, ""), os.environ.get(REDIS_URL_FILE)
     return read_secret(Path(file)) if file and not url else url
 
 
 def _settings_here(settings: Mapping[str, Any]) -> TargetSettings:
-    """The replica's settings on this node; it registers itself where it listens, once it does.
-
-    Without a port of their own, replicas of one node each take a free one, whatever its environment says.
-    """
+    """Return the replica's settings on this node; without a port each replica of a node takes a free one."""
     here = {"port": 0, **settings, "redis_url": "", "redis_url_file": ""}
-    if here.get("host") in _EVERYWHERE:
+    if here.get("host") in _WILDCARDS:
         util: Any = ray.util
         here["host"] = util.get_node_ip_address()
     return TargetSettings(**here)
 
 
 def _place(rank: int, settings: TargetSettings) -> Any:
-    """The actor of a rank, in its bundle of this replica's placement group; it ends with this process."""
+    """Return a rank's actor, in its bundle of this replica's placement group; it ends with this process."""
     group: Any = ray.util.get_current_placement_group()
     actor = ray.remote(Follower).options(
         num_cpus=settings.threads,

@@ -48,7 +48,7 @@ class _Cache(_Base):  # type: ignore[misc]  # a base of type Any
 
 def compile_kernels(
     name: str, functions: Sequence[Callable[..., None]], modules: Iterable[ModuleType]
-) -> list[Any]:
+) -> list[Callable[..., None]]:
     """Return `functions` as machine code, compiled at the first call or loaded from the cache directory.
 
     `modules` are all modules whose code the functions contain: numba itself notices a change of a function's

@@ -281,7 +281,7 @@ def test_a_bad_row_costs_its_own_draw_alone(shape: str, bad: float) -> None:
     first, broken, last = draw_all(rows, draws)
     assert [first, last] == [whole[0], whole[2]]
     assert isinstance(broken, Broken)
-    assert "position 1 " in str(broken)
+    assert "position 1:" in str(broken)
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
@@ -514,7 +514,7 @@ def test_logprobs_lists_as_many_as_there_are(top: int, count: int) -> None:
 def test_logprobs_of_a_nan_are_our_fault_even_where_a_mask_hides_it() -> None:
     draw = draw_of(GREEDY, stops=[1], min_tokens=1)
     assert sample(torch.tensor([[0.0, math.nan]]), draw) == [0]
-    with pytest.raises(Broken, match="position 1 "):
+    with pytest.raises(Broken, match="position 1:"):
         listed(torch.tensor([[0.0, math.nan]]), draw, 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 
 import grpc
 
@@ -10,10 +11,13 @@ from galley.common.server.healthcheck import problem_of
 from galley.common.server.server import Parts, RunningServer, Service
 from galley.engine.parallel.process_group import Store
 from services.target.ranks.rank import spec_of
-from services.target.ray.leader import Leader
 from services.target.settings import TargetSettings
 from tests.fakes.echo_service import EchoService
 from tests.fakes.redis_clusters import free_port
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own, against pydantic
+    from services.target.ray.replica import Leader
 
 
 class Quick(Leader):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import warnings
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -14,10 +15,13 @@ import pytest
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.ranks.rank import spec_of
-from services.target.ray import leader as leading
-from services.target.ray.leader import Leader
 from services.target.settings import TargetSettings
 from tests.integration.galley.common.test_scrape import ask
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own, against pydantic
+    from services.target.ray import replica as leading
+    from services.target.ray.replica import Leader
 
 
 @asynccontextmanager

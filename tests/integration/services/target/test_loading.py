@@ -14,8 +14,7 @@ from galley.engine.load.module import load_config, parse_dtype
 from galley.engine.model import CausalModel
 from services.target.engine.paged import PagedEngine
 from services.target.loading import kv_blocks, load_engine
-from services.target.ranks.follower import device_environment
-from services.target.ranks.rank import RankSpec
+from services.target.ranks.rank import RankSpec, device_environment
 from services.target.settings import TargetSettings
 from tests.fakes.tiny_model import CONTEXT
 
