@@ -1,4 +1,4 @@
-"""Runs a target replica, or one host of its ranks: `python -m services.target`."""
+"""Run a target replica, or one host of its ranks: `python -m services.target`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DESCRIPTION = "A Galley target: verifies draft tokens of many sessions at once 
 
 
 def build(settings: TargetSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Service]]:
-    """How to build the service of these settings. Raises BadFile."""
+    """Return a function that builds the service of these settings. Raises BadFile."""
     refuse_bad_files(settings.redis_url)
 
     async def build_service(server: grpc.aio.Server, parts: Parts) -> Service:
@@ -42,7 +42,7 @@ def build(settings: TargetSettings) -> Callable[[grpc.aio.Server, Parts], Awaita
 
 
 def main() -> None:
-    """Serve until told to stop; a host that does not lead runs its ranks until it is let go."""
+    """Serve until stopped; a host other than 0 runs its ranks until rank 0 stops them."""
     settings = parse_settings(TargetSettings, sys.argv[1:], "python -m services.target", _DESCRIPTION)
     if settings.host_index > 0:
         run_host(settings)

@@ -1,4 +1,4 @@
-"""From the target's settings to its engine."""
+"""Load the target's engine from its settings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MIB = 2**20
 
 
 def load_engine(settings: TargetSettings) -> PagedEngine:
-    """Load the model with a KV pool of the memory allowed, and probe it; blocks. Raises UnsupportedModel.
+    """Load the model with a KV pool within the memory bound, and probe it; blocks. Raises UnsupportedModel.
 
-    Raises ValueError where the pool does not hold what the probes need. A pool that does not hold one context
-    window cuts the window that the replica offers, and says so in the log.
+    Raises ValueError if the pool is too small for the probes. A pool that does not hold one context window
+    reduces the window that the replica offers; a warning is logged.
     """
     limit_threads(settings.threads)
     # Late, so that --help needs no torch.
@@ -39,16 +39,16 @@ def load_engine(settings: TargetSettings) -> PagedEngine:
     engine = PagedEngine(model, fingerprint(model))
     if engine.info.context_window < model.info.context_window:
         _LOG.warning(
-            "the KV memory cuts the context window",
+            "context window reduced",
             kv_memory_mb=settings.kv_memory_mb,
             context_window=engine.info.context_window,
-            of_the_model=model.info.context_window,
+            model_context_window=model.info.context_window,
         )
     return engine
 
 
 def refuse_model(settings: TargetSettings) -> None:
-    """Raise UnsupportedModel, before anything is started, if the model cannot be cut over so many ranks."""
+    """Raise UnsupportedModel, before anything starts, if the model cannot be sharded over these ranks."""
     from galley.engine.load.module import load_config  # noqa: PLC0415  # so that --help needs no torch
     from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
     from galley.engine.parallel.sharding import refuse_ranks  # noqa: PLC0415
@@ -57,7 +57,7 @@ def refuse_model(settings: TargetSettings) -> None:
 
 
 def kv_blocks(settings: TargetSettings, ranks: Ranks = ALONE) -> int:
-    """How many blocks of a rank's KV the memory bound holds. Raises UnsupportedModel, ValueError."""
+    """Return how many KV blocks of a rank fit into the memory bound. Raises UnsupportedModel, ValueError."""
     from galley.engine.kv_pool import kv_block_bytes  # noqa: PLC0415  # imports torch
     from galley.engine.load.module import load_config, parse_dtype  # noqa: PLC0415
     from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
@@ -68,6 +68,6 @@ def kv_blocks(settings: TargetSettings, ranks: Ranks = ALONE) -> int:
     blocks = settings.kv_memory_mb * _MIB // block_bytes
     if blocks < BLOCKS:
         raise ValueError(
-            f"kv_memory_mb: {settings.kv_memory_mb} MiB do not hold {BLOCKS} blocks of {block_bytes} bytes"
+            f"kv_memory_mb: must hold {BLOCKS} blocks of {block_bytes} bytes, got {settings.kv_memory_mb} MiB"
         )
     return blocks

@@ -1,4 +1,4 @@
-"""From an engine to a service on a server: measured and limited."""
+"""Turn an engine into a service on a server: calibrated and limited."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LOG = get_logger(__name__)
 async def add_target(
     server: grpc.aio.Server, parts: Parts, engine: TargetEngine, settings: TargetSettings
 ) -> TargetService:
-    """Measure the engine, and serve it on `server`."""
-    parts.readiness.stage("measuring passes")
+    """Calibrate the engine and serve it on `server`."""
+    parts.readiness.stage("measuring steps")
     times = await in_passing_thread(measure, engine)
-    # Named as in the file that `galley plan --capacity` reads.
+    # The names are those of the file that `galley plan --capacity` reads.
     _LOG.info(
-        "passes measured",
+        "steps measured",
         step_ms=round(times.one_row_ns / 1e6, 3),
         row_costs=str(times.curve),
         kv_tokens=engine.info.kv_blocks * engine.info.kv_block_tokens,
@@ -36,7 +36,7 @@ async def add_target(
 
 
 def limits_of(settings: TargetSettings) -> Limits:
-    """What a replica of these settings takes."""
+    """Return what a replica with these settings accepts."""
     return Limits(
         max_draft_tokens=settings.max_draft_tokens,
         max_waiting=settings.max_waiting,

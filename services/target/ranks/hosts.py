@@ -1,10 +1,10 @@
-"""Several hosts whose ranks are one replica: how they meet, and the life of one that does not lead.
+"""Let several hosts, whose ranks are one replica, meet; and run a host other than 0.
 
-Host 0 opens the store at `ranks_address`. Each other host signs in there, which counts its starts; once all
-have, host 0 takes the starts that it found, and each starts its ranks, which meet at the same store. Pods are
-scheduled, and images fetched, in their own time: that is waited for here, so that a rank finds all others
-about to come. A host that starts again later finds that another start of its was taken, and ends; host 0 sees
-it come, and ends as well: the ranks that it had are gone.
+Host 0 opens the store at `ranks_address`. Each other host signs in there, which counts its starts. Once all
+have signed in, host 0 records which start of each it takes, and each host starts its ranks, which meet at
+the same store. Pods are scheduled and images pulled in their own time; that is waited for here, so that a
+rank finds all others about to come. A host that restarts later finds that another start of it was taken, and
+exits. Host 0 sees the restart and exits too: the ranks that it had are gone.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _CONNECT_S = 2.0
 
 
 async def await_hosts(store: Store, settings: TargetSettings) -> list[int]:
-    """Host 0: return once all others have signed in, and they know it: which start of each was taken.
+    """Return which start of each other host was taken, once all have signed in; host 0 calls it.
 
-    Raises Unavailable when time is up.
+    Raises Unavailable after `ranks_timeout_s`.
     """
     others = range(1, settings.hosts)
     await _until_set(store.store, [_starts(index) for index in others], settings, "not all hosts came")
-    taken = _starts_of(store, settings)
-    for index, start in zip(others, taken, strict=True):
+    starts = _starts_of(store, settings)
+    for index, start in zip(others, starts, strict=True):
         store.store.set(_taken(index), str(start))
-    return taken
+    return starts
 
 
-async def until_one_starts_again(store: Store, settings: TargetSettings, taken: Sequence[int]) -> None:
-    """Host 0: return when another host has started anew since `await_hosts` took the starts of all."""
-    while _starts_of(store, settings) == list(taken):  # noqa: ASYNC110  # another host counts them
+async def until_one_starts_again(store: Store, settings: TargetSettings, starts: Sequence[int]) -> None:
+    """Return when another host has restarted since `await_hosts`; host 0 calls it."""
+    while _starts_of(store, settings) == list(starts):  # noqa: ASYNC110  # another host counts them
         await asyncio.sleep(_WATCH_S)
 
 
@@ -55,47 +55,50 @@ def _starts_of(store: Store, settings: TargetSettings) -> list[int]:
 
 
 def run_host(settings: TargetSettings) -> None:
-    """A host other than 0: run its ranks until the leader lets them go; exits 1 if one is lost."""
+    """Run the ranks of a host other than 0 until rank 0 stops them; exit 1 if one is lost."""
     start_logging("galley-target", settings.log_level, settings.log_format)
     limit_threads(settings.threads)
     try:
         asyncio.run(_run_host(settings))
     except (Unavailable, OSError, ValueError, RuntimeError) as error:  # torch's store raises the last
-        _LOG.error("this host ends", host=settings.host_index, problem=str(error))
+        _LOG.error("host exiting", host=settings.host_index, problem=str(error))
         raise SystemExit(1) from None
 
 
 async def _run_host(settings: TargetSettings) -> None:
-    told = asyncio.Event()
+    stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
-    if await run_unless(told, _sign_in(settings)) is None:
+        loop.add_signal_handler(number, stopped.set)
+    if await run_unless(stopped, _sign_in(settings)) is None:
         return
     spec = spec_of(settings, settings.tensor_parallel)
     ranks = await start_followers(settings, spec, settings.ranks_address)
     _LOG.info("ranks started", host=settings.host_index, ranks=len(ranks))
     watched = asyncio.create_task(_first_loss(ranks))
-    stop = asyncio.create_task(told.wait())
+    stop = asyncio.create_task(stopped.wait())
     await asyncio.wait({watched, stop}, return_when=asyncio.FIRST_COMPLETED)
     if not watched.done():
-        # The leader is told so as well, and serves on while it drains: then it lets its ranks here go.
-        _LOG.info("stopping with the leader", host=settings.host_index)
+        # Host 0 is stopped too and serves on while it drains; then it stops the ranks here.
+        _LOG.info("waiting for host 0 to drain", host=settings.host_index)
     stop.cancel()
     lost = await watched
     if lost:
         await end_ranks(ranks, 0)
-        raise Unavailable(f"{lost} of this host's ranks ended by themselves")
+        raise Unavailable(f"{lost} of this host's ranks failed")
 
 
 async def _sign_in(settings: TargetSettings) -> bool:
-    """True once all hosts are there. Raises Unavailable when time is up, or they began without this start."""
+    """Return True once all hosts have signed in.
+
+    Raises Unavailable after `ranks_timeout_s`, or if the others began with an earlier start of this host.
+    """
     store = await _connected(settings)
     start = await asyncio.to_thread(store.add, _starts(settings.host_index), 1)
     taken = _taken(settings.host_index)
     await _until_set(store, [taken], settings, "the other hosts did not come")
     if int(await asyncio.to_thread(store.get, taken)) != start:
-        raise Unavailable("the other hosts have begun with an earlier start of this one")
+        raise Unavailable("the other hosts began with an earlier start of this host")
     return True
 
 
@@ -108,19 +111,19 @@ async def _connected(settings: TargetSettings) -> Any:
     while True:
         try:
             async with asyncio.timeout(_CONNECT_S):
-                # torch's own client tries in a thread, and writes a trace at each failure.
+                # torch's client retries on a thread and prints a stack at each failure.
                 _, writer = await asyncio.open_connection(host, int(port))
             writer.close()
             return await asyncio.to_thread(connect_store, address, size, _CONNECT_S)
         except (OSError, RuntimeError) as error:
             if time.monotonic() > deadline:
                 problem = (str(error) or "no answer").splitlines()[0]
-                raise Unavailable(f"ranks_address: {address} cannot be reached: {problem}") from error
+                raise Unavailable(f"ranks_address: {address} must be reachable: {problem}") from error
             await asyncio.sleep(_POLL_S)
 
 
 async def _until_set(store: Any, names: Sequence[str], settings: TargetSettings, problem: str) -> None:
-    """Until the store holds `names`. Raises Unavailable, with `problem`, when it takes too long."""
+    """Return once the store has `names`; raise Unavailable with `problem` after `ranks_timeout_s`."""
     deadline = time.monotonic() + settings.ranks_timeout_s
     missing = list(names)
     while missing:
@@ -128,14 +131,14 @@ async def _until_set(store: Any, names: Sequence[str], settings: TargetSettings,
             raise Unavailable(
                 f"{problem} within {settings.ranks_timeout_s:g} s; missing: {', '.join(missing)}"
             )
-        # The store may be another host's: a signal to end must not wait for it.
+        # The store may be another host's; a signal to stop must not wait for it.
         missing = [name for name in missing if not await asyncio.to_thread(store.check, [name])]
         if missing:
             await asyncio.sleep(_POLL_S)
 
 
 async def _first_loss(ranks: Sequence[asyncio.subprocess.Process]) -> int:
-    """How many have failed, once one has or all have ended."""
+    """Return how many ranks have failed, once one has failed or all have ended."""
     pending = {asyncio.create_task(rank.wait()) for rank in ranks}
     failed = 0
     while pending and not failed:
@@ -146,11 +149,11 @@ async def _first_loss(ranks: Sequence[asyncio.subprocess.Process]) -> int:
     return failed
 
 
-async def end_ranks(ranks: Sequence[asyncio.subprocess.Process], patience_s: float) -> None:
-    """Have all of them ended: together they have `patience_s` to do so by themselves."""
+async def end_ranks(ranks: Sequence[asyncio.subprocess.Process], grace_s: float) -> None:
+    """Return once all ranks have ended; kill those still running after `grace_s`."""
     ends = asyncio.gather(*(rank.wait() for rank in ranks))
     try:
-        await asyncio.wait_for(asyncio.shield(ends), patience_s)
+        await asyncio.wait_for(asyncio.shield(ends), grace_s)
     except TimeoutError:
         for rank in ranks:
             if rank.returncode is None:
@@ -167,7 +170,7 @@ def _taken(index: int) -> str:
 
 
 def open_meeting(settings: TargetSettings) -> Store:
-    """Host 0: where its ranks meet, and those of other hosts where there are. Raises OSError."""
+    """Open the store where the ranks meet, those of other hosts included; host 0 calls it. Raises OSError."""
     from galley.engine.parallel.process_group import open_store  # noqa: PLC0415  # imports torch
 
     if settings.hosts == 1:

@@ -1,4 +1,4 @@
-"""A pass as flat int32 numbers, as rank 0 sends it to the other ranks: no pickle, nothing to execute."""
+"""Encode a step as flat int32 numbers for the other ranks: no pickle, nothing to execute."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SPAN = struct.Struct("<6i")
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """What the ranks run together; how its rows are sampled only rank 0 knows.
+class RankStep:
+    """The part of a step that all ranks run; only rank 0 knows how its rows are sampled.
 
-    `span` names the pass in a trace, by trace id and span id; empty where it has none.
+    `span` names the step in a trace, by trace id and span id; empty if it is not traced.
     """
 
     chunks: tuple[StepChunk, ...]
@@ -26,9 +26,10 @@ class Pass:
 
 
 def encode(chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]], span: bytes = b"") -> list[int]:
-    """[kind, copies, chunks, (from, to)..., (start, want_logits, tokens, blocks, token..., block...)...].
+    """Return [kind, copies, chunks, (from, to)..., (start, want_logits, tokens, blocks, ids...)...].
 
-    Where the pass is traced, the span's 24 bytes follow the kind, as six numbers.
+    For a traced step, the span's 24 bytes follow the kind, as six numbers. A chunk's ids are its tokens,
+    then its blocks.
     """
     numbers = [_RUN_TRACED, *_SPAN.unpack(span)] if span else [_RUN]
     numbers += (len(copies), len(chunks))
@@ -42,26 +43,26 @@ def encode(chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]], span:
 
 
 def encode_stop() -> list[int]:
-    """Tells the other ranks that nothing follows."""
+    """Return the numbers that stop the other ranks."""
     return [_STOP]
 
 
-def decode(numbers: Sequence[int]) -> Pass | None:
-    """The pass that was encoded; None for a stop. Raises Broken if it is neither."""
+def decode(numbers: Sequence[int]) -> RankStep | None:
+    """Return the encoded step; None for a stop. Raises Broken for anything else."""
     left = iter(numbers)
     kind = _take(left, 1)[0]
     if kind == _STOP:
         return None
     if kind not in (_RUN, _RUN_TRACED):
-        raise Broken(f"a rank was sent a plan of kind {kind}")
+        raise Broken(f"plan: kind must be 1, 2 or 3, got {kind}")
     span = _SPAN.pack(*_take(left, 6)) if kind == _RUN_TRACED else b""
     copy_count, chunk_count = _take(left, 2)
     flat = _take(left, 2 * copy_count)
     copies = tuple(zip(flat[::2], flat[1::2], strict=True))
     chunks = tuple(_chunk(left) for _ in range(chunk_count))
     if next(left, None) is not None:
-        raise Broken("a rank was sent a plan with something behind its end")
-    return Pass(chunks, copies, span)
+        raise Broken("plan: must end after its last chunk, got more numbers")
+    return RankStep(chunks, copies, span)
 
 
 def _chunk(left: Iterator[int]) -> StepChunk:
@@ -72,5 +73,5 @@ def _chunk(left: Iterator[int]) -> StepChunk:
 def _take(left: Iterator[int], count: int) -> list[int]:
     taken = [number for _, number in zip(range(count), left, strict=False)]
     if len(taken) < count:
-        raise Broken("a rank was sent a plan that is cut short")
+        raise Broken("plan: must hold all numbers that it counts, is cut short")
     return taken

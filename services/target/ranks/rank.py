@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from galley.engine.parallel.process_group import ProcessGroup
 
 REDIS_URL = "GALLEY_TARGET_REDIS_URL"
-"""Environment variable of the store's URL on Ray: it may hold a password, and Ray keeps and shows arguments."""
+"""Environment variable of the store's URL on Ray, which shows arguments; the URL may hold a password."""
 REDIS_URL_FILE = f"{REDIS_URL}_FILE"
 """Environment variable that names a file with it on each node."""
 

@@ -1,8 +1,8 @@
-"""One model over several ranks: rank 0 says what is run, all run it, rank 0 alone samples.
+"""Run one model over several ranks: rank 0 sends each step, all ranks run it, rank 0 alone samples.
 
-Rank 0 holds a `ShardedModel`, which looks to the engine above it like the model; the others `follow`. A pass
-that fails leaves the ranks agreed only if all of them raise before they exchange anything: the engine's own
-refusals (GalleyError) do. After anything else the ranks no longer agree, and the replica is done.
+Rank 0 holds a `ShardedModel`, which the engine above it uses like the model; the others `follow`. After a
+failed step the ranks still agree only if all of them raised before any exchange, as the engine's own
+refusals (GalleyError) do. After any other error the ranks no longer agree, and the replica ends.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from galley.common.logs import get_logger
 from galley.core.errors import Broken, GalleyError
 from galley.core.step import StepChunk, StepTrace
 from galley.engine.parallel.process_group import RankLost
-from services.target.ranks.plan_codec import Pass, decode, encode, encode_stop
+from services.target.ranks.plan_codec import RankStep, decode, encode, encode_stop
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel, KvPool, ModelInfo
 
 _LOG = get_logger(__name__)
 
-# Most passes fit into one broadcast of this many numbers.
-_FIRST = 1024
-# More are no plan: 64 MB of rows and blocks are some hundred times the largest pass.
-_MOST = 2**24
+# Most steps fit into one broadcast of this many numbers.
+_HEAD_NUMBERS = 1024
+# 64 MB of rows and blocks: some hundred times the largest step.
+_MAX_NUMBERS = 2**24
 
 
 class Plans(Protocol):
-    """How plans travel from rank 0 to the others: `galley.engine.parallel.process_group.ProcessGroup`."""
+    """The transport of plans from rank 0: `galley.engine.parallel.process_group.ProcessGroup`."""
 
     def send(self, values: Tensor) -> None:
-        """Rank 0: give int32 `values` to all others."""
+        """Send int32 `values` to all other ranks; rank 0 calls it."""
 
     def receive(self, values: Tensor) -> None:
-        """The others: fill `values`."""
+        """Fill `values` with what rank 0 sent; the other ranks call it."""
 
     def share(self, number: int) -> Callable[[], Sequence[int]]:
-        """All ranks: begin to tell the others a number; what it gives waits for theirs."""
+        """Begin to exchange a number with all ranks; the returned function waits for the numbers of all."""
 
 
 class ShardedModel:
-    """Rank 0's model: all ranks run every pass. `on_loss` is called once, when they are no longer one."""
+    """Rank 0's view of the model; calls `on_loss` once, when a rank is lost."""
 
     def __init__(self, model: CausalModel, plans: Plans, on_loss: Callable[[], None]) -> None:
         self._model = model
@@ -55,12 +55,12 @@ class ShardedModel:
 
     @property
     def info(self) -> ModelInfo:
-        """Of the whole model."""
+        """Return what the whole model is."""
         return self._model.info
 
     @property
     def kv(self) -> KvPool:
-        """This rank's part of the pool; the others have as many blocks."""
+        """Return this rank's part of the pool; the other ranks have as many blocks."""
         return self._model.kv
 
     def run(
@@ -69,9 +69,9 @@ class ShardedModel:
         copies: Sequence[tuple[int, int]] = (),
         watch: StepTrace | None = None,
     ) -> Tensor:
-        """As CausalModel.run. Raises RankLost, now and ever after, when a rank has gone.
+        """Run a step on all ranks; see CausalModel.run. Raises RankLost, from then on always, after a loss.
 
-        Of a pass with a `watch` the others say what it took while this rank samples.
+        With a `watch`, the other ranks report their times while this rank samples.
         """
         if self._lost:
             raise RankLost("this replica has lost a rank")
@@ -94,21 +94,21 @@ class ShardedModel:
             watch.rank_ns = partial(self._collect, self._plans.share(watch.rank_ns()[0]))
         return logits
 
-    def _collect(self, told: Callable[[], Sequence[int]]) -> Sequence[int]:
+    def _collect(self, exchanged: Callable[[], Sequence[int]]) -> Sequence[int]:
         try:
-            return told()
+            return exchanged()
         except RankLost:
             self._lose()
             raise
 
     def stop(self) -> None:
-        """Let the other ranks end; call from the thread of `run`, or after it has ended."""
+        """Stop the other ranks; call from the thread of `run`, or after it has ended."""
         if self._lost:
             return
         try:
             send_numbers(self._plans, encode_stop())
         except RankLost:
-            _LOG.info("a rank had ended before it was told to")
+            _LOG.info("rank exited before it was stopped")
 
     def _lose(self) -> None:
         if not self._lost:
@@ -116,40 +116,40 @@ class ShardedModel:
             self._on_loss()
 
 
-def follow(model: CausalModel, plans: Plans, tell: Callable[[StepTrace], None]) -> None:
-    """Run what rank 0 says until it says stop. Raises RankLost when rank 0, or another, has gone.
+def follow(model: CausalModel, plans: Plans, report: Callable[[StepTrace], None]) -> None:
+    """Run the steps that rank 0 sends until it stops. Raises RankLost when another rank is lost.
 
-    `tell` hears at once what a traced pass took here.
+    `report` gets the times of each traced step at once.
     """
-    while (work := decode(receive_numbers(plans))) is not None:
+    while (step := decode(receive_numbers(plans))) is not None:
         try:
-            _run(model, plans, work, tell)
+            _run(model, plans, step, report)
         except RankLost:
             raise
         except GalleyError as error:
-            # Rank 0 raises the same, and answers it.
-            _LOG.debug("a pass was refused", problem=str(error))
+            # Rank 0 raises the same, and reports it.
+            _LOG.debug("step refused", problem=str(error))
 
 
-def _run(model: CausalModel, plans: Plans, work: Pass, tell: Callable[[StepTrace], None]) -> None:
-    if not work.span:
-        model.run(work.chunks, work.copies)
+def _run(model: CausalModel, plans: Plans, step: RankStep, report: Callable[[StepTrace], None]) -> None:
+    if not step.span:
+        model.run(step.chunks, step.copies)
         return
-    watch = StepTrace(work.span)
-    model.run(work.chunks, work.copies, watch)
-    told = plans.share(watch.rank_ns()[0])
-    tell(watch)
-    told()
+    watch = StepTrace(step.span)
+    model.run(step.chunks, step.copies, watch)
+    exchanged = plans.share(watch.rank_ns()[0])
+    report(watch)
+    exchanged()
 
 
 def send_numbers(plans: Plans, numbers: Sequence[int]) -> None:
-    """Rank 0: send up to _MOST numbers, the count first. Raises RankLost, and Broken for more."""
-    if len(numbers) > _MOST:
-        raise Broken(f"a plan of {len(numbers)} numbers, of which {_MOST} are the most")
-    head = torch.zeros(_FIRST, dtype=torch.int32)
+    """Send up to _MAX_NUMBERS numbers, the count first. Raises RankLost, and Broken for more."""
+    if len(numbers) > _MAX_NUMBERS:
+        raise Broken(f"plan: at most {_MAX_NUMBERS} values, got {len(numbers)}")
+    head = torch.zeros(_HEAD_NUMBERS, dtype=torch.int32)
     head[0] = len(numbers)
     values = torch.tensor(numbers, dtype=torch.int32)
-    fitting = values[: _FIRST - 1]
+    fitting = values[: _HEAD_NUMBERS - 1]
     head[1 : 1 + len(fitting)] = fitting
     plans.send(head)
     if len(values) > len(fitting):
@@ -157,13 +157,13 @@ def send_numbers(plans: Plans, numbers: Sequence[int]) -> None:
 
 
 def receive_numbers(plans: Plans) -> list[int]:
-    """The others: what rank 0 sent. Raises RankLost, and Broken for a count that it cannot have sent."""
-    head = torch.zeros(_FIRST, dtype=torch.int32)
+    """Return what rank 0 sent. Raises RankLost, and Broken for an impossible count."""
+    head = torch.zeros(_HEAD_NUMBERS, dtype=torch.int32)
     plans.receive(head)
     count = int(head[0])
-    if not 0 <= count <= _MOST:
-        raise Broken(f"a rank was sent a plan of {count} numbers, of which {_MOST} are the most")
-    numbers: list[int] = head[1 : min(count + 1, _FIRST)].tolist()
+    if not 0 <= count <= _MAX_NUMBERS:
+        raise Broken(f"plan: at most {_MAX_NUMBERS} values, got {count}")
+    numbers: list[int] = head[1 : min(count + 1, _HEAD_NUMBERS)].tolist()
     if count > len(numbers):
         rest = torch.zeros(count - len(numbers), dtype=torch.int32)
         plans.receive(rest)
@@ -172,7 +172,7 @@ def receive_numbers(plans: Plans) -> list[int]:
 
 
 def agree(plans: Plans, rank: int, value: int) -> int:
-    """Rank 0's `value`, on all ranks. Raises RankLost."""
+    """Return rank 0's `value` on all ranks. Raises RankLost."""
     if rank == 0:
         send_numbers(plans, [value])
         return value

@@ -1,9 +1,9 @@
-"""Targets on Ray: `python -m services.target.ray --replicas 2 --tensor-parallel 3 --redis-url ...`.
+"""Run targets on Ray: `python -m services.target.ray --replicas 2 --tensor-parallel 3 --redis-url ...`.
 
-Starts a Ray of its own on this machine, or uses the cluster at --ray-address, deploys the replicas, is ready
-when all of them are registered in Redis, and takes them down when told to stop. SIGHUP reads --replicas-file
-again: replicas are added, or drained and stopped; the others do not notice. With --max-replicas the load says
-how many there are, from that number on.
+Starts a Ray on this machine, or uses the cluster at --ray-address, deploys the replicas, is ready when all
+of them are registered in Redis, and takes them down when stopped. SIGHUP reads --replicas-file again:
+replicas are added, or drained and stopped; the others go on undisturbed. With --max-replicas the load sets
+the number of replicas, from --replicas up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -44,9 +43,9 @@ _DESCRIPTION = (
 MAX_REPLICAS = 1024
 _POLL_S = 0.25
 _WATCH_S = 1.0
-# Ray starts a controller that has died anew, which takes seconds.
+# Ray restarts a dead controller, which takes seconds.
 _SILENCE_S = 30.0
-# What concerns this process, not the replicas; the store's URL may hold a password and goes by environment.
+# Settings of this process, not of replicas; the store's URL may hold a password and goes by environment.
 _NOT_FOR_REPLICAS = frozenset(
     {
         "replicas",
@@ -70,41 +69,47 @@ _NOT_FOR_REPLICAS = frozenset(
 
 
 class DeploySettings(TargetSettings):
-    """What the deployment can be told, beside what each replica can."""
+    """Settings of the deployment, in addition to those of each replica."""
 
     model_config = settings_config("GALLEY_TARGET_")
 
-    replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS, description="Replicas of the model.")
+    replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS, description="Number of replicas.")
     replicas_file: Path | None = Field(
-        default=None, description="File that holds the number of replicas; read again on SIGHUP."
+        default=None, description="File with the number of replicas, read again on SIGHUP."
     )
     max_replicas: int = Field(
         default=0,
         ge=0,
         le=MAX_REPLICAS,
-        description="As many as the load may have where it wants more than there are; 0: no more.",
+        description="Most replicas that the load may scale to. 0: no scaling.",
     )
-    upscale_delay_s: float = Field(default=10.0, ge=0, description="How long the load must want one more.")
+    upscale_delay_s: float = Field(
+        default=10.0, ge=0, description="How long the load must need one more, in seconds."
+    )
     downscale_delay_s: float = Field(
-        default=300.0, ge=0, description="How long the load must want one fewer."
+        default=300.0, ge=0, description="How long the load must need one fewer, in seconds."
     )
-    ray_address: str = Field(default="", description="A Ray cluster to use; empty: one of our own, here.")
+    ray_address: str = Field(
+        default="", description="Address of a Ray cluster. Empty: start one on this machine."
+    )
 
     @model_validator(mode="after")
-    def _can_be_found(self) -> Self:
+    def _has_registry(self) -> Self:
         if not self.redis_url.get_secret_value():
-            raise ValueError("redis_url is needed: replicas on Ray are found by their registration")
+            raise ValueError("--redis-url: required; replicas on Ray are found by their registration")
         return self
 
     @model_validator(mode="after")
-    def _grows(self) -> Self:
+    def _scales_up(self) -> Self:
         if 0 < self.max_replicas < self.replicas:
-            raise ValueError(f"max_replicas {self.max_replicas} is below replicas {self.replicas}")
+            raise ValueError(
+                f"--max-replicas: must be >= {self.replicas} (--replicas), got {self.max_replicas}"
+            )
         return self
 
 
 def main() -> None:
-    """Serve until told to stop; exits 1 if it cannot start."""
+    """Serve until stopped; exit 1 if it cannot start."""
     settings = parse_settings(DeploySettings, sys.argv[1:], "python -m services.target.ray", _DESCRIPTION)
     if settings.die_with_parent:
         die_with_parent()
@@ -120,20 +125,20 @@ async def _run(settings: DeploySettings) -> None:
     try:
         await Deployment(settings).run()
     except ray_cluster.RayLost as error:
-        _LOG.error("Ray has gone", problem=str(error))
+        _LOG.error("Ray lost", problem=str(error))
         ray_cluster.kill_rest()
-        os._exit(1)  # threads of this process may wait for Ray for ever
+        os._exit(1)  # threads of this process may wait for Ray forever
 
 
 class Deployment:
-    """One deployment, from Ray's start to its end."""
+    """One deployment, from the start of Ray to its end."""
 
     def __init__(self, settings: DeploySettings) -> None:
         self._settings = settings
         self._readiness = Readiness(settings.ready_fd)
 
     async def run(self) -> None:
-        """Until SIGTERM or SIGINT. Raises RayLost when Ray ends before, Unavailable if nothing can start."""
+        """Serve until SIGTERM or SIGINT. Raises RayLost if Ray ends, Unavailable if nothing can start."""
         stopped, hung_up = asyncio.Event(), asyncio.Event()
         _listen(stopped, hung_up)
         self._readiness.stage("checking the model", detail=self._settings.model)
@@ -172,29 +177,29 @@ class Deployment:
             return
         gc.collect()
         addresses = [lease.address for lease in leases]
-        _LOG.info("serving", addresses=addresses)
+        _LOG.info("replicas registered", addresses=addresses)
         self._readiness.ready(addresses[0], addresses=addresses)
         while await _first(stopped, hung_up) is not stopped:
             hung_up.clear()
             try:
                 scale = self.scale
             except (OSError, ValueError) as error:
-                _LOG.error("not scaled", problem=str(error))
+                _LOG.error("scaling failed", problem=str(error))
                 continue
-            _LOG.info("scaling", replicas=scale.replicas)
+            _LOG.info("scaling started", replicas=scale.replicas)
             await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), scale)
 
     async def _watch(self) -> None:
-        """Raise RayLost once the local head has ended, or Serve's controller answers no more."""
-        heard = time.monotonic()
+        """Raise RayLost once the local head has ended or Serve's controller no longer answers."""
+        answered = time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_S)
             ray_cluster.refuse_dead_head()
-            with suppress(Exception):  # Ray's errors are of many kinds; how long they last is what counts
+            with suppress(Exception):  # Ray raises many kinds of errors; only their duration matters
                 async with asyncio.timeout(_SILENCE_S):
-                    await asyncio.to_thread(ray_cluster.ask_serve)
-                heard = time.monotonic()
-            if time.monotonic() - heard > _SILENCE_S:
+                    await asyncio.to_thread(ray_cluster.ping_serve)
+                answered = time.monotonic()
+            if time.monotonic() - answered > _SILENCE_S:
                 raise ray_cluster.RayLost(f"Serve's controller has not answered for {_SILENCE_S:g} s")
 
     @property
@@ -202,34 +207,34 @@ class Deployment:
         return self._settings.tensor_parallel
 
     def _replicas(self) -> int:
-        """Raises OSError or ValueError where the file does not hold a number of replicas."""
+        """Return the number of replicas. Raises OSError or ValueError if the file holds none."""
         file = self._settings.replicas_file
         if file is None:
             return self._settings.replicas
         replicas = int(file.read_text(encoding="utf-8"))
         if not 1 <= replicas <= MAX_REPLICAS:
-            raise ValueError(f"{file}: replicas must be in [1, {MAX_REPLICAS}], are {replicas}")
+            raise ValueError(f"{file}: replicas must be in [1, {MAX_REPLICAS}], got {replicas}")
         return replicas
 
     @property
     def scale(self) -> Scale:
-        """How many replicas there are to be."""
+        """Return how many replicas are to run."""
         from services.target.ray.app import Scale  # noqa: PLC0415  # imports Ray
 
         settings = self._settings
         return Scale(
             replicas=self._replicas(),
-            most=settings.max_replicas,
+            max_replicas=settings.max_replicas,
             upscale_delay_s=settings.upscale_delay_s,
             downscale_delay_s=settings.downscale_delay_s,
         )
 
     async def _registered(self) -> list[TargetLease]:
-        """All replicas, once they run and are registered. Raises Unavailable if they cannot start."""
+        """Return all replicas, once they run and are registered. Raises Unavailable if they cannot start."""
         registry = ReplicaRegistry(self._settings.redis_url.get_secret_value())
         try:
             while True:
-                # A lease alone may be that of a replica that has failed since, or of another deployment.
+                # A lease may belong to a replica that has failed since, or to another deployment.
                 running = await asyncio.to_thread(ray_cluster.running_replicas)
                 with suppress(StoreUnavailable):
                     leases = await registry.read(TARGET_POOL)
@@ -243,12 +248,12 @@ class Deployment:
 def _args(settings: DeploySettings) -> AppArgs:
     from services.target.ray.app import AppArgs  # noqa: PLC0415  # imports Ray
 
-    told = settings.model_dump(mode="json", exclude=set(_NOT_FOR_REPLICAS))
-    return AppArgs(tensor_parallel=settings.tensor_parallel, settings=told)
+    values = settings.model_dump(mode="json", exclude=set(_NOT_FOR_REPLICAS))
+    return AppArgs(tensor_parallel=settings.tensor_parallel, settings=values)
 
 
 def _listen(stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
-    """Have signals set them: told to stop, and to look again."""
+    """Set the events on signals: `stopped` on SIGTERM and SIGINT, `hung_up` on SIGHUP."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
@@ -256,7 +261,7 @@ def _listen(stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
 
 
 async def _first_of(watching: asyncio.Task[None], work: asyncio.Task[None]) -> None:
-    """Until `work` is done, or `watching` raises."""
+    """Return when `work` is done; raise what `watching` raises."""
     try:
         await asyncio.wait({watching, work}, return_when=asyncio.FIRST_COMPLETED)
         (watching if watching.done() else work).result()
@@ -267,7 +272,7 @@ async def _first_of(watching: asyncio.Task[None], work: asyncio.Task[None]) -> N
 
 
 async def _first(*events: asyncio.Event) -> asyncio.Event:
-    """The event that is set first; of several the one named first."""
+    """Return the event that is set first; of several the one named first."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -278,8 +283,7 @@ async def _first(*events: asyncio.Event) -> asyncio.Event:
 
 
 def _set_of(events: tuple[asyncio.Event, ...]) -> asyncio.Event:
-    found: Iterator[asyncio.Event] = (event for event in events if event.is_set())
-    return next(found)
+    return next(event for event in events if event.is_set())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The Ray Serve application, `services.target.ray.app:app` in configs such as deploy/ray/target.yaml."""
+"""The Ray Serve application: `services.target.ray.app:app` in deploy/ray/target.yaml."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ DEPLOYMENT = "TargetReplica"
 IMPORT_PATH = "services.target.ray.app:app"
 AUTOSCALING_POLICY = "services.target.ray.autoscaling:scale_targets"
 
-# A dead process is seen at the next check; one that hangs after three of these.
+# A dead process is noticed at the next check; a hanging one after three of these.
 _HEALTH_CHECK_S = 1
 _HEALTH_CHECK_TIMEOUT_S = 10
 _AFTER_DRAIN_S = 10
 
 
 class AppArgs(BaseModel):
-    """The `args` of the application: a replica's settings, and over how many ranks it is cut."""
+    """The `args` of the application: a replica's settings, and its number of ranks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tensor_parallel: int = Field(default=1, ge=1, description="Ranks a replica.")
+    tensor_parallel: int = Field(default=1, ge=1, description="Ranks of a replica.")
     settings: dict[str, Any] = Field(
-        default_factory=dict, description="Of services.target.settings.TargetSettings."
+        default_factory=dict, description="Fields of services.target.settings.TargetSettings."
     )
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:
-    """The deployment of these arguments, an AppArgs; how many replicas there are is the config's to say."""
+    """Return the deployment of `args`, an AppArgs; the configuration sets the number of replicas."""
     parsed = AppArgs.model_validate(args)
     settings = parsed.settings
     cpus, gpus = int(settings.get("threads", 1)), int(str(settings.get("device", "cpu")).startswith("cuda"))
@@ -45,7 +45,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         placement_group_strategy="PACK",
         health_check_period_s=_HEALTH_CHECK_S,
         health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
-        # Serve knows of no request; the drain is our own, in the replica's destructor.
+        # Serve sees no request; the replica's destructor drains.
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=float(settings.get("drain_timeout_s", 25.0)) + _AFTER_DRAIN_S,
     )(TargetReplica)
@@ -54,24 +54,24 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 
 class Scale(BaseModel):
-    """How many replicas there are: `replicas`, or as many as the load wants from there up to `most`."""
+    """How many replicas run: `replicas`, or from there up to `max_replicas` as the load needs."""
 
     model_config = ConfigDict(frozen=True)
 
     replicas: int
-    most: int
-    # How long the load must want it.
+    max_replicas: int
+    # How long the load must need it, in seconds.
     upscale_delay_s: float
     downscale_delay_s: float
 
     def options(self) -> dict[str, Any]:
-        """Of the deployment, in a config."""
-        if self.most <= self.replicas:
+        """Return the deployment's options in a configuration."""
+        if self.max_replicas <= self.replicas:
             return {"num_replicas": self.replicas}
         return {
             "autoscaling_config": {
                 "min_replicas": self.replicas,
-                "max_replicas": self.most,
+                "max_replicas": self.max_replicas,
                 "upscale_delay_s": self.upscale_delay_s,
                 "downscale_delay_s": self.downscale_delay_s,
                 "policy": {"policy_function": AUTOSCALING_POLICY},
@@ -80,7 +80,10 @@ class Scale(BaseModel):
 
 
 def schema_of(args: AppArgs, scale: Scale) -> dict[str, Any]:
-    """A config, as `serve deploy` reads it. Deployed again with another scale it leaves the others alone."""
+    """Return a configuration, as `serve deploy` reads it.
+
+    Deploying it again with another scale leaves the running replicas alone.
+    """
     return {
         "proxy_location": "Disabled",
         "applications": [

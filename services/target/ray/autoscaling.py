@@ -1,6 +1,6 @@
-"""How many replicas a load needs: read from queue depth and free KV blocks, which say what requests cannot.
+"""Decide how many replicas the load needs, from queue depth and free KV blocks.
 
-Serve's own measure, ongoing requests, sees nothing here: requests do not pass through Ray.
+Serve's own measure, ongoing requests, is 0 here: requests do not pass through Ray.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 QUEUE_DEPTH = "queue_depth"
 KV_FREE_SHARE = "kv_free_share"
 
-# Above either of the first two, or below either of the last two, one replica more or less.
+# One replica more above BUSY_QUEUE or below SCARCE_KV_SHARE; one fewer below IDLE_QUEUE and above PLENTY.
 BUSY_QUEUE = 8.0
 SCARCE_KV_SHARE = 0.10
 IDLE_QUEUE = 0.5
@@ -21,16 +21,16 @@ PLENTY_KV_SHARE = 0.60
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """Of one replica: sessions that wait for a pass, and which share of its KV blocks is free."""
+    """One replica's load: sessions that wait for a step, and the share of its KV blocks that is free."""
 
     queue_depth: float
     kv_free_share: float
 
 
-def wanted_replicas(loads: Sequence[ReplicaLoad], running: int) -> int:
-    """One more where the mean replica is busy or short of KV, one fewer where it idles with plenty of both.
+def replicas_for(loads: Sequence[ReplicaLoad], running: int) -> int:
+    """Return one more where the mean replica is busy or short of KV, one fewer where it idles.
 
-    Steps of one: a new replica takes seconds to be felt, and its share of the load is known only then.
+    Steps of one: a new replica takes seconds to take load, and its share of the load is known only then.
     """
     if not loads:
         return running
@@ -44,10 +44,10 @@ def wanted_replicas(loads: Sequence[ReplicaLoad], running: int) -> int:
 
 
 def scale_targets(ctx: Any) -> tuple[int, dict[str, Any]]:
-    """Ray Serve's autoscaling policy; bounds and delays of the AutoscalingConfig are applied by Serve."""
+    """Return the target number of replicas; Serve applies the AutoscalingConfig's bounds and delays."""
     if ctx.current_num_replicas < ctx.target_num_replicas:
-        return ctx.target_num_replicas, {}  # the last one is still loading, and relieves nobody yet
+        return ctx.target_num_replicas, {}  # the last one is still loading
     metrics = ctx.aggregated_metrics or {}
     queues, frees = metrics.get(QUEUE_DEPTH, {}), metrics.get(KV_FREE_SHARE, {})
     loads = [ReplicaLoad(queues[replica], frees[replica]) for replica in queues if replica in frees]
-    return wanted_replicas(loads, ctx.target_num_replicas), {}
+    return replicas_for(loads, ctx.target_num_replicas), {}

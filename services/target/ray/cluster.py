@@ -1,6 +1,6 @@
-"""The Ray below a deployment: start or join it, have Serve run replicas, see how both are, take them down.
+"""Start or join the Ray below a deployment, deploy replicas, report their state, take them down.
 
-Nothing here imports Ray before `start`: what it reads of the environment is set there first.
+Nothing here imports Ray before `start`, which first sets the environment that Ray reads.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from services.target.ranks.rank import REDIS_URL
 if TYPE_CHECKING:
     from services.target.ray.app import AppArgs, Scale
 
-# Local actors are counted, not held back: the cores of one machine are shared anyway.
+# Local actors are counted, not limited: they share the cores of one machine anyway.
 _LOCAL_SLOTS = 64
-_OBJECT_STORE_BYTES = 80 * 2**20  # nothing of ours lies there
-# Of the processes of a local head, those that the replicas cannot do without.
+_OBJECT_STORE_BYTES = 80 * 2**20  # nothing of ours is stored there
+# Processes of a local head without which replicas cannot run.
 _VITAL = frozenset({"gcs_server", "raylet"})
 
 
@@ -29,7 +29,7 @@ class RayLost(Unavailable):
 
 
 def start(address: str, redis_url: str, *, threads: int, scratch: Path) -> None:
-    """Join the cluster at `address`; empty: start a Ray of our own here, which writes into `scratch`."""
+    """Join the cluster at `address`; if empty, start a Ray on this machine, which writes into `scratch`."""
     _environment(redis_url)
     import ray  # noqa: PLC0415  # after the environment
     from ray import serve  # noqa: PLC0415
@@ -43,7 +43,7 @@ def start(address: str, redis_url: str, *, threads: int, scratch: Path) -> None:
             num_cpus=_LOCAL_SLOTS * threads,
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,
-            # What replicas say would be lost with `scratch`.
+            # The replicas' logs would be lost with `scratch`.
             log_to_driver=True,
             _node_ip_address="127.0.0.1",
             _temp_dir=str(scratch),
@@ -53,7 +53,7 @@ def start(address: str, redis_url: str, *, threads: int, scratch: Path) -> None:
 
 
 def _environment(redis_url: str) -> None:
-    """What Ray's processes, and with them the replicas, inherit; read when ray is imported."""
+    """Set what Ray's processes and the replicas inherit; Ray reads it when it is imported."""
     os.environ.update(
         {
             "RAY_USAGE_STATS_ENABLED": "0",  # nothing phones home
@@ -61,7 +61,7 @@ def _environment(redis_url: str) -> None:
             "RAY_COLOR_PREFIX": "0",
             # The user's code runs in the replica's main loop otherwise, beside Serve's own calls.
             "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "1",
-            # How often a replica says how it is, for autoscaling.
+            # How often a replica reports its load, for autoscaling.
             "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
             REDIS_URL: redis_url,
         }
@@ -69,7 +69,7 @@ def _environment(redis_url: str) -> None:
 
 
 def deploy(args: AppArgs, scale: Scale) -> None:
-    """Have Serve make it so; as the REST API does, which would need the dashboard. Returns at once."""
+    """Deploy through Serve's client, as the REST API does, which needs the dashboard. Returns at once."""
     from ray.serve import context  # noqa: PLC0415
     from ray.serve.schema import ServeDeploySchema  # noqa: PLC0415
 
@@ -80,7 +80,7 @@ def deploy(args: AppArgs, scale: Scale) -> None:
 
 
 def running_replicas() -> int:
-    """How many replicas have started, as Serve says. Raises Unavailable if Serve has given up."""
+    """Return how many replicas have started. Raises Unavailable if Serve has given up."""
     from ray import serve  # noqa: PLC0415
 
     from services.target.ray.app import APP, DEPLOYMENT  # noqa: PLC0415
@@ -96,12 +96,12 @@ def running_replicas() -> int:
 def last_line(trace: str) -> str:
     """Of a trace, what was raised."""
     return next(
-        (line.strip() for line in reversed(trace.splitlines()) if line.strip()), "Serve did not say why"
+        (line.strip() for line in reversed(trace.splitlines()) if line.strip()), "Serve gave no reason"
     )
 
 
 def refuse_dead_head() -> None:
-    """Raise RayLost if a local head's process has ended; of another cluster's nothing can be seen so."""
+    """Raise RayLost if a process of a local head has ended; does nothing for another cluster."""
     from ray._private import worker  # noqa: PLC0415  # Ray itself says it only after a minute
 
     node: Any = worker._global_node  # noqa: SLF001
@@ -110,17 +110,17 @@ def refuse_dead_head() -> None:
         raise RayLost(f"Ray has lost its {', '.join(sorted(dead))}")
 
 
-def ask_serve() -> None:
-    """Have Serve's controller answer. Raises what Ray raises if it does not; may also hang."""
+def ping_serve() -> None:
+    """Call Serve's controller. Raises what Ray raises if it does not answer; may also hang."""
     from ray import serve  # noqa: PLC0415
 
     serve.status()
 
 
 def kill_rest() -> None:
-    """Kill what this process has started, and what that has: without a head some would wait for a minute.
+    """Kill the descendants of this process: without a head some would wait for a minute.
 
-    On Linux; elsewhere they end when they have waited.
+    Works on Linux; elsewhere they end when they have waited.
     """
     for pid in _descendants(os.getpid()):
         with suppress(ProcessLookupError):
@@ -128,16 +128,16 @@ def kill_rest() -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # it has ended meanwhile
             for child in map(int, file.read_text(encoding="ascii").split()):
-                found += [child, *_descendants(child)]
-    return found
+                pids += [child, *_descendants(child)]
+    return pids
 
 
 def stop(*, own: bool) -> None:
-    """Drain and end the replicas, and with them a Ray of our own."""
+    """Drain and stop the replicas, and with them our own Ray."""
     import ray  # noqa: PLC0415
     from ray import serve  # noqa: PLC0415
 

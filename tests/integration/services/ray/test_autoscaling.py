@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.target.ray.autoscaling import ReplicaLoad, scale_targets, wanted_replicas
+from services.target.ray.autoscaling import ReplicaLoad, replicas_for, scale_targets
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ from services.target.ray.autoscaling import ReplicaLoad, scale_targets, wanted_r
         ([(0, 0.4), (0, 0.5)], 2, 2),
     ],
 )
-def test_wanted_replicas(loads: list[tuple[float, float]], running: int, wanted: int) -> None:
-    assert wanted_replicas([ReplicaLoad(*load) for load in loads], running) == wanted
+def test_replicas_for(loads: list[tuple[float, float]], running: int, wanted: int) -> None:
+    assert replicas_for([ReplicaLoad(*load) for load in loads], running) == wanted
 
 
 def test_serve_is_answered_from_what_replicas_report() -> None:

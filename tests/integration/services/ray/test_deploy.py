@@ -26,7 +26,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was stopped in order, of a Ray that starts at once and whose replicas never come."""
     calls: list[Any] = []
     nothing: Any = lambda *_, **__: None  # noqa: E731
-    for name in ("start", "deploy", "ask_serve"):
+    for name in ("start", "deploy", "ping_serve"):
         monkeypatch.setattr(ray_cluster, name, nothing)
     monkeypatch.setattr(ray_cluster, "running_replicas", lambda: 0)
     monkeypatch.setattr(ray_cluster, "refuse_dead_head", nothing)
@@ -60,7 +60,7 @@ async def test_a_controller_that_stays_silent_ends_it(
     def silent() -> None:
         raise ConnectionError("nobody there")
 
-    monkeypatch.setattr(ray_cluster, "ask_serve", silent)
+    monkeypatch.setattr(ray_cluster, "ping_serve", silent)
     monkeypatch.setattr(deploy, "_SILENCE_S", 0.2)
     with pytest.raises(ray_cluster.RayLost, match=r"not answered for 0\.2 s"):
         await asyncio.wait_for(deployment(tmp_path).run(), 30)

@@ -17,7 +17,7 @@ from galley.core.errors import Broken
 from galley.core.step import StepChunk, StepTrace
 from galley.engine.model import CausalModel
 from galley.engine.parallel.process_group import RankLost
-from services.target.ranks.plan_codec import Pass, decode, encode
+from services.target.ranks.plan_codec import RankStep, decode, encode
 from services.target.ranks.sharded import ShardedModel, follow, receive_numbers, send_numbers
 
 NUMBERS = st.integers(0, 2**31 - 1)
@@ -38,7 +38,7 @@ def test_a_plan_arrives_as_it_was(
     chunks: list[StepChunk], copies: list[tuple[int, int]], span: bytes
 ) -> None:
     sent = torch.tensor(encode(chunks, copies, span), dtype=torch.int32)
-    assert decode(sent.tolist()) == Pass(tuple(chunks), tuple(copies), span)
+    assert decode(sent.tolist()) == RankStep(tuple(chunks), tuple(copies), span)
 
 
 @settings(max_examples=100)
@@ -90,7 +90,7 @@ def test_numbers_of_any_count_arrive(count: int) -> None:
 def test_a_count_that_no_plan_has_is_refused_before_there_is_room_for_it(count: int) -> None:
     wire = Wire()
     wire.sent.append(torch.full((1024,), count, dtype=torch.int32))
-    with pytest.raises(Broken, match=f"a plan of {count} numbers"):
+    with pytest.raises(Broken, match=f"at most .* values, got {count}"):
         receive_numbers(wire)
     with pytest.raises(Broken):
         send_numbers(wire, range(2**24 + 1))
@@ -101,13 +101,13 @@ class StandIn:
     """Notes what it runs; `failure` is raised by each run."""
 
     def __init__(self, failure: Exception | None = None) -> None:
-        self.ran: list[Pass] = []
+        self.ran: list[RankStep] = []
         self.failure = failure
 
     def run(
         self, chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]], watch: StepTrace | None = None
     ) -> Tensor:
-        self.ran.append(Pass(tuple(chunks), tuple(copies)))
+        self.ran.append(RankStep(tuple(chunks), tuple(copies)))
         if self.failure is not None:
             raise self.failure
         return torch.ones(1)
@@ -131,7 +131,7 @@ def test_all_ranks_run_what_rank_0_runs_until_it_stops() -> None:
     model.run([CHUNK])
     model.stop()
     follow(model_of(other), wire, untold)
-    assert other.ran == first.ran == [Pass((CHUNK,), ((1, 2),)), Pass((CHUNK,), ())]
+    assert other.ran == first.ran == [RankStep((CHUNK,), ((1, 2),)), RankStep((CHUNK,), ())]
 
 
 @pytest.mark.parametrize("watch", [None, StepTrace(bytes(range(24)))], ids=["untraced", "traced"])

@@ -75,5 +75,5 @@ def test_each_rank_of_a_host_sees_a_device_of_its_own(
 
 def test_a_host_with_too_few_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(ValueError, match="no device for each"):
+    with pytest.raises(ValueError, match="must name a device for each"):
         device_environment(RankSpec("model", "auto", "cuda", 1, 4), 2)
