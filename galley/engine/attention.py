@@ -1,7 +1,7 @@
-"""Paged attention for transformers' own modelling code: all rows of a pass at once, KV in a shared pool.
+"""Paged attention for transformers' modelling code: all rows of a step at once, KV in a shared pool.
 
-The rows of all sequences lie one after another in one row of the batch, so every linear layer runs once for
-all. Here, and only here, they part: each row's query meets its own sequence's keys.
+The rows of all sequences lie one after another in one batch row, so every linear layer runs once for all.
+Only here are they separated: each row's query attends to its own sequence's keys.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from galley.engine.errors import UnsupportedModel
 from galley.engine.paged import Attention, Shape
 from galley.engine.pages import Pages
 
-# No mask function is registered under this name, so that transformers makes no masks.
+# No mask function is registered under this name, so transformers makes no masks.
 NAME = "galley"
 _UNSERVED = ("position_bias", "s_aux", "block_sequence_ids")
 
 
 def register() -> None:
-    """Make `attn_implementation="galley"` known to transformers; again is harmless."""
+    """Register `attn_implementation="galley"` with transformers; repeating it does nothing."""
     AttentionInterface.register(NAME, paged_attention)
 
 
-class Pass:
-    """One forward pass; it travels to the attention function as a keyword argument."""
+class AttentionStep:
+    """One forward call; travels to the attention function as a keyword argument."""
 
     def __init__(self, attention: Attention, pages: Pages) -> None:
         self.attention = attention
         self.pages = pages
-        self._layers_seen: set[int] = set()
+        self._layers: set[int] = set()
 
     def enter(self, layer: int) -> None:
-        """A layer's attention is asked for."""
-        self._layers_seen.add(layer)
+        """Count a layer's attention."""
+        self._layers.add(layer)
 
     def expect_layers(self, layers: int) -> None:
-        """Raise Broken unless that many layers have come."""
-        if len(self._layers_seen) != layers:
-            raise Broken(f"{len(self._layers_seen)} layers came to our attention")
+        """Raise Broken unless that many layers called our attention."""
+        if len(self._layers) != layers:
+            raise Broken(f"layers: {layers} must call our attention, got {len(self._layers)}")
 
 
 def paged_attention(  # noqa: PLR0913, PLR0917  # the signature is transformers'
@@ -50,19 +50,19 @@ def paged_attention(  # noqa: PLR0913, PLR0917  # the signature is transformers'
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001  # the pages know better
+    attention_mask: Tensor | None,  # noqa: ARG001  # the pages replace it
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    galley_pass: Pass | None = None,
+    galley_step: AttentionStep | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of `query` [1, heads, rows, head_dim] to each row's sequence; [1, rows, heads, head_dim].
+    """Return attention [1, rows, heads, head_dim] of `query` [1, heads, rows, head_dim] to its sequences.
 
-    `key` and `value` [1, kv_heads, rows, head_dim] are put into the pool first. Raises UnsupportedModel
-    where the model wants something that is not served here.
+    Writes `key` and `value` [1, kv_heads, rows, head_dim] into the pool first. Raises UnsupportedModel if
+    the model needs something that is not served here.
     """
-    current = _checked(module, sliding_window, galley_pass, others)
+    current = _checked(module, sliding_window, galley_step, others)
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # transformers sets an int
     _refuse_shape(module, layer, current, key, value)
     current.enter(layer)
@@ -75,26 +75,28 @@ def paged_attention(  # noqa: PLR0913, PLR0917  # the signature is transformers'
 
 
 def _checked(
-    module: torch.nn.Module, window: int | None, current: Pass | None, others: dict[str, Any]
-) -> Pass:
+    module: torch.nn.Module, window: int | None, current: AttentionStep | None, others: dict[str, Any]
+) -> AttentionStep:
     name = type(module).__name__
     if current is None:
-        raise UnsupportedModel(f"{name}: does not hand its arguments on to the attention function")
-    wanted = [other for other in _UNSERVED if others.get(other) is not None]
-    if wanted:
-        raise UnsupportedModel(f"{name}: needs {wanted[0]} in attention")
+        raise UnsupportedModel(f"{name}: does not pass its arguments on to the attention function")
+    needed = [other for other in _UNSERVED if others.get(other) is not None]
+    if needed:
+        raise UnsupportedModel(f"{name}: needs {needed[0]} in attention")
     if not getattr(module, "is_causal", True):
         raise UnsupportedModel(f"{name}: attends to the future")
     layer_types = getattr(getattr(module, "config", None), "layer_types", None)
     if window is None and layer_types and layer_types[module.layer_idx] == "sliding_attention":
-        raise UnsupportedModel(f"{name}: does not tell the attention function its sliding window")
+        raise UnsupportedModel(f"{name}: does not pass its sliding window to the attention function")
     return current
 
 
-def _refuse_shape(module: torch.nn.Module, layer: int, current: Pass, key: Tensor, value: Tensor) -> None:
+def _refuse_shape(
+    module: torch.nn.Module, layer: int, current: AttentionStep, key: Tensor, value: Tensor
+) -> None:
     kept = current.attention.pool.shape
-    come = (key.shape[1], key.shape[3], value.shape[3])
-    if come != (kept.kv_heads, kept.key_dim, kept.value_dim) or not 0 <= layer < kept.layers:
+    got = (key.shape[1], key.shape[3], value.shape[3])
+    if got != (kept.kv_heads, kept.key_dim, kept.value_dim) or not 0 <= layer < kept.layers:
         raise UnsupportedModel(
-            f"{type(module).__name__}: layer {layer} has other keys and values than its configuration says"
+            f"{type(module).__name__}: layer {layer} has keys and values unlike its configuration"
         )

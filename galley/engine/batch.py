@@ -11,10 +11,10 @@ from galley.engine.cache import SessionCache
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a model is. `context_window` counts tokens; `dtype` and `device` are torch's names.
+    """Facts of a loaded model. `context_window` counts tokens; `dtype` and `device` are torch's names.
 
-    `deterministic`: a position's logits have the same bits in any batch, chunk and prefill split.
-    `ranks` share the weights.
+    `deterministic`: a position's logits have the same bits in any batch, chunk and prefill split. `ranks` is
+    the number of ranks that share the weights.
     """
 
     name: str
@@ -31,7 +31,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Feed `tokens` after those that `cache` holds; of the last `want_logits` rows the logits are wanted."""
+    """Tokens to feed after those in `cache`; the last `want_logits` rows get logits."""
 
     cache: SessionCache
     tokens: Sequence[int]

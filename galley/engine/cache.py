@@ -1,4 +1,4 @@
-"""Sequences' caches over a model's own blocks, for those that do no accounting of their own."""
+"""Caches of sequences over a model's own blocks, for users that do no block accounting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class FreeBlocks:
-    """The blocks of a pool that no cache holds; the lowest go first, so that little memory is touched."""
+    """The free blocks of a pool; the lowest are taken first, so that little memory is touched."""
 
     __slots__ = ("__weakref__", "_free")
 
@@ -24,19 +24,19 @@ class FreeBlocks:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """That many blocks. Raises Overloaded, taking none, where there are fewer."""
+        """Return `count` blocks. Raises Overloaded, taking none, if fewer are free."""
         if count > len(self._free):
-            raise Overloaded(f"{count} KV blocks are needed, {len(self._free)} are free", _RETRY_AFTER_S)
+            raise Overloaded(f"KV blocks: {count} needed, {len(self._free)} free", _RETRY_AFTER_S)
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """Blocks that were taken."""
+        """Return `blocks`, which were taken, to the pool."""
         for block in blocks:
             heapq.heappush(self._free, block)
 
 
 class SessionCache:
-    """The KV of `tokens`, no more and no less; only CausalModel.forward adds to it."""
+    """The KV of `tokens`, exactly; only CausalModel.forward adds to it."""
 
     __slots__ = ("__weakref__", "_free", "blocks", "tokens")
 
@@ -53,14 +53,14 @@ class SessionCache:
             self.blocks += self._free.take(missing)
 
     def truncate(self, length: int) -> None:
-        """Forget everything from position `length` on. Raises ValueError if less than `length` is held."""
+        """Drop everything from position `length` on. Raises ValueError if fewer tokens are held."""
         if not 0 <= length <= len(self.tokens):
-            raise ValueError(f"cannot cut {len(self.tokens)} tokens to {length}")
+            raise ValueError(f"length: must be in [0, {len(self.tokens)}], got {length}")
         del self.tokens[length:]
         self.trim()
 
     def trim(self) -> None:
-        """Give back the blocks beyond the tokens."""
+        """Free the blocks beyond the tokens."""
         kept = _blocks_of(len(self.tokens))
         self._free.give_back(self.blocks[kept:])
         del self.blocks[kept:]

@@ -1,4 +1,4 @@
-"""What only the engine can find wrong."""
+"""Errors that only the engine raises."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from galley.core.errors import CallerFault
 
 
 class UnsupportedModel(CallerFault):
-    """The model is of a kind that this engine does not serve, or cannot be had; the message says why."""
+    """The engine does not serve this kind of model, or cannot get it; the message says why."""

@@ -1,4 +1,4 @@
-"""The name of a target build: the same name, the same bits."""
+"""The fingerprint of a target build: equal fingerprints mean equal bits."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from galley.engine.load.cache_directory import file_digest
 from galley.engine.model import CausalModel
 from galley.engine.probe import probe_logits
 
-# Raised with every change to the engine that may change a bit of a logit.
+# Increased with every change to the engine that may change a bit of a logit.
 ENGINE_REVISION = 2
 _DIGEST_BYTES = 8
 _BUILD_FILES = ("*.safetensors", "config.json")
 
 
 def fingerprint(model: CausalModel) -> str:
-    """16 hex digits over all that the bits depend on, and over the logits of a fixed probe prompt.
+    """Return 16 hex digits over everything the bits depend on, and over the logits of a fixed probe prompt.
 
-    Takes one forward pass; the weights' digest is remembered between starts.
+    Runs one step; the weights' digest is kept between starts.
     """
     directory = model.info.directory
     files = sorted(path for pattern in _BUILD_FILES for path in directory.glob(pattern))
@@ -45,7 +45,7 @@ def fingerprint(model: CausalModel) -> str:
         "llvm": ".".join(map(str, llvmlite.binding.llvm_version_info)),
         "llvmlite": llvmlite.__version__,
         "cpu": _instruction_sets(),
-        "libc": platform.libc_ver(),  # whose cosines and exponentials the kernels call
+        "libc": platform.libc_ver(),  # the kernels call its cosines and exponentials
         "device": _device_kind(model.info.device),
         "tensor_parallel": model.info.ranks,
         **_cuda(model),
@@ -56,13 +56,13 @@ def fingerprint(model: CausalModel) -> str:
 
 
 def _instruction_sets() -> list[str]:
-    """By which oneDNN chooses its kernels, beside torch's own choice."""
+    """Return the instruction sets by which oneDNN and torch choose kernels."""
     flags = torch.cpu.get_capabilities().items()
     return [torch.backends.cpu.get_cpu_capability(), *sorted(name for name, there in flags if there is True)]
 
 
 def _cuda(model: CausalModel) -> dict[str, object]:
-    """What more the bits depend on there: products are cuBLAS's, and their kernels go by their shapes."""
+    """Return what else the bits depend on there: cuBLAS chooses kernels by the shapes of products."""
     if torch.device(model.info.device).type != "cuda":
         return {}
     return {"cuda": torch.version.cuda, "rows_of_pass": model.max_rows}

@@ -1,4 +1,4 @@
-"""The two ways through a model's layers: transformers' modelling code, or our own."""
+"""The two forward passes of a model: transformers' modelling code, or our own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from galley.engine.attention import Pass
+from galley.engine.attention import AttentionStep
 from galley.engine.cpu import llama, packing
 from galley.engine.cuda.flex import FlexAttention
 from galley.engine.cuda.forward import ROWS, DeviceForward, Shapes
@@ -19,22 +19,22 @@ from galley.engine.paged import Attention, CompiledAttention, attention_for
 from galley.engine.pages import Pages
 from galley.engine.parallel.ranks import Ranks
 
-_AS_USUAL = DeviceOptions()
+_DEFAULT_OPTIONS = DeviceOptions()
 
 
 class Forward(Protocol):
-    """A model's layers and head; `kind` and `attention` name what is computed how."""
+    """A model's layers and head; `kind` and `attention` name the code that computes them."""
 
     @property
     def kind(self) -> str:
-        """Of the way."""
+        """Return whose code runs the layers: "own" or "transformers"."""
 
     @property
     def attention(self) -> Attention:
-        """Where keys and values go."""
+        """Return the attention over the pool of keys and values."""
 
-    def __call__(self, pages: Pages, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
-        """Feed the rows of `pages`; the logits of the rows `wanted`, float32 [wanted, vocab_size]."""
+    def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+        """Feed the rows of `pages`; return float32 logits [logit_rows, vocab_size] of those rows."""
 
 
 def forward_of(
@@ -44,11 +44,11 @@ def forward_of(
     *,
     max_rows: int,
     own: bool,
-    options: DeviceOptions = _AS_USUAL,
+    options: DeviceOptions = _DEFAULT_OPTIONS,
 ) -> Forward:
-    """The way through `module`: transformers' code or, of what `llama.serves`, our `own`.
+    """Return the forward pass of `module`: transformers' code, or `own` where `llama.serves` it.
 
-    Either way the module is not what it was.
+    Both take the module apart or change it; the caller must not use it afterwards.
     """
     heads, device = module.config.num_attention_heads // ranks.size, pool.keys.device
     context = module.config.max_position_embeddings
@@ -64,7 +64,7 @@ def forward_of(
 
 def _on_device(module: Any, attention: FlexAttention, ranks: Ranks, options: DeviceOptions) -> Forward:
     device = attention.pool.keys.device
-    # What ranks say to one another is not recorded.
+    # A recording cannot hold the exchanges between ranks.
     recorded = options.graphs and ranks.size == 1 and device.type == "cuda"
     graphs = Graphs(CudaRecorder(device), device) if recorded else None
     shapes = Shapes(fixed=FIXED_ROWS) if options.invariant else Shapes(ROWS)
@@ -81,22 +81,22 @@ class TransformersForward:
         self._module = module
         self._device = attention.pool.keys.device
 
-    def __call__(self, pages: Pages, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
-        """See `Forward`."""
+    def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+        """Feed the rows of `pages`; return float32 logits [logit_rows, vocab_size] of those rows."""
         filler = [0] * (packing.MIN_ROWS - pages.rows)
-        current = Pass(self.attention, pages)
+        current = AttentionStep(self.attention, pages)
         arguments = {
             "input_ids": self._tensor([*tokens, *filler])[None],
             "position_ids": self._tensor([*pages.positions.tolist(), *filler])[None],
             "use_cache": False,
-            "galley_pass": current,
+            "galley_step": current,
         }
-        if not wanted:
+        if not logit_rows:
             self._module.base_model(**arguments)
             logits = torch.empty(0, self._module.config.vocab_size, device=self._device)
         else:
-            kept = self._tensor([*wanted, *[0] * (packing.MIN_ROWS - len(wanted))])
-            logits = self._module(**arguments, logits_to_keep=kept).logits[0, : len(wanted)].float()
+            kept = self._tensor([*logit_rows, *[0] * (packing.MIN_ROWS - len(logit_rows))])
+            logits = self._module(**arguments, logits_to_keep=kept).logits[0, : len(logit_rows)].float()
         current.expect_layers(self._module.config.num_hidden_layers)
         return logits
 

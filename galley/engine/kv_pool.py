@@ -19,7 +19,7 @@ _COLUMNS = 32
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one rank keeps of a position: `kv_heads` are its own."""
+    """What one rank stores a position; `kv_heads` are its own."""
 
     layers: int
     kv_heads: int
@@ -29,23 +29,23 @@ class KvShape:
 
     @property
     def value_width(self) -> int:
-        """`value_dim`, rounded up for the kernels."""
+        """Return `value_dim`, rounded up for the kernels."""
         return -(-self.value_dim // _COLUMNS) * _COLUMNS
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
+        """Return the bytes of one block in all layers."""
         numbers = self.layers * self.kv_heads * BLOCK_TOKENS * (self.key_dim + self.value_width)
         return numbers * self.dtype.itemsize
 
 
 def kv_shape(config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> KvShape:
-    """What a model of this transformers configuration keeps. Raises UnsupportedModel."""
+    """Return the KV shape of a transformers configuration. Raises UnsupportedModel."""
     heads = config.num_attention_heads
     kv_heads = declared(config, "num_key_value_heads") or heads
     if kv_heads % ranks.size:
         raise UnsupportedModel(
-            f"{config.model_type}: {ranks.size} ranks cannot share {kv_heads} heads of keys and values evenly"
+            f"{config.model_type}: {ranks.size} ranks cannot share {kv_heads} KV heads evenly"
         )
     head_dim = declared(config, "head_dim") or config.hidden_size // heads
     key_dim = declared(config, "qk_head_dim") or head_dim
@@ -54,19 +54,22 @@ def kv_shape(config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> KvShape:
 
 
 def declared(config: Any, name: str) -> Any:
-    """What this kind of model has by that name; a config.json may hold any others, which say nothing."""
+    """Return the configuration's value of `name`, if its class declares it; else None.
+
+    A config.json may hold any other names, which mean nothing.
+    """
     return getattr(config, name, None) if hasattr(type(config), name) else None
 
 
 def kv_block_bytes(config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> int:
-    """Bytes of one block on one rank, to size a pool before loading. Raises UnsupportedModel."""
+    """Return the bytes of one block on one rank, to size a pool before loading. Raises UnsupportedModel."""
     return kv_shape(config, dtype, ranks).block_bytes
 
 
 class KvPool:
     """`blocks` blocks of `block_tokens` positions; memory is committed as blocks are first written.
 
-    keys: [layers, blocks, kv_heads, key_dim, block_tokens], so that a query meets a block's keys side by
+    keys: [layers, blocks, kv_heads, key_dim, block_tokens], so that a query reads a block's keys side by
     side; values: [layers, blocks, kv_heads, block_tokens, value_width]. Unwritten slots hold anything.
     """
 
@@ -74,10 +77,10 @@ class KvPool:
         self.shape = shape
         self.blocks = blocks
         self.block_tokens = BLOCK_TOKENS
-        self.keys, self.values = self._room(device)
+        self.keys, self.values = self._allocate(device)
 
-    def _room(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Keys and values, of one allocation."""
+    def _allocate(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return keys and values, of one allocation."""
         shape, blocks = self.shape, self.blocks
         per_layer = shape.layers * blocks * shape.kv_heads * BLOCK_TOKENS
         numbers = torch.empty(
@@ -92,12 +95,12 @@ class KvPool:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
+        """Return the bytes of one block in all layers."""
         return self.shape.block_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """Return the bytes of all blocks."""
         return self.keys.nbytes + self.values.nbytes
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""A causal language model that takes the new tokens of many sequences in one pass.
+"""A causal language model that computes the new tokens of many sequences in one step.
 
 The seam between the engine and its users (docs/decisions/003-engine-seam.md). A model is used either through
 `run`, by a scheduler that accounts for the blocks itself, or through caches and `forward`; never both. Not
@@ -32,11 +32,11 @@ from galley.engine.step_timing import watched
 
 __all__ = ["CausalModel", "KvPool", "ModelInfo", "Rows", "SessionCache"]
 
-# Longer chunks are cut, so that memory is bounded.
+# Rows that go through the layers at once, so that memory is bounded.
 MAX_ROWS = 512
-# Memory is committed as blocks are used.
+# The system commits memory as blocks are used.
 DEFAULT_KV_BLOCKS = 2048
-_AS_USUAL = DeviceOptions()
+_DEFAULT_OPTIONS = DeviceOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class _Piece:
     last: int
 
     @property
-    def wanted(self) -> int:
-        """Of the last how many of its rows the logits are wanted."""
+    def logit_rows(self) -> int:
+        """Return how many of its last rows need logits."""
         return max(0, self.last - max(self.first, len(self.chunk.tokens) - self.chunk.want_logits))
 
 
 class CausalModel:
-    """Weights, the forward pass and the pool of keys and values."""
+    """A model's weights, forward pass, and pool of keys and values."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class CausalModel:
         self._free = FreeBlocks(self.kv.blocks)
 
     @classmethod
-    def load(  # noqa: PLR0913  # each a choice of its own
+    def load(  # noqa: PLR0913
         cls,
         directory: Path,
         *,
@@ -85,13 +85,14 @@ class CausalModel:
         kv_blocks: int = DEFAULT_KV_BLOCKS,
         ranks: Ranks = ALONE,
         target: Path | None = None,
-        options: DeviceOptions = _AS_USUAL,
+        options: DeviceOptions = _DEFAULT_OPTIONS,
     ) -> CausalModel:
-        """The model in `directory`, checked against its own eager attention. Raises UnsupportedModel.
+        """Load the model in `directory` and check it against its own eager attention.
 
-        `threads` sets torch's threads for the whole process; `name` is the directory's where not given.
-        `kv_blocks`: the pool's size. Each rank calls this with its own `ranks`. `target`: whose embeddings a
-        trained draft takes. `options` are those of a CUDA device.
+        `threads` sets torch's threads for the whole process. `name` defaults to the directory's name.
+        `kv_blocks` is the size of the pool. Each rank calls this with its own `ranks`. `target` is the
+        directory whose embeddings a trained draft uses. `options` are those of a CUDA device. Raises
+        UnsupportedModel.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -115,9 +116,10 @@ class CausalModel:
         )
         pool = pool_for(shape, max(kv_blocks, probe.BLOCKS), torch.device(device), options)
         own = llama.serves(module, pool)
-        # Our own forward takes the module apart; what is refused in attention is better said by our own pass.
+        # Our own forward takes the module apart, so its reference comes first. Otherwise our attention comes
+        # first, since its refusals are clearer.
         theirs = probe.eager_logits(module, probe.prompt_of(info)) if own else None
-        max_rows = options.rows_of_pass(device, MAX_ROWS)
+        max_rows = options.rows_of_step(device, MAX_ROWS)
         forward = forward_of(module, pool, ranks, max_rows=max_rows, own=own, options=options)
         model = cls(forward, info, loaded.head, max_rows=max_rows, ranks=ranks)
         ours = probe.probe_logits(model)
@@ -125,20 +127,20 @@ class CausalModel:
             ours = ours[:, loaded.head.tokens]
         if theirs is None:
             theirs = probe.eager_logits(module, probe.prompt_of(info))
-        # Products of int8 weights round their inputs, too, whatever the dtype.
-        rounded = dtype if loaded.head is None else torch.bfloat16
-        probe.refuse_other_attention(config.model_type, ours, theirs, rounded)
+        # Products of int8 weights also round their inputs, whatever the dtype.
+        precision = dtype if loaded.head is None else torch.bfloat16
+        probe.refuse_other_attention(config.model_type, ours, theirs, precision)
         model.info = replace(info, deterministic=probe.keeps_bits(model))
         return model
 
     @property
     def forward_kind(self) -> str:
-        """Whose code runs the layers: "own" or "transformers"."""
+        """Return whose code runs the layers: "own" or "transformers"."""
         return self._forward.kind
 
     @property
     def attention_kind(self) -> str:
-        """Which attention is used."""
+        """Return the name of the attention class."""
         return type(self._forward.attention).__name__
 
     @torch.inference_mode()
@@ -148,11 +150,11 @@ class CausalModel:
         copies: Sequence[tuple[int, int]] = (),
         watch: StepTrace | None = None,
     ) -> Tensor:
-        """Copy blocks, feed the chunks, and put their keys and values into their blocks.
+        """Copy blocks, feed the chunks, and write their keys and values into their blocks.
 
-        Returns the wanted logits, float32 [sum of want_logits, vocab_size], in the order of the chunks, on
-        the model's device. A row that is not finite is its own chunk's affair. Raises Broken, before any
-        work, if a chunk is out of bounds. A `watch` is told what it took.
+        Returns the logits that the chunks want, float32 [sum of want_logits, vocab_size], in the order of
+        the chunks, on the model's device. A row may hold NaN without harm to the others. A `watch` gets the
+        times. Raises Broken, before any work, if a chunk is out of bounds.
         """
         if watch is None:
             logits = self._run(chunks, copies)
@@ -162,58 +164,60 @@ class CausalModel:
 
     @torch.inference_mode()
     def _run(self, chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
-        """See `run`; the logits are of the tokens that the head knows."""
+        """Run a step; return logits [rows, head_vocab], of the tokens that the head knows."""
         self._check(chunks)
         self._check_blocks(chunks, copies)
         self.kv.copy(copies)
-        logits = [rows for pieces in _passes(chunks, self.max_rows) if len(rows := self._pass(pieces))]
+        logits = [
+            rows for pieces in _pieces(chunks, self.max_rows) if len(rows := self._forward_pieces(pieces))
+        ]
         if not logits:
             columns = self.info.vocab_size if self.head is None else len(self.head.tokens)
             return torch.empty(0, columns, device=self.kv.keys.device)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _pass(self, pieces: Sequence[_Piece]) -> Tensor:
-        """One run through the layers; the wanted logits of the pieces."""
+    def _forward_pieces(self, pieces: Sequence[_Piece]) -> Tensor:
+        """Run the layers once; return the logits of the pieces."""
         tokens: list[int] = []
-        wanted: list[int] = []
+        logit_rows: list[int] = []
         spans = []
         for piece in pieces:
             tokens += piece.chunk.tokens[piece.first : piece.last]
-            wanted += range(len(tokens) - piece.wanted, len(tokens))
+            logit_rows += range(len(tokens) - piece.logit_rows, len(tokens))
             spans.append(Span(piece.chunk.start + piece.first, piece.last - piece.first, piece.chunk.blocks))
-        return self._forward(self._forward.attention.lay_out(spans), tokens, wanted)
+        return self._forward(self._forward.attention.lay_out(spans), tokens, logit_rows)
 
     def _check(self, chunks: Sequence[StepChunk]) -> None:
         for chunk in chunks:
             rows = len(chunk.tokens)
             if not 0 <= chunk.want_logits <= rows:
-                raise Broken(f"cannot give logits of {chunk.want_logits} of {rows} rows")
+                raise Broken(f"want_logits: must be in [0, {rows}], got {chunk.want_logits}")
             if not 0 <= chunk.start <= self.info.context_window - rows:
-                raise Broken(f"the context window of {self.info.context_window} tokens would overflow")
+                end = chunk.start + rows
+                raise Broken(f"chunk: must end within {self.info.context_window} tokens, got {end}")
             if rows and not 0 <= min(chunk.tokens) <= max(chunk.tokens) < self.info.vocab_size:
-                raise Broken(f"a token id is not in [0, {self.info.vocab_size})")
+                raise Broken(f"tokens: must be in [0, {self.info.vocab_size})")
 
     def _check_blocks(self, chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]]) -> None:
-        """The kernels check no bounds: a wrong block would be another sequence's, or nobody's memory."""
+        """Raise Broken for a block out of bounds: the kernels check none, and would write anywhere."""
         for chunk in chunks:
             if len(chunk.blocks) * self.kv.block_tokens < chunk.start + len(chunk.tokens):
-                raise Broken(
-                    f"{len(chunk.blocks)} blocks do not cover {chunk.start + len(chunk.tokens)} tokens"
-                )
+                tokens = chunk.start + len(chunk.tokens)
+                raise Broken(f"blocks: must cover {tokens} tokens, got {len(chunk.blocks)}")
         used = [block for chunk in chunks for block in chunk.blocks]
         used += [block for pair in copies for block in pair]
         if used and not 0 <= min(used) <= max(used) < self.kv.blocks:
-            raise Broken(f"a block is not in [0, {self.kv.blocks})")
+            raise Broken(f"blocks: must be in [0, {self.kv.blocks})")
 
     def new_cache(self) -> SessionCache:
-        """The empty cache of a new sequence."""
+        """Return the empty cache of a new sequence."""
         return SessionCache(self._free)
 
     def forward(self, batch: Sequence[Rows]) -> list[Tensor]:
         """Feed each item's tokens at [len(cache.tokens), ...) and extend its cache.
 
-        Returns, for each item, its wanted logits: float32 [want_logits, vocab_size], on the model's device.
-        Raises as `forward_head`.
+        Returns each item's logits, float32 [want_logits, vocab_size], on the model's device. Raises as
+        `forward_head`.
         """
         logits = self.forward_head(batch)
         if self.head is not None:
@@ -221,13 +225,13 @@ class CausalModel:
         return list(torch.split(logits, [item.want_logits for item in batch]))
 
     def forward_head(self, batch: Sequence[Rows]) -> Tensor:
-        """As `forward`, all items' wanted logits together, of the tokens alone that the head knows.
+        """Run `forward`; return all items' logits together, of the tokens that the head knows.
 
-        Raises, before any work, Broken if an item is out of bounds or a cache comes twice, and Overloaded
-        where there are too few blocks.
+        Raises, before any work, Broken if an item is out of bounds or a cache comes twice, and Overloaded if
+        there are too few blocks.
         """
         if len({id(item.cache) for item in batch}) < len(batch):
-            raise Broken("a session's cache is twice in one batch")
+            raise Broken("batch: must hold each cache once")
         chunks = [
             StepChunk(len(item.cache.tokens), item.tokens, item.cache.blocks, item.want_logits)
             for item in batch
@@ -246,10 +250,10 @@ class CausalModel:
         return logits
 
 
-def _passes(chunks: Sequence[StepChunk], most: int) -> Iterator[list[_Piece]]:
-    """The rows of the chunks in order, cut into passes of at most `most` rows."""
+def _pieces(chunks: Sequence[StepChunk], max_rows: int) -> Iterator[list[_Piece]]:
+    """Yield the rows of the chunks in order, cut into lists of at most `max_rows` rows."""
     pieces: list[_Piece] = []
-    room = most
+    room = max_rows
     for chunk in chunks:
         first = 0
         while first < len(chunk.tokens):
@@ -259,6 +263,6 @@ def _passes(chunks: Sequence[StepChunk], most: int) -> Iterator[list[_Piece]]:
             first = last
             if room == 0:
                 yield pieces
-                pieces, room = [], most
+                pieces, room = [], max_rows
     if pieces:
         yield pieces

@@ -1,4 +1,4 @@
-"""Attention over pages on each kind of device, behind one function."""
+"""Attention over pages, for each kind of device, behind one interface."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ __all__ = [
     "pool_for",
 ]
 
-# What a query's head and a key that it sees cost, roughly.
+# Approximate time of one query head with one key.
 _KEY_NS = 6
 
 
 class Attention(Protocol):
-    """Attention of new rows to the pool, in which it puts their own keys and values first."""
+    """Attention of new rows to the pool, into which their keys and values are written first."""
 
     @property
     def pool(self) -> KvPool:
-        """Where keys and values lie."""
+        """Return the pool of keys and values."""
 
     def lay_out(self, spans: Sequence[Span]) -> Pages:
-        """What a pass over these spans looks like."""
+        """Return the pages of a step over these spans."""
 
     def store_attend(
         self, pages: Pages, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape
     ) -> Tensor:
-        """[rows, heads, value_dim] of query [rows, heads, key_dim] and key, value [rows, kv_heads, ...].
+        """[rows, heads, key_dim] and key, value [rows, kv_heads, ...].
 
-        Rows beyond those of `pages` only fill the pass up; theirs are zeros.
+        Rows beyond those of `pages` only pad the step; theirs are zeros.
         """
 
 
 def as_array(tensor: Tensor) -> Stored:
-    """A contiguous CPU tensor's memory as the kernels take it: bfloat16 as uint16."""
+    """Return a contiguous CPU tensor's memory as the kernels read it: bfloat16 as uint16."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
     array: Stored = tensor.detach().numpy()
@@ -66,20 +66,20 @@ def as_array(tensor: Tensor) -> Stored:
 
 
 def pool_for(shape: KvShape, blocks: int, device: torch.device, options: DeviceOptions) -> KvPool:
-    """The pool, laid out as the fastest attention for this device reads it. Raises UnsupportedModel."""
+    """Return a pool in the layout of the device's fastest attention. Raises UnsupportedModel."""
     if device.type == "cuda" and options.flex and flex.serves(device, shape):
         return FlatPool(shape, blocks, device)
     if device.type != "cpu" and options.invariant:
-        raise UnsupportedModel(f"invariant: {device} has no FlexAttention, or not for heads of this size")
+        raise UnsupportedModel(f"invariant: needs FlexAttention, which {device} lacks for heads of this size")
     return KvPool(shape, blocks, device)
 
 
 def attention_for(
     pool: KvPool, heads: int, device: torch.device, context: int, *, fixed: bool = False
 ) -> Attention:
-    """What serves `heads` query heads over this pool: FlexAttention, compiled loops, or plain torch.
+    """Return the attention of `heads` query heads over this pool: Flex, compiled loops, or plain torch.
 
-    `fixed`: with tiles of one size, whatever the pass.
+    `fixed` gives tiles of one size in every step.
     """
     if isinstance(pool, FlatPool):
         return flex.FlexAttention(pool, heads, fixed=fixed)
@@ -89,7 +89,7 @@ def attention_for(
 
 
 class CompiledAttention:
-    """The CPU's kernel: each row's bits depend on its query and the keys and values that it sees alone."""
+    """The CPU's kernels: a row's bits depend only on its query and the keys and values that it sees."""
 
     def __init__(self, pool: KvPool, heads: int, context: int) -> None:
         self.pool = pool
@@ -107,18 +107,18 @@ class CompiledAttention:
         self._spans = np.empty((self.threads, self._tile_rows, 2), np.int64)
 
     def lay_out(self, spans: Sequence[Span]) -> Pages:
-        """See `Attention`."""
+        """Return the pages of a step over these spans."""
         return lay_out(spans, self._tile_rows)
 
     def queries(self, rows: int) -> Floats:
-        """Room for scaled queries: float32 [kv_heads, rows, group, key_dim]."""
+        """Return room for scaled queries: float32 [kv_heads, rows, group, key_dim]."""
         shape = self.pool.shape
         return np.empty((shape.kv_heads, rows, self.group, shape.key_dim), np.float32)
 
     def store_attend(
         self, pages: Pages, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape
     ) -> Tensor:
-        """See `Attention`."""
+        """Write keys and values into the pool, then attend with the kernels."""
         kept, rows = self.pool.shape, pages.rows
         queries = self.queries(rows)
         out = query.new_zeros(len(query), query.shape[1], kept.value_dim)
@@ -133,7 +133,7 @@ class CompiledAttention:
         return out
 
     def attend(self, pages: Pages, layer: int, queries: Floats, out: Stored, shape: Shape) -> None:
-        """Attention of stored rows; `out`: at least pages.rows * heads * value_dim stored numbers."""
+        """Attend with stored rows into `out`, of at least pages.rows * heads * value_dim stored numbers."""
         kept = self.pool.shape
         tasks = len(pages.tiles) * kept.kv_heads
         threads = openmp.worth(self.threads, pages.work * kept.kv_heads * self.group * _KEY_NS)
@@ -147,14 +147,14 @@ class CompiledAttention:
 
 
 def _width(keys: int) -> int:
-    """Scores a query head needs: whole blocks, also where a window begins within one, and one for its sum."""
+    """Return the scores a query head needs: whole blocks, one more for a window that begins within one."""
     return (-(-keys // BLOCK_TOKENS) + 1) * BLOCK_TOKENS
 
 
 class TorchAttention:
-    """Plain torch operations, for devices and dtypes that nothing else here serves; untested on CUDA.
+    """Plain torch operations, for devices and dtypes without a kernel here; not tested on CUDA.
 
-    Each sequence's blocks are gathered. Bits may depend on how many rows a sequence has in the pass.
+    Gathers each sequence's blocks. Bits may depend on how many rows a sequence has in the step.
     """
 
     def __init__(self, pool: KvPool, heads: int) -> None:
@@ -162,13 +162,13 @@ class TorchAttention:
         self._group = heads // pool.shape.kv_heads
 
     def lay_out(self, spans: Sequence[Span]) -> Pages:
-        """See `Attention`."""
+        """Return the pages of a step over these spans."""
         return lay_out(spans, tile_rows(self._group))
 
     def store_attend(
         self, pages: Pages, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape
     ) -> Tensor:
-        """See `Attention`."""
+        """Write keys and values into the pool, then attend to one sequence after another."""
         rows, width = pages.rows, self.pool.shape.value_dim
         blocks, slots = torch.from_numpy(pages.places).to(query.device).unbind(1)
         self.pool.keys[layer][blocks, :, :, slots] = key[:rows]
@@ -198,7 +198,7 @@ class TorchAttention:
         return mixed.permute(2, 0, 1, 3).reshape(rows, heads, -1).to(query.dtype)
 
     def _gathered(self, span: Span, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys [kv_heads, key_dim, end] and values [kv_heads, end, value_dim] of a sequence."""
+        """Return a sequence's keys [kv_heads, key_dim, end] and values [kv_heads, end, value_dim]."""
         kept = self.pool.shape
         count = -(-span.end // BLOCK_TOKENS)
         blocks = torch.tensor(list(span.blocks[:count]), device=self.pool.keys.device)

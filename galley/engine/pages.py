@@ -1,4 +1,4 @@
-"""Where the rows of one pass stand: positions, blocks and slots, and the tiles that attention takes."""
+"""Lay out the rows of one step: their positions, blocks and slots, and the tiles that attention processes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from galley.core.kv.blocks import BLOCK_TOKENS
 
 Ints = NDArray[np.int64]
 
-# Query heads of one tile: enough to share a block's keys, few enough for the scores to stay in the cache.
+# Query heads of a tile: enough to share a block's keys, few enough to keep the scores in the CPU's cache.
 _TILE_HEADS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`rows` new tokens of one sequence, from position `start`; its KV lies in `blocks`."""
+    """`rows` new tokens of one sequence, from position `start`; its KV is in `blocks`."""
 
     start: int
     rows: int
@@ -26,13 +26,13 @@ class Span:
 
     @property
     def end(self) -> int:
-        """The position after the last row."""
+        """Return the position after the last row."""
         return self.start + self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a layer attends: queries times `scale`; to `window` keys, or all; scores capped at `softcap`."""
+    """How a layer attends: query scale, window of keys (None: all), and cap of the scores."""
 
     scale: float
     window: int | None = None
@@ -40,17 +40,17 @@ class Shape:
 
 
 def tile_rows(group: int) -> int:
-    """Rows of one sequence that attention takes together, for `group` query heads a kv head."""
+    """Return how many rows of a sequence attention processes together, for `group` query heads a KV head."""
     return max(1, _TILE_HEADS // group)
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """A pass's rows, span after span, as the kernels want them.
+    """A step's rows, span after span, as the kernels read them.
 
-    positions: [rows]; places: [rows, 2] block and slot; tables: the spans' block tables end to end;
-    tiles: [tiles, 4] first row, rows, position of the first row, where its table begins. longest: the most
-    keys that a row sees; work: keys seen, summed over the rows.
+    positions: [rows]; places: [rows, 2] block and slot; tables: the spans' block tables end to end; tiles:
+    [tiles, 4] first row, rows, position of the first row, start of its table. longest: most keys that a row
+    sees; work: keys seen, summed over the rows.
     """
 
     spans: tuple[Span, ...]
@@ -63,12 +63,12 @@ class Pages:
 
     @property
     def rows(self) -> int:
-        """Rows of the pass."""
+        """Return the number of rows."""
         return len(self.positions)
 
 
 def lay_out(spans: Sequence[Span], rows_of_tile: int) -> Pages:
-    """The pages of these spans, each of at least one row."""
+    """Return the pages of these spans, each of at least one row."""
     blocks: list[int] = []
     tiles: list[tuple[int, int, int, int]] = []
     of_span: list[tuple[int, int, int]] = []

@@ -1,4 +1,4 @@
-"""What a model is asked once it is loaded: is our attention the model's own, and does it keep its bits?"""
+"""Probe a loaded model: is our attention the model's own, and does it keep its bits?"""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from galley.engine.batch import ModelInfo, Rows
 from galley.engine.cache import SessionCache
 from galley.engine.errors import UnsupportedModel
 
-# Two blocks and a half.
+# Two and a half blocks.
 PROBE_TOKENS = 80
-# That the probes need at once: a prompt and its company.
+# Blocks that the probes need at once: a prompt and another sequence beside it.
 BLOCKS = 2 * -(-PROBE_TOKENS // BLOCK_TOKENS)
-# Of the logits' norm: the model's own attention rounds differently (SmolLM2-135M in bfloat16: by 5 %).
+# Relative to the norm of the logits: eager attention rounds differently (SmolLM2-135M in bfloat16: 5 %).
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 _STRIDE = 7919
 _CUTS = (1, 2, 3, 8, 13, 32, 37, 70)
@@ -40,24 +40,24 @@ class Probed(Protocol):
 
 
 def prompt_of(info: ModelInfo) -> list[int]:
-    """Token ids from all over the vocabulary, always the same.
+    """Return the probe prompt: token ids from all over the vocabulary, always the same.
 
-    The first ids are special tokens in many vocabularies: in a text of these bfloat16 says little. The last
-    may be padding.
+    Leaves out the first ids, which are special tokens in many vocabularies and round badly in bfloat16, and
+    the last, which may be padding.
     """
     length = min(PROBE_TOKENS, info.context_window)
     return [_STRIDE * (index + 1) % (info.vocab_size // 2) for index in range(length)]
 
 
 def probe_logits(model: Probed) -> Tensor:
-    """The logits at every position of the probe prompt: float32 [tokens, vocab_size]."""
+    """Return the logits at every position of the probe prompt: float32 [tokens, vocab_size]."""
     prompt = prompt_of(model.info)
     return model.forward([Rows(model.new_cache(), prompt, len(prompt))])[0]
 
 
 @torch.inference_mode()
 def eager_logits(module: Any, prompt: list[int]) -> Tensor:
-    """What transformers says with the model's own eager attention: float32 [tokens, vocab_size]."""
+    """Return float32 [tokens, vocab_size] of transformers with the model's own eager attention."""
     module.set_attn_implementation("eager")
     tokens = torch.tensor([prompt], device=module.device)
     logits: Tensor = module(input_ids=tokens, use_cache=False).logits[0].float()
@@ -66,22 +66,24 @@ def eager_logits(module: Any, prompt: list[int]) -> Tensor:
 
 
 def refuse_other_attention(name: str, ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
-    """Raise UnsupportedModel if our logits say something else than theirs to the probe prompt."""
+    """Raise UnsupportedModel if `ours` and `theirs` differ by more than rounding on the probe prompt."""
     error = float((ours - theirs).norm() / theirs.norm())
     if not error <= _TOLERANCE[dtype]:
-        raise UnsupportedModel(f"{name}: its attention is not the one served here (logits {error:.1%} apart)")
+        raise UnsupportedModel(
+            f"{name}: its attention differs from the one served here (logits {error:.1%} apart)"
+        )
 
 
 def keeps_bits(model: Probed) -> bool:
-    """Does cutting the probe prompt, or giving it company, leave every bit of its logits?"""
+    """Return True if splitting the probe prompt, or batching it, leaves every bit of its logits."""
     whole = probe_logits(model)
     prompt = prompt_of(model.info)
-    cache, company = model.new_cache(), model.new_cache()
+    cache, other_cache = model.new_cache(), model.new_cache()
     edges = [0, *(cut for cut in _CUTS if cut < len(prompt)), len(prompt)]
     parts = []
     for first, last in pairwise(edges):
         mine = Rows(cache, prompt[first:last], last - first)
-        other = Rows(company, prompt[: last - first], 1)
-        company.truncate(0)
+        other = Rows(other_cache, prompt[: last - first], 1)
+        other_cache.truncate(0)
         parts.append(model.forward([other, mine] if first % 2 else [mine])[first % 2])
     return torch.equal(torch.cat(parts), whole)

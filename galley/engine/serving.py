@@ -1,4 +1,4 @@
-"""From a service's settings to a loaded model: the one way in which draft and target do it."""
+"""Load a model from a service's settings, for draft and target alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from galley.engine.model import DEFAULT_KV_BLOCKS, CausalModel
 from galley.engine.parallel.ranks import ALONE, Ranks
 
 
-def load_model(  # noqa: PLR0913  # each a choice of its own
+def load_model(  # noqa: PLR0913
     spec: str,
     *,
     dtype: str,
@@ -25,10 +25,10 @@ def load_model(  # noqa: PLR0913  # each a choice of its own
     target_model: str | None = None,
     invariant: bool = False,
 ) -> CausalModel:
-    """The model that `spec` names, resolved and loaded; raises UnsupportedModel. Blocks, long at first.
+    """Resolve and load the model that `spec` names; blocks, and for long at first. Raises UnsupportedModel.
 
-    `target_model` names the model whose embeddings a trained draft takes; it is resolved only for one that
-    does. `invariant`: a row's bits in any pass are wanted of a device other than the CPU, which keeps them.
+    `target_model` names the model whose embeddings a trained draft uses; it is resolved only for such a
+    draft. `invariant` asks a CUDA device for the same bits in any step; the CPU always has them.
     """
     directory = resolve_model(spec)
     target = resolve_model(target_model) if target_model and takes_embeddings(directory) else None
@@ -48,7 +48,7 @@ def load_model(  # noqa: PLR0913  # each a choice of its own
 
 
 def _name_of(spec: str) -> str:
-    """What to call the model: a hub id without its revision, a path by its last part."""
+    """Return the model's name: a hub id without its revision, or the last part of a path."""
     path = Path(spec).expanduser()
     if path.suffix == ".gguf":
         return path.stem

@@ -1,4 +1,4 @@
-"""How long a forward took, and how much of that this rank computed; asked of a pass that is traced."""
+"""Measure a traced step: the time of its forward pass, and the part that this rank computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from galley.engine.parallel.ranks import Ranks
 
 
 def watched(forward: Callable[[], Tensor], ranks: Ranks, watch: StepTrace) -> Tensor:
-    """What `forward` returns, once it is there: a device is waited for. `watch` is told of this rank."""
+    """Return the result of `forward` once the device has finished it; write the times into `watch`."""
     began_ns = time.perf_counter_ns()
     with ranks.waits() as waits:
         logits = forward()

@@ -1,7 +1,6 @@
-"""Linear layers whose weights are int8, multiplied as they are where the processor can.
+"""Linear layers with int8 weights, multiplied as int8 where the CPU can.
 
-A step of a small draft is bound by the memory that its weights are read from: of int8 that is half as much as
-of bfloat16.
+A step of a small draft is bound by reading its weights from memory: int8 halves what bfloat16 reads.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from galley.engine.cpu.kernels.compile import compile_kernels
 from galley.engine.cpu.kernels.int8_ops import DEPTH, GROUP, OUTPUTS
 from galley.engine.paged import as_array
 
-# What one weight costs one row, roughly.
+# Approximate time of one weight with one row.
 _WEIGHT_NS = 0.007
 
 
 class Int8Linear(nn.Linear):
-    """A layer without bias that also knows its weight as int8 [outputs, inputs] times float32 [outputs]."""
+    """A layer without bias that also holds its weight as int8 [outputs, inputs] times float32 [outputs]."""
 
     def __init__(self, weight: Tensor, bytes_: Tensor, scales: Tensor) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
-        # No buffers: they stay where they are, and only our own forward takes them.
+        # Not buffers: they must not move, and only our own forward reads them.
         self.stored = (bytes_, scales)
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Product:
-    """[rows, inputs] to [rows, outputs] of `dtype`; a row's bits do not depend on its company."""
+    """A product of [rows, inputs] to [rows, outputs] of `dtype`; a row's bits do not depend on other rows."""
 
     weights: Any
     scales: Any
@@ -45,7 +44,7 @@ class Int8Product:
     dtype: torch.dtype
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """The product of float32 or bfloat16 rows, which lie one after another."""
+        """Return the product of contiguous float32 or bfloat16 rows."""
         out = torch.empty(len(rows), len(self.scales), dtype=self.dtype)
         threads = openmp.worth(openmp.threads(), len(rows) * self.inputs * len(self.scales) * _WEIGHT_NS)
         _compiled()(threads, as_array(rows), self.weights, self.scales, as_array(out))
@@ -53,7 +52,7 @@ class Int8Product:
 
 
 def int8_product(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Int8Product | None:
-    """Layers of one input as one product, outputs side by side; None if it is not to be had here."""
+    """Return layers of one input as one product, outputs side by side; None if not supported."""
     stored = [layer.stored for layer in layers if isinstance(layer, Int8Linear)]
     if len(stored) < len(layers) or not supported():
         return None
@@ -68,7 +67,7 @@ def int8_product(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Int8Product
 
 
 def supported() -> bool:
-    """Does this CPU have the instruction?"""
+    """Return True if this CPU has AVX-512 VNNI."""
     return bool(binding.get_host_cpu_features().get("avx512vnni"))
 
 

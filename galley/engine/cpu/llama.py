@@ -1,7 +1,7 @@
-"""Our own forward pass of the Llama family on the CPU: few products of packed weights, loops between.
+"""Our own forward pass of the Llama family on the CPU: few products of packed weights, kernels in between.
 
-transformers loads the weights and computes the rotary frequencies; the module is taken apart layer by layer,
-so that no weight is there twice. (Llama: arXiv 2302.13971; Qwen3's norms of queries and keys: 2505.09388.)
+transformers loads the weights and computes the rotary frequencies. The module is taken apart layer by layer,
+so that no weight is stored twice. (Llama: arXiv 2302.13971; Qwen3's norms of queries and keys: 2505.09388.)
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from galley.engine.parallel.sharding import AddedLinear, JoinedLinear
 Floats = NDArray[np.float32]
 Linear = Callable[[Tensor], Tensor]
 
-# What one number of a row costs in each loop, roughly.
+# Approximate time of one number of a row in each loop.
 _NORMALIZE_NS, _ROTATE_NS, _GATE_NS = 0.7, 3.0, 0.6
 
 _FAMILY = {"llama", "mistral", "qwen2", "qwen3"}
 
 
 def serves(module: Any, pool: KvPool) -> bool:
-    """Is this a model of the family, with nothing in it that is not written here, on the CPU?"""
+    """Return True if `module` is a model of the family on the CPU with only what is implemented here."""
     config = module.config
     if config.model_type not in _FAMILY or pool.keys.device.type != "cpu":
         return False
@@ -62,7 +62,7 @@ class _Layer:
 
 
 class LlamaForward:
-    """The layers and the head, and the memory that a pass of at most `max_rows` rows works in."""
+    """The layers, the head, and the memory for a step of at most `max_rows` rows."""
 
     kind = "own"
 
@@ -82,8 +82,8 @@ class LlamaForward:
         ]
         self._final_norm = _floats(model.norm.weight)
         self._head = self._head_of(module, linears)
-        # The fewest that the products are given.
-        self._least_rows = 1 if all(isinstance(one, Int8Product) for one in self._products()) else MIN_ROWS
+        # Fewest rows that the products compute.
+        self._min_rows = 1 if all(isinstance(one, Int8Product) for one in self._products()) else MIN_ROWS
         inner = config.intermediate_size // ranks.size
         heads = attention.group * attention.pool.shape.kv_heads
         self._residual = torch.zeros(max_rows, config.hidden_size)
@@ -96,15 +96,15 @@ class LlamaForward:
         return [self._head, *chain.from_iterable(own)]
 
     def _take_apart(self, layers: Any, index: int, linears: Linears, config: Any) -> _Layer:
-        """One layer's weights as we use them; the module's own layer is gone after."""
+        """Return one layer's weights as the kernels read them; drops the module's own layer."""
         layer = layers[index]
         own, mlp = layer.self_attn, layer.mlp
-        nothing = np.empty(0, np.float32)
-        taken = _Layer(
+        no_norm = np.empty(0, np.float32)
+        weights = _Layer(
             input_norm=_floats(layer.input_layernorm.weight),
             qkv=_fused(linears, own.q_proj, own.k_proj, own.v_proj),
-            query_norm=_floats(own.q_norm.weight) if hasattr(own, "q_norm") else nothing,
-            key_norm=_floats(own.k_norm.weight) if hasattr(own, "k_norm") else nothing,
+            query_norm=_floats(own.q_norm.weight) if hasattr(own, "q_norm") else no_norm,
+            key_norm=_floats(own.k_norm.weight) if hasattr(own, "k_norm") else no_norm,
             output=self._added(linears, own.o_proj),
             inner_norm=_floats(layer.post_attention_layernorm.weight),
             gate_up=_fused(linears, mlp.gate_proj, mlp.up_proj),
@@ -112,10 +112,10 @@ class LlamaForward:
             shape=Shape(own.scaling, _window(config, index)),
         )
         layers[index] = torch.nn.Identity()
-        return taken
+        return weights
 
     def _added(self, linears: Linears, layer: Any) -> Linear:
-        """A product whose inputs are cut over the ranks: the parts are added, then the bias."""
+        """Return a product whose inputs are cut over the ranks: adds the parts, then the bias."""
         plain = layer.part if isinstance(layer, AddedLinear) else layer
         bias = layer.bias
         if self._ranks.size == 1:
@@ -136,8 +136,8 @@ class LlamaForward:
         run = linears.make(plain.weight.detach(), _detached(plain.bias))
         return lambda rows: self._ranks.join_columns(run(rows))
 
-    def __call__(self, pages: Pages, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
-        """See `Forward`."""
+    def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+        """Feed the rows of `pages`; return float32 logits [logit_rows, vocab_size] of those rows."""
         rows = pages.rows
         padded = self._padded(rows)
         hidden, residual = self._hidden[:padded], self._residual[:rows]
@@ -151,13 +151,13 @@ class LlamaForward:
             self._normalize(work, part, layer.input_norm)
             self._attend(work, index, layer, queries, cosines, sines)
             part = self._feed(work, layer)
-        if not wanted:
+        if not logit_rows:
             return torch.empty(0, self._embedding.shape[0])
         self._normalize(work, part, self._final_norm)
-        return self._logits(hidden, wanted)
+        return self._logits(hidden, logit_rows)
 
     def _normalize(self, work: _Work, part: Tensor | None, weight: Floats) -> None:
-        """Add `part`, where there is one, to the residual; the states are the residual normalized."""
+        """Add `part`, if any, to the residual; write the normalized residual to the states."""
         if part is None:
             self._kernels.normalize(work.sums, weight, self._eps, work.states)
             return
@@ -173,7 +173,7 @@ class LlamaForward:
     def _attend(
         self, work: _Work, index: int, layer: _Layer, queries: Floats, cosines: Floats, sines: Floats
     ) -> None:
-        """From the normalized states to the residual with attention added, normalized again."""
+        """Attend from the normalized states, add the result to the residual, and normalize it again."""
         keys, values = self.attention.layers[index]
         qkv = as_array(layer.qkv(work.hidden))
         self._kernels.rotate_store(
@@ -186,7 +186,7 @@ class LlamaForward:
         self._normalize(work, layer.output(work.mixed), layer.inner_norm)
 
     def _feed(self, work: _Work, layer: _Layer) -> Tensor:
-        """The feed-forward part of a layer, to be added to the residual."""
+        """Return the feed-forward part of a layer, to be added to the residual."""
         gate_up, inner = as_array(layer.gate_up(work.hidden)), as_array(work.inner)
         self._kernels.gate(self._threads(inner.size * _GATE_NS), gate_up, inner)
         return layer.down(work.inner)
@@ -195,23 +195,23 @@ class LlamaForward:
         return openmp.worth(self.attention.threads, work_ns)
 
     def _padded(self, rows: int) -> int:
-        """How many rows the products get; ours of int8 take any number alike."""
-        if self._least_rows == 1:
+        """Return how many rows the products compute; int8 products take any number."""
+        if self._min_rows == 1:
             return rows
-        return max(self._least_rows, rows_of_product(rows, len(self._hidden)))
+        return max(self._min_rows, rows_of_product(rows, len(self._hidden)))
 
-    def _logits(self, hidden: Tensor, wanted: Sequence[int]) -> Tensor:
-        filler = [0] * (self._padded(len(wanted)) - len(wanted))
-        logits = self._head(hidden[torch.tensor([*wanted, *filler])])
-        return logits[: len(wanted)].float()
+    def _logits(self, hidden: Tensor, logit_rows: Sequence[int]) -> Tensor:
+        filler = [0] * (self._padded(len(logit_rows)) - len(logit_rows))
+        logits = self._head(hidden[torch.tensor([*logit_rows, *filler])])
+        return logits[: len(logit_rows)].float()
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The memory of one pass; `states` and `sums` are arrays of the rows, tensors also of their filling."""
+    """The memory of one step; `states` and `sums` cover its rows, the tensors also its padding."""
 
     pages: Pages
-    states: Any  # stored [rows, hidden]: over the memory of `hidden`
+    states: Any  # stored [rows, hidden]: a view of `hidden`
     sums: Floats  # the residual, [rows, hidden]
     hidden: Tensor
     mixed: Tensor
@@ -219,7 +219,7 @@ class _Work:
 
 
 def _fused(linears: Linears, *layers: nn.Linear) -> Linear:
-    """Linear layers of one input as one product, whose outputs lie side by side."""
+    """Return linear layers of one input as one product, outputs side by side."""
     int8 = int8_product(layers, linears.dtype)
     if int8 is not None:
         return int8
@@ -239,7 +239,7 @@ def _floats(weight: Tensor) -> Floats:
 
 
 def _window(config: Any, layer: int) -> int | None:
-    """How many keys this layer's queries see; None: all."""
+    """Return how many keys this layer's queries see; None: all."""
     window: int | None = declared(config, "sliding_window")
     kinds = declared(config, "layer_types")
     return None if kinds and kinds[layer] != "sliding_attention" else window

@@ -1,4 +1,4 @@
-"""Linear layers, their weights reordered once for oneDNN: a step on the CPU spends its time there.
+"""Linear layers with weights reordered once for oneDNN: a step on the CPU spends its time in them.
 
 The operators are private to torch (inductor's freezing uses them). They are used where they exist and give a
 row the same bits among any number of rows, which is tried for each shape.
@@ -14,43 +14,43 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 _OPS: Any = torch.ops.mkldnn
-# Fewer rows take other kernels, which round differently: in float32 always, in bfloat16 now and then.
+# Fewer rows use other kernels, which round differently: always in float32, sometimes in bfloat16.
 MIN_ROWS = 4
-# Up to so many rows a product is of exactly as many, beyond of a multiple of what stands beside it.
+# Up to _EXACT_ROWS a product computes exactly its rows, beyond that a multiple of a step.
 _EXACT_ROWS = 16
 _FEW_ROWS, _STEP_OF_FEW, _STEP_OF_MANY = 64, 2, 8
 _ROWS_TRIED = (4, 5, 8, 16, 33, 80, 182)
-_MOST_ROWS_TRIED = 512
+_TRIAL_ROWS = 512
 
 
-def rows_of_product(rows: int, most: int) -> int:
-    """How many rows a product of `rows` is given, at most `most`: as many, or a few that nobody reads.
+def rows_of_product(rows: int, max_rows: int) -> int:
+    """Return how many rows a product of `rows` computes, at most `max_rows`: as many, or a few more.
 
-    oneDNN compiles a product anew for each number of rows, and keeps a thousand of those, half a megabyte
-    each: products of any number up to 256 grew a process by 700 MB, of these numbers by 180. What is
-    computed in vain is a hundredth or two.
+    oneDNN compiles a product for each number of rows and keeps a thousand of them, half a megabyte each:
+    products of every number up to 256 grew a process by 700 MB, of these numbers by 180 MB. The padding
+    costs one or two hundredths of the time.
     """
     if rows <= _EXACT_ROWS:
         return rows
     step = _STEP_OF_FEW if rows <= _FEW_ROWS else _STEP_OF_MANY
-    return min(most, -(-rows // step) * step)
+    return min(max_rows, -(-rows // step) * step)
 
 
 def native_bfloat16() -> bool:
-    """Does this CPU multiply bfloat16 itself?"""
+    """Return True if this CPU multiplies bfloat16 itself."""
     flags = torch.cpu.get_capabilities()
     return bool(flags.get("avx512_bf16") or flags.get("amx_bf16"))
 
 
 def serves(dtype: torch.dtype, device: str) -> bool:
-    """Are the operators there for this dtype and device?"""
-    there = hasattr(_OPS, "_reorder_linear_weight") and hasattr(_OPS, "_linear_pointwise")
+    """Return True if the operators exist for this dtype and device."""
+    exists = hasattr(_OPS, "_reorder_linear_weight") and hasattr(_OPS, "_linear_pointwise")
     computed = dtype == torch.float32 or (dtype == torch.bfloat16 and native_bfloat16())
-    return there and torch.device(device).type == "cpu" and computed
+    return exists and torch.device(device).type == "cpu" and computed
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` for inference, with its weights packed."""
+    """`nn.Linear` for inference, with packed weights."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class PackedLinear(nn.Module):
         self._run = _packed(layer.weight.detach(), None if bias is None else bias.detach())
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Return [..., out_features] of [..., in_features]."""
         return self._run(rows)
 
 
@@ -75,7 +75,7 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 
 class Linears:
-    """Makes linear layers of weights, packed where that keeps rows independent; each shape is tried once."""
+    """Makes linear layers of weights, packed where that keeps rows independent; tries each shape once."""
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self._serves = serves(dtype, device)
@@ -83,7 +83,7 @@ class Linears:
         self._known: dict[tuple[int, ...], bool] = {}
 
     def make(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """[rows, n] to [rows, m] for weight [m, n], bias [m]."""
+        """Return a function of [rows, n] to [rows, m] for weight [m, n] and bias [m]."""
         if self._serves:
             packed = _packed(weight, bias)
             if self.keeps_rows(packed, weight):
@@ -95,7 +95,7 @@ class Linears:
         return plain
 
     def keeps_rows(self, packed: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
-        """Does a row of the packed product have the same bits among any number of rows?"""
+        """Return True if a row of the packed product has the same bits among any number of rows."""
         shape = tuple(weight.shape)
         if shape not in self._known:
             self._known[shape] = _keeps_rows(packed, weight.shape[1], self.dtype)
@@ -104,7 +104,7 @@ class Linears:
 
 @torch.inference_mode()
 def pack_linears(module: nn.Module, linears: Linears) -> None:
-    """Replace every plain nn.Linear below `module`, where that keeps its rows independent of one another."""
+    """Replace every plain nn.Linear below `module` where that keeps its rows independent."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
@@ -115,10 +115,10 @@ def pack_linears(module: nn.Module, linears: Linears) -> None:
 
 def _keeps_rows(packed: Callable[[Tensor], Tensor], features: int, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(_MOST_ROWS_TRIED, features, generator=generator).to(dtype)
+    rows = torch.randn(_TRIAL_ROWS, features, generator=generator).to(dtype)
     whole = packed(rows)
     return all(
         torch.equal(packed(rows[first : first + count]), whole[first : first + count])
         for count in _ROWS_TRIED
-        for first in range(0, _MOST_ROWS_TRIED - count, 192)
+        for first in range(0, _TRIAL_ROWS - count, 192)
     )

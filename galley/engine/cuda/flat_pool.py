@@ -14,21 +14,21 @@ from galley.engine.kv_pool import KvPool
 class FlatPool(KvPool):
     """keys: [layers, kv_heads, blocks + 1, block_tokens, key_dim]; values likewise, value_width wide.
 
-    The last block is nobody's: what only fills a pass up is written there. All slots start as zeros and
-    values are kept finite (`galley.engine.cuda.flex`), for a masked key's value is multiplied by 0.
+    The last block is scratch: padding rows are written there. All slots start as zeros and values are kept
+    finite (`galley.engine.cuda.flex`), since a masked key's value is multiplied by 0.
     """
 
     @property
     def scratch(self) -> int:
-        """The block that is nobody's; one more than `blocks` is told of."""
+        """Return the scratch block's index, which is beyond `blocks`."""
         return self.blocks
 
     @property
     def positions(self) -> int:
-        """Of all blocks, the scratch block too."""
+        """Return the positions of all blocks, the scratch block included."""
         return (self.blocks + 1) * BLOCK_TOKENS
 
-    def _room(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _allocate(self, device: torch.device) -> tuple[Tensor, Tensor]:
         shape = self.shape
         head = (shape.layers, shape.kv_heads, self.blocks + 1, BLOCK_TOKENS)
         keys = torch.zeros(*head, shape.key_dim, dtype=shape.dtype, device=device)
@@ -36,11 +36,11 @@ class FlatPool(KvPool):
         return keys, values
 
     def keys_of(self, layer: int) -> Tensor:
-        """[kv_heads, positions, key_dim], a view."""
+        """Return a view [kv_heads, positions, key_dim] of a layer's keys."""
         return self.keys[layer].flatten(1, 2)
 
     def values_of(self, layer: int) -> Tensor:
-        """[kv_heads, positions, value_dim], a view."""
+        """Return a view [kv_heads, positions, value_dim] of a layer's values."""
         return self.values[layer].flatten(1, 2)[..., : self.shape.value_dim]
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:

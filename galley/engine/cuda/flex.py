@@ -1,10 +1,10 @@
-"""Attention over pages where they lie, by torch's FlexAttention (Dong et al., arXiv 2412.05496): for CUDA.
+"""Attention over pages in place, by torch's FlexAttention (Dong et al., arXiv 2412.05496): for CUDA.
 
 One call a layer for all rows of all sequences. The pool is one long row of positions a head; a block mask
-names, for each tile of queries, the blocks of its sequence. Nothing is gathered but the queries.
+names, for each tile of queries, the blocks of its sequence. Only the queries are gathered.
 
-Untested on a GPU, for none could be had: only on the CPU, with torch's own operator not compiled, and with a
-stand-in for its kernel (tests/integration/galley/engine/test_flex.py).
+Not tested on a GPU: only on the CPU, with torch's own operator not compiled, and with a stand-in for its
+kernel (tests/engine/test_flex.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from galley.common.logs import get_logger
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine.cuda import flex_layout
 from galley.engine.cuda.flat_pool import FlatPool
-from galley.engine.cuda.flex_layout import Inputs, PassShape
+from galley.engine.cuda.flex_layout import Inputs, StepShape
 from galley.engine.cuda.transfer import host_buffer
 from galley.engine.kv_pool import KvShape
 from galley.engine.pages import Pages, Shape, Span, lay_out
@@ -33,26 +33,29 @@ Operator = Callable[..., Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor], Tensor, Tensor, "Kind"], Tensor]
 
 _LOG = get_logger(__name__)
-# torch's types of it are older than its arguments.
+# torch's types lack some of its arguments.
 _COMPILE: Any = torch.compile
-# A logical block that no query comes to; times BLOCK_TOKENS it is still an int32.
+# A logical block beyond all queries; times BLOCK_TOKENS it is still an int32.
 _FAR = 2**25
-# More kinds of masks, scores and shapes than a model has; beyond them torch raises.
-_COMPILED = 64
-_LEAST_DIM = 16  # of a product of tensor cores
-_CAPABLE = (8, 0)  # whose tensor cores multiply bfloat16
+# More kinds of masks, scores and shapes than a model has; torch raises beyond it.
+_MAX_COMPILED = 64
+_MIN_DIM = 16  # of a product on tensor cores
+_MIN_CAPABILITY = (8, 0)  # tensor cores that multiply bfloat16
 
 
 def serves(device: torch.device, shape: KvShape) -> bool:
-    """Can FlexAttention be compiled for this CUDA device and these heads? It is tried: that takes seconds."""
-    if min(shape.key_dim, shape.value_dim) < _LEAST_DIM or importlib.util.find_spec("triton") is None:
+    """Return True if FlexAttention compiles for this CUDA device and these heads.
+
+    It is tried, which takes seconds.
+    """
+    if min(shape.key_dim, shape.value_dim) < _MIN_DIM or importlib.util.find_spec("triton") is None:
         return False
-    return torch.cuda.get_device_capability(device) >= _CAPABLE and works(device, shape)
+    return torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY and works(device, shape)
 
 
 @torch.inference_mode()
 def works(device: torch.device, shape: KvShape) -> bool:
-    """Does torch compile and run it for one row of such heads? Why it does not is logged."""
+    """Return True if torch compiles and runs it for one row of such heads; log the error if not."""
     heads = shape.kv_heads
     pool = FlatPool(replace(shape, layers=1), 1, device)
     key, value = (
@@ -63,17 +66,17 @@ def works(device: torch.device, shape: KvShape) -> bool:
         attention = FlexAttention(pool, heads)
         pages = attention.lay_out([Span(0, 1, [0])])
         attention.store_attend(pages, 0, key, key, value, Shape(shape.key_dim**-0.5))
-    except RuntimeError as error:  # of torch's compiler too
-        _LOG.warning("FlexAttention cannot be compiled, plain torch attends", error=str(error))
+    except RuntimeError as error:  # torch's compiler raises it too
+        _LOG.warning("FlexAttention not compiled; using plain torch", error=str(error))
         return False
     return True
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a kernel is compiled for: how a layer attends, and the tiles (slots, keys) that it works in.
+    """What a kernel is compiled for: how a layer attends, and its tiles of `slots` queries.
 
-    `options`: the tiles are the kernel's own as well, for torch's choice of them would go by the pass.
+    `options`: fix the kernel's own tiles too, since torch's choice of them would depend on the step.
     """
 
     scale: float
@@ -93,7 +96,8 @@ def attend_by(  # noqa: PLR0913, PLR0917  # a kernel takes tensors, not objects
     logical: Tensor,
     kind: Kind,
 ) -> Tensor:
-    """[1, kv_heads, slots, value_dim] of query [1, kv_heads, slots, key_dim]; key and value are the pool's.
+    """Return [1, kv_heads, slots, value_dim] of query [1, kv_heads, slots, key_dim] and the pool's key and
+    value.
 
     `tiles`: firsts, counts and tables of `Inputs`. `operator` is `flex_attention`, or does the same.
     """
@@ -133,13 +137,13 @@ def _attend(
 
 @cache
 def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Attend:
-    """`attend_by` torch's `flex_attention`, compiled for each `Kind`; uncompiled it would make every score.
+    """Return `attend_by` with torch's `flex_attention`, compiled for each `Kind`.
 
-    Lengths that are not the pool's are dynamic, as they are marked; a scale or window must not become so,
-    for the kernel is written for it.
+    Uncompiled it would store every score. Lengths other than the pool's are marked dynamic; a scale or
+    window must not become dynamic, since the kernel is written for it.
     """
     compiled: Attend = _COMPILE(
-        _attend, fullgraph=True, dynamic=False, recompile_limit=_COMPILED, backend=backend
+        _attend, fullgraph=True, dynamic=False, recompile_limit=_MAX_COMPILED, backend=backend
     )
 
     def marked(
@@ -162,9 +166,9 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Attend:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A pass on the device. `logical`: which block of its sequence each block of the pool is, or _FAR."""
+    """A step on the device. `logical`: the index of each pool block in its sequence, or _FAR."""
 
-    shape: PassShape
+    shape: StepShape
     inputs: Inputs[Tensor]
     places: Tensor  # int64 [rows]
     logical: Tensor  # int32 [blocks + 1]
@@ -172,13 +176,13 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPages(Pages):
-    """Pages whose pass is on the device already."""
+    """Pages whose step is already on the device."""
 
     placed: Placed
 
 
 class FlexAttention:
-    """One call a layer; `fixed`: tiles of one size, so that a row's bits are the same in any pass.
+    """Attention in one call a layer; `fixed` tiles of one size give a row the same bits in any step.
 
     `attend` is that of `compiled_flex`, or does the same.
     """
@@ -193,21 +197,23 @@ class FlexAttention:
         self._device = pool.keys.device
 
     def lay_out(self, spans: Sequence[Span]) -> Pages:
-        """See `Attention`."""
+        """Return the pages of a step over these spans."""
         return lay_out(spans, self.slots(spans) // self.group)
 
     def slots(self, spans: Sequence[Span]) -> int:
-        """Slots of a tile of a pass over these spans."""
+        """Return the slots of a tile of a step over these spans."""
         return flex_layout.slots_of(self.group, max(span.rows for span in spans), fixed=self.fixed)
 
-    def pack(self, shape: PassShape, pages: Pages, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
-        """The pass as one buffer on the host."""
+    def pack(
+        self, shape: StepShape, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]
+    ) -> Tensor:
+        """Return the step as one buffer on the host."""
         buffer = host_buffer(flex_layout.numbers(shape, self.group), torch.int32, self._device)
-        flex_layout.fill(buffer, shape, self.group, pages, tokens, wanted, self.pool.scratch)
+        flex_layout.fill(buffer, shape, self.group, pages, tokens, logit_rows, self.pool.scratch)
         return buffer
 
-    def place(self, shape: PassShape, buffer: Tensor) -> Placed:
-        """The pass of a buffer that is on the device; no work of the host depends on its numbers."""
+    def place(self, shape: StepShape, buffer: Tensor) -> Placed:
+        """Return the step of a buffer that is on the device, without waiting for its numbers."""
         inputs = flex_layout.sections(buffer, shape, self.group)
         logical = torch.full((self.pool.blocks + 1,), _FAR, dtype=torch.int32, device=self._device)
         own = torch.arange(shape.width, dtype=torch.int32, device=self._device).repeat(shape.tiles)
@@ -218,7 +224,7 @@ class FlexAttention:
     def store_attend(
         self, pages: Pages, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape
     ) -> Tensor:
-        """See `Attention`; rows that only fill up come to the scratch block."""
+        """Write keys and values into the pool, then attend; padding rows go to the scratch block."""
         placed = pages.placed if isinstance(pages, PlacedPages) else self._placed(pages, len(query))
         self._store(placed, layer, key, value)
         rows, heads, dim = query.shape
@@ -239,15 +245,15 @@ class FlexAttention:
 
     def _placed(self, pages: Pages, rows: int) -> Placed:
         exact = flex_layout.exact(pages, 0, self.slots(pages.spans))
-        shape = flex_layout.PassShape(rows, 0, exact.tiles, exact.slots, exact.width)
+        shape = flex_layout.StepShape(rows, 0, exact.tiles, exact.slots, exact.width)
         buffer = self.pack(shape, pages, [0] * pages.rows, ())
         return self.place(shape, buffer.to(self._device, non_blocking=True))
 
     def _store(self, placed: Placed, layer: int, key: Tensor, value: Tensor) -> None:
-        """Put new keys and values into their blocks.
+        """Write new keys and values into their blocks.
 
-        Values are made finite, for a value that is masked, or that a later owner of the block never wrote,
-        is still multiplied by 0. That a row was not finite is kept in its keys: whoever sees it says NaN.
+        Values are made finite: a value that is masked, or that a later owner of the block never wrote, is
+        still multiplied by 0. A row that was not finite gets NaN keys, so whoever attends to it gets NaN.
         """
         bad = ~value.isfinite().all(-1, keepdim=True)
         key = key.masked_fill(bad, torch.nan)
@@ -261,7 +267,7 @@ def _options(slots: int) -> dict[str, Any]:
 
 
 def _within(firsts: Tensor, counts: Tensor, tables: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Counts and tables without the blocks that a tile's first row has left behind."""
+    """Return counts and tables without the blocks that a tile's first row no longer sees."""
     left = ((firsts - window + 1).clamp(min=0) // BLOCK_TOKENS).minimum(counts)
     entries = torch.arange(tables.shape[1], device=left.device)
     shifted = (entries + left[:, None]).clamp(max=tables.shape[1] - 1)  # [tiles, width]
@@ -269,7 +275,7 @@ def _within(firsts: Tensor, counts: Tensor, tables: Tensor, window: int) -> tupl
 
 
 def _seen(queries: Tensor, logical: Tensor, window: int | None) -> Callable[..., Tensor]:
-    """The mask: a block's position in its sequence is the same in all that share it."""
+    """Return the mask; a block has the same position in all sequences that share it."""
 
     def before(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return _position(logical, key) <= queries[query]
@@ -285,12 +291,12 @@ def _seen(queries: Tensor, logical: Tensor, window: int | None) -> Callable[...,
 
 
 def _position(logical: Tensor, key: Tensor) -> Tensor:
-    """In its sequence, of a slot of the pool."""
+    """Return the position in its sequence of a slot of the pool."""
     return logical[key // BLOCK_TOKENS] * BLOCK_TOKENS + key % BLOCK_TOKENS
 
 
 def _capped(softcap: float) -> Callable[..., Tensor]:
-    """Gemma 2 (arXiv 2408.00118, section 2)."""
+    """Return the cap of scores of Gemma 2 (arXiv 2408.00118, section 2)."""
 
     def cap(score: Tensor, *_where: Tensor) -> Tensor:
         return torch.tanh(score / softcap) * softcap

@@ -1,8 +1,8 @@
-"""transformers' own modelling code on a device that pays for every launch: few shapes, one copy up a pass.
+"""transformers' modelling code on a device where every launch costs: few shapes, one copy up a step.
 
-A pass is filled up to a shape of a short list, so that the same kernels come again and can be recorded
-(galley/engine/cuda/graphs.py). Padding rows write to the pool's scratch block and see nothing. Passes
-larger than the list run as they are.
+A step is padded to a shape of a short list, so that the same kernels recur and can be recorded
+(galley/engine/cuda/graphs.py). Padding rows write to the pool's scratch block and attend to nothing. Steps
+larger than the list run unpadded.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galley.engine.attention import Pass
+from galley.engine.attention import AttentionStep
 from galley.engine.cuda import flex_layout
 from galley.engine.cuda.flex import FlexAttention, Placed, PlacedPages
-from galley.engine.cuda.flex_layout import PassShape
+from galley.engine.cuda.flex_layout import StepShape
 from galley.engine.cuda.graphs import Graphs
 from galley.engine.pages import Pages
 
@@ -26,27 +26,27 @@ ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320,
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """The shapes that passes are filled up to: `rows` of the list, or `fixed` rows whatever there is."""
+    """The shapes that steps are padded to: `rows` of the list, or always `fixed` rows."""
 
     rows: tuple[int, ...] = ROWS
     fixed: int | None = None
 
-    def of(self, pages: Pages, wanted: int, slots: int) -> PassShape | None:
-        """The smallest that holds the pass; None: none does. Raises ValueError if `fixed` are too few."""
-        own = flex_layout.exact(pages, wanted, slots)
+    def of(self, pages: Pages, logit_rows: int, slots: int) -> StepShape | None:
+        """Return the smallest shape that holds the step, or None. Raises ValueError if it exceeds `fixed`."""
+        own = flex_layout.exact(pages, logit_rows, slots)
         if self.fixed is not None:
             return self._fixed(own, self.fixed)
         rows = _padded(own.rows, self.rows)
         if rows is None:
             return None
-        filled = _padded(wanted, (0, *self.rows))
-        return flex_layout.PassShape(rows, filled or 0, _power(own.tiles), slots, own.width)
+        filled = _padded(logit_rows, (0, *self.rows))
+        return flex_layout.StepShape(rows, filled or 0, _power(own.tiles), slots, own.width)
 
-    def _fixed(self, own: PassShape, rows: int) -> PassShape:
+    def _fixed(self, own: StepShape, rows: int) -> StepShape:
         if own.rows > rows:
-            raise ValueError(f"a pass of {own.rows} rows where all are of {rows}")
-        tiles = rows + flex_layout.TILES  # a tile has a row at least; after the last comes one without
-        return flex_layout.PassShape(rows, rows if own.wanted else 0, tiles, own.slots, own.width)
+            raise ValueError(f"rows: must be at most {rows} in a step of fixed shape, got {own.rows}")
+        tiles = rows + flex_layout.TILES  # a tile has at least a row; one without rows follows
+        return flex_layout.StepShape(rows, rows if own.logit_rows else 0, tiles, own.slots, own.width)
 
 
 def _padded(count: int, steps: tuple[int, ...]) -> int | None:
@@ -58,7 +58,7 @@ def _power(count: int) -> int:
 
 
 class DeviceForward:
-    """See `Forward`; with `graphs`, passes of the list's shapes are recorded."""
+    """A `Forward` on a CUDA device; with `graphs`, steps of the list's shapes are recorded."""
 
     kind = "transformers"
 
@@ -69,12 +69,12 @@ class DeviceForward:
         self._graphs = graphs
         self._device = attention.pool.keys.device
 
-    def __call__(self, pages: Pages, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
-        """See `Forward`."""
+    def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+        """Feed the rows of `pages`; return float32 logits [logit_rows, vocab_size] of those rows."""
         slots = self.attention.slots(pages.spans)
-        listed = self._shapes.of(pages, len(wanted), slots)
-        shape = listed or flex_layout.exact(pages, len(wanted), slots)
-        packed = self.attention.pack(shape, pages, tokens, wanted)
+        listed = self._shapes.of(pages, len(logit_rows), slots)
+        shape = listed or flex_layout.exact(pages, len(logit_rows), slots)
+        packed = self.attention.pack(shape, pages, tokens, logit_rows)
 
         def body(buffer: Tensor) -> Tensor:
             return self._run(pages, self.attention.place(shape, buffer))
@@ -83,23 +83,23 @@ class DeviceForward:
             logits = body(packed.to(self._device, non_blocking=True))
         else:
             logits = self._graphs.run(shape, packed, body)
-        return logits[: len(wanted)]
+        return logits[: len(logit_rows)]
 
     def _run(self, pages: Pages, placed: Placed) -> Tensor:
-        """All of a pass that is the device's: float32 [placed.shape.wanted, vocab_size]."""
-        current = Pass(self.attention, _placed_pages(pages, placed))
+        """Run the device's part of a step; return float32 [placed.shape.logit_rows, vocab_size]."""
+        current = AttentionStep(self.attention, _placed_pages(pages, placed))
         inputs = placed.inputs
         arguments = {
             "input_ids": inputs.tokens.long()[None],
             "position_ids": inputs.positions.long()[None],
             "use_cache": False,
-            "galley_pass": current,
+            "galley_step": current,
         }
-        if placed.shape.wanted == 0:
+        if placed.shape.logit_rows == 0:
             self._module.base_model(**arguments)
             logits = torch.empty(0, self._module.config.vocab_size, device=self._device)
         else:
-            logits = self._module(**arguments, logits_to_keep=inputs.wanted.long()).logits[0].float()
+            logits = self._module(**arguments, logits_to_keep=inputs.logit_rows.long()).logits[0].float()
         current.expect_layers(self._module.config.num_hidden_layers)
         return logits
 

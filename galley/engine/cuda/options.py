@@ -1,24 +1,24 @@
-"""How a CUDA device is used; nothing here changes anything on the CPU."""
+"""Options of a CUDA device; they change nothing on the CPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Where bits must be the same all passes have so many rows: every product and every norm then has one shape.
+# Rows of every step if bits must be the same: each product and norm then has one shape.
 FIXED_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """`flex`: attention that reads pages in place, where it can be compiled, and not plain torch.
+    """`flex`: attention that reads pages in place, if it can be compiled, instead of plain torch.
 
-    Only with it come `graphs` (one rank only) and `invariant`: a row has the same bits in any pass.
+    Only with `flex` do `graphs` (one rank only) and `invariant` (a row has the same bits in any step) work.
     """
 
     flex: bool = True
     graphs: bool = True
     invariant: bool = False
 
-    def rows_of_pass(self, device: str, most: int) -> int:
-        """The most rows that one pass may have there, of at most `most`."""
-        return most if device.startswith("cpu") or not self.invariant else FIXED_ROWS
+    def rows_of_step(self, device: str, max_rows: int) -> int:
+        """Return the most rows of a step on this device, at most `max_rows`."""
+        return max_rows if device.startswith("cpu") or not self.invariant else FIXED_ROWS

@@ -1,9 +1,9 @@
-"""Sampling where the logits are: of most draws nothing but the tokens comes to the host, in one transfer.
+"""Sample on the logits' device: of most draws only the tokens come to the host, in one transfer.
 
-A plain draw's rows are drawn on the device, all at once: none of them depends on the guess before it, so it
-can be decided later which happened. The rows of all other draws come to the host in the same transfer and
-are drawn there. What a draw gives is what galley/engine/sampling/draw.py says of it; the noise takes the
-device's own logarithms and agrees to 1e-6 with the host's.
+The rows of a draw that `is_drawn_here` are sampled on the device, all at once. None depends on the draft
+token before it, so acceptance can be decided afterwards. The rows of all other draws come to the host in the
+same transfer and are sampled there. The results are those of galley/engine/sampling/draw.py; the noise uses
+the device's logarithms and agrees to 1e-6 with the host's.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Words = Callable[[Tensor, Tensor, int], Tensor]
 
 _LOG = get_logger(__name__)
 
-# Numbers that are worked on at once: each takes some tens of bytes.
-_MOST = 2**24
+# Numbers processed at once: each takes some tens of bytes.
+_CHUNK = 2**24
 _LOW = 0xFFFFFFFF
-# Of the noise: its row, seed and position as two halves each, the bits of the temperature.
+# A row that needs noise: its index, seed and position as two halves each, the temperature's bits.
 _NOISY_COLUMNS = 6
 
 
 def is_drawn_here(draw: Draw) -> bool:
-    """Is each token a function of its row of logits, the temperature, seed and position alone?"""
+    """Return True if each token depends on its row of logits, temperature, seed and position alone."""
     params = draw.params
     unfiltered = params.top_k == 0 and params.top_p >= 1.0 and params.min_p <= 0.0
     return is_plain(draw) and (params.greedy or unfiltered)
 
 
 def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Outcome]:
-    """See `galley.engine.sampling.draw.draw_all`; the rows are the draws'."""
+    """Sample every draw's rows of `logits`; see `galley.engine.sampling.draw.draw_rows`."""
     ends = list(accumulate(len(draw.draft_tokens) + 1 for draw in draws))
     here = [(draw, end) for draw, end in zip(draws, ends, strict=True) if is_drawn_here(draw)]
     others = [(draw, end) for draw, end in zip(draws, ends, strict=True) if not is_drawn_here(draw)]
@@ -61,56 +61,58 @@ def _rows_of(draw: Draw, end: int) -> range:
 
 
 def _outcome(draw: Draw, tokens: list[int]) -> Outcome:
-    """Up to and with the first that differs from its guess, or before the first bad row."""
-    taken: list[int] = []
+    """Keep tokens up to the first that differs from its draft token, or before the first bad row."""
+    kept: list[int] = []
     for i, token in enumerate(tokens):
         if token == NOTHING:
             break
-        taken.append(token)
+        kept.append(token)
         if draw.draft_tokens[i : i + 1] != (token,):
             break
-    return Sampled(tuple(taken)) if taken else no_maximum(draw)
+    return Sampled(tuple(kept)) if kept else no_maximum(draw)
 
 
 def _fetch(
     logits: Tensor, here: Sequence[tuple[Draw, int]], others: list[int]
 ) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Floats]:
-    """On the host: each row's token, of worth where it is `here`, and the logits of the rows `others`."""
+    """Return on the host each row's token, valid for draws `here`, and the logits of the rows `others`."""
     noisy = [_record(*pair, row) for pair in here for row in _rows_of(*pair) if not pair[0].params.greedy]
-    told = _upload([*others, *(number for record in noisy for number in record)], logits.device)
+    uploaded = _upload([*others, *(number for record in noisy for number in record)], logits.device)
     count, vocab = logits.shape
-    tokens = _tokens(logits, told[len(others) :].view(len(noisy), _NOISY_COLUMNS)) if here else told[:0]
-    rows = logits.index_select(0, told[: len(others)]).float()
-    # The bits of floats and of whole numbers side by side: a copy changes none.
+    tokens = (
+        _tokens(logits, uploaded[len(others) :].view(len(noisy), _NOISY_COLUMNS)) if here else uploaded[:0]
+    )
+    rows = logits.index_select(0, uploaded[: len(others)]).float()
+    # Bits of floats and integers in one buffer: a copy changes none.
     packed = to_host(torch.cat((tokens, rows.view(torch.int32).flatten()))).numpy()
     first = count if here else 0
     return packed[:first], packed[first:].view(np.float32).reshape(len(others), vocab)
 
 
 def _record(draw: Draw, end: int, row: int) -> tuple[int, ...]:
-    """A row that takes noise, in _NOISY_COLUMNS numbers below 2**32."""
+    """Return a row that needs noise as _NOISY_COLUMNS numbers below 2**32."""
     position = len(draw.history) + row - _rows_of(draw, end).start
     bits = int(np.float32(kernel_temperature(draw.params)).view(np.int32))
     return (row, *halves(draw.params.seed), *halves(position), bits)
 
 
 def _upload(values: list[int], device: torch.device) -> Tensor:
-    """Numbers below 2**32 as int32 of the same bits."""
+    """Return numbers below 2**32 as int32 of the same bits, on the device."""
     buffer = host_buffer(len(values), torch.int32, device)
     buffer.numpy()[:] = np.array(values, dtype=np.uint32).view(np.int32)
     return buffer.to(device, non_blocking=True)
 
 
 def _tokens(logits: Tensor, noisy: Tensor) -> Tensor:
-    """int32 [rows]: the likeliest of each row, the winner with noise of the rows that `noisy` [n, 6] says.
+    """Return int32 [rows]: each row's likeliest token, or for rows of `noisy` [n, 6] its winner with noise.
 
-    NOTHING where a row's maximum is not finite. The first of equals wins: torch's argmax gives it.
+    NOTHING where a row's maximum is not finite. The first of equals wins, as torch's argmax does.
     """
     rows = logits.float()
-    highest = rows.amax(dim=1)  # a NaN wherever there is one
+    highest = rows.amax(dim=1)  # NaN if there is one
     tokens = rows.argmax(dim=1)
-    step = max(1, _MOST // rows.shape[1])
-    for some in torch.split(noisy, step) if len(noisy) else ():  # else one of no rows, to be compiled for
+    step = max(1, _CHUNK // rows.shape[1])
+    for some in torch.split(noisy, step) if len(noisy) else ():  # else torch would compile for no rows
         at = some[:, 0]
         words = some[:, 1:5].long() & _LOW
         own = _winners(rows.index_select(0, at), highest.index_select(0, at), words, some[:, 5])
@@ -119,8 +121,8 @@ def _tokens(logits: Tensor, noisy: Tensor) -> Tensor:
 
 
 def _winners(rows: Tensor, highest: Tensor, words: Tensor, temperatures: Tensor) -> Tensor:
-    """argmax of float64(scaled logit) + Gumbel noise, the first of equals; int64 [rows]."""
-    # Both are tensors of the device: a division by a number of the host would be a product.
+    """Return argmax of float64(scaled logit) + Gumbel noise, the first of equals; int64 [rows]."""
+    # Both are tensors of the device: a division by a host number would become a product.
     scaled = (rows - highest[:, None]) / temperatures.contiguous().view(torch.float32)[:, None]
     drawn = _words_on(rows.device.type)(words[:, :2], words[:, 2:], rows.shape[1])
     return (scaled.double() + noise.gumbel(drawn)).argmax(dim=1)
@@ -128,18 +130,17 @@ def _winners(rows: Tensor, highest: Tensor, words: Tensor, temperatures: Tensor)
 
 @cache
 def _words_on(kind: str) -> Words:
-    """`row_words`, where torch can compile it as one kernel: whole numbers lose nothing by it."""
+    """Return `row_words`, compiled as one kernel where torch can; integers lose nothing by it."""
     if kind != "cuda" or importlib.util.find_spec("triton") is None:
         return noise.row_words
     return compiled_while_it_works(torch.compile(noise.row_words, dynamic=True), noise.row_words)
 
 
 def compiled_while_it_works(compiled: Words, plain: Words) -> Words:
-    """`compiled`, and from its first failure on `plain`, which gives the same; why is logged, once.
+    """Return `compiled`; from its first failure on `plain`, which gives the same. Logs the failure once.
 
-    torch compiles when it is first called, and again for other shapes: what it needs (Triton, an assembler, a
-    C module, a cache that can be written) may then be missing. Memory that has run
-    out, and a device that fails, are no such failures.
+    torch compiles at the first call, and again for other shapes. What it needs (Triton, an assembler, a C
+    module, a writable cache) may be missing then. Out of memory and device errors are raised.
     """
     works = True
 
@@ -152,7 +153,7 @@ def compiled_while_it_works(compiled: Words, plain: Words) -> Words:
                 raise
             except (RuntimeError, OSError) as error:  # torch's compiler raises both
                 works = False
-                _LOG.warning("noise cannot be compiled, and takes longer", error=str(error))
+                _LOG.warning("noise not compiled; sampling is slower", error=str(error))
         return plain(seeds, positions, vocab)
 
     return words

@@ -1,4 +1,4 @@
-"""Between the host and a device: one buffer a way, pinned, so that the way up makes nobody wait."""
+"""Transfers between the host and a device: one pinned buffer each way, so that uploads do not block."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def host_buffer(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room on the host for what goes to or comes from `device`: pinned where that is a CUDA device.
+    """Return room on the host for a transfer to or from `device`, pinned for a CUDA device.
 
-    torch's pinning allocator gives memory anew only when the copies that read it have been made.
+    torch's pinning allocator reuses memory only after the copies that read it.
     """
     return torch.empty(numbers, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """The same on the host; waits for all that the device still has to do on this stream."""
+    """Return the tensor on the host; waits for all work queued on this stream."""
     if tensor.device.type == "cpu":
         return tensor
     host = host_buffer(tensor.numel(), tensor.dtype, tensor.device)

@@ -1,4 +1,4 @@
-"""The cache directory of this machine: converted models, and digests of large files."""
+"""The cache directory of this machine: converted models, kernels, and digests of large files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _READ_BYTES = 1 << 20
 
 
 def cache_dir() -> Path:
-    """$GALLEY_CACHE_DIR, else $XDG_CACHE_HOME/galley, else ~/.cache/galley. It may not exist yet."""
+    """Return $GALLEY_CACHE_DIR, else $XDG_CACHE_HOME/galley, else ~/.cache/galley. It may not exist yet."""
     own = os.environ.get("GALLEY_CACHE_DIR")
     if own:
         return Path(own)
@@ -19,10 +19,10 @@ def cache_dir() -> Path:
 
 
 def file_digest(path: Path) -> str:
-    """The blake2b-128 of the file's content, in hex.
+    """Return the blake2b-128 of the file's content, in hex.
 
-    Remembered in the cache directory under path, size and time of change, so that a second start does not
-    read gigabytes. Where the cache cannot be written it is only slower.
+    Kept in the cache directory under path, size and modification time, so that a second start does not read
+    gigabytes. A cache that cannot be written only costs time.
     """
     path = path.resolve()
     stat = path.stat()

@@ -1,7 +1,7 @@
-"""From a GGUF file to a plain model directory in float32: done once, for it takes seconds and a gigabyte.
+"""Convert a GGUF file to a plain model directory in float32; done once, it takes seconds and a gigabyte.
 
 `from_pretrained(gguf_file=...)` gives a model that cannot be saved again ("quantized with gguf"), so the
-model is made from its configuration and the unpacked tensors are put in.
+model is made from its configuration and filled with the unpacked tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _READER: Any = modeling_gguf_pytorch_utils
 
 
 def convert(source: Path, out: Path) -> None:
-    """Write the model in `source` to the existing directory `out`; raises UnsupportedModel."""
+    """Write the model in `source` to the existing directory `out`. Raises UnsupportedModel."""
     silence()
     config = _read_config(source)
     refuse_config(config, causal_class(config))
@@ -43,7 +43,7 @@ def _read_config(source: Path) -> Any:
             source.parent, gguf_file=source.name, local_files_only=True, trust_remote_code=False
         )
     except (ValueError, KeyError, OSError) as error:
-        raise UnsupportedModel(f"{source}: is not a GGUF that transformers can read: {error}") from error
+        raise UnsupportedModel(f"{source}: transformers cannot read this GGUF: {error}") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -51,7 +51,7 @@ def _read_config(source: Path) -> Any:
 
 def _build(source: Path, config: Any) -> Any:
     model = CAUSAL_LM.from_config(config, dtype=torch.float32)
-    # Its progress bar cannot be switched off; what goes wrong comes as an exception.
+    # Its progress bar cannot be switched off; errors are exceptions.
     with contextlib.redirect_stderr(io.StringIO()):
         content = _READER.load_gguf_checkpoint(
             str(source), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
@@ -60,12 +60,14 @@ def _build(source: Path, config: Any) -> Any:
     model.tie_weights()
     tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()  # noqa: SLF001  # no public name
     if unexpected or set(missing) - tied:
-        raise UnsupportedModel(f"{source}: tensors do not fit {config.model_type}: {missing}, {unexpected}")
+        raise UnsupportedModel(
+            f"{source}: tensors do not fit {config.model_type}: missing {missing}, unexpected {unexpected}"
+        )
     return model
 
 
 def _tidy(path: Path) -> None:
-    """Drop what only says how this very object was loaded."""
+    """Drop the entries that only describe how this object was loaded."""
     content = json.loads(path.read_text(encoding="utf-8"))
     for name in ("is_local", "local_files_only"):
         content.pop(name, None)

@@ -1,4 +1,4 @@
-"""Loading a model's weights with transformers, our attention in place, everything unservable refused."""
+"""Load a model's weights with transformers and our attention; refuse everything that is not served."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from galley.engine.load.weights import read_weights
 from galley.engine.parallel import sharding
 from galley.engine.parallel.ranks import ALONE, Ranks
 
-# transformers' annotations promise more than its functions keep.
+# transformers' annotations are not accurate.
 CAUSAL_LM: Any = AutoModelForCausalLM
 _LOGGING: Any = transformers_logging
 
@@ -28,22 +28,25 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def default_dtype(device: str) -> torch.dtype:
-    """bfloat16 where the device multiplies it natively (there it verifies 5 to 8 rows at the cost of one)."""
+    """Return bfloat16 where the device multiplies it natively, else float32.
+
+    A CPU with native bfloat16 verifies 5 to 8 rows at the cost of one.
+    """
     native = torch.device(device).type != "cpu" or packing.native_bfloat16()
     return torch.bfloat16 if native else torch.float32
 
 
 def parse_dtype(name: str, device: str) -> torch.dtype:
-    """The dtype of a name in DTYPES, or of "auto". Raises UnsupportedModel for another."""
+    """Return the dtype of a name in DTYPES, or of "auto". Raises UnsupportedModel for another."""
     if name == "auto":
         return default_dtype(device)
     if name not in DTYPES:
-        raise UnsupportedModel(f"dtype must be auto or one of {', '.join(DTYPES)}, is {name!r}")
+        raise UnsupportedModel(f"dtype: must be auto or one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
 
 
 def load_config(directory: Path) -> Any:
-    """The transformers configuration of a servable model; raises UnsupportedModel."""
+    """Return the transformers configuration of a servable model. Raises UnsupportedModel."""
     refuse_files(directory)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)  # nosec B615  # a directory
@@ -54,14 +57,14 @@ def load_config(directory: Path) -> Any:
 
 
 def causal_class(config: Any) -> Any:
-    """The causal language model class of a configuration, or None."""
+    """Return the causal language model class of a configuration, or None."""
     mapping = CAUSAL_LM._model_mapping  # noqa: SLF001  # there is no public way to ask
     return mapping.get(type(config), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A module in evaluation mode; `head` where it gives the logits of some tokens only."""
+    """A module in evaluation mode; `head` is set if it gives the logits of some tokens only."""
 
     module: Any
     tokenizer_hash: str
@@ -77,17 +80,17 @@ def load_module(
     ranks: Ranks = ALONE,
     target: Path | None = None,
 ) -> Loaded:
-    """The model, or this rank's shard of it, on `device`, from safetensors only.
+    """Load the model, or this rank's shard of it, onto `device`, from safetensors only.
 
-    `target`: the directory whose embeddings a trained draft takes. Raises UnsupportedModel where a weight is
-    missing or of another shape.
+    `target` is the directory whose embeddings a trained draft uses. Raises UnsupportedModel if a weight is
+    missing or has another shape.
     """
     silence()
     attention.register()
     form = draft_format(config)
     if form is not None:
         if ranks.size > 1:
-            raise UnsupportedModel(f"{directory}: a trained draft is served by one rank")
+            raise UnsupportedModel(f"{directory}: a trained draft runs on one rank")
         module, tokens = load_draft(directory, config, form, target=target, dtype=dtype, device=device)
         return Loaded(module, form.tokenizer_hash, ReducedHead(tokens, config.vocab_size))
     if ranks.size > 1:
@@ -103,13 +106,13 @@ def load_module(
 
 
 def silence() -> None:
-    """Keep transformers' warnings and progress bars to itself."""
+    """Switch off transformers' warnings and progress bars."""
     _LOGGING.set_verbosity_error()
     _LOGGING.disable_progress_bar()
 
 
 def eos_token_ids(directory: Path, config: Any) -> tuple[int, ...]:
-    """The model's own end tokens: of generation_config.json where there is one, else of config.json."""
+    """Return the model's end tokens, from generation_config.json, else from config.json."""
     ids = None
     if (directory / "generation_config.json").is_file():
         ids = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id  # nosec B615  # a directory

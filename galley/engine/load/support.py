@@ -1,6 +1,6 @@
 """Which models this engine serves: decoder-only ones whose only sequence state is attention KV.
 
-And in which files: safetensors, which hold numbers. What is pickled is a program, and is never opened.
+Weights must be safetensors, which hold numbers only. A pickle is a program and is never opened.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from galley.common.models.files import code_asked_for, foreign_file
 from galley.engine.errors import UnsupportedModel
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-# What a model's directory may hold that is read.
+# Files of a model's directory that are read.
 MODEL_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 _PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 _ADAPTER = "adapter_config.json"
 _INDEX = "*.safetensors.index.json"
-# Rotary embeddings that depend on the longest sequence of the pass: a session would feel its company.
+# Rotary embeddings that depend on the longest sequence of the step, so on other sessions.
 _SHIFTING_ROPE = {"dynamic", "longrope"}
 
 
 def refuse_raw_config(config: dict[str, Any]) -> None:
-    """Raise UnsupportedModel, naming the reason, for a config.json that needs no closer look."""
+    """Raise UnsupportedModel, with the reason, for a config.json that is refused without transformers."""
     name = config.get("model_type") or "the model"
     if (reason := code_asked_for(config)) is not None:
         raise UnsupportedModel(f"{name}: {reason}")
     if config.get("transformers_weights"):
-        raise UnsupportedModel(f"{name}: says itself which file to load (transformers_weights)")
+        raise UnsupportedModel(f"{name}: must not name the file to load (transformers_weights)")
     if config.get("is_encoder_decoder"):
         raise UnsupportedModel(f"{name}: is an encoder-decoder model; only decoder-only models are served")
     if config.get("text_config") or config.get("vision_config"):
-        raise UnsupportedModel(f"{name}: is made of several models; only plain language models are served")
+        raise UnsupportedModel(f"{name}: consists of several models; only plain language models are served")
     if config.get("quantization_config"):
         raise UnsupportedModel(f"{name}: is quantized; give a safetensors model in float, or a GGUF")
 
 
 def refuse_config(config: Any, model_class: Any) -> None:
-    """Raise UnsupportedModel for a configuration, or a model class, with other sequence state than KV."""
+    """Raise UnsupportedModel if a configuration or its class has other sequence state than KV."""
     refuse_raw_config(config.to_dict())
     name = config.model_type
     if model_class is None:
@@ -59,24 +59,25 @@ def _refuse_rope(name: str, rope: dict[str, Any]) -> None:
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     kinds = {part.get("rope_type") for part in parts} & _SHIFTING_ROPE
     if kinds:
-        raise UnsupportedModel(
-            f"{name}: its {kinds.pop()} rotary embedding depends on the company in a batch"
-        )
+        raise UnsupportedModel(f"{name}: its {kinds.pop()} rotary embedding depends on the rest of the batch")
 
 
 def is_pickled(path: Path) -> bool:
-    """By its name."""
+    """Return True if the file's suffix is that of a pickle."""
     return path.suffix in _PICKLED
 
 
 def refuse_files(directory: Path) -> None:
-    """Raise UnsupportedModel unless `directory` holds a config.json and safetensors weights, all its own."""
+    """Raise UnsupportedModel unless `directory` holds a config.json and safetensors weights.
+
+    Files that lie elsewhere, adapters and broken indexes are refused too.
+    """
     if not (directory / "config.json").is_file():
-        raise UnsupportedModel(f"{directory} holds no config.json")
+        raise UnsupportedModel(f"{directory}: must hold config.json")
     if (reason := foreign_file(directory, MODEL_FILES)) is not None:
         raise UnsupportedModel(reason)
     if (directory / _ADAPTER).exists():
-        raise UnsupportedModel(f"{directory} holds an adapter ({_ADAPTER}); merge it into its model first")
+        raise UnsupportedModel(f"{directory}: holds an adapter ({_ADAPTER}); merge it into its model first")
     if not any(directory.glob("*.safetensors")):
         _refuse_without_weights(directory)
     for index in sorted(directory.glob(_INDEX)):
@@ -86,20 +87,20 @@ def refuse_files(directory: Path) -> None:
 def _refuse_without_weights(directory: Path) -> None:
     if pickles := sorted(path.name for path in directory.iterdir() if is_pickled(path)):
         raise UnsupportedModel(
-            f"{directory} holds only pickled weights ({pickles[0]}), which are programs and never opened; "
-            "safetensors are needed"
+            f"{directory}: holds only pickled weights ({pickles[0]}), which are programs and never opened; "
+            "convert them to safetensors"
         )
-    raise UnsupportedModel(f"{directory} holds no *.safetensors")
+    raise UnsupportedModel(f"{directory}: must hold *.safetensors")
 
 
 def _refuse_index(index: Path) -> None:
-    """Its files are opened as it names them: they must be safetensors, beside it."""
+    """Raise UnsupportedModel unless the index names safetensors files beside it."""
     try:
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UnsupportedModel(f"{index}: is no index of weights") from None
+        raise UnsupportedModel(f"{index}: must be an index of weights") from None
     for name in sorted(map(str, named)):
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UnsupportedModel(f"{index}: names {name!r}, which is no safetensors file beside it")
+            raise UnsupportedModel(f"{index}: must name safetensors files beside it, got {name!r}")
         if not (index.parent / name).is_file():
-            raise UnsupportedModel(f"{index}: names {name!r}, which is not there")
+            raise UnsupportedModel(f"{index}: {name!r} does not exist")

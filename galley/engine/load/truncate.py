@@ -1,4 +1,4 @@
-"""A shallower model made of some of a model's layers: a cheap, untrained draft for tests.
+"""Write a shallower model made of some of a model's layers: a cheap, untrained draft for tests.
 
 `python -m galley.engine.load.truncate DIRECTORY --layers 0,1 --out DIRECTORY` prints the new directory.
 """
@@ -19,14 +19,14 @@ _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "*.jinja", "vocab.*
 
 
 def truncate_model(directory: Path, layers: Sequence[int], out: Path) -> Path:
-    """Write to `out` the model in `directory` with only these decoder layers, in this order.
+    """Write to `out` the model in `directory` with only these decoder layers, in this order; return `out`.
 
-    For models built like Llama. Raises UnsupportedModel for others, and for layers that are not there.
+    Works for models built like Llama. Raises UnsupportedModel for others, and for layers that do not exist.
     """
     config = load_config(directory)
     if not layers or not all(0 <= layer < config.num_hidden_layers for layer in layers):
         raise UnsupportedModel(
-            f"layers must be some of 0 to {config.num_hidden_layers - 1}, are {list(layers)}"
+            f"layers: must be some of 0 to {config.num_hidden_layers - 1}, got {list(layers)}"
         )
     silence()
     model = CAUSAL_LM.from_pretrained(
@@ -49,8 +49,8 @@ def truncate_model(directory: Path, layers: Sequence[int], out: Path) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """Truncate the model named on the command line."""
     parser = argparse.ArgumentParser(prog="python -m galley.engine.load.truncate", description=__doc__)
-    parser.add_argument("directory", type=Path, help="of the whole model")
-    parser.add_argument("--layers", required=True, help="to keep, as in 0,1")
+    parser.add_argument("directory", type=Path, help="directory of the whole model")
+    parser.add_argument("--layers", required=True, help="layers to keep, such as 0,1")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     arguments = parser.parse_args(argv)
     layers = [int(layer) for layer in arguments.layers.split(",")]

@@ -1,7 +1,7 @@
 """The ranks of one model over torch.distributed: gloo between CPUs, NCCL between CUDA devices.
 
-Sums are gathered and added in rank order: a ring's all-reduce cuts the tensor into pieces that it adds in
-different orders, so that from three ranks on a row's bits depend on how many rows there are.
+Sums are gathered and added in rank order. A ring all-reduce splits the tensor into pieces that it adds in
+different orders, so from three ranks on a row's bits would depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from torch import Tensor
 from galley.core.errors import Unavailable
 from galley.engine.parallel.ranks import Waits
 
-# torch.distributed has them without saying so in its types.
+# torch.distributed exports them, its types do not.
 _STORES: Any = dist
-# A rank that is stuck is given up after this; the end of its process is noticed at once.
+# A hanging rank counts as lost after this; the exit of its process is noticed at once.
 DEFAULT_TIMEOUT_S = 30.0
-# A replica may idle for long: a follower waits for the next plan as long as the leader lives.
+# A replica may idle for long: the other ranks wait for the next plan while rank 0 lives.
 _IDLE = timedelta(days=3650)
-_LEADER = 0
+_RANK_ZERO = 0
 
 
 class RankLost(Unavailable):
-    """Another rank has ended or is stuck; what this process shares with it is worthless."""
+    """Another rank has exited or hangs; the state that the ranks share is useless."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks find one another: `address` (host:port) of rank 0's store, or `file` on one machine."""
+    """Where the ranks meet: `address` (host:port) of rank 0's store, or `file` on one machine."""
 
     address: str = ""
     file: str = ""
 
 
 class ProcessGroup:
-    """A `Ranks` of real processes. One per process; not safe for two threads at once."""
+    """A `Ranks` of real processes. One a process; not safe for two threads at once."""
 
     def __init__(self, rank: int, size: int, device: str, plans: Any) -> None:
         self.rank = rank
@@ -55,9 +55,9 @@ class ProcessGroup:
         self._waits: Waits | None = None
 
     def add(self, part: Tensor) -> Tensor:
-        """The sum of all parts, of any shape, in the parts' dtype. Raises RankLost.
+        """Return the sum of all parts, of any shape, in the parts' dtype. Raises RankLost.
 
-        Added in float32 in rank order and rounded once; parts travel in their own dtype.
+        Adds in float32 in rank order and rounds once; parts travel in their own dtype.
         """
         parts = self._gather(part)  # [size, *part.shape]
         total = parts[0].float()
@@ -66,25 +66,28 @@ class ProcessGroup:
         return total.to(part.dtype)
 
     def join_columns(self, part: Tensor) -> Tensor:
-        """[rows, n / size] of each rank to [rows, n], in rank order. Raises RankLost."""
+        """Return [rows, n] of the ranks' [rows, n / size], in rank order. Raises RankLost."""
         return torch.cat(tuple(self._gather(part)), dim=-1)
 
     def wait_at_most(self, timeout_s: float) -> None:
-        """From now on give a rank up that does not take part in an exchange within this time."""
+        """Set how long an exchange waits for a rank before it counts as lost, in seconds."""
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))  # noqa: SLF001  # experimental there
 
     def send(self, values: Tensor) -> None:
-        """Rank 0: give int32 `values` to all others, which `receive`. Raises RankLost."""
+        """Send int32 `values` from rank 0 to all others, which `receive`. Raises RankLost."""
         self._broadcast(values)
 
     def receive(self, values: Tensor) -> None:
-        """Wait, for as long as rank 0 lives, for what it sends, of the same length. Raises RankLost."""
+        """Fill `values` with what rank 0 sends, of the same length. Raises RankLost.
+
+        Waits as long as rank 0 lives.
+        """
         self._broadcast(values)
 
     def share(self, number: int) -> Callable[[], Sequence[int]]:
-        """Begin to tell all ranks a number of this one; all make the call. What it gives waits for theirs.
+        """Begin to exchange a number with all ranks; the returned function waits for theirs.
 
-        Both raise RankLost.
+        All ranks make the call. Both raise RankLost.
         """
         numbers = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         own = torch.tensor([number], dtype=torch.int64)
@@ -104,9 +107,9 @@ class ProcessGroup:
 
     @contextmanager
     def waits(self) -> Iterator[Waits]:
-        """Within, count what this rank waits for the others' parts, their way here included.
+        """Count the time that this rank waits for the others' parts, transfer included.
 
-        On CUDA that stays out of sight: the host only orders the exchange.
+        Does not count on CUDA, where the host only queues the exchange.
         """
         self._waits = waits = Waits()
         try:
@@ -115,7 +118,7 @@ class ProcessGroup:
             self._waits = None
 
     def close(self) -> None:
-        """Leave the others; they notice if they still wait for this one."""
+        """Leave the group; ranks that still wait for this one notice."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -129,7 +132,7 @@ class ProcessGroup:
 
     def _exchange(self, part: Tensor) -> Tensor:
         sent = part.contiguous()
-        # As bytes: gloo knows few dtypes, and a gather adds nothing.
+        # As bytes: gloo supports few dtypes, and a gather does no arithmetic.
         parts = torch.empty(self.size, *sent.shape, dtype=sent.dtype, device=sent.device)
         if sent.numel() == 0:
             return parts
@@ -144,7 +147,7 @@ class ProcessGroup:
 
     def _broadcast(self, values: Tensor) -> None:
         try:
-            dist.broadcast(values, _LEADER, group=self._plans)
+            dist.broadcast(values, _RANK_ZERO, group=self._plans)
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -155,21 +158,21 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Rank 0's store, which listens on `address` alone, and only there."""
+    """Rank 0's store, which listens on `address` only."""
 
     address: str
     _store: Any
 
     @property
     def store(self) -> Any:
-        """For `join`."""
+        """Return torch's store, for `join`."""
         return self._store
 
 
 def open_store(host: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S, port: int = 0) -> Store:
-    """The store of rank 0, on the interface `host`, at `port` or, with 0, at a free one. Raises OSError."""
+    """Open rank 0's store on interface `host`, at `port`, or at a free one if 0. Raises OSError."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    # What a predecessor left in TIME_WAIT does not hold up its successor.
+    # A predecessor's sockets in TIME_WAIT must not block the port.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
     listener.listen()
@@ -189,7 +192,7 @@ def open_store(host: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S, port:
 
 
 def connect_store(address: str, size: int, timeout_s: float) -> Any:
-    """The store of rank 0 at `address`, for who is no rank. Raises RuntimeError if it is not there."""
+    """Connect a process that is not a rank to rank 0's store. Raises RuntimeError if it is not there."""
     host, _, port = address.rpartition(":")
     store = _STORES.TCPStore(
         host,
@@ -212,10 +215,10 @@ def join(
     store: Store | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> ProcessGroup:
-    """Meet the other ranks, by `store` (rank 0's own) or `meeting`; blocks until all are there.
+    """Meet the other ranks, by `store` (rank 0's own) or `meeting`; blocks until all have joined.
 
-    Raises RankLost if not all come within `timeout_s`, or one does not take part in a pass within it (until
-    `ProcessGroup.wait_at_most` says otherwise).
+    Raises RankLost if not all join within `timeout_s`. `timeout_s` also bounds each later exchange, until
+    `ProcessGroup.wait_at_most` changes it.
     """
     timeout = timedelta(seconds=timeout_s)
     kind = torch.device(device).type
@@ -239,15 +242,15 @@ def _store(rank: int, size: int, meeting: Meeting | None, store: Store | None, t
     if store is not None:
         return store.store
     if meeting is None:
-        raise ValueError("a rank needs a store or a place to meet")
+        raise ValueError("join: needs a store or a meeting")
     if meeting.file:
         return _STORES.FileStore(str(Path(meeting.file)), size)
     host, _, port = meeting.address.rpartition(":")
-    return _STORES.TCPStore(host, int(port), size, is_master=rank == _LEADER, timeout=timeout)
+    return _STORES.TCPStore(host, int(port), size, is_master=rank == _RANK_ZERO, timeout=timeout)
 
 
 def _stay_local(meeting: Meeting | None, store: Store | None) -> None:
-    """Ranks of one machine listen on the loopback alone."""
+    """Let ranks of one machine listen on the loopback only."""
     address = store.address if store else meeting.address if meeting else ""
     if not address or address.rpartition(":")[0] in {"127.0.0.1", "localhost", "::1"}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

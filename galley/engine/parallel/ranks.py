@@ -1,4 +1,4 @@
-"""The processes that share one model by tensor parallelism, as the forward pass sees them."""
+"""The ranks of a tensor-parallel model, as the forward pass uses them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Waits:
-    """How long a rank has waited for what the others computed."""
+    """How long a rank has waited for the others, in ns."""
 
     ns: int = 0
 
 
 class Ranks(Protocol):
-    """`size` processes that run the same pass, each on its shard of the weights; this one is `rank`."""
+    """`size` processes that run the same step, each on its shard of the weights; this one is `rank`."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Return the number of ranks."""
 
     @property
     def rank(self) -> int:
-        """Which this one is, in [0, size)."""
+        """Return this process's rank, in [0, size)."""
 
     def add(self, part: Tensor) -> Tensor:
-        """The sum of the ranks' partial results, gathered and added in rank order."""
+        """Return the sum of the ranks' partial results, gathered and added in rank order."""
 
     def join_columns(self, part: Tensor) -> Tensor:
-        """[rows, n / size] of each rank to [rows, n], in rank order."""
+        """Return [rows, n] of the ranks' [rows, n / size], in rank order."""
 
     def waits(self) -> AbstractContextManager[Waits]:
-        """Within, what this rank waits for the others is counted."""
+        """Count the time that this rank waits for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,15 @@ class Alone:
     rank: int = 0
 
     def add(self, part: Tensor) -> Tensor:
-        """The part is the whole."""
+        """Return the part, which is the whole."""
         return part
 
     def join_columns(self, part: Tensor) -> Tensor:
-        """The part is the whole."""
+        """Return the part, which is the whole."""
         return part
 
     def waits(self) -> AbstractContextManager[Waits]:
-        """There is nobody to wait for."""
+        """Count nothing."""
         return nullcontext(Waits())
 
 

@@ -1,12 +1,12 @@
-"""Loading one rank's shard of a model, cut by transformers' own tensor-parallel plan.
+"""Load one rank's shard of a model, cut by transformers' own tensor-parallel plan.
 
-transformers decides what is cut how and reads only this rank's part of each file (its DTensor loading); its
-styles are replaced, by its registry, with ones that leave the modules' forward alone. What remains are plain
-modules with local weights, for a forward pass of our own, which adds and joins by `Ranks`; `join_ranks` gives
-the modules that same behaviour where transformers' own forward runs. Its hooks cannot be kept: they
-all-reduce, which from three ranks on gives a row other bits in other company.
+transformers decides how each module is cut and reads only this rank's part of each file (its DTensor
+loading). Its styles are replaced, by its registry, with ones that leave the modules' forward alone. The
+result is plain modules with local weights, for a forward pass of our own, which adds and joins by `Ranks`;
+`join_ranks` makes the modules do the same where transformers' forward runs. transformers' own hooks cannot
+be kept: they all-reduce, so from three ranks on a row's bits would depend on the rest of the batch.
 
-Every rank holds the whole embedding table: a look-up then needs no sum. The head is cut by vocabulary where
+Every rank holds the whole embedding table, so that a look-up needs no sum. The head is cut by vocabulary if
 that divides.
 """
 
@@ -27,7 +27,7 @@ from galley.engine.errors import UnsupportedModel
 from galley.engine.load.weights import read_weights
 from galley.engine.parallel.ranks import Ranks
 
-# transformers' annotations promise more than its functions keep.
+# transformers' annotations are not accurate.
 CAUSAL_LM: Any = AutoModelForCausalLM
 
 COLUMNS, ROWS, WHOLE = "galley_columns", "galley_rows", "galley_whole"
@@ -37,7 +37,7 @@ _STYLES = {
     "colwise": COLUMNS,
     "rowwise": ROWS,
     "replicate": WHOLE,
-    "replicated_with_grad_allreduce": WHOLE,  # at inference there are no gradients
+    "replicated_with_grad_allreduce": WHOLE,  # inference has no gradients
 }
 _HEAD_STYLES = {"colwise_gather_output", "colwise_rep"}
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
@@ -60,8 +60,8 @@ class _Whole(TensorParallelLayer):
 
 
 def register() -> None:
-    """Make our styles known to transformers; as often as you like."""
-    styles: Any = ALL_PARALLEL_STYLES  # annotated for the functions that other registries hold
+    """Register our styles with transformers; repeating it does nothing."""
+    styles: Any = ALL_PARALLEL_STYLES  # annotated for other registries
     styles.register(COLUMNS, _Columns())
     styles.register(ROWS, _Rows())
     styles.register(WHOLE, _Whole())
@@ -74,9 +74,9 @@ def refuse_ranks(config: Any, size: int) -> None:
 
 
 def plan_of(config: Any, size: int) -> dict[str, str]:
-    """The style, one of ours, of each module that transformers' plan names (layers as `*`).
+    """Return our style of each module that transformers' plan names (layers as `*`).
 
-    Raises UnsupportedModel where `size` does not divide what is cut, or a style is not served here.
+    Raises UnsupportedModel if `size` does not divide what is cut, or a style is not served here.
     """
     name = config.model_type
     model = _meta_model(config)
@@ -100,37 +100,37 @@ def plan_of(config: Any, size: int) -> dict[str, str]:
 
 
 def _meta_model(config: Any) -> Any:
-    """The model without weights."""
+    """Return the model without weights."""
     with torch.device("meta"):
         return CAUSAL_LM.from_config(config)
 
 
 def _on_host(model_class: Any) -> Any:
-    """`model_class`, whose shards are read into host memory: a device map would ask for accelerate."""
+    """Return `model_class` with shards read into host memory: a device map would need accelerate."""
 
-    class OnHost(model_class):  # type: ignore[misc]  # the class is known at run time alone
+    class OnHost(model_class):  # type: ignore[misc]  # the class is known only at run time
         @classmethod
         def prepare_distribute_model(cls, distributed_config: Any, device_map: Any = None) -> Any:
             prepared, _, mesh = super().prepare_distribute_model(distributed_config, device_map)
             return prepared, None, mesh
 
-    # By both, transformers finds how this class's weights are named in files.
+    # transformers finds the names of the weights in files by these two.
     OnHost.__name__, OnHost.__module__ = model_class.__name__, model_class.__module__
     return OnHost
 
 
 def _names_of(model: Any) -> tuple[str | None, str | None]:
-    """The names of the output head and of the embedding table."""
+    """Return the names of the output head and of the embedding table."""
     names = {id(module): name for name, module in model.named_modules()}
     return names.get(id(model.get_output_embeddings())), names.get(id(model.get_input_embeddings()))
 
 
 def _refuse_counts(config: Any, size: int) -> None:
     for count in _COUNTS:
-        have = getattr(config, count, None)
-        if have is not None and have % size:
+        value = getattr(config, count, None)
+        if value is not None and value % size:
             raise UnsupportedModel(
-                f"{config.model_type}: {size} ranks cannot share {count} = {have} evenly; "
+                f"{config.model_type}: {size} ranks cannot share {count} = {value} evenly; "
                 f"use a tensor-parallel degree that divides it"
             )
 
@@ -138,14 +138,13 @@ def _refuse_counts(config: Any, size: int) -> None:
 def _style(name: str, key: str, style: str) -> str:
     if style not in _STYLES:
         raise UnsupportedModel(
-            f"{name}: transformers cuts {key} as {style!r}, which cannot be added in rank order here; "
-            "run it with one rank"
+            f"{name}: transformers cuts {key} as {style!r}, which is not supported here; run it with one rank"
         )
     return _STYLES[style]
 
 
 def _head_style(model: Any, size: int) -> str:
-    # A tied head is cut after loading: the table that it shares is whole.
+    # A tied head is cut after loading: it shares the whole table.
     tied = model.config.tie_word_embeddings
     return WHOLE if tied or model.get_output_embeddings().out_features % size else COLUMNS
 
@@ -154,7 +153,7 @@ def _refuse_features(name: str, model: nn.Module, plan: Mapping[str, str], size:
     for path, module in _planned(model, plan):
         if not isinstance(module, nn.Linear):
             if plan[_starred(path)] != WHOLE:
-                raise UnsupportedModel(f"{name}: {path} is cut over ranks and is no linear layer")
+                raise UnsupportedModel(f"{name}: {path} is cut over ranks but is not a linear layer")
             continue
         style = plan[_starred(path)]
         features = {COLUMNS: module.out_features, ROWS: module.in_features}.get(style, 0)
@@ -173,10 +172,10 @@ def _starred(path: str) -> str:
 def load_shard(
     directory: Path, config: Any, *, dtype: torch.dtype, device: str, attention: str, ranks: Ranks
 ) -> Any:
-    """This rank's shard of the model in `directory`: plain modules with local weights, unpacked, on `device`.
+    """Return this rank's shard of the model in `directory`: plain modules with local weights, on `device`.
 
-    All ranks call it, after `process_group.join`. `attention` is the name by which transformers knows ours.
-    The modules' own forward is not usable until `join_ranks`. Raises UnsupportedModel.
+    All ranks call it, after `process_group.join`. `attention` is our attention's name in transformers. The
+    modules' forward cannot be used until `join_ranks`. Raises UnsupportedModel.
     """
     plan = plan_of(config, ranks.size)
     register()
@@ -222,7 +221,7 @@ def _cut_tied_head(module: Any, ranks: Ranks) -> None:
 
 
 class AddedLinear(nn.Module):
-    """A linear layer whose inputs are cut over the ranks: the partial products are added, then the bias."""
+    """A linear layer with inputs cut over the ranks: adds the partial products, then the bias."""
 
     def __init__(self, linear: nn.Linear, ranks: Ranks) -> None:
         super().__init__()
@@ -232,13 +231,13 @@ class AddedLinear(nn.Module):
         self._ranks = ranks
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[..., in_features / size] to [..., out_features]."""
+        """Return [..., out_features] of [..., in_features / size]."""
         total = self._ranks.add(self.part(rows))
         return total if self.bias is None else total + self.bias
 
 
 class JoinedLinear(nn.Module):
-    """A linear layer whose outputs are cut over the ranks and wanted whole."""
+    """A linear layer with outputs cut over the ranks and joined."""
 
     def __init__(self, linear: nn.Linear, ranks: Ranks) -> None:
         super().__init__()
@@ -246,14 +245,14 @@ class JoinedLinear(nn.Module):
         self._ranks = ranks
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features * size]."""
+        """Return [..., out_features * size] of [..., in_features]."""
         return self._ranks.join_columns(self.part(rows))
 
 
 def join_ranks(module: Any, ranks: Ranks) -> None:
-    """Make the forward of transformers' modules, loaded by `load_shard`, add and join over the ranks.
+    """Make the forward of modules loaded by `load_shard` add and join over the ranks.
 
-    Before packing: each wrapper holds a plain nn.Linear.
+    Call it before packing: each wrapper holds a plain nn.Linear.
     """
     if ranks.size == 1:
         return

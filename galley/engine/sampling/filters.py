@@ -36,11 +36,11 @@ def apply_filters(scaled: Floats, weights: Floats, columns: int, draw: Any) -> N
 
 @part
 def keep_likeliest(scaled: Floats, weights: Floats, goal: float) -> None:
-    """Put to -inf what is beyond the shortest prefix, by (logit descending, id ascending), to weigh `goal`.
+    """Set to -inf all but the shortest prefix, by (logit descending, id ascending), of weight `goal`.
 
-    None of `scaled` is above 0, so that their bits without the sign rise as they fall. One coarse pass finds
-    the bucket where the prefix ends, then a radix search of that bucket the last value that is kept; of its
-    equals the first stay, at least one.
+    None of `scaled` is above 0, so their bits without the sign rise as they fall. One coarse pass finds the
+    bucket where the prefix ends, then a radix search of that bucket finds the last value kept. Of its equals
+    the first stay, at least one.
     """
     masses = np.zeros(_COARSE)
     for j in range(len(scaled)):
@@ -72,22 +72,22 @@ def _bucket(logit: np.float32) -> int:
 
 @part
 def _walk(masses: NDArray[np.float64], goal: float, mass: float) -> tuple[int, float]:
-    """Where `mass` and the masses up to there reach `goal`, and what lies before; else the last with any."""
-    found, before = 0, mass
+    """Return where the masses reach `goal`, and the mass before it; else the last with any mass."""
+    index, before = 0, mass
     for i in range(len(masses)):
         if masses[i] > 0:
-            found, before = i, mass
+            index, before = i, mass
             mass += masses[i]
             if mass >= goal:
                 break
-    return found, before
+    return index, before
 
 
 @part
 def _last_kept(
     scaled: Floats, weights: Floats, members: Ids, goal: float, mass: float
 ) -> tuple[np.int32, float]:
-    """The bits of the value where the prefix ends, digit by digit, and what the greater ones weigh."""
+    """Return the bits of the value where the prefix ends, digit by digit, and the mass above it."""
     bits, last = scaled.view(np.int32), 0
     masses = np.empty(1 << _DIGIT)
     for shift in _DIGITS:

@@ -1,6 +1,6 @@
-"""The compiled part of guessing: a token of each row of a head that knows only some tokens.
+"""The compiled part of guessing: one token a row of a head that knows only some tokens.
 
-The same noise and the same order of processing as in `sampling_kernels`, over the columns that are there.
+Same noise and order of processing as in `kernels`, over the columns that exist.
 """
 
 # ruff: noqa: PLR0913, PLR0917  # kernels take arrays, not objects; loops which thread they run on
@@ -19,7 +19,7 @@ from galley.engine.sampling.gumbel import OFFSET, SLACK, UNIT, gumbel, philox
 from galley.engine.sampling.largest import any_above, exponentials, likeliest
 from galley.engine.sampling.layout import NOTHING, Floats, Ids, part
 
-_COLUMNS: Final = 64  # whose noise is computed at once
+_COLUMNS: Final = 64  # noise computed at once
 
 
 @shared
@@ -30,40 +30,40 @@ def _guess_some(
     logits: Floats,
     tokens: Ids,
     draws: Any,
-    guessed: Ids,
-    sureness: Floats,
+    drawn: Ids,
+    confidences: Floats,
     scratch: Floats,
 ) -> None:
-    """See `guess_rows`: the rows [first, last)."""
+    """Run the rows [first, last) of `guess_rows`."""
     scaled, weights = scratch[thread, 0], scratch[thread, 1]
     for r in range(first, last):
         row, draw = logits[r], draws[r]
         best = likeliest(row)
-        guessed[r], sureness[r] = NOTHING, np.float32(0)
+        drawn[r], confidences[r] = NOTHING, np.float32(0)
         if best != NOTHING:
-            sureness[r] = np.float32(1.0 / exponentials(row, row[best], weights))
-            guessed[r] = tokens[best]
+            confidences[r] = np.float32(1.0 / exponentials(row, row[best], weights))
+            drawn[r] = tokens[best]
         if best != NOTHING and draw.temperature > 0:
             for j in range(len(row)):
                 scaled[j] = (row[j] - row[best]) / draw.temperature
             apply_filters(scaled, weights, len(scaled), draw)
-            guessed[r] = _noisiest(scaled, best, tokens, draw.seed, draw.position)
+            drawn[r] = _noisiest(scaled, best, tokens, draw.seed, draw.position)
 
 
 def guess_rows(
-    threads: int, logits: Floats, tokens: Ids, draws: Any, guessed: Ids, sureness: Floats, scratch: Floats
+    threads: int, logits: Floats, tokens: Ids, draws: Any, drawn: Ids, confidences: Floats, scratch: Floats
 ) -> None:
-    """For each row of `logits` [rows, columns] the token that its draw (GUESS) gives, or NOTHING.
+    """Write for each row of `logits` [rows, columns] the token that its draw (GUESS) samples, or NOTHING.
 
-    `tokens` [columns], rising, says what the columns stand for. `sureness` [rows] becomes the likeliest
+    `tokens` [columns], rising, are the token ids of the columns. `confidences` [rows] get the likeliest
     token's probability at temperature 1. scratch: float32 [threads, 2, columns].
     """
-    _guess_some(threads, len(draws), logits, tokens, draws, guessed, sureness, scratch)
+    _guess_some(threads, len(draws), logits, tokens, draws, drawn, confidences, scratch)
 
 
 @part
 def _noisiest(scaled: Floats, best: int, tokens: Ids, seed: np.uint64, position: np.uint64) -> Any:
-    """As `noisiest` of sampling_noise, column by column; the token that wins."""
+    """Return the winning token, column by column; see `gumbel.noisiest`."""
     blocks, words = np.empty(_COLUMNS, np.uint64), np.empty(_COLUMNS * LANES, np.uint32)
     reaches = np.empty(_COLUMNS, np.float32)
     _draw_words(tokens[best : best + 1], seed, position, blocks, words)
@@ -78,9 +78,9 @@ def _noisiest(scaled: Floats, best: int, tokens: Ids, seed: np.uint64, position:
             continue
         for i in range(len(chunk)):
             if reaches[i] > score - SLACK:
-                its = float(chunk[i]) + gumbel(words[i])
-                if its > score or (its == score and start + i < winner):
-                    winner, score = start + i, its
+                other = float(chunk[i]) + gumbel(words[i])
+                if other > score or (other == score and start + i < winner):
+                    winner, score = start + i, other
     return tokens[winner]
 
 
@@ -88,7 +88,7 @@ def _noisiest(scaled: Floats, best: int, tokens: Ids, seed: np.uint64, position:
 def _draw_words(
     tokens: Ids, seed: np.uint64, position: np.uint64, blocks: NDArray[np.uint64], words: NDArray[np.uint32]
 ) -> None:
-    """The word of each of at most _COLUMNS tokens, to `words`, whose rest becomes anything."""
+    """Write the word of each of at most _COLUMNS tokens to `words`, whose rest is undefined."""
     for i in range(len(tokens)):
         blocks[i] = tokens[i] // LANES
     philox(blocks[: len(tokens)], seed, position, words)
@@ -98,7 +98,7 @@ def _draw_words(
 
 @part
 def _reach(scaled: Floats, words: NDArray[np.uint32], reaches: Floats) -> None:
-    """A bound above the score of each, as `_reach` of sampling_noise."""
+    """Write a bound above each score; see `gumbel._reach`."""
     levels = np.empty(_COLUMNS, np.float32)
     bits = levels.view(np.int32)
     for i in range(len(scaled)):

@@ -1,4 +1,4 @@
-"""Gumbel-max over a row, with noise for the tokens that can win alone: a part of the kernels of sampling."""
+"""Gumbel-max over a row, with noise only for tokens that can win: part of the kernels of sampling."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _M0, _M1 = np.uint64(MULTIPLIERS[0]), np.uint64(MULTIPLIERS[1])
 _W0, _W1 = np.uint64(WEYL[0]), np.uint64(WEYL[1])
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _ONE, _TWO, _THREE, _FOUR = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(LANES)  # plain indices
-_BLOCKS: Final = 64  # whose noise is computed at once
-# Far above the rounding of the float32 arithmetic that prunes, on numbers below 200. Pruning less is safe.
+_BLOCKS: Final = 64  # noise computed at once
+# Far above the rounding of the pruning in float32, on numbers below 200. Pruning less is safe.
 SLACK: Final = 1e-3
 UNIT: Final = np.float32(math.log(2.0) * 2.0**-23)
 OFFSET: Final = np.float32(math.log(2.0) * (127 + 31))
@@ -25,7 +25,7 @@ OFFSET: Final = np.float32(math.log(2.0) * (127 + 31))
 
 @part
 def philox(blocks: NDArray[np.uint64], seed: np.uint64, position: np.uint64, words: Any) -> None:
-    """`block_words` of galley/core/noise.py: uint32 `words` [4 blocks or more]."""
+    """Write `block_words` of galley/core/noise.py to uint32 `words` [at least 4 * blocks]."""
     for i in range(len(blocks)):
         c0, c1, c2, c3 = blocks[i], position & _LOW, position >> _HALF, np.uint64(GUMBEL)
         k0, k1 = seed & _LOW, seed >> _HALF
@@ -39,17 +39,17 @@ def philox(blocks: NDArray[np.uint64], seed: np.uint64, position: np.uint64, wor
 
 @part
 def gumbel(word: int) -> float:
-    """As `gumbel` of galley/core/noise.py, to the last bits of its logarithms."""
+    """Return `gumbel` of galley/core/noise.py, up to the last bits of its logarithms."""
     return -math.log(-math.log1p(-((float(word) + 0.5) * 2.0**-32)))
 
 
 @part
 def noisiest(scaled: Floats, best: int, seed: Any, position: Any, blocks: NDArray[np.uint64]) -> int:
-    """argmax of float64(scaled) + noise, the lowest id of equals; `scaled` has its maximum, 0, at `best`.
+    """Return argmax of float64(scaled) + noise, lowest id first; `scaled` is at most 0, and 0 at `best`.
 
-    Prunes twice, in float32 with slack, then decides exactly. Before the noise: a token that would need more
-    noise than there is to beat the likeliest's score. Before the logarithms: one of which a bound above its
-    score (`_reach`) is below a score that is there.
+    Prunes twice, in float32 with slack, then decides exactly. Before the noise: tokens that need more noise
+    than possible to beat the likeliest's score. Before the logarithms: tokens whose upper bound (`_reach`)
+    is below a score already found.
     """
     words = np.empty(_BLOCKS * LANES, np.uint32)
     blocks[0] = best // LANES
@@ -67,15 +67,15 @@ def noisiest(scaled: Floats, best: int, seed: Any, position: Any, blocks: NDArra
         for i in range(tokens):
             if reaches[i] > score - SLACK:
                 token = int(chunk[i // LANES]) * LANES + i % LANES
-                its = float(scaled[token]) + gumbel(words[i])
-                if its > score or (its == score and token < winner):
-                    winner, score = token, its
+                other = float(scaled[token]) + gumbel(words[i])
+                if other > score or (other == score and token < winner):
+                    winner, score = token, other
     return winner
 
 
 @part
 def _possible(scaled: Floats, least: np.float32, blocks: NDArray[np.uint64]) -> int:
-    """The blocks with a token at `least` or above, in order, to `blocks`; how many they are."""
+    """Write the blocks with a token of at least `least`, in order, to `blocks`; return their number."""
     count = 0
     for b in range(len(blocks)):
         blocks[count] = b
@@ -87,10 +87,10 @@ def _possible(scaled: Floats, least: np.float32, blocks: NDArray[np.uint64]) -> 
 
 @part
 def _reach(scaled: Floats, blocks: NDArray[np.uint64], words: NDArray[np.uint32], reaches: Floats) -> None:
-    """A bound above the score of each token of `blocks`, to `reaches` [4 blocks].
+    """Write a bound above the score of each token of `blocks` to `reaches` [4 * blocks].
 
-    Noise is below -log(t), t = (word + 0.5) / 2**32 > (word >> 1) / 2**31. The bits of a float, read as a
-    whole number, are at most 2**23 (127 + log2(x)), and less by 0.09 * 2**23 at most: a cheap logarithm.
+    Noise is below -log(t), t = (word + 0.5) / 2**32 > (word >> 1) / 2**31. The bits of a float, read as an
+    integer, are at most 2**23 (127 + log2(x)), and at most 0.09 * 2**23 less: a cheap logarithm.
     """
     for i in range(len(blocks)):
         at, to = blocks[i] * _FOUR, np.uint64(i) * _FOUR

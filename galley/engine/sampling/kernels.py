@@ -1,7 +1,7 @@
 """The compiled part of sampling: all rows of a step in one call, without the interpreter lock.
 
-Plain loops over one row at a time, each small enough to stay in the cache and, but for the few that pick
-single tokens, simple enough for the compiler to vectorise.
+Plain loops over one row at a time, small enough to stay in the CPU's cache. All but the few that pick single
+tokens are simple enough for the compiler to vectorise.
 """
 
 # ruff: noqa: PLR0913, PLR0917  # kernels take arrays, not objects
@@ -34,7 +34,7 @@ def _draw_some(
     drawn: Ids,
     scratch: Scratch,
 ) -> None:
-    """See `draw_rows`: the draws [first, last)."""
+    """Run the draws [first, last) of `draw_rows`."""
     own = of_thread(scratch, thread)
     for d in range(first, last):
         draw = draws[d]
@@ -55,17 +55,17 @@ def draw_rows(
     drawn: Ids,
     scratch: Scratch,
 ) -> None:
-    """Sample every draw's rows of `logits` [rows, vocab], each up to the first token that is not its guess.
+    """Sample every draw's rows of `logits` [rows, vocab], each up to the first rejected draft token.
 
-    A row whose logits have no finite maximum ends its draw, too, without a token. What a draw samples goes to
-    `tokens` [rows] from its first row on, and how many they are to `drawn` [draws].
+    A row whose logits have no finite maximum also ends its draw, without a token. A draw's tokens go to
+    `tokens` [rows] from its first row on, their number to `drawn` [draws].
     """
     _draw_some(threads, len(draws), logits, draws, ids, biases, tokens, drawn, scratch)
 
 
 @part
 def _draw(logits: Floats, draw: Any, ids: Ids, biases: Floats, tokens: Ids, at: int, scratch: Scratch) -> int:
-    """`ids` are the draw's own, which lie from `at` on."""
+    """Sample one draw; return how many tokens. `ids` are its own, which start at `at` of all ids."""
     if draw.penalized:
         _remember(ids[draw.prompt - at : draw.output - at], 0, scratch)
         _remember(ids[draw.output - at : draw.bias - at], 1, scratch)
@@ -92,7 +92,7 @@ def _draw(logits: Floats, draw: Any, ids: Ids, biases: Floats, tokens: Ids, at: 
 
 @part
 def _remember(tokens: Ids, times: int, scratch: Scratch) -> None:
-    """Add `tokens` to the history; they count in the output `times` each."""
+    """Add `tokens` to the history; each counts `times` in the output."""
     for token in tokens:
         if not 0 <= token < len(scratch.seen):
             continue
@@ -114,7 +114,7 @@ def _forget(scratch: Scratch) -> None:
 
 @part
 def _edit(row: Floats, draw: Any, ids: Ids, biases: Floats, masked: bool, scratch: Scratch) -> None:
-    """Bias, mask and penalties, in place; `ids` are the draw's from its biases on."""
+    """Apply bias, mask and penalties in place; `ids` are the draw's from its biases on."""
     count = draw.mask - draw.bias
     for i in range(count):
         if 0 <= ids[i] < len(row):
@@ -147,10 +147,10 @@ def _choose(row: Floats, draw: Any, position: np.uint64, scratch: Scratch) -> in
 def list_likeliest(
     logits: Floats, rows: Ids, tops: Ids, norms: NDArray[np.float64], ids: Ids, scratch: Scratch
 ) -> None:
-    """The log of the sum of exponentials of each of `rows` to `norms`, its likeliest to `ids` [rows, top].
+    """Write the log-sum-exp of each of `rows` to `norms`, and its likeliest tokens to `ids` [rows, top].
 
-    tops[i] are listed of row i, by (logit descending, id ascending). The norm is NaN where the logits have no
-    finite maximum.
+    Lists tops[i] tokens of row i, by (logit descending, id ascending). The norm is NaN where the logits have
+    no finite maximum.
     """
     weights = scratch.weights[0]
     for i in range(len(rows)):

@@ -17,7 +17,7 @@ _SIGN: Final = np.int32(31)
 
 @part
 def likeliest(row: Floats) -> int:
-    """The first of the largest of `row`, or NOTHING if that is not finite or there is a NaN."""
+    """Return the first of the largest of `row`, or NOTHING if that is not finite or there is a NaN."""
     highest, start = _highest(row[:_SEGMENT]), 0
     for i in range(_SEGMENT, len(row), _SEGMENT):
         high = _highest(row[i : i + _SEGMENT])
@@ -27,15 +27,15 @@ def likeliest(row: Floats) -> int:
         return NOTHING
     end = min(start + _SEGMENT, len(row))
     if highest == 0:
-        start = 0  # an equal, -0.0, may have stood before
+        start = 0  # an equal -0.0 may stand before it
     return start + int(np.argmax(row[start:end]))
 
 
 @part
 def _highest(row: Floats) -> np.int32:
-    """The largest of `row` by its bits, all but the sign of the negative ones turned over: in floats' order.
+    """Return the largest of `row` as ordered bits: negative numbers have all bits but the sign inverted.
 
-    Unlike a maximum of floats, one of whole numbers is vectorised. Above _INFINITY if it is a NaN.
+    Unlike a maximum of floats, one of integers is vectorised. Above _INFINITY if it is a NaN.
     """
     bits, highest = row.view(np.int32), ~_MAGNITUDE
     for i in range(len(bits)):
@@ -54,7 +54,7 @@ def _has_nan(row: Floats) -> bool:
 
 @part
 def list_first(row: Floats, listed: Ids) -> None:
-    """The first len(listed) tokens by (logit descending, id ascending); len(listed) <= len(row)."""
+    """List the first len(listed) tokens by (logit descending, id ascending); len(listed) <= len(row)."""
     if len(listed) == 0:
         return
     for count in range(len(listed)):
@@ -69,7 +69,7 @@ def list_first(row: Floats, listed: Ids) -> None:
 
 @part
 def any_above(logits: Floats, limit: np.float32) -> bool:
-    """Is any of `logits` above `limit`? Without a branch, so that it is vectorised."""
+    """Return True if any of `logits` is above `limit`; has no branch, so that it is vectorised."""
     count = 0
     for i in range(len(logits)):
         count += logits[i] > limit
@@ -78,7 +78,7 @@ def any_above(logits: Floats, limit: np.float32) -> bool:
 
 @part
 def _insert(row: Floats, token: int, listed: Ids) -> None:
-    """Put `token` where it belongs, after its equals; the last falls out."""
+    """Insert `token` in order, after its equals; the last one drops out."""
     at = len(listed) - 1
     while at > 0 and row[token] > row[listed[at - 1]]:
         listed[at] = listed[at - 1]
@@ -90,7 +90,7 @@ _LOG2_E: Final = np.float32(1.44269504)
 _LN2_HIGH: Final = np.float32(0.693359375)  # few enough bits that a multiple is exact
 _LN2_LOW: Final = np.float32(-2.12194440e-4)
 _ROUND: Final = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves no room for a fraction
-_LOWEST: Final = np.float32(-87.0)  # e**-87 is next to nothing beside the 1 of the largest
+_LOWEST: Final = np.float32(-87.0)  # e**-87 is negligible beside the largest's 1
 _EXP: Final = tuple(
     np.float32(c)
     for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
@@ -99,7 +99,7 @@ _EXP: Final = tuple(
 
 @part
 def exponentials(logits: Floats, largest: np.float32, weights: Floats) -> float:
-    """exp(logits - largest), none above 1, to `weights`, to 2e-7 of each; their sum.
+    """Write exp(logits - largest), none above 1, to `weights`, exact to 2e-7 each; return their sum.
 
     Range reduction by multiples of log(2) and a polynomial of degree 7 (Cody and Waite, "Software Manual for
     the Elementary Functions", 1980, chapter 6; the coefficients of Moshier's Cephes, expf).

@@ -1,4 +1,4 @@
-"""What the kernels of sampling read and work in, and how they are compiled."""
+"""The data that the kernels of sampling read and write, and how they are compiled."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ part = njit(nogil=True, error_model="numpy")
 
 NOTHING: Final = -1  # in place of a token
 
-# One draw, as the kernels read it. The `ids` of all draws lie end to end; each draw's are its guesses, the
-# prompt and the output (both empty if no penalty is set), the tokens of its biases, the masked tokens. Those
-# beyond the logits are passed over: a draft's vocabulary may be padded otherwise, and a guess be anything.
+# One draw, as the kernels read it. The `ids` of all draws lie end to end; each draw's are its draft tokens,
+# the prompt and the output (both empty without penalties), the tokens of its biases, the masked tokens.
+# Ids beyond the logits are ignored: a draft's vocabulary may be padded, and its tokens may be anything.
 DRAW: Final = np.dtype(
     [
-        ("row", np.int64),  # its first
-        ("prompt", np.int64),  # where in `ids` the prompt begins, and so the guesses end
+        ("row", np.int64),  # its first row
+        ("prompt", np.int64),  # start of the prompt in `ids`: the end of the draft tokens
         ("output", np.int64),
         ("bias", np.int64),
         ("mask", np.int64),
         ("end", np.int64),
-        ("bias_values", np.int64),  # where in `biases` they begin
+        ("bias_values", np.int64),  # start of its biases in `biases`
         ("seed", np.uint64),
-        ("position", np.uint64),  # of the first row
-        ("masked_rows", np.int64),  # how many of the first rows have the mask
+        ("position", np.uint64),  # position of the first row
+        ("masked_rows", np.int64),  # number of first rows with the mask
         ("top_k", np.int64),  # 0: all
         ("top_p", np.float64),  # 1: all
         ("temperature", np.float32),  # 0: greedy
-        ("min_logit", np.float32),  # below the largest, after the temperature; -inf: all
+        ("min_logit", np.float32),  # relative to the largest, after temperature; -inf: all
         ("repetition_penalty", np.float32),
         ("frequency_penalty", np.float32),
         ("presence_penalty", np.float32),
@@ -45,20 +45,20 @@ DRAW: Final = np.dtype(
 
 
 class Scratch(NamedTuple):
-    """Room to work in for each thread; `padded` is the vocabulary rounded up to whole blocks of the noise."""
+    """Work space for each thread; `padded` is the vocabulary rounded up to whole blocks of noise."""
 
     row: Floats  # [threads, vocab]: the logits after bias, mask and penalties
-    scaled: Floats  # [threads, padded]: less their maximum, over the temperature; -inf from `vocab` on
+    scaled: Floats  # [threads, padded]: minus their maximum, over the temperature; -inf from `vocab` on
     weights: Floats  # [threads, padded]
     blocks: NDArray[np.uint64]  # [threads, padded / 4]
-    seen: NDArray[np.bool_]  # [threads, vocab or 0]: is it in the history? All False between draws
-    counts: Ids  # [threads, vocab or 0]: how often is it in the output? All 0 between draws
-    touched: Ids  # [threads, 1 + vocab or 1]: how many tokens are seen, then which
+    seen: NDArray[np.bool_]  # [threads, vocab or 0]: in the history. All False between draws
+    counts: Ids  # [threads, vocab or 0]: times in the output. All 0 between draws
+    touched: Ids  # [threads, 1 + vocab or 1]: number of seen tokens, then their ids
 
 
 @part
 def of_thread(scratch: Scratch, thread: int) -> Scratch:
-    """One thread's room, without the first dimension."""
+    """Return one thread's work space, without the first dimension."""
     return Scratch(
         scratch.row[thread],
         scratch.scaled[thread],

@@ -1,7 +1,7 @@
-"""The words of galley/core/noise.py in torch, for logits that live on an accelerator.
+"""The words of galley/core/noise.py in torch, for logits on an accelerator.
 
-The same integers to the bit on every device; torch has no uint64 arithmetic, so the 32-bit lanes live in
-int64, whose products wrap: their high half is made non-negative by a mask after the (arithmetic) shift.
+The integers are the same on every device. torch has no uint64 arithmetic, so the 32-bit lanes live in int64,
+whose products wrap: a mask after the (arithmetic) shift makes their high half non-negative.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _LOW = 0xFFFFFFFF
 
 
 def philox4x32(counter: Tensor, key: tuple[int, int]) -> Tensor:
-    """Philox 4x32-10 of each `counter` [..., 4] (int64, in [0, 2**32)) under `key`; int64 words [..., 4]."""
+    """Return Philox 4x32-10 of each `counter` [..., 4] (int64, in [0, 2**32)) under `key`; int64 [..., 4]."""
     return torch.stack(_rounds(counter.unbind(-1), round_keys(key)), dim=-1)
 
 
 def row_words(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """The words of the tokens [0, vocab) for rows of other seeds and positions; int64 [rows, vocab].
+    """Return the words of the tokens [0, vocab) for rows of different seeds; int64 [rows, vocab].
 
     `seeds` and `positions` are int64 [rows, 2]: the low and the high 32 bits.
     """
@@ -36,7 +36,7 @@ def row_words(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 
 def _rounds(lanes: Sequence[Tensor], keys: Sequence[tuple[Any, Any]]) -> tuple[Tensor, ...]:
-    """The four lanes after a round with each of `keys`; all are of one shape, or made so."""
+    """Return the four lanes after a round with each of `keys`; all broadcast to one shape."""
     c0, c1, c2, c3 = lanes
     for k0, k1 in keys:
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
@@ -46,7 +46,7 @@ def _rounds(lanes: Sequence[Tensor], keys: Sequence[tuple[Any, Any]]) -> tuple[T
 
 
 def words(seed: int, position: int, token_ids: Tensor, domain: int = GUMBEL) -> Tensor:
-    """The word of each of `token_ids` [n] (int64, in [0, 2**34)) at `position`; int64 [n], same device."""
+    """Return the words of `token_ids` [n] (int64, in [0, 2**34)) at `position`; int64 [n], same device."""
     low, high = halves(position)
     fixed = torch.tensor([low, high, domain], dtype=torch.int64, device=token_ids.device)
     counter = torch.cat(((token_ids >> 2)[:, None], fixed.expand(token_ids.shape[0], -1)), dim=-1)  # [n, 4]
@@ -55,6 +55,6 @@ def words(seed: int, position: int, token_ids: Tensor, domain: int = GUMBEL) -> 
 
 
 def gumbel(of_words: Tensor) -> Tensor:
-    """Standard Gumbel noise of the words, float64, elementwise, as `galley.core.noise.gumbel`."""
+    """Return standard Gumbel noise of the words, float64, elementwise, as `galley.core.noise.gumbel`."""
     t = (of_words.to(torch.float64) + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-t))

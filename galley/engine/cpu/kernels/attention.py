@@ -1,8 +1,8 @@
-"""The CPU's compiled loops of attention over pages.
+"""The CPU kernels of attention over pages (docs/cpu-kernels.md).
 
-Every row is computed by itself, in an order that depends on its position alone; see `kernel_ops` for why
-rows computed side by side do not change one another's bits. Arrays are C-contiguous; "stored" ones hold the
-model's dtype, bfloat16 as uint16.
+Each row is computed by itself, in an order that depends on its position alone; `ops` says why rows computed
+side by side do not change one another's bits. Arrays are C-contiguous; "stored" ones hold the model's dtype,
+bfloat16 as uint16.
 """
 
 # ruff: noqa: PLR0913, PLR0917  # kernels take arrays and sizes, not objects
@@ -50,9 +50,9 @@ def _score(
     score_at: int,
     width: int,
 ) -> None:
-    """scores[m, 0:32] = queries[m] . keys[:, 0:32] for m < heads; `queries` lie `dim` apart.
+    """Compute scores[m, 0:32] = queries[m] . keys[:, 0:32] for m < heads; `queries` lie `dim` apart.
 
-    Here and below, what lies at `ahead_at` is taken after this.
+    Here and below, the data at `ahead_at` is used next and prefetched.
     """
     done = 0
     while done < heads:
@@ -78,7 +78,7 @@ def _gather(
     sums: Floats,
     sum_at: int,
 ) -> None:
-    """sums[m] += sum over j < steps of scores[m, j] * values[j], for m < heads."""
+    """Compute sums[m] += sum over j < steps of scores[m, j] * values[j], for m < heads."""
     done = 0
     while done < heads:
         rows = min(TILE_ROWS, heads - done)
@@ -92,14 +92,14 @@ def _gather(
 
 @helper
 def _cap(scores: Floats, first: int, last: int, softcap: np.float32) -> None:
-    """softcap * tanh(score / softcap), of scores[first:last] (Gemma 2, arXiv 2408.00118, section 2)."""
+    """Compute softcap * tanh(score / softcap) of scores[first:last] (Gemma 2, arXiv 2408.00118, sec. 2)."""
     for i in range(first, last):
         scores[i] = softcap * (_ONE - _TWO / (exp32(_TWO * scores[i] / softcap) + _ONE))
 
 
 @helper
 def _weigh(scores: Floats, at: int, first: int, last: int, softcap: np.float32, lanes: Floats) -> np.float32:
-    """Turn scores[at + first : at + last] into e**(score - max), all others of these blocks into 0.
+    """Replace scores[at + first : at + last] by e**(score - max), all others of these blocks by 0.
 
     Returns the weights' sum. `first` is in the first block of 32.
     """
@@ -129,7 +129,7 @@ def _weigh(scores: Floats, at: int, first: int, last: int, softcap: np.float32, 
 
 @helper
 def _first_seen(position: int, window: int) -> int:
-    """The first position that a query at `position` attends to."""
+    """Return the first position that a query at `position` attends to."""
     return max(0, position - window + 1) if window > 0 else 0
 
 
@@ -150,8 +150,9 @@ def _add_values(
 ) -> None:
     """Add one block's weighted values to the sums of rows [rows[0], rows[1]).
 
-    Row r attends to positions [spans[r, 0], spans[r, 1]). What all rows attend to is taken together; the
-    ends, where a later row's keys begin or a former row's end, row by row. Each row sees its keys in order.
+    Row r attends to positions [spans[r, 0], spans[r, 1]). Positions that all rows attend to are computed
+    together; the ends, where a later row's keys begin or an earlier row's end, row by row. Each row adds its
+    keys in order.
     """
     start = block * LANES
     first, last = rows
@@ -177,14 +178,14 @@ def _add_values(
 
 @helper
 def _block_at(tables: Ints, at: int, kv_heads: int, head: int, numbers: int) -> int:
-    """Where one head's `numbers` of the block in tables[at] begin."""
+    """Return where one head's `numbers` of the block in tables[at] begin."""
     place: int = (tables[at] * kv_heads + head) * numbers
     return place
 
 
 @helper
 def _rows_of_block(spans: Ints, rows: int, block: int) -> tuple[int, int]:
-    """The rows [first, last) of a tile that attend to something in this block."""
+    """Return the rows [first, last) of a tile that attend to something in this block."""
     first, last = 0, rows
     while first < rows and spans[first, 1] <= block * LANES:
         first += 1
@@ -210,7 +211,7 @@ def _attend(
     all_spans: Ints,
     out: Stored,
 ) -> None:
-    """See `attend`: of the tasks [first_task, last_task), in the work space of one thread."""
+    """Run the tasks [first_task, last_task) of `attend` in the work space of one thread."""
     scores, sums, spans = all_scores[thread], all_sums[thread], all_spans[thread]
     kv_heads, _, group, key_dim = queries.shape
     all_rows = queries.shape[1]
@@ -278,14 +279,14 @@ def attend(
     spans: Ints,
     out: Stored,
 ) -> None:
-    """Attention of all tasks: task t is kv head t % kv_heads of tile t // kv_heads.
+    """Attention of all tasks: task t is KV head t % kv_heads of tile t // kv_heads.
 
     queries: float32 [kv_heads, rows, group, key_dim], scaled. keys: stored [blocks, kv_heads, key_dim, 32];
     values: stored [blocks, kv_heads, 32, value_width]. tiles: int64 [tiles, 4]: first row, rows, position of
-    the first row, where its block table begins in `tables`. window: keys that a query sees, 0: all.
-    softcap: 0: none. Room to work in: scores: float32 [threads, rows of a tile * group, keys]; sums: float32
-    [threads, the same rows, value_width]; spans: int64 [threads, rows of a tile, 2]. out: stored [rows,
-    kv_heads, group, value_dim].
+    the first row, start of its block table in `tables`. window: keys that a query sees, 0: all. softcap: 0:
+    none. Work space: scores: float32 [threads, rows of a tile * group, keys]; sums: float32 [threads, the
+    same rows, value_width]; spans: int64 [threads, rows of a tile, 2]. out: stored [rows, kv_heads, group,
+    value_dim].
     """
     _attend(threads, tasks, queries, keys, values, tables, tiles, window, softcap, scores, sums, spans, out)
 
@@ -300,10 +301,10 @@ def store(
     keys: Stored,
     values: Stored,
 ) -> None:
-    """Scale the queries into float32, and put keys and values into the pool.
+    """Scale the queries into float32, and write keys and values into the pool.
 
     query: stored [rows, heads, key_dim]; key, value: stored [rows, kv_heads, ...]; places: int64 [rows, 2]:
-    block and slot of each row; queries, keys, values as `attend` takes them.
+    block and slot of each row; queries, keys, values as in `attend`.
     """
     kv_heads, rows, group, dim = queries.shape
     for row in range(rows):

@@ -1,4 +1,4 @@
-"""Linear layers of int8 weights, as compiled loops; arrays as in `kernels`."""
+"""The CPU kernels of linear layers with int8 weights; arrays as in `attention`."""
 
 # ruff: noqa: ARG001, PLR0913, PLR0917  # kernels take arrays and sizes, not objects; loops which thread they run on
 
@@ -17,27 +17,27 @@ from galley.engine.cpu.kernels.ops import helper, narrow, widen
 Bytes = NDArray[np.int8]
 Surplus = NDArray[np.int32]
 
-_MOST = np.float32(127.0)
+_INT8_MAX = np.float32(127.0)
 _ZERO = np.float32(0.0)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
 @helper
 def _quantize(rows: Stored, bytes_: Bytes, factors: Floats, surplus: Surplus) -> None:
-    """Stored [rows, inputs] as int8 times a factor for each GROUP inputs, rounded to the nearest.
+    """Quantize stored [rows, inputs] to int8 times a factor for each GROUP inputs, rounded to nearest.
 
     surplus: int32 [rows, groups], -128 times the sum of the group's bytes.
     """
     for row in range(len(rows)):
         for group in range(factors.shape[1]):
             first = group * GROUP
-            # As whole numbers magnitudes keep their order, and a NaN is above all: it is the group's factor.
+            # As integers, magnitudes keep their order and a NaN is the largest: it becomes the factor.
             bits = np.int32(0)
             for i in range(first, first + GROUP):
                 bits = max(bits, np.float32(widen(rows[row, i])).view(np.int32) & _MAGNITUDE)
             largest = np.int32(bits).view(np.float32)
-            factors[row, group] = largest / _MOST
-            inverse = _MOST / largest if largest > _ZERO else _ZERO
+            factors[row, group] = largest / _INT8_MAX
+            inverse = _INT8_MAX / largest if largest > _ZERO else _ZERO
             total = np.int32(0)
             for i in range(first, first + GROUP):
                 number = np.int32(np.rint(widen(rows[row, i]) * inverse))
@@ -75,10 +75,10 @@ def _multiply(
 
 
 def linear(threads: int, rows: Stored, weights: Any, scales: Floats, out: Stored) -> None:
-    """Stored [rows, inputs] times int8 weights, into stored [rows, outputs].
+    """Multiply stored [rows, inputs] by int8 weights into stored [rows, outputs].
 
-    weights: uint8 [outputs / 32, inputs / 4, 32, 4], flat, 128 more than they are worth; scales: float32
-    [outputs]. The rows are rounded to int8, too, each GROUP inputs with a scale of their own.
+    weights: uint8 [outputs / 32, inputs / 4, 32, 4], flat, offset by 128; scales: float32 [outputs]. The
+    rows are rounded to int8 too, each GROUP inputs with a scale of their own.
     """
     count, inputs = rows.shape
     bytes_ = np.empty((count, inputs), np.int8)

@@ -1,8 +1,8 @@
-"""Products of int8 weights: the processor's own dot products of four bytes at a time (AVX-512 VNNI).
+"""Products of int8 weights by the CPU's dot products of four bytes at a time (AVX-512 VNNI).
 
-Weights w are held as w + 128 in unsigned bytes, since the instruction multiplies unsigned by signed ones; the
-surplus, 128 times the sum of the signed ones, is taken off beforehand. Whole numbers have one sum in any
-order, so a row's bits do not depend on its company.
+Weights w are stored as w + 128 in unsigned bytes, since the instruction multiplies unsigned by signed bytes;
+the surplus, 128 times the sum of the signed ones, is subtracted beforehand. Integer sums are the same in any
+order, so a row's bits do not depend on other rows.
 """
 
 # ruff: noqa: ARG001, PLR0913, PLR0917  # numba calls these with its own contexts and types
@@ -17,11 +17,11 @@ from numba.core import types
 
 from galley.engine.cpu.kernels.ops import cgutils, intrinsic
 
-# Inputs that share a scale; a step multiplies four of each of 2 * 16 outputs.
+# Inputs that share a scale; an instruction multiplies four of them for 16 outputs.
 GROUP = 64
 OUTPUTS = 32
 DEPTH = 4
-# 2 * 8 sums and as many totals: the compiler holds the sums in registers.
+# 2 * 8 sums and as many totals: the compiler keeps the sums in registers.
 TILE_ROWS = 8
 
 _WIDTH = 16
@@ -46,10 +46,10 @@ def dot_tile(
     weight_at: Any,
     sums: Any,
 ) -> tuple[Any, Any]:
-    """sums[m, 0:32] = sum over g < groups of factors[m, g] * (surplus[m, g] + bytes_[m, group g] . weights).
+    """Sum over g < groups of factors[m, g] * (surplus[m, g] + bytes_[m, g] . weights) into sums[m, 0:32].
 
-    For m < rows <= TILE_ROWS. int8 `bytes_` lie `stride` apart from `byte_at` on, float32 `factors` and int32
-    `surplus` `groups` apart from `factor_at` on; uint8 `weights` are [groups * GROUP / 4, 32, 4] from
+    For m < rows <= TILE_ROWS. int8 `bytes_` lie `stride` apart from `byte_at` on, float32 `factors` and
+    int32 `surplus` `groups` apart from `factor_at` on; uint8 `weights` are [groups * GROUP / 4, 32, 4] from
     `weight_at` on; `sums` is float32 [TILE_ROWS * 32].
     """
 
@@ -112,7 +112,7 @@ def _emit_tile(
 
 
 def _emit_group(builder: Any, starts: Sequence[Any], surplus: Sequence[Any], weights: Any) -> list[list[Any]]:
-    """For each row the sums of one group, [parts] vectors of 16 whole numbers."""
+    """Return for each row the sums of one group, [parts] vectors of 16 int32."""
     dot = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INTS, [_INTS] * 3), _DOT)
     dots = [[_splat(builder, builder.load(one), _INTS)] * _PARTS for one in surplus]
     for step in range(GROUP // DEPTH):

@@ -1,4 +1,4 @@
-"""The CPU's compiled loops of what a Llama layer does between its products; arrays as in `kernels`."""
+"""The CPU kernels of a Llama layer between its products; arrays as in `attention`."""
 
 # ruff: noqa: ARG001, PLR0913, PLR0917  # kernels take arrays and sizes, not objects; loops which thread they run on
 
@@ -17,7 +17,7 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 @helper
 def _mean_square(numbers: Floats, at: int, count: int, lanes: Floats) -> np.float32:
-    """Of numbers[at : at + count], in 32 running sums."""
+    """Return the mean square of numbers[at : at + count], in 32 running sums."""
     for i in range(LANES):
         lanes[i] = _ZERO
     whole = count // LANES * LANES
@@ -33,7 +33,7 @@ def _mean_square(numbers: Floats, at: int, count: int, lanes: Floats) -> np.floa
 
 
 def normalize(residual: Floats, weight: Floats, eps: np.float32, out: Stored) -> None:
-    """RMSNorm (arXiv 1910.07467) of float32 [rows, hidden] times float32 [hidden], into stored `out`."""
+    """Write RMSNorm (arXiv 1910.07467) of float32 [rows, hidden] times weight [hidden] to stored `out`."""
     rows, hidden = out.shape
     lanes = np.empty(LANES, np.float32)
     flat = residual.reshape(-1)
@@ -77,7 +77,7 @@ def add_normalize(
 def rotations(
     positions: Ints, frequencies: Floats, scale: np.float32, cosines: Floats, sines: Floats
 ) -> None:
-    """cos and sin, times `scale`, of position times frequency: float32 [rows, key_dim / 2]."""
+    """Write cos and sin, times `scale`, of position times frequency: float32 [rows, key_dim / 2]."""
     for row in range(len(positions)):
         for i in range(len(frequencies)):
             angle = np.float32(positions[row]) * frequencies[i]
@@ -89,7 +89,7 @@ def rotations(
 def _load_head(
     qkv: Stored, row: int, at: int, norm: Floats, eps: np.float32, head: Floats, lanes: Floats
 ) -> None:
-    """One head as float32, normalized where `norm` holds weights (Qwen3)."""
+    """Load one head as float32, normalized if `norm` holds weights (Qwen3)."""
     for d in range(len(head)):
         head[d] = widen(qkv[row, at + d])
     if len(norm) > 0:
@@ -154,7 +154,7 @@ def rotate_store(
     values: Stored,
     value_dim: int,
 ) -> None:
-    """From the fused product to rotated (arXiv 2104.09864), scaled queries and the pool's keys and values.
+    """Split the fused product into rotated (arXiv 2104.09864), scaled queries and the pool's keys and values.
 
     qkv: stored [rows, heads * key_dim + kv_heads * (key_dim + value_dim)]; the norms: float32 [key_dim], or
     empty; others as in `rotations`, `store`.
@@ -176,5 +176,5 @@ def _gate(thread: int, first: int, last: int, gate_up: Stored, out: Stored) -> N
 
 
 def gate(threads: int, gate_up: Stored, out: Stored) -> None:
-    """SiLU(gate) * up (arXiv 2002.05202): stored [rows, 2 * inner] into stored [rows, inner]."""
+    """Write SiLU(gate) * up (arXiv 2002.05202) of stored [rows, 2 * inner] to stored [rows, inner]."""
     _gate(threads, len(out), gate_up, out)

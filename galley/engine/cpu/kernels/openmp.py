@@ -1,8 +1,8 @@
-"""Compiled loops shared out over the threads that torch's own products use.
+"""Compiled loops that run on the threads of torch's own products.
 
-One pool for both: between two products of a layer its threads still spin, so that a loop starts on all of
-them within 3 µs, where another pool's thread must be woken first (25 to 60 µs) and then has the first pool's
-beside it on the same core. (GNU libgomp's entry points, as compilers emit them for `#pragma omp parallel`.)
+One pool serves both: between two products of a layer its threads still spin, so a loop starts on all of them
+within 3 µs. Another pool's thread must be woken first (25 to 60 µs) and then shares a core with the first
+pool's. (GNU libgomp's entry points, as compilers emit them for `#pragma omp parallel`.)
 """
 
 # ruff: noqa: ARG001  # numba calls these with its own contexts and types
@@ -27,13 +27,13 @@ cgutils: Any = _cgutils
 
 _PARALLEL, _THREAD, _THREADS = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
 _I32, _I64, _POINTER = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
-# Of a loop, from which it is worth sharing out while the threads spin.
+# Work of a loop from which more threads pay off, while they spin.
 _WORTH_NS = 12_000
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Where torch's own products find libgomp, or None; another copy of it would have a pool of its own."""
+    """Return the libgomp of torch's products, or None; another copy of it would have its own pool."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if not path.exists():
         return None
@@ -42,32 +42,32 @@ def _library() -> ctypes.CDLL | None:
 
 
 def threads() -> int:
-    """How many threads a loop may be shared out over: as many as torch's products, or 1 without libgomp."""
+    """Return how many threads a loop may use: as many as torch's products, or 1 without libgomp."""
     return 1 if _library() is None else torch.get_num_threads()
 
 
 def worth(count: int, work_ns: float) -> int:
-    """On how many of `count` threads a loop of about `work_ns` nanoseconds should run: 1 or all.
+    """Return how many of `count` threads a loop of about `work_ns` should use: 1 or all.
 
-    libgomp ends the threads that a smaller team leaves over.
+    libgomp ends the threads that a smaller team does not use.
     """
     return count if work_ns >= _WORTH_NS else 1
 
 
 def link() -> None:
-    """Let compiled code find what `shared` calls, before it is loaded."""
+    """Make libgomp's functions known to the compiler, before code that calls them is loaded."""
     library = _library()
     for name in (_PARALLEL, _THREAD, _THREADS):
-        # Without the library no loop is shared out, so any address will do to load what could.
+        # Without the library loops use one thread, so any address will do.
         function = ctypes.pythonapi.Py_IncRef if library is None else getattr(library, name)
         binding.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
 
 
 def shared(loop: Callable[..., None]) -> Callable[..., None]:
-    """A loop(thread, first, last, *arguments) over items [first, last), as run(threads, items, *arguments).
+    """Turn loop(thread, first, last, *arguments) into run(threads, items, *arguments).
 
-    Both are for compiled code only. The items are shared out over up to `threads` threads; all have ended
-    when `run` returns. The loop raises nothing.
+    The loop handles items [first, last) and raises nothing. `run` splits the items over up to `threads`
+    threads, which have all ended when it returns. Both are for compiled code only.
     """
     compiled: Any = helper(loop)
     parallel = _parallel(compiled)
@@ -83,7 +83,7 @@ def shared(loop: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parallel(loop: Any) -> Callable[..., Any]:
-    """The intrinsic parallel(threads, items, arguments): what `shared` says, always by libgomp."""
+    """Return the intrinsic parallel(threads, items, arguments): `shared`, always by libgomp."""
 
     @intrinsic
     def parallel(typingctx: Any, threads: Any, items: Any, arguments: Any) -> tuple[Any, Any]:
@@ -107,7 +107,7 @@ def _parallel(loop: Any) -> Callable[..., Any]:
 
 
 def _emit_body(context: Any, module: Any, loop: Any, given: Any, work: Any) -> Any:
-    """What each thread runs, given the address of (items, arguments): its share of the items."""
+    """Emit what each thread runs, given the address of (items, arguments): its share of the items."""
     compiled = loop.get_compile_result(given)
     context.active_code_library.add_linking_library(compiled.library)
     name = module.get_unique_name(f"share_of_{loop.py_func.__name__}")
@@ -116,10 +116,10 @@ def _emit_body(context: Any, module: Any, loop: Any, given: Any, work: Any) -> A
     builder = ir.IRBuilder(body.append_basic_block("entry"))
     fields = builder.load(builder.bitcast(body.args[0], work.as_pointer()))
     items = builder.extract_value(fields, 0)
-    asked = ir.FunctionType(_I32, [])
-    # There may be fewer threads than were asked for.
+    counter = ir.FunctionType(_I32, [])
+    # There may be fewer threads than requested.
     thread, count = (
-        builder.sext(builder.call(cgutils.get_or_insert_function(module, asked, number), []), _I64)
+        builder.sext(builder.call(cgutils.get_or_insert_function(module, counter, number), []), _I64)
         for number in (_THREAD, _THREADS)
     )
     first = builder.sdiv(builder.mul(items, thread), count)

@@ -1,8 +1,8 @@
-"""What numba cannot say by itself: fused multiply-add, bit casts, and a product of small register tiles.
+"""What numba lacks: fused multiply-add, bit casts, and products of small register tiles.
 
-Every operation here is one IEEE operation per lane, in the order written: the compiler may not reorder
-them, so a result's bits depend on its operands alone, however many results are computed side by side.
-bfloat16 is held as uint16 throughout.
+Every operation here is one IEEE operation per lane, in the order written. The compiler may not reorder them,
+so a result's bits depend on its operands alone, however many results are computed side by side. bfloat16 is
+stored as uint16.
 """
 
 # ruff: noqa: ARG001, PLR0913, PLR0917  # numba calls these with its own contexts and types
@@ -35,19 +35,19 @@ _VECTOR = ir.VectorType(_F32, LANES)
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """numba's `intrinsic`; compiled code calls it without the first argument."""
+    """Return numba's `intrinsic`; compiled code calls it without the first argument."""
     made: Callable[..., Any] = _intrinsic(function)
     return made
 
 
 def helper(function: F) -> F:
-    """A function that only compiled code calls."""
+    """Compile a function that only compiled code calls."""
     return cast("F", numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function))
 
 
 @intrinsic
 def fma(typingctx: Any, a: Any, b: Any, c: Any) -> tuple[Any, Any]:
-    """a * b + c, rounded once, in float32."""
+    """Return a * b + c, rounded once, in float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_F32, [_F32] * 3)
@@ -58,7 +58,7 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> tuple[Any, Any]:
 
 @intrinsic
 def widen(typingctx: Any, stored: Any) -> tuple[Any, Any]:
-    """A stored number (float32, or bfloat16 as uint16) as float32."""
+    """Return a stored number (float32, or bfloat16 as uint16) as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if stored == types.float32:
@@ -70,7 +70,7 @@ def widen(typingctx: Any, stored: Any) -> tuple[Any, Any]:
 
 @intrinsic
 def narrow(typingctx: Any, value: Any, like: Any) -> tuple[Any, Any]:
-    """A float32 as `like` is stored, rounded to nearest even; NaN stays NaN."""
+    """Return a float32 as `like` is stored, rounded to nearest even; NaN stays NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if like == types.float32:
@@ -86,9 +86,9 @@ def narrow(typingctx: Any, value: Any, like: Any) -> tuple[Any, Any]:
 
 
 def _emit_exp(builder: Any, x: Any) -> Any:
-    """e**x of a float or a vector of them, to 2 ulp (the polynomial of Cephes' expf).
+    """Emit e**x of a float or a vector of them, to 2 ulp (the polynomial of Cephes' expf).
 
-    0 below -87.3, infinity above 88.7, NaN of NaN.
+    0 below -87.3, infinity above 88.3, NaN of NaN.
     """
     kind = x.type
     vector = isinstance(kind, ir.VectorType)
@@ -123,7 +123,7 @@ def _emit_exp(builder: Any, x: Any) -> Any:
 
 @intrinsic
 def exp32(typingctx: Any, x: Any) -> tuple[Any, Any]:
-    """e**x in float32; see `_emit_exp`."""
+    """Return e**x in float32, as `_emit_exp` computes it."""
     return types.float32(types.float32), lambda _c, builder, _s, args: _emit_exp(builder, args[0])
 
 
@@ -132,7 +132,7 @@ def _pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> A
 
 
 def _load_lanes(builder: Any, pointer: Any, kind: Any) -> Any:
-    """32 stored numbers as a vector of float32."""
+    """Load 32 stored numbers as a vector of float32."""
     if kind.dtype == types.float32:
         return builder.load(builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
     stored = builder.load(builder.bitcast(pointer, ir.VectorType(_I16, LANES).as_pointer()), align=2)
@@ -152,12 +152,12 @@ def _splat(builder: Any, number: Any) -> Any:
 
 
 def _prefetch(builder: Any, pointer: Any) -> None:
-    """Ask for the cache line at `pointer`, for the second level: it is read a block later."""
+    """Prefetch the cache line at `pointer` into the second level: it is read a block later."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
-    ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
     read, second_level, data = (ir.Constant(_I32, number) for number in (0, 2, 1))
-    builder.call(ask, [builder.bitcast(pointer, byte), read, second_level, data])
+    builder.call(prefetch, [builder.bitcast(pointer, byte), read, second_level, data])
 
 
 def _emit_tile(
@@ -174,10 +174,10 @@ def _emit_tile(
     c_stride: Any,
     add: bool,
 ) -> None:
-    """c[m, 0:32] = sum over i < steps of a[m, i] * b[i, 0:32] for m < rows; onto c where `add`.
+    """Emit c[m, 0:32] = sum over i < steps of a[m, i] * b[i, 0:32] for m < rows; onto c if `add`.
 
-    Each step also asks for the same row of what lies at `ahead`. Blocks are scattered, so the processor
-    cannot guess the next one; asked for one by one between products, its lines do not hold those up.
+    Each step also prefetches the same row of what lies at `ahead`. Blocks are scattered, so the CPU cannot
+    predict the next one; prefetched one by one between products, its lines do not delay those.
     """
     fma_kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
     fma_lanes = cgutils.get_or_insert_function(builder.module, fma_kind, f"llvm.fma.v{LANES}f32")
@@ -252,15 +252,15 @@ def _tile_product(add: bool) -> Callable[..., Any]:
     return product
 
 
-# rows <= TILE_ROWS; offsets and strides count elements: c[m, 0:32] = sum of a[m, i] * b[i, 0:32]. What
-# lies at `ahead_at` of b is prefetched.
+# c[m, 0:32] = sum of a[m, i] * b[i, 0:32] for m < rows <= TILE_ROWS; offsets and strides count elements.
+# The data at `ahead_at` of b is prefetched.
 multiply = _tile_product(add=False)
 multiply_onto = _tile_product(add=True)
 
 
 @intrinsic
 def raise_lanes(typingctx: Any, lanes: Any, numbers: Any, at: Any) -> tuple[Any, Any]:
-    """lanes[i] = the larger of lanes[i] and numbers[at + i], for 32 float32; NaN is passed over."""
+    """Set lanes[i] to the larger of lanes[i] and numbers[at + i], for 32 float32; ignores NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         held = _pointer(context, builder, lanes, args[0], ir.Constant(_I64, 0))
@@ -274,7 +274,7 @@ def raise_lanes(typingctx: Any, lanes: Any, numbers: Any, at: Any) -> tuple[Any,
 
 @intrinsic
 def weigh_lanes(typingctx: Any, lanes: Any, numbers: Any, at: Any, top: Any) -> tuple[Any, Any]:
-    """numbers[at + i] = e**(numbers[at + i] - top), also added to lanes[i], for 32 float32."""
+    """Set numbers[at + i] to e**(numbers[at + i] - top) and add it to lanes[i], for 32 float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         held = _pointer(context, builder, lanes, args[0], ir.Constant(_I64, 0))

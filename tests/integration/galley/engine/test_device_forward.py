@@ -100,13 +100,13 @@ def test_filled_up_and_played_again_a_pass_says_what_it_says_alone(
     directory = make_model(CONFIGS[kind]())
     plain = _run(_model(directory, None), random.Random(5))
     recorder = Again()
-    graphs = Graphs(recorder, CPU, most=3, sights=2)
+    graphs = Graphs(recorder, CPU, max_kept=3, record_at=2)
     listed = _run(_model(directory, Shapes((2, 4, 8, 16, 32)), graphs), random.Random(5))
     _same(listed, plain)
     assert recorder.recorded > 3
     assert recorder.played > recorder.recorded, "a recording is of use again"
     assert len(graphs) == 3, "and not too many are kept"
-    fixed = _model(directory, Shapes(fixed=128), Graphs(Again(), CPU, sights=1), max_rows=128)
+    fixed = _model(directory, Shapes(fixed=128), Graphs(Again(), CPU, record_at=1), max_rows=128)
     _same(_run(fixed, random.Random(5)), plain)
 
 
@@ -115,7 +115,7 @@ def test_the_model_says_what_the_cpus_own_attention_says(
     kind: str, make_model: Callable[[Any], Path]
 ) -> None:
     directory = make_model(CONFIGS[kind]())
-    device = _model(directory, Shapes(), Graphs(Again(), CPU, sights=1))
+    device = _model(directory, Shapes(), Graphs(Again(), CPU, record_at=1))
     torch.testing.assert_close(
         probe.probe_logits(device), probe.probe_logits(load(directory)), atol=2e-4, rtol=2e-4
     )
@@ -123,7 +123,7 @@ def test_the_model_says_what_the_cpus_own_attention_says(
 
 
 def test_logits_of_one_pass_outlive_the_next(make_model: Callable[[Any], Path]) -> None:
-    model = _model(make_model(CONFIGS["llama"]()), Shapes(), Graphs(Again(), CPU, sights=1))
+    model = _model(make_model(CONFIGS["llama"]()), Shapes(), Graphs(Again(), CPU, record_at=1))
     first = model.run([StepChunk(0, [1, 2, 3, 4], [0], 4)])
     kept = first.clone()
     second = model.run([StepChunk(0, [9, 8, 7, 6], [1], 4)])
@@ -144,7 +144,7 @@ class Unable:
 
 def test_a_pass_that_cannot_be_recorded_runs_as_it_is() -> None:
     recorder = Unable()
-    graphs = Graphs(recorder, CPU, sights=2)
+    graphs = Graphs(recorder, CPU, record_at=2)
     for number in range(6):
         packed = torch.full((3,), number, dtype=torch.int32)
         assert torch.equal(graphs.run("shape", packed, lambda buffer: buffer + 1), packed + 1)
@@ -154,7 +154,7 @@ def test_a_pass_that_cannot_be_recorded_runs_as_it_is() -> None:
 
 def test_recordings_are_kept_by_the_bytes_of_their_results() -> None:
     recorder = Again()
-    graphs = Graphs(recorder, CPU, most_bytes=100, sights=1)
+    graphs = Graphs(recorder, CPU, max_bytes=100, record_at=1)
 
     def play(name: str, numbers: int) -> None:
         graphs.run(name, torch.zeros(numbers, dtype=torch.int32), lambda buffer: buffer + 1)
@@ -171,7 +171,7 @@ def test_where_bits_must_be_the_same_every_pass_has_one_shape(make_model: Callab
     seen = set()
 
     class Watched(Shapes):
-        def of(self, *arguments: Any) -> flex_layout.PassShape | None:
+        def of(self, *arguments: Any) -> flex_layout.StepShape | None:
             shape = super().of(*arguments)
             seen.add(shape)
             return shape
@@ -181,18 +181,18 @@ def test_where_bits_must_be_the_same_every_pass_has_one_shape(make_model: Callab
     for rows in (1, 5, 16, 50):
         model.run([StepChunk(0, tokens_of(rng, rows), [0, 1], rows), StepChunk(0, tokens_of(rng, 2), [2], 1)])
     assert len(seen) == 1
-    with pytest.raises(ValueError, match="a pass of 17 rows"):
+    with pytest.raises(ValueError, match="got 17"):
         Shapes(fixed=16).of(model._forward.attention.lay_out([Span(0, 17, [0])]), 1, 16)
 
 
 def test_a_list_of_shapes_holds_what_is_put_into_it() -> None:
     attention = FlexAttention(FlatPool(kv_shape(CONFIGS["llama"](), torch.float32), 9, CPU), 4)
     shapes = Shapes((4, 16))
-    for spans, wanted, rows in (([Span(0, 3, [0])], 2, 4), ([Span(0, 5, [0]), Span(9, 1, [1])], 6, 16)):
+    for spans, logit_rows, rows in (([Span(0, 3, [0])], 2, 4), ([Span(0, 5, [0]), Span(9, 1, [1])], 6, 16)):
         pages = attention.lay_out(spans)
-        shape = shapes.of(pages, wanted, 16)
+        shape = shapes.of(pages, logit_rows, 16)
         assert shape is not None
         assert (shape.rows, shape.slots) == (rows, 16)
-        assert shape.wanted >= wanted
+        assert shape.logit_rows >= logit_rows
         assert shape.tiles > len(pages.tiles), "one for the rows that only fill up"
     assert shapes.of(attention.lay_out([Span(0, 17, [0])]), 1, 16) is None

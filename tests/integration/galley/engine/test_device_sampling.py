@@ -172,11 +172,11 @@ def test_a_bad_row_costs_its_own_draw_alone_and_no_accepted_guess() -> None:
     first, second, last = device_sampling.draw_all(logits, [guessed, draw, draw])
     assert first == second == Sampled((0,)), "the accepted guess, without a token of its own"
     assert isinstance(last, Broken)
-    assert "position 2 " in str(last)
+    assert "position 2:" in str(last)
 
 
 def test_many_rows_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_sampling, "_MOST", 2 * 50)
+    monkeypatch.setattr(device_sampling, "_CHUNK", 2 * 50)
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(2))
     draws = [Draw(SamplingParams(seed=i), (1,) * (i + 1), 1, frozenset(), 0) for i in range(7)]
     _same(device_sampling.draw_all(logits, draws), draw_all(logits, draws))

@@ -54,9 +54,9 @@ def test_a_guess_is_what_is_drawn_of_the_whole_vocabulary(
         Draw(SamplingParams(**one), range(position + index), 0, frozenset(), 0)
         for index, one in enumerate(params)
     ]
-    outcomes, sureness = guess(logits, draws, head)
+    outcomes, confidences = guess(logits, draws, head)
     assert outcomes == draw_all(head.spread(logits), draws)
-    assert sureness == pytest.approx(torch.softmax(logits, -1).amax(-1).tolist(), rel=1e-5)
+    assert confidences == pytest.approx(torch.softmax(logits, -1).amax(-1).tolist(), rel=1e-5)
 
 
 def test_what_needs_the_history_is_drawn_from_the_whole_vocabulary() -> None:
@@ -69,11 +69,11 @@ def test_what_needs_the_history_is_drawn_from_the_whole_vocabulary() -> None:
         Draw(SamplingParams(), [1] * 5, 5, frozenset({int(head.tokens[logits[2].argmax()])}), 3),
         draw(temperature=0.8, seed=9),
     ]
-    outcomes, sureness = guess(logits, draws, head)
+    outcomes, confidences = guess(logits, draws, head)
     assert outcomes == draw_all(head.spread(logits), draws)
     assert isinstance(outcomes[0], Sampled)
     assert outcomes[0].tokens != (best,)
-    assert sureness == pytest.approx(torch.softmax(logits, -1).amax(-1).tolist())
+    assert confidences == pytest.approx(torch.softmax(logits, -1).amax(-1).tolist())
 
 
 def test_a_model_that_knows_all_tokens_needs_no_head() -> None:
