@@ -1,4 +1,4 @@
-"""The wire's items, extensions and answers as the scheduler's values, and back."""
+"""Convert wire messages to the scheduler's values, and results to responses."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from galley.core.scheduler.messages import Confirmed, Extend, Outcome, Supersede
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.target.engine.protocol import EngineInfo
 
-# Of the likeliest tokens per position; each costs the wire 12 bytes and the log 8.
+# Likeliest tokens listed a position; each takes 12 bytes on the wire and 8 in the log.
 MAX_TOP_LOGPROBS = 128
 
 
 def read_item(
     item: pb.VerifyItem, info: EngineInfo, max_draft_tokens: int, *, now_ns: int, epoch_ns: int
 ) -> VerifyRequest:
-    """Raises InvalidField or Unimplemented, naming the field, before any work is done for the item.
+    """Return the request of an item. Raises InvalidField or Unimplemented, naming the field, before any work.
 
-    `now_ns` is the scheduler's time; `epoch_ns` the time of day, from which a session without arrival dates.
+    `now_ns` is the scheduler's time; `epoch_ns` the time of day, used for a session without arrival time.
     """
     _refuse_reserved(item)
     read = read_slice(item.slice, vocab_size=info.vocab_size, context_window=info.context_window)
     _check_draft("", item.draft_tokens, item.survival, info.vocab_size, max_draft_tokens)
     if item.logprobs > MAX_TOP_LOGPROBS:
-        raise InvalidField("logprobs", f"must be <= {MAX_TOP_LOGPROBS}, is {item.logprobs}")
+        raise InvalidField("logprobs", f"must be <= {MAX_TOP_LOGPROBS}, got {item.logprobs}")
     return VerifyRequest(
         key=read.key,
         start=read.start,
@@ -51,16 +51,16 @@ def read_item(
 
 
 def read_extension(message: pb.Extension, info: EngineInfo) -> Extend:
-    """Raises InvalidField, naming the field."""
+    """Return an extension's values. Raises InvalidField, naming the field."""
     hint = None
     if message.HasField("hint"):
-        told = message.hint
-        _check_draft("hint.", told.draft_tokens, told.survival, info.vocab_size, MAX_HINT_TOKENS)
-        if len(told.prefix_hash) != HASH_BYTES:
+        sent = message.hint
+        _check_draft("hint.", sent.draft_tokens, sent.survival, info.vocab_size, MAX_HINT_TOKENS)
+        if len(sent.prefix_hash) != HASH_BYTES:
             raise InvalidField(
-                "hint.prefix_hash", f"must have {HASH_BYTES} bytes, has {len(told.prefix_hash)}"
+                "hint.prefix_hash", f"must have {HASH_BYTES} bytes, got {len(sent.prefix_hash)}"
             )
-        hint = Hint(told.position, told.prefix_hash, tuple(told.draft_tokens), tuple(told.survival))
+        hint = Hint(sent.position, sent.prefix_hash, tuple(sent.draft_tokens), tuple(sent.survival))
     return Extend(limit=message.limit, hint=hint, hint_due=message.hint_due)
 
 
@@ -71,22 +71,20 @@ def _refuse_reserved(item: pb.VerifyItem) -> None:
 
 
 def _check_draft(
-    where: str, draft_tokens: Sequence[int], survival: Sequence[float], vocab_size: int, most: int
+    prefix: str, draft_tokens: Sequence[int], survival: Sequence[float], vocab_size: int, max_tokens: int
 ) -> None:
-    if len(draft_tokens) > most:
-        raise InvalidField(f"{where}draft_tokens", f"must be at most {most}, are {len(draft_tokens)}")
-    check_token_ids(f"{where}draft_tokens", draft_tokens, vocab_size)
+    if len(draft_tokens) > max_tokens:
+        raise InvalidField(f"{prefix}draft_tokens", f"must be at most {max_tokens}, got {len(draft_tokens)}")
+    check_token_ids(f"{prefix}draft_tokens", draft_tokens, vocab_size)
     if survival and len(survival) != len(draft_tokens):
-        raise InvalidField(
-            f"{where}survival", f"must be none or {len(draft_tokens)}, one a draft token, are {len(survival)}"
-        )
+        raise InvalidField(f"{prefix}survival", f"must be empty or {len(draft_tokens)}, got {len(survival)}")
     for index, chance in enumerate(survival):
         if not 0.0 <= chance <= 1.0:
-            raise InvalidField(f"{where}survival[{index}]", f"must be in [0, 1], is {chance:g}")
+            raise InvalidField(f"{prefix}survival[{index}]", f"must be in [0, 1], got {chance:g}")
 
 
 def answer_of(item: pb.VerifyItem, outcome: Outcome, fingerprint: str) -> pb.VerifyAnswer:
-    """Raises the outcome if it is an error."""
+    """Return the response to `item` with this outcome. Raises the outcome if it is an error."""
     if isinstance(outcome, GalleyError):
         raise outcome
     answer = pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)

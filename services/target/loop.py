@@ -1,7 +1,7 @@
-"""The loop of a target replica: plan, run, conclude, deliver; the scheduler decides, one thread computes.
+"""The step loop of a target replica: plan, run, conclude, deliver.
 
-The scheduler is called in the event loop only, and the engine on a thread of its own, so that items are taken
-and answered while a pass runs.
+The scheduler decides, on the event loop only. The engine computes, on a thread of its own, so that requests
+are admitted and answered while a step runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from opentelemetry.trace import INVALID_SPAN, use_span
 
 from galley.common.logs import log_internal
-from galley.common.tracing.light_spans import LightSpan, SpanScope
+from galley.common.tracing.light_spans import LeanSpan, SpanScope
 from galley.core.errors import GalleyError, Unavailable
 from galley.core.scheduler.messages import Confirmed, Extend, Response, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
@@ -26,31 +26,31 @@ from services.target.spans import Batch, BatchSpans
 
 
 class Ticket:
-    """The answers to one item, as they come."""
+    """The responses to one request, as they come."""
 
     def __init__(self, item: int) -> None:
         self.item = item
-        self._answers: deque[Response] = deque()
-        self._there = asyncio.Event()
+        self._responses: deque[Response] = deque()
+        self._ready = asyncio.Event()
         self.ended = False
 
     async def next(self) -> Response:
-        """The next answer; to be called until `ended`."""
-        while not self._answers:
-            self._there.clear()
-            await self._there.wait()
-        answer = self._answers.popleft()
-        self.ended = answer.is_last
-        return answer
+        """Return the next response; call it until `ended`."""
+        while not self._responses:
+            self._ready.clear()
+            await self._ready.wait()
+        response = self._responses.popleft()
+        self.ended = response.last
+        return response
 
-    def put(self, answer: Response) -> None:
-        """Hand one over."""
-        self._answers.append(answer)
-        self._there.set()
+    def put(self, response: Response) -> None:
+        """Add a response."""
+        self._responses.append(response)
+        self._ready.set()
 
 
 class StepLoop:
-    """Runs passes while there is work; to be made within the running event loop."""
+    """Runs steps while there is work; make it within the running event loop."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class StepLoop:
         spans: SpanScope | None,
         meter: PassMeter | None = None,
     ) -> None:
-        """`spans` is None where traces are off."""
+        """`spans` is None if traces are off."""
         self._engine = engine
         self._scheduler = scheduler
         self._batches = BatchSpans(spans)
@@ -74,10 +74,11 @@ class StepLoop:
         self._task = asyncio.ensure_future(self._run())
         self.draining = asyncio.Event()
 
-    def submit(self, request: VerifyRequest, span: LightSpan | None = None) -> Ticket:
-        """Where the answers to `request` will be; `cancel` it to give it up. `span` is its own, if any.
+    def submit(self, request: VerifyRequest, span: LeanSpan | None = None) -> Ticket:
+        """Return the ticket of `request`, which `cancel` gives up. `span` is the request's own, if any.
 
-        Raises Unavailable once draining, Overloaded if too many wait, InvalidField if it can never be held.
+        Raises Unavailable while draining, Overloaded if too many requests wait, InvalidField if the pool can
+        never hold it.
         """
         if self._stopped is not None:
             raise self._stopped
@@ -92,26 +93,26 @@ class StepLoop:
         self._changed.set()
         return ticket
 
-    def extend(self, ticket: Ticket, told: Extend) -> None:
-        """More credit or a hint; ignored if the item does not stand any more."""
-        self._scheduler.extend(ticket.item, told, time.monotonic_ns())
+    def extend(self, ticket: Ticket, extension: Extend) -> None:
+        """Add credit or a hint; ignored if the request has ended."""
+        self._scheduler.extend(ticket.item, extension, time.monotonic_ns())
         self._changed.set()
 
     def refuse(self, ticket: Ticket, error: GalleyError) -> None:
-        """Close the item with an error of its caller's."""
+        """End the request with a caller's error."""
         if ticket.item in self._tickets:
             self.cancel(ticket)
             ticket.put(Response(ticket.item, error))
 
     def cancel(self, ticket: Ticket) -> None:
-        """Give the item up, if it has not ended."""
+        """Give the request up, if it has not ended."""
         if self._tickets.pop(ticket.item, None) is not None:
             self._batches.leaves(ticket.item)
             self._scheduler.cancel(ticket.item)
             self._changed.set()
 
     async def quiet(self, quiet_s: float) -> None:
-        """Return once no item has been here for `quiet_s`: a session's next comes soon after its last."""
+        """Return once no request was open for `quiet_s`: a session's next one follows soon after its last."""
         while True:
             await self._idle.wait()
             self._arrived.clear()
@@ -119,19 +120,19 @@ class StepLoop:
                 async with asyncio.timeout(quiet_s):
                     await self._arrived.wait()
             except TimeoutError:
-                # One may have come between the two waits.
+                # One may have arrived between the two waits.
                 if self._idle.is_set():
                     return
 
     async def drain(self) -> None:
-        """Refuse new items; those that are here end with their next result."""
+        """Refuse new requests; open ones end with their next result."""
         self.draining.set()
         self._scheduler.drain()
         self._changed.set()
         await self._idle.wait()
 
     async def close(self) -> None:
-        """End at once; a pass under way ends first, whatever is not answered gets Unavailable."""
+        """Stop after the running step; open requests get Unavailable."""
         self.draining.set()
         self._task.cancel()
         await asyncio.wait({self._task})
@@ -141,25 +142,26 @@ class StepLoop:
     async def _run(self) -> None:
         while True:
             try:
-                await self._turn()
-            except Exception as error:  # noqa: BLE001  # whatever the scheduler's fault is, nobody shall hang
+                await self._step_once()
+            except Exception as error:  # noqa: BLE001  # after a scheduler's fault no caller may hang
                 log_internal(error)
                 self._scheduler.abandon(Unavailable("the replica's scheduler has failed"))
                 self._deliver()
 
-    async def _turn(self) -> None:
+    async def _step_once(self) -> None:
+        """Expire, plan, and run one step, or wait for work."""
         self._changed.clear()
         now = time.monotonic_ns()
         self._scheduler.expire(now)
         step = self._scheduler.plan(now)
         self._deliver()
         if isinstance(step, StepPlan):
-            await self._compute(step)
+            await self._run_plan(step)
         else:
             await self._wait(step)
 
     async def _wait(self, step: Linger | None) -> None:
-        """Until there is something new, or the time to linger is over."""
+        """Wait for a change, or until the time to linger is over."""
         if step is None:
             if not self._tickets:
                 self._idle.set()
@@ -173,10 +175,10 @@ class StepLoop:
         finally:
             timer.cancel()
 
-    async def _compute(self, plan: StepPlan) -> None:
+    async def _run_plan(self, plan: StepPlan) -> None:
         batch = self._batches.begin(self._scheduler)
         try:
-            took_ns, waits_ns = await self._run_pass(plan, batch), self._scheduler.queue_times_ns
+            took_ns, waits_ns = await self._run_step(plan, batch), self._scheduler.waits_ns
             confirmed = self._deliver()
             if took_ns is not None:
                 self._meter.passed(plan, confirmed, took_ns, waits_ns)
@@ -184,12 +186,12 @@ class StepLoop:
             if batch is not None:
                 batch.end()
 
-    async def _run_pass(self, plan: StepPlan, batch: Batch | None) -> int | None:
-        """How many nanoseconds it took; None if it came to nothing."""
+    async def _run_step(self, plan: StepPlan, batch: Batch | None) -> int | None:
+        """Return how long the step took, in ns; None if it failed."""
         loop, began_ns = asyncio.get_running_loop(), time.monotonic_ns()
         try:
-            outcomes = await loop.run_in_executor(self._worker, self._step, plan, batch)
-        except Exception as error:  # noqa: BLE001  # one pass must not end the loop
+            outcomes = await loop.run_in_executor(self._worker, self._compute, plan, batch)
+        except Exception as error:  # noqa: BLE001  # a failed step must not end the loop
             failed = Unavailable("the step failed")
             with use_span(batch.failed(failed) if batch is not None else INVALID_SPAN):
                 log_internal(error)
@@ -199,8 +201,8 @@ class StepLoop:
         self._scheduler.conclude(plan, outcomes, now, batch.packed if batch is not None else b"")
         return now - began_ns
 
-    def _step(self, plan: StepPlan, batch: Batch | None) -> Sequence[StepOutcome]:
-        """On the worker thread: one pass."""
+    def _compute(self, plan: StepPlan, batch: Batch | None) -> Sequence[StepOutcome]:
+        """Run one step on the worker thread."""
         if batch is None:
             return self._engine.run(plan)
         outcomes = self._engine.run(plan, batch.watch)
@@ -208,18 +210,18 @@ class StepLoop:
         return outcomes
 
     def _deliver(self) -> int:
-        """Hand over what is answered; how many tokens that confirms."""
+        """Deliver the responses; return how many tokens they confirm."""
         confirmed = 0
-        for answer in self._scheduler.take_responses():
-            if isinstance(answer.outcome, Confirmed):
-                confirmed += len(answer.outcome.tokens)
-            ticket = self._tickets.get(answer.request_id)
+        for response in self._scheduler.take_answers():
+            if isinstance(response.outcome, Confirmed):
+                confirmed += len(response.outcome.tokens)
+            ticket = self._tickets.get(response.item)
             if ticket is None:
                 continue
-            if answer.is_last:
-                del self._tickets[answer.request_id]
-                self._batches.leaves(answer.request_id)
-            ticket.put(answer)
+            if response.last:
+                del self._tickets[response.item]
+                self._batches.leaves(response.item)
+            ticket.put(response)
         return confirmed
 
     def _stop(self, error: Unavailable) -> None:

@@ -1,7 +1,7 @@
-"""What a pass costs on this machine, measured once at start: the curve by which the scheduler decides.
+"""Measure what a step costs on this machine, once at start: the curve by which the scheduler decides.
 
-A pass of R rows is timed as a busy replica would see it: several sessions with some context, each with a
-verify chunk of a few rows. The blocks that it writes are nobody's yet.
+A step of R rows is timed as on a busy replica: several sessions with some context, each with a verify chunk
+of a few rows. The blocks that it writes are still free.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXT = 128
 _CHUNK_ROWS = 8
 _REPEATS = 3
-# Beyond the first, points are measured once; beyond the second, no more of them.
+# After _SOON_NS points are measured once, after _ENOUGH_NS not at all.
 _SOON_NS = 2_000_000_000
 _ENOUGH_NS = 6_000_000_000
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 def measure(engine: TargetEngine, clock: Callable[[], int] = time.perf_counter_ns) -> StepTimes:
-    """Time passes of ROWS rows, the best of three each, in about two seconds in all; blocks.
+    """Time steps of ROWS rows, the best of three each, in about two seconds in all; blocks.
 
-    To be called before anything else runs on the engine. On a slow machine later points are timed once, or
-    left out, as are those whose sessions the KV pool does not hold: the curve goes on with its last slope.
+    Call it before anything else runs on the engine. On a slow machine later points are timed once or left
+    out, as are those whose sessions the KV pool does not hold: the curve continues with its last slope.
     """
     info = engine.info
-    engine.run(_plan(info, 1) or _least(info))  # the first pass compiles and allocates
-    begun = clock()
+    engine.run(_plan(info, 1) or _least(info))  # the first step compiles and allocates
+    start = clock()
     points: list[tuple[int, int]] = []
     for rows in ROWS:
         plan = _plan(info, rows) or (_least(info) if rows == 1 else None)
-        if plan is None or clock() - begun > _ENOUGH_NS:
+        if plan is None or clock() - start > _ENOUGH_NS:
             break
-        points.append((rows, _best_ns(engine, plan, clock, begun + _SOON_NS)))
+        points.append((rows, _best_ns(engine, plan, clock, start + _SOON_NS)))
     return StepTimes.measured(points)
 
 
@@ -56,7 +56,7 @@ def _best_ns(engine: TargetEngine, plan: StepPlan, clock: Callable[[], int], unt
 
 
 def _plan(info: EngineInfo, rows: int) -> StepPlan | None:
-    """A pass of so many rows; None if the pool does not hold its sessions."""
+    """Return a step of so many rows; None if the pool does not hold its sessions."""
     context = min(_CONTEXT, info.context_window // 2)
     sessions = max(1, rows // _CHUNK_ROWS)
     blocks = -(-(context + _CHUNK_ROWS) // info.kv_block_tokens)
@@ -71,12 +71,12 @@ def _plan(info: EngineInfo, rows: int) -> StepPlan | None:
 
 
 def _least(info: EngineInfo) -> StepPlan:
-    """One row after one token."""
+    """Return a step of one row after one token."""
     return StepPlan((_chunk(info, min(1, info.context_window - 1), 1, range(1)),))
 
 
 def _chunk(info: EngineInfo, start: int, rows: int, blocks: range) -> StepChunk:
-    """`rows` rows that are all drawn, as of a verification."""
+    """Return a chunk whose rows are all sampled, as in a verification."""
     tokens = [token % info.vocab_size for token in range(start + rows)]
     guesses = tuple(tokens[start + 1 :])
     draw = Draw(_GREEDY, tokens[: start + 1], 1, frozenset(), 0, guesses)

@@ -1,4 +1,4 @@
-"""The target's engine: one ragged forward pass over a paged KV pool, and all its rows sampled in one call."""
+"""The target's engine: one ragged forward pass over a paged KV pool, then all rows sampled in one call."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class PagedModel(Protocol):
-    """What is asked of a model: `galley.engine.model.CausalModel`, or one sharded over ranks."""
+    """The interface of a model: `galley.engine.model.CausalModel`, or one sharded over ranks."""
 
     @property
     def info(self) -> ModelInfo:
-        """Of the whole model."""
+        """Return what the whole model is."""
 
     @property
     def kv(self) -> KvPool:
-        """The pool whose blocks the chunks name."""
+        """Return the pool whose blocks the chunks name."""
 
     def run(
         self,
@@ -34,7 +34,7 @@ class PagedModel(Protocol):
         copies: Sequence[tuple[int, int]] = (),
         watch: StepTrace | None = None,
     ) -> Tensor:
-        """Float32 [sum of want_logits, vocab], rows in the order of the chunks."""
+        """Return float32 logits [sum of want_logits, vocab], rows in the order of the chunks."""
 
 
 class PagedEngine:
@@ -47,12 +47,12 @@ class PagedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What the model is."""
+        """Return what the model is."""
         return self._info
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
-        """See `TargetEngine.run`; what cannot be sampled, such as NaN, is the outcome of its chunk alone."""
-        logits = self._model.run(plan.chunks, plan.copies, watch)  # [sum(want_logits), vocab]
+        """Run one step; what cannot be sampled, such as NaN, is the outcome of its chunk alone."""
+        logits = self._model.run(plan.chunks, plan.copies, watch)  # [logit rows, vocab]
         drawn = iter(draw_all(logits, [chunk.draw for chunk in plan.chunks if chunk.draw is not None]))
         return [None if chunk.draw is None else next(drawn) for chunk in plan.chunks]
 

@@ -1,4 +1,4 @@
-"""The seam behind which the target's engine can be replaced whole: plans of plain values in, outcomes out."""
+"""The interface behind which the target's engine can be replaced: plans of plain values in, outcomes out."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from galley.core.step import StepOutcome, StepPlan, StepTrace
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a target says of itself; `fingerprint` names the build that its bits depend on.
+    """Facts of a target; `fingerprint` names the build that its bits depend on.
 
-    Over all `ranks` it has `kv_blocks` blocks of `kv_block_tokens` tokens each; `context_window` is no more
-    than they hold.
+    Over all `ranks` it has `kv_blocks` blocks of `kv_block_tokens` tokens each, which bound
+    `context_window`.
     """
 
     model: str
@@ -31,14 +31,14 @@ class EngineInfo:
 
 
 class TargetEngine(Protocol):
-    """Called from one thread, one plan at a time."""
+    """An engine; called from one thread, one plan at a time."""
 
     @property
     def info(self) -> EngineInfo:
-        """Fixed for the life of the engine."""
+        """Return the engine's facts, which never change."""
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
-        """Carry out one pass; the outcome of each chunk, in order. A `watch` is told what it took.
+        """Run one step; return the outcome of each chunk, in order. A `watch` gets the times.
 
-        Raises if the whole pass came to nothing; what its chunks were to write is then unknown.
+        Raises if the whole step failed; the KV that its chunks were to write is then undefined.
         """
