@@ -102,7 +102,7 @@ def distill(  # noqa: PLR0913  # one parameter a flag
         )
         options.check()
         _refuse_plot(plot)
-        found = _run(options, console)
+        result = _run(options, console)
     except InvalidField as fault:
         hint = "--" + fault.field.replace("_", "-")
         raise typer.BadParameter(fault.problem, param_hint=hint) from fault
@@ -111,9 +111,9 @@ def distill(  # noqa: PLR0913  # one parameter a flag
     except KeyboardInterrupt:
         say("stopped; the same command goes on from the last checkpoint")
         raise typer.Exit(INTERRUPTED) from None
-    _show(found, options, console)
+    _show(result, options, console)
     if plot is not None:
-        _draw(plot, found)
+        _draw(plot, result)
 
 
 def _resolved(target: str) -> Path:
@@ -169,24 +169,24 @@ class Shown:
         self._said_at = now
         self._say(f"{self._name}: {units:,} of {self._total:,} {note}".rstrip())
 
-    def measured(self, seen: int, found: dict[str, Acceptance]) -> None:
+    def measured(self, seen: int, acceptance: dict[str, Acceptance]) -> None:
         """See `Reports`."""
-        shares = ", ".join(f"{name} {one.greedy:.3f}" for name, one in found.items())
+        shares = ", ".join(f"{name} {one.greedy:.3f}" for name, one in acceptance.items())
         self._say(f"accepted of greedy guesses after {seen:,} tokens: {shares}")
 
     def _say(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)
 
 
-def _show(found: Distilled, options: Options, console: Console) -> None:
+def _show(result: Distilled, options: Options, console: Console) -> None:
     from galley.distill.training.evaluation import ROUND_K, TEMPERATURE  # noqa: PLC0415  # imports torch
 
     table = Table(title="Accepted by the target, held-out prompts", title_justify="left")
     table.add_column("workload")
     for name in ("greedy", f"a round of {ROUND_K}", f"drawn at {TEMPERATURE:g}", "present draft, greedy"):
         table.add_column(name, justify="right")
-    for name, one in found.found.items():
-        present = found.against[name].greedy if found.against else None
+    for name, one in result.acceptance.items():
+        present = result.against[name].greedy if result.against else None
         table.add_row(
             name,
             f"{one.greedy:.3f}",
@@ -208,11 +208,11 @@ def _refuse_plot(plot: Path | None) -> None:
         raise InvalidField("plot", "needs matplotlib: pip install 'galley[all]'") from error
 
 
-def _draw(plot: Path, found: Distilled) -> None:
+def _draw(plot: Path, result: Distilled) -> None:
     from galley.distill.plot import draw  # noqa: PLC0415  # needs matplotlib
 
     try:
-        draw(plot, found.curve, found.against)
+        draw(plot, result.curve, result.against)
     except OSError as error:
         raise typer.BadParameter(f"cannot write {plot}: {error.strerror}", param_hint="--plot") from error
     typer.echo(f"Plot: {plot}")

@@ -1,4 +1,4 @@
-"""Draft directories (galley/engine/load/draft_directory.py), written and read by the trainer."""
+"""Write and read draft directories (galley/engine/load/draft_directory.py) for training."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ _COPIED = (
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 rows and their float32 scales [rows]; symmetric, each row's largest number becomes 127."""
+    """Return int8 rows and float32 scales [rows]; symmetric, each row's largest number becomes 127."""
     scale = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / _LARGEST
     return (weight / scale[:, None]).round().to(torch.int8), scale.float()
 
 
 def sharpened(student: Llama) -> Llama:
-    """A copy whose logits are SHARPENING times as far apart: greedy guesses stay as they are.
+    """Return a copy with logits SHARPENING times as far apart; greedy draft tokens stay as they are.
 
-    Where draft and target draw with the same noise, a draft that is surer than it should be guesses the
-    target's token more often than one that has its chances right.
+    With shared noise, an overconfident draft proposes the target's token more often than a calibrated one.
     """
     copy = Llama(student.shape, student.embedding, len(student.lm_head.weight))
     state = student.state_dict()
@@ -51,7 +50,7 @@ def sharpened(student: Llama) -> Llama:
 
 
 def as_stored(student: Llama) -> Llama:
-    """A copy whose matrices are what they will be once stored and read again."""
+    """Return a copy with its matrices quantized as they will be stored."""
     copy = Llama(student.shape, student.embedding, len(student.lm_head.weight))
     copy.load_state_dict({name: _as_stored(weight) for name, weight in student.state_dict().items()})
     return copy
@@ -98,18 +97,18 @@ def _config(student: Llama, target: Target, head_vocab: int, tokenizer: str) -> 
 
 
 def read_draft(folder: Path, target: Target) -> tuple[Llama, NDArray[np.int64]]:
-    """The draft of this target in a directory, and the tokens of its head's rows. Raises InvalidField."""
+    """Return a directory's draft of this target, and the tokens of its head. Raises InvalidField."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        told, stored = config[KEY], load_file(folder / WEIGHTS)
-        if told["embeddings"] == TARGET and told["embeddings_sha256"] != target.embedding_sha256():
-            raise InvalidField("against", f"{folder} was trained for another target")
+        section, stored = config[KEY], load_file(folder / WEIGHTS)
+        if section["embeddings"] == TARGET and section["embeddings_sha256"] != target.embedding_sha256():
+            raise InvalidField("against", f"{folder}: was trained for another target")
         shape = replace(target.shape, layers=config["num_hidden_layers"], inner=config["intermediate_size"])
         heads = stored[HEAD_TOKENS].long()
         draft = Llama(shape, stored.get("model.embed_tokens.weight", target.embedding), len(heads))
         draft.load_state_dict({name: _widened(name, stored) for name in draft.state_dict()})
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise InvalidField("against", f"{folder} is no draft of this target: {error!r}") from error
+        raise InvalidField("against", f"{folder}: must be a draft of this target: {error!r}") from error
     return draft, heads.numpy()
 
 
@@ -120,7 +119,7 @@ def _widened(name: str, stored: dict[str, Tensor]) -> Tensor:
 
 
 def save_atomically(tensors: dict[str, Tensor], header: dict[str, str], path: Path) -> None:
-    """A safetensors file that is there as a whole or not at all, also after a power cut."""
+    """Write a safetensors file as a whole or not at all, even after a power cut."""
     unfinished = path.with_suffix(".part")
     save_file(
         {name: value.detach().contiguous() for name, value in tensors.items()}, unfinished, metadata=header
@@ -132,7 +131,7 @@ def save_atomically(tensors: dict[str, Tensor], header: dict[str, str], path: Pa
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Indented, with a newline at the end; there as a whole or not at all."""
+    """Write indented JSON with a newline at the end, as a whole or not at all."""
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     unfinished.replace(path)

@@ -1,4 +1,4 @@
-"""What a distillation is asked for; the defaults reproduce a version of the shipped draft on a CPU."""
+"""The options of a distillation; the defaults reproduce a version of the shipped draft on a CPU."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 from galley.core.errors import InvalidField
 
-# Where a run lay, and how often it was stored, is not part of what it did.
-_UNTOLD = {"out", "work", "checkpoint_s", "named"}
-_MANY = math.inf
+# Options that do not change the result.
+_NOT_RECORDED = {"out", "work", "checkpoint_s", "named"}
+_UNBOUNDED = math.inf
 _BOUNDS = {
-    "layers": (1, _MANY),
-    "head": (1, _MANY),
-    "tokens": (1, _MANY),
-    "batch": (1, _MANY),
-    "answer": (1, _MANY),
-    "evaluate_every": (1, _MANY),
-    "threads": (1, _MANY),
-    "self_prompts": (0, _MANY),
-    "seed": (0, _MANY),
+    "layers": (1, _UNBOUNDED),
+    "head": (1, _UNBOUNDED),
+    "tokens": (1, _UNBOUNDED),
+    "batch": (1, _UNBOUNDED),
+    "answer": (1, _UNBOUNDED),
+    "evaluate_every": (1, _UNBOUNDED),
+    "threads": (1, _UNBOUNDED),
+    "self_prompts": (0, _UNBOUNDED),
+    "seed": (0, _UNBOUNDED),
     "hardness": (0, 1),
     "scored": (0, 1),
     "held_out_share": (0.001, 0.5),
@@ -32,11 +32,12 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`target`, `against` and `start` (a draft to go on from, with its head) are directories; `work` keeps
-    answers, labels and checkpoints of this run.
+    """Options of a distillation.
 
-    Counts are of tokens unless named otherwise; `tokens` are answers' tokens seen in training, `checkpoint_s`
-    seconds between checkpoints; `named` is what the target was called, its directory's name if empty.
+    `target`, `against` and `start` (a draft to continue from, with its head) are directories; `work` keeps
+    answers, labels and checkpoints of this run. Counts are of tokens unless named otherwise. `tokens` are
+    answer tokens seen in training, `checkpoint_s` seconds between checkpoints. `named` is the target's name,
+    by default its directory's.
     """
 
     target: Path
@@ -66,21 +67,24 @@ class Options:
     named: str = ""
 
     def check(self) -> None:
-        """Raise InvalidField, naming it, for a value that is out of its bounds."""
+        """Raise InvalidField, naming it, for a value out of its bounds."""
         if bool(self.corpus) == bool(self.prompts or self.self_prompts):
-            raise InvalidField("prompts", "give prompts (or --self-prompts), or a corpus, and not both")
+            raise InvalidField(
+                "prompts",
+                "give prompts (or --self-prompts) or a corpus, not both",
+            )
         if self.held_out is not None and not self.corpus:
-            raise InvalidField("held_out", "goes with a corpus")
+            raise InvalidField("held_out", "requires --corpus")
         for name, (low, high) in _BOUNDS.items():
             if not low <= getattr(self, name) <= high:
-                raise InvalidField(name, f"must be in [{low:g}, {high:g}], is {getattr(self, name)}")
+                raise InvalidField(name, f"must be in [{low:g}, {high:g}], got {getattr(self, name)}")
         if self.dtype not in {"float32", "bfloat16"}:
-            raise InvalidField("dtype", f"must be float32 or bfloat16, is {self.dtype!r}")
+            raise InvalidField("dtype", f"must be float32 or bfloat16, got {self.dtype!r}")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, files by their names alone: where they lay is nobody's business."""
-        told = {name: _plain(value) for name, value in asdict(self).items() if name not in _UNTOLD}
-        return told | {"target": self.named or self.target.name}
+        """Return plain values; of files only their names, since their place does not matter."""
+        values = {name: _plain(value) for name, value in asdict(self).items() if name not in _NOT_RECORDED}
+        return values | {"target": self.named or self.target.name}
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the folder of a run was begun with, so that no answers or labels of other options are taken."""
+"""Record what a run's folder was made with, so that results of other options are not reused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from galley.distill.training.teacher import Target
 from galley.engine.load.draft_directory import WEIGHTS
 
 ORIGIN = "about.json"
-# What may differ between a run and the one that it goes on from.
+# Options that may change when a run continues.
 _MAY_DIFFER = {"against", "evaluate_every", "threads"}
 _RESULTS = (
     "answers.jsonl", "prompts.jsonl", "train.npz", "heldout.npz", "labels", "checkpoint.safetensors",
@@ -24,13 +24,13 @@ _RESULTS = (
 
 
 def origin_of(options: Options, target: Target) -> dict[str, Any]:
-    """What a run must agree on to go on from another: options, the files' contents, the target's embedding.
+    """Return what a run must agree on to continue another: options, contents of files, target's embedding.
 
     Raises InvalidField, naming the option, for a file that cannot be read.
     """
-    told = {name: value for name, value in options.as_dict().items() if name not in _MAY_DIFFER}
+    values = {name: value for name, value in options.as_dict().items() if name not in _MAY_DIFFER}
     held_out = () if options.held_out is None else (options.held_out,)
-    return told | {
+    return values | {
         "target_sha256": target.embedding_sha256(),
         "start_sha256": _digests("start", () if options.start is None else (options.start / WEIGHTS,)),
         "prompts_sha256": _digests("prompts", options.prompts),
@@ -40,20 +40,20 @@ def origin_of(options: Options, target: Target) -> dict[str, Any]:
 
 
 def _digests(option: str, files: Sequence[Path]) -> list[str]:
-    found = []
+    digests = []
     for path in files:
         try:
             with path.open("rb") as file:
-                found.append(file_digest(file, "sha256").hexdigest())
+                digests.append(file_digest(file, "sha256").hexdigest())
         except OSError as error:
-            raise InvalidField(option, f"{path} cannot be read: {error}") from error
-    return found
+            raise InvalidField(option, f"{path}: cannot be read: {error}") from error
+    return digests
 
 
 def claim(work: Path, origin: dict[str, Any]) -> None:
     """Make `work` the folder of this run. Raises InvalidField if it holds results of another.
 
-    A folder without results may be claimed anew: a run that was refused for its prompts left nothing.
+    A folder without results may be claimed again: a run whose prompts were refused left nothing.
     """
     path = work / ORIGIN
     if any((work / name).exists() for name in _RESULTS):
@@ -64,17 +64,17 @@ def claim(work: Path, origin: dict[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InvalidField("work", f"{path.parent} does not say what its run was: {error}") from error
-    if not isinstance(told, dict):
-        raise InvalidField("work", f"{path} is no JSON object")
-    return told
+        raise InvalidField("work", f"{path.parent}: the record of its run cannot be read: {error}") from error
+    if not isinstance(record, dict):
+        raise InvalidField("work", f"{path}: must hold a JSON object")
+    return record
 
 
-def refuse_other(told: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
-    """Raise InvalidField, naming what differs, if what `path` told is not what is wanted."""
-    other = sorted(name for name in wanted.keys() | told.keys() if told.get(name) != wanted.get(name))
+def refuse_other(record: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
+    """Raise InvalidField, naming what differs, if the record in `path` is not `expected`."""
+    other = sorted(name for name in expected.keys() | record.keys() if record.get(name) != expected.get(name))
     if other:
-        was = ", ".join(f"{name} was {told.get(name)!r}" for name in other)
-        raise InvalidField("work", f"{path} is of another run: {was}")
+        was = ", ".join(f"{name} was {record.get(name)!r}" for name in other)
+        raise InvalidField("work", f"{path}: belongs to another run: {was}")

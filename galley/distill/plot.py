@@ -1,4 +1,4 @@
-"""The plot of acceptance over tokens seen; matplotlib comes with the extra `all`."""
+"""Plot acceptance over tokens seen; matplotlib comes with the extra `all`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from galley.distill.training.evaluation import Acceptance
 
-_MEASURES = {"greedy": "greedy: share of guesses accepted", "sampled": "drawn with the same noise"}
+_MEASURES = {"greedy": "greedy: share of draft tokens accepted", "sampled": "sampled with the same noise"}
 
 
 def draw(path: Path, curve: Sequence[dict[str, Any]], against: dict[str, Acceptance] | None) -> None:
-    """One line a workload into a PNG; the present draft is dashed. Raises ImportError, OSError."""
+    """Draw one line a workload into a PNG; the present draft is dashed. Raises ImportError, OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # an extra
     from matplotlib.figure import Figure  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""What stands beside a draft's weights: README.md for people, training.json for programs."""
+"""Write the records beside a draft's weights: README.md for people, training.json for programs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def write_record(
     options: Options,
     progress: Progress,
     corpora: tuple[Corpus, Corpus],
-    found: dict[str, Acceptance],
+    acceptance: dict[str, Acceptance],
     against: dict[str, Acceptance] | None,
 ) -> None:
-    """Write README.md and training.json into the draft directory; `corpora` are to train on and held out."""
+    """Write README.md and training.json into the draft directory; `corpora` are training and held-out."""
     train, held_out = map(_counted, corpora)
     record: dict[str, Any] = {
         "options": options.as_dict(),
@@ -34,7 +34,7 @@ def write_record(
         "answer_tokens_seen": progress.seen,
         "epochs": round(progress.seen / train["answer_tokens"], 2),
         "training_s": round(progress.train_s),
-        "acceptance": as_table(found),
+        "acceptance": as_table(acceptance),
     }
     if against is not None:
         record["acceptance_of_present_draft"] = as_table(against)
@@ -51,7 +51,7 @@ def _counted(corpus: Corpus) -> dict[str, int]:
 
 
 def command(options: dict[str, Any]) -> str:
-    """The command line of a run's options; those that are as they come are left out."""
+    """Return the command line of a run's options, without those at their defaults."""
     usual = {one.name: one.default for one in fields(Options)} | {"target": DEFAULT_MODEL}
     words = ["galley distill DIR"]
     for name, value in options.items():
@@ -70,14 +70,15 @@ def _readme(record: dict[str, Any]) -> str:
         f"{train['answer_tokens']} answer tokens, {train['greedy_answers']} of the answers greedy, "
         f"{options['scored']:.0%} of the others labelled by the target. Seen in training: "
         f"{record['answer_tokens_seen']} answer tokens ({record['epochs']} epochs) in {record['steps']} "
-        f"steps, {record['training_s']} s on {options['threads']} thread(s). Layers and head began as the "
-        "target's; embeddings are the target's and not in this directory. At the end the logits were made "
-        f"{SHARPENING:g} times as far apart."
+        f"steps, {record['training_s']} s on {options['threads']} thread(s). Layers and head were "
+        "initialized from the target's; the embeddings are the target's and not in this directory. At the "
+        f"end the logits were scaled by {SHARPENING:g}."
     )
     measured = (
-        f"Acceptance on {record['held_out']['conversations']} held-out conversations, the draft fed with the "
-        "target's answers. Greedy: share of guesses that are the target's, over greedy answers, and guesses "
-        f"accepted a round of {ROUND_K}. Drawn: both draw at temperature {TEMPERATURE} with the same noise."
+        f"Acceptance on {record['held_out']['conversations']} held-out conversations; the draft was fed the "
+        "target's answers. Greedy: share of draft tokens that are the target's, over greedy answers, and "
+        f"tokens accepted a round of {ROUND_K}. Sampled: both sample at temperature {TEMPERATURE} with the "
+        "same noise."
     )
     parts = [
         f"# A draft for {options['target']}",
@@ -86,14 +87,14 @@ def _readme(record: dict[str, Any]) -> str:
         fill(made, _WIDTH),
         fill(measured, _WIDTH),
         acceptance_table(record).rstrip(),
-        "The weights are derived from the target's, whose licence holds for them.",
+        "The weights are derived from the target's; its licence applies.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def acceptance_table(record: dict[str, Any]) -> str:
-    """The acceptance by workload in Markdown."""
-    lines = ["| workload | tokens | greedy | accepted a round | drawn |", "|---|---|---|---|---|"]
+    """Return the acceptance by workload, in Markdown."""
+    lines = ["| workload | tokens | greedy | accepted a round | sampled |", "|---|---|---|---|---|"]
     for name, one in record["acceptance"].items():
         lines.append(
             f"| {name} | {one['tokens']} | {one['greedy']:.3f} | {one['accepted_per_round']:.2f} "

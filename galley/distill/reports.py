@@ -1,4 +1,4 @@
-"""What a distillation tells whoever waits for it; the command shows it, tests collect it."""
+"""Progress reports of a distillation: the command prints them, tests collect them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
 
 
 class Reports(Protocol):
-    """Called from the thread that works."""
+    """Receives progress, on the thread that works."""
 
     def stage(self, name: str, total: int) -> None:
-        """A stage of `total` units begins."""
+        """Begin a stage of `total` units."""
 
     def done(self, units: int, note: str = "") -> None:
-        """So many units of the stage are done."""
+        """Set how many units of the stage are done."""
 
-    def measured(self, seen: int, found: dict[str, Acceptance]) -> None:
-        """The acceptance after `seen` answer tokens."""
+    def measured(self, seen: int, acceptance: dict[str, Acceptance]) -> None:
+        """Report the acceptance after `seen` answer tokens."""

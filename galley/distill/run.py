@@ -1,6 +1,7 @@
-"""A distillation from beginning to end, each stage taken up where an earlier run left it.
+"""A distillation from beginning to end; each stage continues where an earlier run stopped.
 
-Answers, labels, checkpoints and measurements lie in the folder `work`; the draft directory is written last.
+Answers, labels, checkpoints and measurements are kept in the folder `work`; the draft directory is written
+last.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ _CURVE = "curve.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """Acceptance by workload, of the draft and of the one it is compared with, and its course."""
+    """Acceptance by workload of the draft and of the one it is compared with, and its course."""
 
-    found: dict[str, Acceptance]
+    acceptance: dict[str, Acceptance]
     against: dict[str, Acceptance] | None
     curve: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What all stages share."""
+    """The values that all stages share."""
 
     options: Options
     reports: Reports
@@ -64,7 +65,7 @@ class _Job:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What a checkpoint must agree on."""
+        """Return what a checkpoint must agree on."""
         return self.origin | {"train_tokens": len(self.train.ids)}
 
 
@@ -90,12 +91,12 @@ def distil(options: Options, reports: Reports) -> Distilled:
     measure = _measurer(job)
     training = _trained(job, labels, measure)
     draft = sharpened(training.student)
-    found = measure(as_stored(draft), heads)
+    acceptance = measure(as_stored(draft), heads)
     against = None if present is None else measure(*present)
     write_draft(options.out, draft, target, heads, options.target)
     curve = _points(options)
-    write_record(options, training.progress, (train, held_out), found, against)
-    return Distilled(found, against, curve)
+    write_record(options, training.progress, (train, held_out), acceptance, against)
+    return Distilled(acceptance, against, curve)
 
 
 def _read_start(folder: Path, target: Target) -> tuple[Llama, NDArray[np.int64]]:
@@ -106,9 +107,9 @@ def _read_start(folder: Path, target: Target) -> tuple[Llama, NDArray[np.int64]]
 
 
 def _labelled(job: _Job) -> Labels:
-    """The answers' own tokens, and the target's distribution for a share of the answers that were drawn.
+    """Return the answers' own tokens, and for a share of the sampled answers the target's distribution.
 
-    Of a greedy answer each token is the likeliest as it is.
+    Each token of a greedy answer is already the likeliest.
     """
     options, train = job.options, job.train
     labels = hard_labels(train, head_rows(job.heads, job.target.vocab))
@@ -123,7 +124,7 @@ def _labelled(job: _Job) -> Labels:
 
 
 def _measurer(job: _Job) -> Callable[[Llama, NDArray[np.int64]], dict[str, Acceptance]]:
-    """Measures drafts on the held-out answers, for which the target is run once."""
+    """Return a function that measures drafts on the held-out answers; runs the target over them once."""
     job.reports.stage("held-out", len(job.held_out))
     reference = reference_of(job.held_out, job.target.whole(job.dtype), job.reports.done)
     return lambda draft, heads: evaluate(job.held_out, reference, draft, heads, job.options.seed)
@@ -141,7 +142,7 @@ def _trained(
     )
     training = Training(student, schedule, job.dtype)
     path = options.work / "checkpoint.safetensors"
-    kept_lines(options.work / _CURVE)  # so that the next point has a line of its own
+    kept_lines(options.work / _CURVE)  # drops a line cut off by a kill
     if path.exists():
         load_checkpoint(training, job.about, path)
     job.reports.stage("training", options.tokens)
@@ -152,9 +153,9 @@ def _trained(
         job.reports.done(now.seen, f"loss {now.loss:.3f}")
         last = now.seen >= options.tokens
         if last or _crossed(now, options.evaluate_every):
-            found = measure(training.student, job.heads)
-            job.reports.measured(now.seen, found)
-            _note(options, now, found)
+            acceptance = measure(training.student, job.heads)
+            job.reports.measured(now.seen, acceptance)
+            _note(options, now, acceptance)
         elif time.monotonic() - stored_at < options.checkpoint_s:
             return
         save_checkpoint(training, job.about, path)
@@ -165,17 +166,17 @@ def _trained(
 
 
 def _crossed(now: Progress, every: int) -> bool:
-    """Did the last step go past a multiple of `every` answer tokens?"""
+    """Return True if the last step passed a multiple of `every` answer tokens."""
     return now.seen // every > (now.seen - now.batch_rows) // every
 
 
-def _note(options: Options, now: Progress, found: dict[str, Acceptance]) -> None:
-    """A line more of the curve. A point that a killed run had measured already is written over when read."""
+def _note(options: Options, now: Progress, acceptance: dict[str, Acceptance]) -> None:
+    """Append a point to the curve; a point measured twice counts once when read."""
     with (options.work / _CURVE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"seen": now.seen, "acceptance": as_table(found)}) + "\n")
+        file.write(json.dumps({"seen": now.seen, "acceptance": as_table(acceptance)}) + "\n")
 
 
 def _points(options: Options) -> list[dict[str, Any]]:
-    """The points measured, by rising `seen`; of those measured twice the last."""
+    """Return the points measured, by rising `seen`; of those measured twice the last."""
     points = {point["seen"]: point for point in kept_lines(options.work / _CURVE)}
     return [point for _, point in sorted(points.items())]

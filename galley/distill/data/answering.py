@@ -1,4 +1,4 @@
-"""Lets the target answer prompts, many at once; each answer is stored as it ends, so that none is lost."""
+"""Let the target answer prompts, many at once; each answer is stored when it ends, so none is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """How answers are drawn: half of them greedily, by a fair coin of each prompt's hash."""
+    """How answers are sampled: half of them greedily, chosen by each prompt's hash."""
 
     max_tokens: int = 200
     temperature: float = 0.8
@@ -36,7 +36,7 @@ class Answering:
     greedy_share: float = 0.5
 
     def params(self, prompt: Prompt) -> SamplingParams:
-        """Of one prompt: a function of seed and prompt, so that a run that goes on draws what it had."""
+        """Return a prompt's parameters: a function of seed and prompt, so a continued run repeats them."""
         digest = prompt.digest(self.seed)
         greedy = (digest & 0xFFFF) < self.greedy_share * 0x10000
         return SamplingParams(temperature=0.0 if greedy else self.temperature, seed=digest)
@@ -44,7 +44,7 @@ class Answering:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer's token ids, its end token included where it ended by itself."""
+    """An answer's token ids, with its end token if it ended by itself."""
 
     tokens: tuple[int, ...]
     temperature: float
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _Live:
-    """An answer in the making."""
+    """An answer in progress."""
 
     place: int
     prompt: Prompt
@@ -76,15 +76,15 @@ def answer_all(
     store: Path,
     report: Callable[[int], None],
 ) -> list[Answer]:
-    """The target's answers, in order of the prompts; those already in the JSONL `store` are taken from it.
+    """Return the target's answers, in order of the prompts; those already in the JSONL `store` are reused.
 
-    `report` gets how many are there. Raises InvalidField where the store is of other prompts, or a prompt
-    leaves no room for an answer.
+    `report` gets how many are done. Raises InvalidField if the store is of other prompts, or a prompt leaves
+    no room for an answer.
     """
     _refuse_too_long(prompts, model.info.context_window)
-    found = _stored(store, prompts)
-    report(len(found))
-    waiting = [place for place in range(len(prompts)) if place not in found][::-1]
+    answers = _stored(store, prompts)
+    report(len(answers))
+    waiting = [place for place in range(len(prompts)) if place not in answers][::-1]
     live: list[_Live] = []
     with store.open("a", encoding="utf-8") as file:
         while waiting or live:
@@ -95,28 +95,28 @@ def answer_all(
             _step(model, live)
             for ended in [one for one in live if _ended(one, model, answering)]:
                 live.remove(ended)
-                found[ended.place] = Answer(tuple(ended.tokens), ended.params.temperature)
+                answers[ended.place] = Answer(tuple(ended.tokens), ended.params.temperature)
                 file.write(_line(ended) + "\n")
                 file.flush()
-                report(len(found))
-    return [found[place] for place in range(len(prompts))]
+                report(len(answers))
+    return [answers[place] for place in range(len(prompts))]
 
 
 def _refuse_too_long(prompts: Sequence[Prompt], window: int) -> None:
     longest = max(len(prompt.tokens) for prompt in prompts)
     if longest + 2 > window:
-        raise InvalidField("prompts", f"one has {longest} tokens, the target's window is {window}")
+        raise InvalidField("prompts", f"must leave room in the window of {window} tokens, got {longest}")
 
 
 def _room(model: CausalModel, live: Sequence[_Live], prompt: Prompt, answering: Answering) -> bool:
-    """May one more begin, so that all can be answered to the end?"""
+    """Return True if one more answer may begin, so that all can be completed."""
     lengths = [len(one.tokens) + answering.max_tokens for one in (prompt, *(one.prompt for one in live))]
     blocks = sum(-(-length // model.kv.block_tokens) for length in lengths)
     return len(live) < answering.at_once and (not live or blocks <= model.kv.blocks)
 
 
 def _step(model: CausalModel, live: Sequence[_Live]) -> None:
-    """One more token for each."""
+    """Sample one more token for each answer."""
     logits = model.forward([Rows(one.cache, one.unfed, 1) for one in live])
     outcomes = draw_all(torch.cat(logits), [one.draw() for one in live])
     for one, outcome in zip(live, outcomes, strict=True):
@@ -142,18 +142,18 @@ def _line(one: _Live) -> str:
 
 
 def _stored(store: Path, prompts: Sequence[Prompt]) -> dict[int, Answer]:
-    """Answers of an earlier run."""
-    found: dict[int, Answer] = {}
+    """Return the answers of an earlier run."""
+    answers: dict[int, Answer] = {}
     for entry in kept_lines(store):
         place = entry["place"]
         if place >= len(prompts) or prompts[place].digest(0) != entry["digest"]:
-            raise InvalidField("work", f"{store} holds answers to other prompts")
-        found[place] = Answer(tuple(entry["answer"]), entry["temperature"])
-    return found
+            raise InvalidField("work", f"{store}: holds answers to other prompts")
+        answers[place] = Answer(tuple(entry["answer"]), entry["temperature"])
+    return answers
 
 
 def corpus_of(prompts: Sequence[Prompt], answers: Sequence[Answer], chosen: Sequence[int]) -> Corpus:
-    """The chosen conversations as a corpus."""
+    """Return the chosen conversations as a corpus."""
     names = tuple(sorted({prompt.workload for prompt in prompts}))
     tokens = [(*prompts[place].tokens, *answers[place].tokens) for place in chosen]
     return Corpus(

@@ -1,4 +1,4 @@
-"""The corpus: prompts with the target's own answers, and what else the target would have said."""
+"""The corpus: prompts with the target's own answers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from galley.core.errors import InvalidField
 
 _ARRAYS = ("ids", "offsets", "prompt_len", "workload", "workload_names", "temperature")
-# The kinds of numpy's types; of all others whole numbers.
+# Kinds of numpy types; integers for all others.
 _KINDS = {"workload_names": "U", "temperature": "fiu"}
-# What numpy, zipfile and zlib raise for a damaged file or one of another kind.
+# Errors of numpy, zipfile and zlib for a damaged file or one of another kind.
 _UNREADABLE = (OSError, ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
@@ -25,7 +25,7 @@ _UNREADABLE = (OSError, ValueError, EOFError, TypeError, RuntimeError, zipfile.B
 class Corpus:
     """N conversations end to end; conversation i is ids[offsets[i]:offsets[i + 1]], prompt then answer.
 
-    `temperature` is what its answer was drawn at; `workload` an index into `workload_names`.
+    `temperature` is that of its answer; `workload` an index into `workload_names`.
     """
 
     ids: NDArray[np.int64]  # [tokens]
@@ -40,73 +40,73 @@ class Corpus:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each conversation."""
+        """Return the number of tokens of each conversation."""
         return np.diff(self.offsets)
 
     @property
     def answer_len(self) -> NDArray[np.int64]:
-        """Tokens of each answer."""
+        """Return the number of tokens of each answer."""
         return self.lengths - self.prompt_len
 
     @property
     def answer_offsets(self) -> NDArray[np.int64]:
-        """Where each answer starts among all answers' tokens put end to end, and their sum: [N + 1]."""
+        """Return where each answer starts among all answers' tokens end to end, and their sum: [N + 1]."""
         return np.concatenate([[0], np.cumsum(self.answer_len)])
 
     def tokens(self, index: int) -> NDArray[np.int64]:
-        """Prompt and answer of one conversation."""
+        """Return prompt and answer of one conversation."""
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
 
     def refuse_beyond(self, vocab: int) -> None:
         """Raise InvalidField if a token is not in [0, vocab)."""
         if not 0 <= int(self.ids.min()) <= int(self.ids.max()) < vocab:
-            raise InvalidField("corpus", f"a token is not in the target's vocabulary of {vocab}")
+            raise InvalidField("corpus", f"tokens must be in [0, {vocab}), the target's vocabulary")
 
     def answers(self) -> NDArray[np.int64]:
-        """All answers' tokens end to end."""
+        """Return all answers' tokens end to end."""
         places = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], self.lengths)
         return self.ids[places >= np.repeat(self.prompt_len, self.lengths)]
 
 
 def read_corpus(path: Path) -> Corpus:
-    """The corpus in an npz file. Raises InvalidField naming the file and what is wrong with it."""
-    found = _arrays(path)
-    for name, array in found.items():
+    """Return the corpus in an npz file. Raises InvalidField naming the file and what is wrong with it."""
+    arrays = _arrays(path)
+    for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in _KINDS.get(name, "iu"):
             raise InvalidField("corpus", f"{path}: {name} is {array.dtype} {list(array.shape)}")
-    names = tuple(str(name) for name in found["workload_names"])
-    ids, offsets, prompt_len, workload = (found[name].astype(np.int64) for name in _ARRAYS[:4])
-    corpus = Corpus(ids, offsets, prompt_len, workload, names, found["temperature"].astype(np.float32))
+    names = tuple(str(name) for name in arrays["workload_names"])
+    ids, offsets, prompt_len, workload = (arrays[name].astype(np.int64) for name in _ARRAYS[:4])
+    corpus = Corpus(ids, offsets, prompt_len, workload, names, arrays["temperature"].astype(np.float32))
     _refuse_broken(corpus, path)
     return corpus
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     try:
-        # Opened here: np.load() leaves a file open that is no whole zip.
+        # Opened here: np.load() leaves a damaged zip open.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             missing = [name for name in _ARRAYS if name not in stored]
             if missing:
-                raise InvalidField("corpus", f"{path} has no array {missing[0]!r}")
+                raise InvalidField("corpus", f"{path}: must have an array {missing[0]!r}")
             return {name: stored[name] for name in _ARRAYS}
     except _UNREADABLE as error:
-        raise InvalidField("corpus", f"{path} cannot be read: {error}") from error
+        raise InvalidField("corpus", f"{path}: cannot be read: {error}") from error
 
 
 def _refuse_broken(corpus: Corpus, path: Path) -> None:
     count = len(corpus)
     if not count == len(corpus.workload) == len(corpus.temperature) == len(corpus.offsets) - 1:
-        raise InvalidField("corpus", f"{path}: arrays are of different lengths")
+        raise InvalidField("corpus", f"{path}: arrays must have equal lengths")
     if count == 0 or corpus.offsets[0] != 0 or corpus.offsets[-1] != len(corpus.ids):
-        raise InvalidField("corpus", f"{path}: offsets do not cover the ids")
+        raise InvalidField("corpus", f"{path}: offsets must cover the ids")
     if corpus.prompt_len.min() < 1 or corpus.answer_len.min() < 1:
-        raise InvalidField("corpus", f"{path}: a prompt or an answer is empty")
+        raise InvalidField("corpus", f"{path}: prompts and answers must not be empty")
     if not 0 <= corpus.workload.min() <= corpus.workload.max() < len(corpus.workload_names):
-        raise InvalidField("corpus", f"{path}: a workload is not in workload_names")
+        raise InvalidField("corpus", f"{path}: workloads must be in workload_names")
 
 
 def taken(corpus: Corpus, chosen: NDArray[np.int64]) -> Corpus:
-    """Some of the conversations, in the order of `chosen`."""
+    """Return some of the conversations, in the order of `chosen`."""
     return Corpus(
         ids=np.concatenate([corpus.tokens(int(place)) for place in chosen]),
         offsets=np.concatenate([[0], np.cumsum(corpus.lengths[chosen])]),
@@ -118,7 +118,7 @@ def taken(corpus: Corpus, chosen: NDArray[np.int64]) -> Corpus:
 
 
 def joined(parts: Sequence[Corpus]) -> Corpus:
-    """Corpora one after the other; workloads of one name become one."""
+    """Return corpora one after the other; workloads of one name become one."""
     names = tuple(dict.fromkeys(name for part in parts for name in part.workload_names))
     lengths = np.concatenate([part.lengths for part in parts])
     return Corpus(

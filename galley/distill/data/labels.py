@@ -1,7 +1,7 @@
-"""What the target would say at each place of the answers: its likeliest tokens with their chances.
+"""Labels: the target's likeliest tokens at each place of the answers, with their probabilities.
 
-An answer drawn at a temperature shows one token a place; the target's distribution there shows them all, for
-one pass over the corpus (sequence-level against word-level distillation: Kim & Rush, arXiv 1606.07947).
+A sampled answer shows one token a place; the target's distribution there shows them all, for one run over
+the corpus (sequence-level against word-level distillation: Kim & Rush, arXiv 1606.07947).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _BUDGET, _SHARD_GROUPS = 4096, 32
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """For each token of all answers end to end: rows of the draft's head, and their chances (0: no label)."""
+    """For each token of all answers end to end: rows of the draft's head and probabilities (0: no label)."""
 
     ids: NDArray[np.int32]  # [answer tokens, LABELS], likeliest first
     probs: NDArray[np.float16]  # [answer tokens, LABELS]
 
     def at(self, places: NDArray[np.int64], hardness: float) -> tuple[Tensor, Tensor]:
-        """The labels of some places, `hardness` of each row's weight moved to its likeliest token."""
+        """Return the labels of some places, `hardness` of each row's weight moved to its likeliest token."""
         probs = torch.from_numpy(self.probs[places].astype(np.float32))
         hard = probs.sum(1) * hardness
         probs = probs * (1 - hardness)
@@ -40,21 +40,21 @@ class Labels:
 
 
 def head_tokens(corpus: Corpus, vocab: int, rows: int, always: tuple[int, ...] = ()) -> NDArray[np.int64]:
-    """The `rows` most frequent tokens of the answers, rising; those of `always` are in it."""
+    """Return the `rows` most frequent tokens of the answers, rising, those of `always` included."""
     counts = np.bincount(corpus.answers(), minlength=vocab)
     counts[list(always)] = counts.max() + 1
     return np.sort(np.argsort(-counts, kind="stable")[:rows])
 
 
 def head_rows(tokens: NDArray[np.int64], vocab: int) -> NDArray[np.int64]:
-    """For each token of the vocabulary its row of the head, or -1."""
+    """Return for each token of the vocabulary its row of the head, or -1."""
     rows = np.full(vocab, -1)
     rows[tokens] = np.arange(len(tokens))
     return rows
 
 
 def hard_labels(corpus: Corpus, rows: NDArray[np.int64]) -> Labels:
-    """The corpus's own tokens as labels; those outside the head are none."""
+    """Return the corpus's own tokens as labels; tokens outside the head give none."""
     own = rows[corpus.answers()]
     ids = np.zeros((len(own), LABELS), np.int32)
     probs = np.zeros((len(own), LABELS), np.float16)
@@ -70,9 +70,9 @@ def score(
     shards: Path,
     report: Callable[[int], None],
 ) -> None:
-    """Let the target label the answers of the chosen conversations, into npz shards; those there are kept.
+    """Let the target label the answers of the chosen conversations, into npz shards; existing ones are kept.
 
-    Chances are renormalized over the head's tokens. `report` gets the conversations done so far.
+    Probabilities are renormalized over the head's tokens. `report` gets the conversations done so far.
     """
     shards.mkdir(parents=True, exist_ok=True)
     head = target.lm_head.weight[torch.from_numpy(tokens)]
@@ -82,8 +82,8 @@ def score(
         part = groups[first : first + _SHARD_GROUPS]
         path = shards / f"labels-{number:05d}.npz"
         if not path.exists():
-            found = [_score_group(corpus, group, target, head) for group in part]
-            _store(path, [np.concatenate(arrays) for arrays in zip(*found, strict=True)])
+            scored = [_score_group(corpus, group, target, head) for group in part]
+            _store(path, [np.concatenate(arrays) for arrays in zip(*scored, strict=True)])
         done += sum(map(len, part))
         report(done)
 
@@ -109,10 +109,9 @@ def _store(path: Path, arrays: list[NDArray[np.generic]]) -> None:
 
 
 def with_scored(labels: Labels, shards: Path) -> tuple[Labels, int]:
-    """The labels with those of the shards in place, and how many there were.
+    """Return the labels with those of the shards in place, and how many there were.
 
-    Where the corpus's own token lies outside the head there is none: what the target says there is not
-    for this draft to say.
+    Where the corpus's own token lies outside the head there is no label: the draft cannot propose it.
     """
     ids, probs = labels.ids.copy(), labels.probs.copy()
     count = 0

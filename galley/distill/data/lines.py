@@ -1,4 +1,4 @@
-"""JSONL that grows line by line: a kill may cut its last line off."""
+"""JSONL that grows line by line; a kill may cut its last line off."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from galley.core.errors import InvalidField
 
 
 def kept_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file, none if it is not there; a last one that was cut off is taken away.
+    """Return the whole lines of a file, none if it does not exist; a last line that was cut off is removed.
 
-    Raises InvalidField where a line cannot be read.
+    Raises InvalidField if a line cannot be read.
     """
     if not path.exists():
         return []
@@ -24,4 +24,4 @@ def kept_lines(path: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in text[:end].split(b"\n")[:-1]]
     except ValueError as error:
-        raise InvalidField("work", f"{path} holds a line that cannot be read: {error}") from error
+        raise InvalidField("work", f"{path}: a line cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""Gathering what is trained and measured on: corpora that are there, or prompts that the target answers."""
+"""Gather what to train and measure on: existing corpora, or prompts that the target answers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from galley.distill.reports import Reports
 from galley.engine.model import CausalModel
 from services.gateway.request.tokenize import Tokenizer
 
-# A user's turn that the target makes up: shorter is no question, longer is a lecture.
+# Bounds in tokens of a generated user's turn.
 _MIN_PROMPT, _MAX_PROMPT = 4, 256
 _AT_ONCE = 32
 
 
 def gather(options: Options, reports: Reports) -> tuple[Corpus, Corpus]:
-    """The corpus to train on and the one held out; what the target answered is kept in `work`.
+    """Return the corpus to train on and the one held out; the target's answers are kept in `work`.
 
     Raises InvalidField naming the option whose file is at fault.
     """
@@ -48,7 +48,7 @@ def _divided(whole: Corpus, options: Options) -> tuple[Corpus, Corpus]:
 
 
 def _answered(options: Options, reports: Reports) -> tuple[Corpus, Corpus]:
-    """Both corpora from the target's answers."""
+    """Return both corpora from the target's answers."""
     tokenizer = _tokenizer(options)
     model = CausalModel.load(
         options.target, dtype=getattr(torch, options.dtype), device="cpu", threads=options.threads
@@ -71,12 +71,12 @@ def _tokenizer(options: Options) -> Tokenizer:
 
 
 def _made_up(model: CausalModel, tokenizer: Tokenizer, options: Options, reports: Reports) -> list[Prompt]:
-    """Prompts that the target says itself at temperature 1, after the opening of a user's turn."""
+    """Return prompts that the target generates at temperature 1 after the opening of a user's turn."""
     opening = user_turn_opening(tokenizer)
     reports.stage("prompts", options.self_prompts)
     answering = Answering(_MAX_PROMPT, 1.0, _AT_ONCE, options.seed, greedy_share=0.0)
-    asked = [Prompt("self", opening, number) for number in range(options.self_prompts)]
-    turns = answer_all(model, asked, answering, options.work / "prompts.jsonl", reports.done)
+    openings = [Prompt("self", opening, number) for number in range(options.self_prompts)]
+    turns = answer_all(model, openings, answering, options.work / "prompts.jsonl", reports.done)
     texts = {
         tokenizer.decode(turn.tokens).strip()
         for turn in turns

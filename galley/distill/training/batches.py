@@ -1,4 +1,4 @@
-"""Cutting a corpus into batches: the same for a seed, and from any step on."""
+"""Cut a corpus into batches: the same for a seed, from any step on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from galley.distill.data.corpus import Corpus
 
-# Conversations sorted by length together: enough to pad little, few enough to stay mixed.
+# Conversations sorted by length together: enough to pad little, few enough to mix well.
 _POOL = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Some conversations, padded at the end, and where in it their answers are predicted."""
+    """Some conversations, padded at the end, and where their answers are predicted."""
 
     tokens: Tensor  # [batch, length]
     rows: Tensor  # of the flattened [batch * length]: those whose next token is an answer's, [answers]
@@ -26,7 +26,7 @@ class Batch:
 
 
 def grouped(lengths: NDArray[np.int64], order: NDArray[np.int64], budget: int) -> list[NDArray[np.int64]]:
-    """Conversations in groups of at most `budget` tokens, padding included, but of one at least."""
+    """Return conversations in groups of at most `budget` tokens, padding included, but at least one each."""
     groups = []
     for first in range(0, len(order), _POOL):
         pool = order[first : first + _POOL]
@@ -41,14 +41,14 @@ def grouped(lengths: NDArray[np.int64], order: NDArray[np.int64], budget: int) -
 
 
 def epoch_groups(lengths: NDArray[np.int64], budget: int, seed: int, epoch: int) -> list[NDArray[np.int64]]:
-    """One pass over all conversations in an order of its own."""
+    """Return the groups of one epoch over all conversations, in an order of its own."""
     source = np.random.default_rng([seed, epoch])
     groups = grouped(lengths, source.permutation(len(lengths)), budget)
     return [groups[place] for place in source.permutation(len(groups))]
 
 
 def batch_of(corpus: Corpus, group: NDArray[np.int64]) -> Batch:
-    """The batch of some conversations; the last token of each is predicted, never fed."""
+    """Return the batch of some conversations; the last token of each is predicted, never fed."""
     lengths = corpus.lengths[group]
     longest = int(lengths.max()) - 1
     tokens = np.zeros((len(group), longest), np.int64)
@@ -66,7 +66,7 @@ def batch_of(corpus: Corpus, group: NDArray[np.int64]) -> Batch:
 def batches(
     corpus: Corpus, *, budget: int, seed: int, epoch: int = 0, skip: int = 0
 ) -> Iterator[tuple[int, int, Batch]]:
-    """Without end, from the epoch's batch `skip` on: (epoch, place of the next batch, batch)."""
+    """Yield forever, from the epoch's batch `skip` on: (epoch, place of the next batch, batch)."""
     while True:
         groups = epoch_groups(corpus.lengths, budget, seed, epoch)
         for place in range(skip, len(groups)):

@@ -18,7 +18,7 @@ _STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 def save_checkpoint(training: Training, about: dict[str, Any], path: Path) -> None:
-    """Store weights, optimizer and progress; `about` is what the run must agree on to go on from here."""
+    """Store weights, optimizer and progress; `about` is what a continued run must agree on."""
     tensors = {f"weight/{name}": value for name, value in training.student.state_dict().items()}
     for name, weight in training.student.named_parameters():
         state = training.optimizer.state.get(weight, {})
@@ -28,13 +28,13 @@ def save_checkpoint(training: Training, about: dict[str, Any], path: Path) -> No
 
 
 def load_checkpoint(training: Training, about: dict[str, Any], path: Path) -> None:
-    """Go on from a checkpoint. Raises InvalidField where it cannot be read or is of another run."""
+    """Continue from a checkpoint. Raises InvalidField if it cannot be read or belongs to another run."""
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
     except (OSError, SafetensorError) as error:
-        raise InvalidField("work", f"{path} cannot be read: {error}") from error
+        raise InvalidField("work", f"{path}: cannot be read: {error}") from error
     stored = json.loads(header["about"])
     refuse_other(stored, about, path)
     training.student.load_state_dict(_under("weight", tensors))

@@ -1,7 +1,7 @@
-"""How many of a draft's guesses its target would accept, on answers that neither was trained on.
+"""Measure how many draft tokens the target would accept, on answers that neither was trained on.
 
-The draft is fed what the target said (teacher forcing). For greedy answers that is exactly what a running
-system sees: a guess counts where all before it in its round were accepted, so its context is the target's.
+The draft is fed the target's answers (teacher forcing). For greedy answers that is what a running system
+sees: a draft token counts only if all before it in its round were accepted, so its context is the target's.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _BUDGET, _ROWS = 4096, 512
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the target says at each place of the held-out answers; its states stand for its distribution."""
+    """The target's output at each place of the held-out answers; its states stand for its distribution."""
 
     states: Tensor  # [answer tokens, hidden]
     head: Tensor  # [vocab, hidden]
 
     def logits(self, places: slice) -> Tensor:
-        """The target's logits [rows, vocab] at some places."""
+        """Return the target's logits [rows, vocab] at some places."""
         return (self.states[places] @ self.head.T).float()
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Of one workload's held-out answers: shares of guesses accepted.
+    """Shares of draft tokens accepted on one workload's held-out answers.
 
-    `greedy`: agreement with the target's likeliest token over greedy answers. `accepted_per_round`: guesses
-    accepted in a round of ROUND_K over the same. `any_greedy`: agreement over all answers. `sampled`: over
-    all answers, both drawing at TEMPERATURE with the same Gumbel noise (arXiv 2408.07978).
+    `greedy`: agreement with the target's likeliest token over greedy answers. `accepted_per_round`: draft
+    tokens accepted in a round of ROUND_K over the same. `any_greedy`: agreement over all answers. `sampled`:
+    over all answers, both sampling at TEMPERATURE with the same Gumbel noise (arXiv 2408.07978).
     """
 
     tokens: int
@@ -68,8 +68,8 @@ def _fill(states: Tensor, corpus: Corpus, model: Llama, report: Callable[[int], 
     for group in grouped(corpus.lengths, np.arange(len(corpus)), _BUDGET):
         batch = batch_of(corpus, group)
         with torch.autocast("cpu", torch.bfloat16, enabled=states.dtype == torch.bfloat16):
-            found = model.states(batch.tokens, batch.rows)
-        states[torch.from_numpy(batch.places)] = found.to(states.dtype)
+            computed = model.states(batch.tokens, batch.rows)
+        states[torch.from_numpy(batch.places)] = computed.to(states.dtype)
         done += len(group)
         report(done)
 
@@ -78,7 +78,7 @@ def _fill(states: Tensor, corpus: Corpus, model: Llama, report: Callable[[int], 
 def evaluate(
     corpus: Corpus, reference: Reference, student: Llama, heads: NDArray[np.int64], seed: int = 0
 ) -> dict[str, Acceptance]:
-    """The acceptance of a draft by workload, and of "all"; noise is a function of `seed`."""
+    """Return the acceptance of a draft by workload, and of "all"; noise is a function of `seed`."""
     states = torch.empty_like(reference.states)
     _fill(states, corpus, student, lambda _: None)
     head, tokens = student.lm_head.weight.to(states.dtype), torch.from_numpy(heads)
@@ -122,7 +122,7 @@ def _mean(hits: Bools) -> float:
 
 
 def _per_round(answers: list[Bools], k: int = ROUND_K) -> float:
-    """Guesses accepted a round of at most k; after a round stands one token of the target's own."""
+    """Return draft tokens accepted a round of at most k; each round adds one token of the target."""
     rounds = accepted = 0
     for hits in answers:
         at = 0
@@ -133,11 +133,11 @@ def _per_round(answers: list[Bools], k: int = ROUND_K) -> float:
 
 
 def _run(hits: Bools) -> int:
-    """How many are true before the first that is not."""
+    """Return how many are true before the first that is not."""
     misses = np.flatnonzero(~hits)
     return int(misses[0]) if len(misses) else len(hits)
 
 
-def as_table(found: dict[str, Acceptance]) -> dict[str, dict[str, Any]]:
-    """Plain values, for JSON."""
-    return {name: asdict(one) for name, one in found.items()}
+def as_table(acceptance: dict[str, Acceptance]) -> dict[str, dict[str, Any]]:
+    """Return plain values, for JSON."""
+    return {name: asdict(one) for name, one in acceptance.items()}

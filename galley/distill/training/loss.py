@@ -1,4 +1,4 @@
-"""Cross-entropy against a few likely tokens a row, with its gradient made on the way."""
+"""Cross-entropy against a few likely tokens a row, with its gradient computed in the forward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class _Distilled(torch.autograd.Function):
-    """The forward pass makes both gradients: the logits of a big head are walked once, not four times."""
+    """Computes both gradients in forward: the logits of a large head are read once, not four times."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, head: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
@@ -30,10 +30,10 @@ class _Distilled(torch.autograd.Function):
 
 
 def distilled(states: Tensor, head: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-    """The mean over rows of -sum p log q: what the draft's q lacks of the target's p, up to p's entropy.
+    """Return the mean over rows of -sum p log q: the draft's q against the target's p, up to p's entropy.
 
-    states [rows, hidden]; head [head_rows, hidden]; ids [rows, labels] rows of the head; probs [rows, labels]
-    their chances in the target, 0 where a label is none. (Hinton et al., arXiv 1503.02531.)
+    states [rows, hidden]; head [head_rows, hidden]; ids [rows, labels] rows of the head; probs [rows,
+    labels] their probabilities in the target, 0 for no label. (Hinton et al., arXiv 1503.02531.)
     """
     loss: Tensor = _Distilled.apply(states, head, ids, probs)  # type: ignore[no-untyped-call]  # torch has none
     return loss

@@ -1,6 +1,6 @@
 """A small Llama in plain torch that can be trained: whole sequences, no cache.
 
-Its parameters bear the names of transformers' Llama, so that its state is what a checkpoint holds. Weights
+Its parameters have the names of transformers' Llama, so that its state is what a checkpoint holds. Weights
 are float32; products run in the dtype of autocast. (Llama: arXiv 2302.13971; grouped queries: 2305.13245.)
 """
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """The sizes of a Llama; `head_dim` numbers a head, `rope_theta` the base of its rotations."""
+    """The sizes of a Llama; `head_dim` numbers a head, `rope_theta` is the base of its rotations."""
 
     hidden: int
     inner: int
@@ -28,7 +28,7 @@ class LlamaShape:
 
 
 class Attention(nn.Module):
-    """Causal attention of grouped queries."""
+    """Causal attention with grouped queries."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, shape.hidden, bias=False)
 
     def forward(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """[batch, length, hidden] to the same. Padding stands at the end, where no one else looks."""
+        """Return [batch, length, hidden] of the same; padding is at the end, where nothing attends to it."""
         batch, length, _ = states.shape
         apart = (batch, length, -1, self._head_dim)
         queries = _rotated(self.q_proj(states).view(apart), rotation).transpose(1, 2)
@@ -64,13 +64,13 @@ class Feed(nn.Module):
         self.down_proj = nn.Linear(shape.inner, shape.hidden, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        """[batch, length, hidden] to the same."""
+        """Return [batch, length, hidden] of the same."""
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(states)) * self.up_proj(states))
         return out
 
 
 class Layer(nn.Module):
-    """Attention, then feeding, each of the normalized states and added to the residual."""
+    """Attention, then feed-forward, each of the normalized states and added to the residual."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, shape.norm_eps)
 
     def forward(self, residual: Tensor, rotation: tuple[Tensor, Tensor], rows: Tensor | None) -> Tensor:
-        """[batch, length, hidden] to the same, or to [rows, hidden]: some rows of it flattened."""
+        """Return [batch, length, hidden] of the same, or [rows, hidden]: some rows of it flattened."""
         residual = residual + self.self_attn(self.input_layernorm(residual), rotation)
         if rows is not None:
             residual = residual.flatten(0, 1)[rows]
@@ -89,7 +89,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """The layers and the final norm; embeddings come from outside."""
+    """The layers and the final norm; the embedding is given from outside."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Llama(nn.Module):
         self.register_buffer("embedding", embedding.detach(), persistent=False)
 
     def states(self, tokens: Tensor, rows: Tensor) -> Tensor:
-        """The normalized states [rows, hidden] of tokens [batch, length], at some rows of them flattened."""
+        """Return normalized states [rows, hidden] of tokens [batch, length], at some flattened `rows`."""
         rotation = _rotation(self.shape, tokens.shape[1])
         residual = self.embedding[tokens].float()
         *lower, last = self.model.layers
@@ -122,7 +122,7 @@ class Llama(nn.Module):
 
 
 def _rotation(shape: LlamaShape, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [length, 1, head_dim] of the positions [0, length)."""
+    """Return cosines and sines [length, 1, head_dim] of the positions [0, length)."""
     steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float32), shape.rope_theta**-steps)
     both = torch.cat([angles, angles], -1).unsqueeze(1)
@@ -130,7 +130,7 @@ def _rotation(shape: LlamaShape, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions (arXiv 2104.09864) of heads [batch, length, heads, head_dim], halves apart."""
+    """Return rotary positions (arXiv 2104.09864) of heads [batch, length, heads, head_dim], halves apart."""
     cosines, sines = rotation
     first, second = heads.chunk(2, -1)
     turned = heads * cosines + torch.cat([-second, first], -1) * sines

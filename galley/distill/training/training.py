@@ -1,4 +1,4 @@
-"""The training loop: batches, loss, AdamW, checkpoints from which it goes on as if never stopped."""
+"""The training loop: batches, loss, AdamW, and progress from which it continues as if never stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from galley.distill.training.student import Llama
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast: `answer_tokens` to see in all, of which the rate falls over the last part."""
+    """How long and how fast: `answer_tokens` to see in all; the rate falls over the last part of them."""
 
     answer_tokens: int
     batch_tokens: int = 2048
@@ -32,16 +32,16 @@ class Schedule:
     seed: int = 1
 
     def rate_at(self, step: int, seen: int) -> float:
-        """Linear warm-up, then even, then linear to nothing."""
+        """Return the learning rate: linear warm-up, then constant, then linear to 0."""
         left = max(0.0, 1 - seen / self.answer_tokens) / self.decay_share
         return self.rate * min(1.0, (step + 1) / self.warm_up_steps, left)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a training is: steps, answer tokens seen, the place of the next batch in its epoch.
+    """Progress of a training: steps, answer tokens seen, the place of the next batch in its epoch.
 
-    `batch_rows` and `loss` are of the last batch.
+    `batch_rows` and `loss` are those of the last batch.
     """
 
     step: int = 0
@@ -53,7 +53,7 @@ class Progress:
     train_s: float = 0.0
 
     def as_dict(self) -> dict[str, float]:
-        """Every field by its name."""
+        """Return every field by its name."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -74,7 +74,7 @@ class Training:
         )
 
     def run(self, corpus: Corpus, labels: Labels, report: Callable[[Progress], None]) -> None:
-        """Train from where the progress is to the end, calling `report` after each step."""
+        """Train from the current progress to the end, calling `report` after each step."""
         at, schedule = self.progress, self.schedule
         if at.seen >= schedule.answer_tokens:
             return

@@ -30,7 +30,7 @@ class Collected:
         if self.kill_at is not None and name == self.kill_at[0] and units >= self.kill_at[1] * total:
             raise Killed
 
-    def measured(self, seen: int, found: dict[str, Acceptance]) -> None:
+    def measured(self, seen: int, acceptance: dict[str, Acceptance]) -> None:
         pass
 
     def first_of(self, stage: str) -> int:

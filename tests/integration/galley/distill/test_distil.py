@@ -60,18 +60,21 @@ def test_the_draft_agrees_with_its_target_more_than_an_untrained_one(
     heads = read_draft(options.out, target)[1]
     write_draft(tmp_path, target.student(1, torch.from_numpy(heads)), target, heads, options.target)
     compared = distil(replace(options, against=tmp_path), Collected())
-    assert compared.found == distilled.found
+    assert compared.acceptance == distilled.acceptance
     assert compared.against is not None
-    for name, trained in compared.found.items():
+    for name, trained in compared.acceptance.items():
         assert trained.greedy > compared.against[name].greedy
         assert trained.sampled > compared.against[name].sampled
         assert trained.accepted_per_round > compared.against[name].accepted_per_round
-    assert compared.found["all"].greedy > compared.against["all"].greedy + 0.05
+    assert compared.acceptance["all"].greedy > compared.against["all"].greedy + 0.05
 
 
 def test_every_workload_is_measured_as_training_goes(distilled: Distilled) -> None:
-    assert set(distilled.found) == {"a", "b", "all"}
-    assert distilled.found["a"].tokens + distilled.found["b"].tokens == distilled.found["all"].tokens
+    assert set(distilled.acceptance) == {"a", "b", "all"}
+    assert (
+        distilled.acceptance["a"].tokens + distilled.acceptance["b"].tokens
+        == distilled.acceptance["all"].tokens
+    )
     assert [point["seen"] // 8_000 for point in distilled.curve] == [1, 2, 3, 4]
 
 
@@ -141,10 +144,10 @@ def test_a_corpus_does_in_place_of_prompts(options: Options, tmp_path: Path) -> 
     short = replace(
         options, out=tmp_path / "draft", work=tmp_path / "work", prompts=(), corpus=(corpus,), tokens=600
     )
-    found = distil(short, Collected()).found
+    found = distil(short, Collected()).acceptance
     assert found["all"].tokens > 0
     held_out = replace(short, work=tmp_path / "other", held_out=options.work / "heldout.npz")
-    assert distil(held_out, Collected()).found["all"].tokens != found["all"].tokens
+    assert distil(held_out, Collected()).acceptance["all"].tokens != found["all"].tokens
 
 
 @pytest.mark.usefixtures("distilled")
@@ -161,8 +164,8 @@ def test_the_head_is_the_most_frequent_tokens(options: Options) -> None:
 def test_training_goes_on_from_a_draft_with_a_layer_more(options: Options, distilled: Distilled) -> None:
     folder = options.out.parent
     grown = replace(options, start=options.out, layers=2, tokens=6_000, rate=0.001, out=folder / "grown")
-    found = distil(replace(grown, work=folder / "grown.work"), Collected()).found["all"]
-    assert found.greedy >= distilled.found["all"].greedy
+    found = distil(replace(grown, work=folder / "grown.work"), Collected()).acceptance["all"]
+    assert found.greedy >= distilled.acceptance["all"].greedy
     assert json.loads((grown.out / "config.json").read_text())["num_hidden_layers"] == 2
 
 

@@ -64,8 +64,8 @@ def test_an_option_out_of_its_bounds(options: Options, field: str, value: Any) -
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "is not JSON"),
-        ("[]", "no JSON object"),
+        ("{", "must be JSON"),
+        ("[]", "must be a JSON object"),
         ("{}", "prompt must be text"),
         ('{"prompt": 3}', "prompt must be text"),
         ('{"messages": [{"role": "user"}]}', "messages a list"),
@@ -103,10 +103,10 @@ def test_a_corpus_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        ({"offsets": np.array([0, 4, 9])}, "offsets do not cover"),
-        ({"prompt_len": np.array([2, 6])}, "is empty"),
-        ({"prompt_len": np.array([2])}, "different lengths"),
-        ({"workload": np.array([0, 1])}, "not in workload_names"),
+        ({"offsets": np.array([0, 4, 9])}, "offsets must cover"),
+        ({"prompt_len": np.array([2, 6])}, "must not be empty"),
+        ({"prompt_len": np.array([2])}, "must have equal lengths"),
+        ({"workload": np.array([0, 1])}, "must be in workload_names"),
     ],
 )
 def test_a_corpus_whose_arrays_do_not_fit(tmp_path: Path, broken: dict[str, Any], said: str) -> None:
@@ -186,7 +186,7 @@ def test_a_prompt_may_hold_other_separators_of_lines(options: Options, tmp_path:
 def test_a_corpus_of_another_vocabulary(options: Options, tmp_path: Path) -> None:
     path = tmp_path / "corpus.npz"
     write_corpus(replace(corpus(), ids=np.arange(10) + 1000), path)
-    with pytest.raises(InvalidField, match="corpus: a token is not in the target's vocabulary of 128"):
+    with pytest.raises(InvalidField, match=r"corpus: tokens must be in \[0, 128\)"):
         distil(replace(options, prompts=(), corpus=(path,)), Collected())
 
 
@@ -228,7 +228,7 @@ def test_a_run_is_not_taken_up_with_other_contents_of_its_files(options: Options
 def test_results_of_an_unknown_run_are_not_taken(options: Options) -> None:
     options.work.mkdir()
     write_corpus(corpus(), options.work / "train.npz")
-    with pytest.raises(InvalidField, match=r"work: .* does not say what its run was"):
+    with pytest.raises(InvalidField, match=r"work: .* the record of its run cannot be read"):
         distil(replace(options, **SHORT), Collected())
 
 
@@ -236,10 +236,10 @@ def test_a_run_that_was_refused_for_its_prompts_may_begin_again(options: Options
     path = tmp_path / "log.jsonl"
     path.write_text("{\n")
     short = replace(options, **SHORT, prompts=(path,))
-    with pytest.raises(InvalidField, match=r"prompts: .*is not JSON"):
+    with pytest.raises(InvalidField, match=r"prompts: .*must be JSON"):
         distil(short, Collected())
     path.write_bytes(options.prompts[0].read_bytes())
-    assert distil(short, Collected()).found["all"].tokens > 0
+    assert distil(short, Collected()).acceptance["all"].tokens > 0
 
 
 @pytest.mark.parametrize(("field", "value"), [("layers", 3), ("against", Path("nowhere"))])
