@@ -25,9 +25,9 @@ from bench.engine.host import host_time
 from bench.engine.sides import Case, OurStep, TransformersModel
 from bench.paired import alternate, fastest
 from galley.bench.workloads import load_prompts
+from galley.common.models.tokenizer import Tokenizer
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine.model import CausalModel
-from services.gateway.request.tokenize import Tokenizer
 
 SPLITS = (
     (1, 1),

@@ -29,6 +29,7 @@ from bench.harness import BENCH, MIN_PAIRS, commit, machine, result_path, write_
 from bench.paired import alternate
 from galley.bench.workloads import load_prompts
 from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.models.tokenizer import Tokenizer
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled, StepChunk
@@ -36,7 +37,6 @@ from galley.engine.cuda.options import DeviceOptions
 from galley.engine.load.resolve import resolve_model
 from galley.engine.model import CausalModel
 from galley.engine.sampler import draw_all
-from services.gateway.request.tokenize import Tokenizer
 
 SIDES = {
     "flex, graphs": DeviceOptions(),

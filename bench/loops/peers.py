@@ -30,9 +30,9 @@ from galley.bench.closed_loop import LoopSide
 from galley.bench.gateway import OFF
 from galley.bench.summary import speed_ratio
 from galley.client.client import AsyncClient
+from galley.common.models.tokenizer import Tokenizer
 from galley.common.server.process import thread_environment
 from galley.stack.stack import Stack, StackOptions
-from services.gateway.request.tokenize import Tokenizer
 
 ENGINE, VLLM, VLLM_NGRAM = "engine", "vllm", "vllm-ngram"
 BOUNDS = {OFF: 0.8, ENGINE: 1.0}

@@ -12,6 +12,7 @@ import grpc
 
 from galley.common.logs import get_logger
 from galley.common.metrics.certificates import observe_peers
+from galley.common.models.tokenizer import Tokenizer
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
@@ -31,7 +32,6 @@ from services.gateway.replicas.membership import AddressSource, RegisteredAddres
 from services.gateway.replicas.target_session import TargetSession
 from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.served_model import ServedModel
-from services.gateway.request.tokenize import Tokenizer
 from services.gateway.request.validate import Limits
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports

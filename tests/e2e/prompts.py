@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from galley.client.options import Message
-from services.gateway.request.tokenize import Tokenizer
+from galley.common.models.tokenizer import Tokenizer
 
 _CHATS = (
     "What is the capital of France?",

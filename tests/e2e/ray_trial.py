@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM
 
 from galley.client.client import AsyncClient
 from galley.client.options import GenerateOptions, Speculation
+from galley.common.models.tokenizer import Tokenizer
 from galley.common.registry.leases import TARGET_POOL, ReplicaRegistry
 from galley.core.routing.choice import TargetLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.stack.stack import Stack, StackOptions
-from services.gateway.request.tokenize import Tokenizer
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.reference import TIE
 from tests.fakes.verify_items import slice_of, verify

@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from galley.client.options import GenerateOptions
+from galley.common.models.tokenizer import Tokenizer
 from galley.core.names import ORACLE
-from services.gateway.request.tokenize import Tokenizer
 from tests.e2e.matrix import Answer, Case, ask_all, pairwise_cases
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.reference import Reference

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from galley.client.options import GenerateOptions
+from galley.common.models.tokenizer import Tokenizer
 from galley.core.names import HYBRID, MODEL, NGRAM, ORACLE
-from services.gateway.request.tokenize import Tokenizer
 from tests.e2e.matrix import Case, ask_all, rotated_cases
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.stacks import Clients, running_clients

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from galley.common.models.tokenizer import Tokenizer
 from galley.core.errors import InvalidField
 from galley.distill.data.answering import Answering, answer_all, corpus_of
 from galley.distill.data.corpus import Corpus, joined, read_corpus, taken, write_corpus
@@ -12,7 +13,6 @@ from galley.distill.data.prompts import Prompt, read_prompts, split, user_turn_o
 from galley.distill.options import Options
 from galley.distill.reports import Reports
 from galley.engine.model import CausalModel
-from services.gateway.request.tokenize import Tokenizer
 
 # Bounds in tokens of a generated user's turn.
 _MIN_PROMPT, _MAX_PROMPT = 4, 256

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from galley.common.models.tokenizer import Tokenizer
 from galley.core.errors import InvalidField
-
-if TYPE_CHECKING:
-    from services.gateway.request.tokenize import Tokenizer
 
 _MARK = "\N{BLACK SQUARE}"
 

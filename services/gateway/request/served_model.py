@@ -13,7 +13,7 @@ from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.validate import GenerateSpec, Limits, Model
 
 if TYPE_CHECKING:
-    from services.gateway.request.tokenize import Tokenizer
+    from galley.common.models.tokenizer import Tokenizer
 
 # Of a request that fixes it, and does not say at what.
 _FIXED_K = 4

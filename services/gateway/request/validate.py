@@ -31,7 +31,7 @@ _MODES: Mapping[int, Mode] = MappingProxyType(
 
 
 class PromptTokenizer(Protocol):
-    """What validation needs of a tokenizer; see `services.gateway.request.tokenize.Tokenizer`."""
+    """What validation needs of a tokenizer; see `galley.common.models.tokenizer.Tokenizer`."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text to be completed."""

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from galley.cli.distill import distill
+from galley.common.models.tokenizer import Tokenizer
 from galley.core.errors import InvalidField
 from galley.distill.data.corpus import Corpus, read_corpus, write_corpus
 from galley.distill.data.material import gather
 from galley.distill.data.prompts import read_prompts
 from galley.distill.options import Options
 from galley.distill.run import distil
-from services.gateway.request.tokenize import Tokenizer
-from tests.integration.galley.distill.collected import Collected, Killed
+from tests.distill.collected import Collected, Killed
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
 from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.models.chat_template import ChatTemplate
+from galley.common.models.tokenizer import Tokenizer
 from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.core.errors import InvalidField
 from galley.engine.load.resolve import resolve_model
-from services.gateway.request.chat_template import ChatTemplate
-from services.gateway.request.tokenize import Tokenizer
 
 TEXTS = [
     "Hello, world!",
@@ -111,7 +111,7 @@ def test_sizes_and_special_tokens_are_those_of_transformers(
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
     program = (
-        "import sys, services.gateway.request.tokenize, services.gateway.request.validate\n"
+        "import sys, galley.common.models.tokenizer, services.gateway.request.validate\n"
         "import services.gateway.store.redis\n"
         "print(*({'torch', 'transformers'} & set(sys.modules)))"
     )

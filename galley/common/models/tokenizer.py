@@ -15,11 +15,11 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.models.chat_template import ChatTemplate
 from galley.common.models.files import code_asked_for, foreign_file
 from galley.common.models.hub import hub_model
 from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.core.errors import InvalidField
-from services.gateway.request.chat_template import ChatTemplate
 
 FILES = (
     "tokenizer.json",
