@@ -14,6 +14,8 @@ from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
 
 _LOG = get_logger(__name__)
+# Longest time that a step waits for a draft that is due; it waits only where that pays.
+_MAX_LINGER_MS = 50.0
 
 
 async def add_target(
@@ -42,5 +44,5 @@ def limits_of(settings: TargetSettings) -> Limits:
         max_waiting=settings.max_waiting,
         max_sessions=settings.max_sessions,
         max_rows=settings.max_rows,
-        max_linger_ms=settings.max_linger_ms,
+        max_linger_ms=_MAX_LINGER_MS,
     )

@@ -1,4 +1,4 @@
-"""How a target is configured: flags and GALLEY_TARGET_* environment."""
+"""The settings of a target: flags and GALLEY_TARGET_* environment variables."""
 
 from __future__ import annotations
 
@@ -12,64 +12,58 @@ from galley.common.registry.settings import ReplicaSettings
 
 
 class TargetSettings(ReplicaSettings):
-    """What the target process can be told."""
+    """Settings of a target process."""
 
     model_config = settings_config("GALLEY_TARGET_")
 
     model: str = Field(
-        default=DEFAULT_MODEL, min_length=1, description="Hub id, or directory or GGUF file of the model."
+        default=DEFAULT_MODEL, min_length=1, description="Hub id, directory or GGUF file of the model."
     )
     max_sessions: int = Field(
-        default=64, ge=1, le=65536, description="Sessions whose KV is kept; idle ones make room."
+        default=64, ge=1, le=65536, description="Most sessions whose KV is kept; idle ones are evicted first."
     )
     kv_memory_mb: int = Field(
         default=1536,
         ge=1,
-        description="Bound of the KV pool of a rank, in MiB; the context window is cut to what it holds.",
+        description="Size of a rank's KV pool, in MiB. The context window is reduced to what it holds.",
     )
     max_rows: int = Field(
         default=256,
         ge=8,
         le=65536,
-        description="About how many tokens one forward pass takes; longer prompts take several.",
-    )
-    max_linger_ms: float = Field(
-        default=50.0,
-        ge=0,
-        le=10_000,
-        description="Longest time that a pass waits for a draft that is due, where it pays; 0 never waits.",
+        description="Most rows of a step, approximately. Longer prompts take several steps.",
     )
     invariant: bool = Field(
         default=False,
-        description="On CUDA, spend time on the same bits in any company; the CPU has them always.",
+        description="Give a token the same bits in any batch on CUDA too, which costs speed.",
     )
-    max_draft_tokens: int = Field(default=16, ge=0, le=256, description="Most draft tokens in one item.")
+    max_draft_tokens: int = Field(default=16, ge=0, le=256, description="Most draft tokens in one request.")
     tensor_parallel: int = Field(
-        default=1, ge=1, le=64, description="Ranks over which the model is sharded; 1 is this process alone."
+        default=1, ge=1, le=64, description="Ranks over which the model is sharded. 1: this process alone."
     )
-    hosts: int = Field(
-        default=1, ge=1, le=64, description="Hosts that share these ranks; each runs as many processes."
-    )
+    hosts: int = Field(default=1, ge=1, le=64, description="Hosts over which the ranks are divided evenly.")
     host_index: int = Field(
-        default=0, ge=0, lt=64, description="Which of the hosts this is; 0 runs rank 0, and serves."
+        default=0, ge=0, lt=64, description="Index of this host. Host 0 runs rank 0 and serves."
     )
     ranks_address: str = Field(
-        default="", description="host:port at which host 0 meets the others; needed with several hosts."
+        default="", description="host:port where the hosts meet host 0. Required with several hosts."
     )
     ranks_timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="How long hosts, and ranks that load, wait for one another at the start.",
+        description="Longest wait for other hosts, and for ranks that load, at the start, in seconds.",
     )
 
     @model_validator(mode="after")
     def _hosts_share_ranks(self) -> Self:
         if self.tensor_parallel % self.hosts:
             raise ValueError(
-                f"--tensor-parallel {self.tensor_parallel} is not divided by --hosts {self.hosts}"
+                f"--tensor-parallel: must be a multiple of --hosts {self.hosts}, got {self.tensor_parallel}"
             )
         if self.host_index >= self.hosts:
-            raise ValueError(f"--host-index {self.host_index} is not below --hosts {self.hosts}")
+            raise ValueError(f"--host-index: must be < --hosts {self.hosts}, got {self.host_index}")
         if self.hosts > 1 and not self.ranks_address.rpartition(":")[2].isdecimal():
-            raise ValueError(f"--hosts {self.hosts} need --ranks-address host:port")
+            raise ValueError(
+                f"--ranks-address: must be host:port with --hosts {self.hosts}, got {self.ranks_address!r}"
+            )
         return self
