@@ -19,7 +19,7 @@ from galley.engine.sampling.rules import is_plain
 def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Outcome]:
     """Sample every draw's rows of `logits`, float32 [rows, vocab]; see `galley.engine.sampling.draw`.
 
-    Each draw has len(guesses) + 1 rows, in the order of `draws`. Raises Broken if there are more or fewer.
+    Each draw has len(draft_tokens) + 1 rows, in the order of `draws`. Raises Broken for another number.
     """
     host_sampling.check_rows(logits.shape[0], draws)
     if logits.device.type == "cpu":

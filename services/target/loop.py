@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from opentelemetry.trace import INVALID_SPAN, use_span
 
 from galley.common.logs import log_internal
-from galley.common.tracing.light_spans import LeanSpan, SpanScope
+from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.core.errors import GalleyError, Unavailable
 from galley.core.scheduler.messages import Confirmed, Extend, Response, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
@@ -40,7 +40,7 @@ class Ticket:
             self._ready.clear()
             await self._ready.wait()
         response = self._responses.popleft()
-        self.ended = response.last
+        self.ended = response.is_last
         return response
 
     def put(self, response: Response) -> None:
@@ -74,7 +74,7 @@ class StepLoop:
         self._task = asyncio.ensure_future(self._run())
         self.draining = asyncio.Event()
 
-    def submit(self, request: VerifyRequest, span: LeanSpan | None = None) -> Ticket:
+    def submit(self, request: VerifyRequest, span: LightSpan | None = None) -> Ticket:
         """Return the ticket of `request`, which `cancel` gives up. `span` is the request's own, if any.
 
         Raises Unavailable while draining, Overloaded if too many requests wait, InvalidField if the pool can
@@ -178,10 +178,10 @@ class StepLoop:
     async def _run_plan(self, plan: StepPlan) -> None:
         batch = self._batches.begin(self._scheduler)
         try:
-            took_ns, waits_ns = await self._run_step(plan, batch), self._scheduler.waits_ns
+            took_ns, queue_times_ns = await self._run_step(plan, batch), self._scheduler.queue_times_ns
             confirmed = self._deliver()
             if took_ns is not None:
-                self._meter.passed(plan, confirmed, took_ns, waits_ns)
+                self._meter.passed(plan, confirmed, took_ns, queue_times_ns)
         finally:
             if batch is not None:
                 batch.end()
@@ -212,15 +212,15 @@ class StepLoop:
     def _deliver(self) -> int:
         """Deliver the responses; return how many tokens they confirm."""
         confirmed = 0
-        for response in self._scheduler.take_answers():
+        for response in self._scheduler.take_responses():
             if isinstance(response.outcome, Confirmed):
                 confirmed += len(response.outcome.tokens)
-            ticket = self._tickets.get(response.item)
+            ticket = self._tickets.get(response.request_id)
             if ticket is None:
                 continue
-            if response.last:
-                del self._tickets[response.item]
-                self._batches.leaves(response.item)
+            if response.is_last:
+                del self._tickets[response.request_id]
+                self._batches.leaves(response.request_id)
             ticket.put(response)
         return confirmed
 

@@ -1,6 +1,6 @@
 """Models of others: directories with pickles, code, links and pipes; nothing of it is run, followed or told.
 
-What is refused, case by case: tests/engine/test_loading.py, tests/gateway/test_tokenizer.py.
+Each refusal: test_loading.py of the engine, test_tokenizer.py of the gateway.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from galley.common.models.tokenizer import Tokenizer
 from galley.core.errors import CallerFault
 from galley.engine.errors import UnsupportedModel
 from galley.engine.load.resolve import resolve_model
-from tests.service import tokenizer_files
+from tests.fakes import tokenizer_files
 
 SECRET = "a-key-of-somebody-else"
 

@@ -4,7 +4,7 @@ One call a layer for all rows of all sequences. The pool is one long row of posi
 names, for each tile of queries, the blocks of its sequence. Only the queries are gathered.
 
 Not tested on a GPU: only on the CPU, with torch's own operator not compiled, and with a stand-in for its
-kernel (tests/engine/test_flex.py).
+kernel (tests/integration/galley/engine/test_flex.py).
 """
 
 from __future__ import annotations

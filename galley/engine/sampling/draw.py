@@ -51,7 +51,7 @@ _LOGIT_NS = 0.3
 
 
 def check_rows(rows: int, draws: Sequence[Draw]) -> None:
-    """Raise Broken unless there are len(guesses) + 1 rows a draw."""
+    """Raise Broken unless there are len(draft_tokens) + 1 rows a draw."""
     expected = sum(len(draw.draft_tokens) + 1 for draw in draws)
     if rows != expected:
         raise Broken(f"logits: must have {expected} rows for these draws, got {rows}")
@@ -63,10 +63,10 @@ def host_rows(logits: Tensor) -> Floats:
 
 
 def draw_rows(rows: Floats, draws: Sequence[Draw]) -> list[Outcome]:
-    """Sample each draw's rows of float32 `rows` [rows, vocab], up to the first token that is not its draft's.
+    """Sample each draw's rows of float32 `rows` [rows, vocab], up to the first rejected draft token.
 
-    Each draw has len(guesses) + 1 rows, in the order of `draws`. Rows after a rejected draft token have a
-    history that did not happen and are not used. Logprobs are those before any processing. A row with a NaN,
+    Each draw has len(draft_tokens) + 1 rows, in the order of `draws`. Rows after a rejected draft token have
+    a history that did not happen and are not used. Logprobs are those before any processing. A row with NaN,
     or without a possible token, is bad: its draw ends before it, with the accepted draft tokens alone, so
     that no draft changes what is confirmed. A draw whose first row is bad gives Broken. Other draws are not
     affected.

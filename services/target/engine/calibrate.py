@@ -78,6 +78,6 @@ def _least(info: EngineInfo) -> StepPlan:
 def _chunk(info: EngineInfo, start: int, rows: int, blocks: range) -> StepChunk:
     """Return a chunk whose rows are all sampled, as in a verification."""
     tokens = [token % info.vocab_size for token in range(start + rows)]
-    guesses = tuple(tokens[start + 1 :])
-    draw = Draw(_GREEDY, tokens[: start + 1], 1, frozenset(), 0, guesses)
+    draft_tokens = tuple(tokens[start + 1 :])
+    draw = Draw(_GREEDY, tokens[: start + 1], 1, frozenset(), 0, draft_tokens)
     return StepChunk(start, tokens[start:], tuple(blocks), rows, draw)

@@ -24,7 +24,7 @@ from galley.distill.data.material import gather
 from galley.distill.data.prompts import read_prompts
 from galley.distill.options import Options
 from galley.distill.run import distil
-from tests.distill.collected import Collected, Killed
+from tests.integration.galley.distill.collected import Collected, Killed
 
 
 @pytest.fixture

@@ -436,7 +436,7 @@ def run_plan(model: CausalModel, plan: StepPlan) -> list[StepOutcome]:
 
 
 def fresh_tokens(model: CausalModel, draw: Draw) -> list[int]:
-    """What the model says after draw.history, given draw.draft_tokens. Raises AssertionError if it is nothing."""
+    """Return the model's tokens after draw.history and draw.draft_tokens. Raises AssertionError for none."""
     outcome = fresh_outcome(model, draw)
     if isinstance(outcome, Sampled):
         return list(outcome.tokens)
