@@ -207,7 +207,7 @@ checkov: helm ## have checkov read what the chart renders (makes its environment
 
 # --------------------------------------------------------------------------------- generated files --
 
-.PHONY: proto manifests chart-files chart-schema metrics configuration monitoring trace-picture top-picture check-generated
+.PHONY: proto manifests chart-schema metrics configuration monitoring trace-picture top-picture check-generated
 proto: setup ## write the stubs in galley/pb anew
 	@scripts/proto.sh .
 
@@ -217,8 +217,6 @@ manifests: helm ## render deploy/k8s from the chart
 chart-schema: setup ## write the services' settings into the chart's schema
 	@$(BIN)/python -m scripts.chart_schema helm/galley/values.schema.json
 
-chart-files: ## copy alerts and dashboards into the chart
-	@scripts/chart_files.sh helm/galley/files
 
 trace-picture: setup ## draw docs/images/trace.png from the committed sample of a trace (needs chromium)
 	@$(BIN)/python -m tests.unit.galley.trace.picture
@@ -232,9 +230,8 @@ metrics: setup ## write the tables of metrics into docs/observe/metrics.md anew
 configuration: setup ## write the tables of settings into docs/configuration.md anew
 	@$(BIN)/python -m scripts.configuration_page docs/configuration.md
 
-monitoring: setup ## write the dashboards in deploy/dashboards anew
-	@$(BIN)/python -m scripts.monitoring deploy/dashboards
-	@$(MAKE) chart-files
+monitoring: setup ## write the dashboards of the chart anew
+	@$(BIN)/python -m scripts.monitoring helm/galley/files/dashboards
 
 check-generated: helm ## fail if committed stubs, manifests, tables or dashboards are not what would be generated
 	@echo "== generated files"

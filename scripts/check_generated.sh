@@ -22,8 +22,6 @@ compare deploy/k8s/overlays "$fresh/k8s/overlays" manifests
 cp helm/galley/values.schema.json "$fresh/values.schema.json"
 "${VENV:-.venv}/bin/python" -m scripts.chart_schema "$fresh/values.schema.json"
 compare helm/galley/values.schema.json "$fresh/values.schema.json" chart-schema
-scripts/chart_files.sh "$fresh/files"
-compare helm/galley/files "$fresh/files" chart-files
 cp docs/observe/metrics.md "$fresh/metrics.md"
 "${VENV:-.venv}/bin/python" scripts/metrics_table.py "$fresh/metrics.md"
 compare docs/observe/metrics.md "$fresh/metrics.md" metrics
@@ -32,7 +30,7 @@ cp docs/configuration.md "$fresh/configuration.md"
 compare docs/configuration.md "$fresh/configuration.md" configuration
 mkdir "$fresh/dashboards"
 "${VENV:-.venv}/bin/python" -m scripts.monitoring "$fresh/dashboards"
-compare deploy/dashboards "$fresh/dashboards" monitoring
+compare helm/galley/files/dashboards "$fresh/dashboards" monitoring
 cp -r deploy/locks "$fresh/locks"
 scripts/locks.sh "$fresh/locks"
 compare deploy/locks "$fresh/locks" locks

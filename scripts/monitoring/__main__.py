@@ -1,4 +1,4 @@
-"""Writes the dashboards into a folder: `python -m scripts.monitoring deploy/dashboards`."""
+"""Writes the dashboards into a folder: `python -m scripts.monitoring helm/galley/files/dashboards`."""
 
 from __future__ import annotations
 

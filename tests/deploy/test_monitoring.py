@@ -11,8 +11,8 @@ import yaml
 
 from galley.common.tracing.otlp import exports
 from tests.deploy.render import (
+    CHART,
     ROLES,
-    ROOT,
     default_values,
     env_of,
     of_kind,
@@ -81,7 +81,7 @@ def test_a_monitor_of_pods_leaves_rays_head_alone() -> None:
 
 def test_the_rules_are_those_of_the_repository() -> None:
     (rule,) = of_kind(render({"monitoring": {"rules": {"enabled": True}}}), "PrometheusRule").values()
-    assert rule["spec"] == yaml.safe_load((ROOT / "deploy" / "alerts" / "galley.rules.yaml").read_text())
+    assert rule["spec"] == yaml.safe_load((CHART / "files" / "galley.rules.yaml").read_text())
 
 
 def test_runbooks_may_be_served_elsewhere() -> None:
@@ -100,7 +100,7 @@ def test_the_dashboards_are_those_of_the_repository() -> None:
     for config in of_kind(rendered, "ConfigMap").values():
         assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
         found |= {name: json.loads(text) for name, text in config["data"].items()}
-    committed = (ROOT / "deploy" / "dashboards").glob("*.json")
+    committed = (CHART / "files" / "dashboards").glob("*.json")
     assert found == {path.name: json.loads(path.read_text()) for path in committed}
 
 

@@ -17,7 +17,7 @@ from galley.stack.parts import python_module, stack_parts
 from galley.stack.stack import Stack, StackDirs, StackOptions
 from tests.e2e.prometheus import Prometheus, scraping
 from tests.fakes.certificates import Authority, Mounted, mounted
-from tests.fakes.promql import ALERTS, SERIES, always, dashboards, panels, rules
+from tests.fakes.promql import RULES, SERIES, always, dashboards, panels, rules
 from tests.fakes.tiny_model import CONTEXT, save_tiny_model
 
 PATIENCE_S = 40.0
@@ -118,7 +118,7 @@ async def test_no_panel_rule_or_alert_is_empty(stack: Stack, files: Mounted, tmp
     tls = Tls(files.ca)
     told = {part: str(stack.told(part)["metrics"]) for part in SERVICES}
     async with (
-        scraping(tmp_path, told, ALERTS / "galley.rules.yaml") as prometheus,
+        scraping(tmp_path, told, RULES) as prometheus,
         AsyncClient(stack.address("gateway"), retries=NO_RETRIES, tls=tls) as client,
     ):
         async with asyncio.timeout(PATIENCE_S):

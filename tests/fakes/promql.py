@@ -17,8 +17,8 @@ from galley.common.metrics.metric import Metric
 from galley.core import names
 
 ROOT = Path(__file__).resolve().parents[2]
-ALERTS = ROOT / "deploy" / "alerts"
-DASHBOARDS = ROOT / "deploy" / "dashboards"
+RULES = ROOT / "helm" / "galley" / "files" / "galley.rules.yaml"
+DASHBOARDS = RULES.parent / "dashboards"
 RUNBOOKS = ROOT / "docs" / "runbooks"
 
 # Set by the scrape, by Prometheus itself, or by histograms.
@@ -46,7 +46,7 @@ class Rule:
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    document = yaml.safe_load((ALERTS / "galley.rules.yaml").read_text())
+    document = yaml.safe_load(RULES.read_text())
     return tuple(
         Rule(
             rule.get("alert") or rule["record"],
