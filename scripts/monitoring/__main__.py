@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ def main() -> None:
     """One file a dashboard."""
     (folder,) = (Path(name) for name in sys.argv[1:])
     for dashboard in (OVERVIEW, SPECULATION, TARGET_ENGINE, SESSIONS):
-        text = json.dumps(as_json(dashboard), indent=1, ensure_ascii=False)
+        text = as_json(dashboard)
         (folder / f"{dashboard.name}.json").write_text(text + "\n", encoding="utf-8")
 
 

@@ -1,17 +1,42 @@
-"""Dashboards as plain values, and what Grafana 11 imports of them (`tests/repo/test_dashboards.py`)."""
+"""Dashboards as plain values, and the JSON that Grafana 11 imports, built by Grafana's Foundation SDK."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-WIDTH = 24
-_DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import (
+    BigValueColorMode,
+    BigValueGraphMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    SortOrder,
+    StackingMode,
+    TooltipDisplayMode,
+    VisibilityMode,
+)
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DashboardLinkType,
+    DataSourceRef,
+    VariableOption,
+    VariableRefresh,
+)
+from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+_DATASOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+_FORMATS = {"table": PromQueryFormat.TABLE, "heatmap": PromQueryFormat.HEATMAP}
+
+_Builder: TypeAlias = timeseries.Panel | stat.Panel | heatmap.Panel | table.Panel
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One line, or several by the labels that the legend names; `exemplars` show traces beside it."""
+    """One line, or several by the labels in the legend; `exemplars` shows traces beside it."""
 
     expr: str
     legend: str = ""
@@ -20,7 +45,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`unit` is one of Grafana's names; `most` bounds the axis; a `runbook` is linked by its alert's name."""
+    """`unit` is one of Grafana's names; `max_value` bounds the axis; `runbook` is an alert's name."""
 
     title: str
     description: str
@@ -29,7 +54,7 @@ class Panel:
     kind: str = "timeseries"
     width: int = 8
     stacked: bool = False
-    most: float | None = None
+    max_value: float | None = None
     runbook: str = ""
 
 
@@ -43,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """`name` is that of its file, and of its links."""
+    """`name` is that of its file and of its links."""
 
     name: str
     title: str
@@ -51,149 +76,109 @@ class Dashboard:
     rows: tuple[Row, ...] = field(default_factory=tuple)
 
 
-def as_json(dashboard: Dashboard) -> dict[str, Any]:
-    """What Grafana imports."""
-    return {
-        "uid": f"galley-{dashboard.name}",
-        "title": dashboard.title,
-        "description": dashboard.description,
-        "tags": ["galley"],
-        "schemaVersion": 39,
-        "editable": True,
-        "graphTooltip": 1,
-        "refresh": "30s",
-        "time": {"from": "now-1h", "to": "now"},
-        "timezone": "browser",
-        "links": [
-            {
-                "title": "Galley",
-                "type": "dashboards",
-                "tags": ["galley"],
-                "asDropdown": True,
-                "includeVars": True,
-                "keepTime": True,
-            }
-        ],
-        "templating": {"list": _variables()},
-        "panels": _panels(dashboard.rows),
-    }
-
-
-def _variables() -> list[dict[str, Any]]:
-    return [
-        {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
-        {
-            "name": "namespace",
-            "label": "Namespace",
-            "type": "query",
-            "datasource": _DATASOURCE,
-            "query": {"query": "label_values(galley_build_info, namespace)", "refId": "namespace"},
-            "refresh": 2,
-            "multi": True,
-            "includeAll": True,
-            "allValue": ".*",
-            "current": {"text": "All", "value": "$__all"},
-        },
-        {
-            "name": "runbooks",
-            "label": "Runbooks at",
-            "type": "textbox",
-            "query": "docs/runbooks",
-            "current": {"text": "docs/runbooks", "value": "docs/runbooks"},
-        },
-    ]
-
-
-def _panels(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
-    """Each row's panels from left to right, going on below where there is no more room."""
-    panels: list[dict[str, Any]] = []
-    y = 0
-    for row in rows:
-        panels.append(_heading(row.title, len(panels) + 1, y))
-        y, x, height = y + 1, 0, 0
+def as_json(given: Dashboard) -> str:
+    """Return what Grafana imports."""
+    built = (
+        dashboard.Dashboard(given.title)
+        .uid(f"galley-{given.name}")
+        .description(given.description)
+        .tags(["galley"])
+        .editable()
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .refresh("30s")
+        .time("now-1h", "now")
+        .timezone("browser")
+        .link(
+            dashboard.DashboardLink("Galley")
+            .type(DashboardLinkType.DASHBOARDS)
+            .tags(["galley"])
+            .as_dropdown(True)  # the SDK's signature
+            .include_vars(True)
+            .keep_time(True)
+        )
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(
+            dashboard.QueryVariable("namespace")
+            .label("Namespace")
+            .datasource(_DATASOURCE)
+            .query({"query": "label_values(galley_build_info, namespace)", "refId": "namespace"})
+            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+            .multi(True)
+            .include_all(True)
+            .all_value(".*")
+            .current(VariableOption(text="All", value="$__all"))
+        )
+        .with_variable(
+            dashboard.TextBoxVariable("runbooks")
+            .label("Runbooks at")
+            .default_value("docs/runbooks")
+            .current(VariableOption(text="docs/runbooks", value="docs/runbooks"))
+        )
+    )
+    number = 0
+    for row in given.rows:
+        built.with_row(dashboard.Row(row.title).id(number := number + 1))
         for panel in row.panels:
-            if x + panel.width > WIDTH:
-                x, y = 0, y + height
-            height = 4 if panel.kind == "stat" else 8
-            place = {"x": x, "y": y, "w": panel.width, "h": height}
-            panels.append(_panel(panel, len(panels) + 1, place))
-            x += panel.width
-        y += height
-    return panels
+            built.with_panel(_panel(panel).id(number := number + 1))
+    return json.dumps(built.build(), cls=JSONEncoder, indent=1, ensure_ascii=False)
 
 
-def _heading(title: str, number: int, y: int) -> dict[str, Any]:
-    place = {"x": 0, "y": y, "w": WIDTH, "h": 1}
-    return {"id": number, "type": "row", "title": title, "collapsed": False, "gridPos": place, "panels": []}
+def _panel(panel: Panel) -> Any:
+    """Return a panel's builder; its base methods are the same for all kinds, but share no type."""
+    built: Any = _of_kind(panel)
+    built.title(panel.title).description(panel.description).unit(panel.unit).min(0)
+    built.datasource(_DATASOURCE).span(panel.width).height(4 if panel.kind == "stat" else 8)
+    if panel.max_value is not None:
+        built.max(panel.max_value)
+    for index, query in enumerate(panel.queries):
+        built.with_target(_target(panel, query, chr(ord("A") + index)))
+    if panel.runbook:
+        url = f"${{runbooks}}/{panel.runbook}.md"
+        built.links([dashboard.DashboardLink(f"Runbook: {panel.runbook}").url(url).target_blank(True)])
+    return built
 
 
-def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
-    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0, "custom": _custom(panel)}
-    if panel.most is not None:
-        defaults["max"] = panel.most
-    return {
-        "id": number,
-        "type": panel.kind,
-        "title": panel.title,
-        "description": panel.description,
-        "datasource": _DATASOURCE,
-        "gridPos": place,
-        "fieldConfig": {"defaults": defaults, "overrides": []},
-        "options": _options(panel.kind),
-        "targets": [_target(panel, query, index) for index, query in enumerate(panel.queries)],
-        "links": _links(panel.runbook),
-    }
-
-
-def _custom(panel: Panel) -> dict[str, Any]:
-    if panel.kind != "timeseries":
-        return {}
-    return {
-        "fillOpacity": 40 if panel.stacked else 5,
-        "lineWidth": 1,
-        "showPoints": "never",
-        "stacking": {"mode": "normal" if panel.stacked else "none"},
-    }
-
-
-def _options(kind: str) -> dict[str, Any]:
-    match kind:
+def _of_kind(panel: Panel) -> _Builder:
+    match panel.kind:
         case "stat":
-            reduced = {"calcs": ["lastNotNull"], "fields": "", "values": False}
-            return {"colorMode": "value", "graphMode": "area", "reduceOptions": reduced}
+            return (
+                stat.Panel()
+                .color_mode(BigValueColorMode.VALUE)
+                .graph_mode(BigValueGraphMode.AREA)
+                .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+            )
         case "heatmap":
-            return {
-                "calculate": False,
-                "yAxis": {"unit": "s"},
-                "color": {"mode": "scheme", "scheme": "Blues", "steps": 64},
-            }
+            color = heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Blues").steps(64)
+            return heatmap.Panel().calculate(False).y_axis(heatmap.YAxisConfig().unit("s")).color(color)
         case "table":
-            return {"showHeader": True}
-        case _:
-            legend = {
-                "showLegend": True,
-                "displayMode": "table",
-                "placement": "bottom",
-                "calcs": ["mean", "lastNotNull"],
-            }
-            return {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
+            return table.Panel().show_header(True)
+    legend = (
+        common.VizLegendOptions()
+        .show_legend(True)
+        .display_mode(LegendDisplayMode.TABLE)
+        .placement(LegendPlacement.BOTTOM)
+        .calcs(["mean", "lastNotNull"])
+    )
+    stacking = StackingMode.NORMAL if panel.stacked else StackingMode.NONE
+    return (
+        timeseries.Panel()
+        .fill_opacity(40 if panel.stacked else 5)
+        .line_width(1)
+        .show_points(VisibilityMode.NEVER)
+        .stacking(common.StackingConfig().mode(stacking))
+        .legend(legend)
+        .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
+    )
 
 
-def _target(panel: Panel, query: Query, index: int) -> dict[str, Any]:
-    instant = panel.kind == "table"
-    return {
-        "refId": chr(ord("A") + index),
-        "datasource": _DATASOURCE,
-        "expr": query.expr,
-        "legendFormat": query.legend,
-        "exemplar": query.exemplars,
-        "instant": instant,
-        "range": not instant,
-        "format": panel.kind if panel.kind in {"table", "heatmap"} else "time_series",
-    }
-
-
-def _links(runbook: str) -> list[dict[str, Any]]:
-    if not runbook:
-        return []
-    return [{"title": f"Runbook: {runbook}", "url": f"${{runbooks}}/{runbook}.md", "targetBlank": True}]
+def _target(panel: Panel, query: Query, ref_id: str) -> prometheus.Dataquery:
+    target = (
+        prometheus.Dataquery()
+        .ref_id(ref_id)
+        .datasource(_DATASOURCE)
+        .expr(query.expr)
+        .legend_format(query.legend)
+        .exemplar(query.exemplars)
+        .format(_FORMATS.get(panel.kind, PromQueryFormat.TIME_SERIES))
+    )
+    return target.instant() if panel.kind == "table" else target.range()

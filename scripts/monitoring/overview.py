@@ -1,4 +1,4 @@
-"""What users feel, and whether all parts are there."""
+"""Dashboard of user-visible figures and of the state of all replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _stat(title: str, description: str, expr: str, unit: str = "short") -> Panel
 
 
 def quantiles(metric: Metric) -> tuple[Query, ...]:
-    """The usual three, with traces beside the last."""
+    """Return p50, p95 and p99, with exemplars beside the last."""
     shares = (0.5, 0.95, 0.99)
     return tuple(
         Query(quantile(share, metric), f"p{share * 100:g}", exemplars=metric.exemplars and share == 0.99)
@@ -31,8 +31,8 @@ def quantiles(metric: Metric) -> tuple[Query, ...]:
 def _burn(alert: str, title: str, record: str, budget: float) -> Panel:
     return Panel(
         title,
-        f"How many times as fast as planned the error budget is used up; at 1 it lasts for its 30 days. "
-        f"Of the recording rules. Paged at 14.4, a ticket at 6: {alert}.",
+        f"Rate at which the error budget is used, as a multiple of the rate that lasts 30 days. "
+        f"{alert} pages at 14.4 and opens a ticket at 6.",
         tuple(
             Query(f'{record}{window}{{namespace=~"$namespace"}} / {budget:g}', window)
             for window in ("5m", "1h", "6h")
@@ -44,52 +44,71 @@ def _burn(alert: str, title: str, record: str, budget: float) -> Panel:
 OVERVIEW = Dashboard(
     "overview",
     "Galley: overview",
-    "What users feel, whether all parts are there, and where to look next.",
+    "User-visible latency, errors and throughput, and the state of all replicas.",
     (
         Row(
             "Now",
             (
-                _stat("Output tokens a second", "Confirmed tokens.", rate(of.CONFIRMED_TOKENS)),
-                _stat("Live speed-up", "Plain decoding's estimated time over the real one.", SPEED_UP),
-                _stat("Acceptance", "Of the verified draft tokens.", ACCEPTANCE, "percentunit"),
-                _stat("Open sessions", "Places for streams that are taken.", gauge(of.SESSIONS_OPEN)),
+                _stat("Output tokens per second", "Confirmed tokens.", rate(of.CONFIRMED_TOKENS)),
                 _stat(
-                    "Errors of ours",
-                    "Of the calls that were not their callers' fault.",
+                    "Live speed-up",
+                    "Estimated time of plain decoding divided by the measured time.",
+                    SPEED_UP,
+                ),
+                _stat(
+                    "Acceptance rate",
+                    "Accepted draft tokens divided by verified ones.",
+                    ACCEPTANCE,
+                    "percentunit",
+                ),
+                _stat("Open sessions", "Sessions that hold an admission slot.", gauge(of.SESSIONS_OPEN)),
+                _stat(
+                    "Server errors",
+                    "Share of calls that failed by a server fault; calls with a caller fault are left out.",
                     ERRORS,
                     "percentunit",
                 ),
-                _stat("First token, p95", "From the call.", quantile(0.95, of.TIME_TO_FIRST_TOKEN), "s"),
+                _stat(
+                    "Time to first token (p95)",
+                    "From the call to the first token sent.",
+                    quantile(0.95, of.TIME_TO_FIRST_TOKEN),
+                    "s",
+                ),
             ),
         ),
         Row(
-            "What users feel",
+            "Objectives",
             (
                 Panel(
                     "Time to first token",
-                    "From the call to the first token handed over, of sessions that began with it.",
+                    "From the call to the first token sent, for new sessions.",
                     quantiles(of.TIME_TO_FIRST_TOKEN),
                     "s",
                     runbook="GalleyTtftBudgetBurn",
                 ),
                 Panel(
                     "Time per output token",
-                    "After the first one, of answers that came to their end.",
+                    "After the first token, for streams that finished.",
                     quantiles(of.TIME_PER_OUTPUT_TOKEN),
                     "s",
                     runbook="GalleyTimePerTokenBudgetBurn",
                 ),
                 Panel(
-                    "Errors of ours",
-                    "Of the calls that did not fail by their callers' fault, those that failed by ours.",
+                    "Server errors",
+                    "Share of calls that failed by a server fault; calls with a caller fault are left out.",
                     (Query(ERRORS, "errors"),),
                     "percentunit",
                     runbook="GalleyErrorBudgetBurn",
                 ),
-                _burn("GalleyTtftBudgetBurn", "Burn rate: first tokens", "galley:ttft_slow:ratio_rate", 0.01),
+                _burn(
+                    "GalleyTtftBudgetBurn",
+                    "Burn rate: time to first token",
+                    "galley:ttft_slow:ratio_rate",
+                    0.01,
+                ),
                 _burn(
                     "GalleyTimePerTokenBudgetBurn",
-                    "Burn rate: time per token",
+                    "Burn rate: time per output token",
                     "galley:time_per_token_slow:ratio_rate",
                     0.01,
                 ),
@@ -97,45 +116,45 @@ OVERVIEW = Dashboard(
             ),
         ),
         Row(
-            "Parts",
+            "Replicas and dependencies",
             (
                 Panel(
                     "Replicas",
-                    "That the gateways know of, as the gateway that knows most of them does.",
+                    "Replicas known to the gateways: the largest number that one gateway reports.",
                     (Query(largest(of.REPLICAS, "pool", "state"), "{{pool}} {{state}}"),),
                     runbook="GalleyDraftPoolDown",
                 ),
                 Panel(
-                    "Breakers",
-                    "Of each draft, at the gateway that trusts it least: 0 closed, 1 half open, 2 open.",
+                    "Circuit breakers",
+                    "State for each draft, the worst of all gateways: 0 closed, 1 half open, 2 open.",
                     (Query(largest(of.BREAKER_STATE, "pool", "replica"), "{{pool}} {{replica}}"),),
-                    most=2,
+                    max_value=2,
                     runbook="GalleyDraftPoolDown",
                 ),
                 Panel(
                     "Failovers",
-                    "Sessions a second that another replica, or another life of the same, went on with.",
+                    "Sessions per second that continued at another or a restarted replica.",
                     (Query(rate(of.FAILOVERS, "pool", "reason"), "{{pool}} {{reason}}"),),
                     stacked=True,
                     runbook="GalleyFailoverRateHigh",
                 ),
                 Panel(
-                    "Commits",
-                    "How long the session store takes. No token leaves before its commit.",
+                    "Commit duration",
+                    "Time of a commit to the session store. A token is sent only after its commit.",
                     quantiles(of.COMMIT_DURATION),
                     "s",
                     runbook="GalleyCommitSlow",
                 ),
                 Panel(
                     "Queue age at targets",
-                    "How long items waited for the pass that fed their first row.",
+                    "Time from the arrival of a request to its first step.",
                     quantiles(of.QUEUE_AGE),
                     "s",
                     runbook="GalleyQueueAgeHigh",
                 ),
                 Panel(
                     "KV blocks in use",
-                    "Share of each target's KV pool that live sessions hold.",
+                    "Share of each target's KV pool that open sessions use.",
                     (
                         Query(
                             ratio(
@@ -146,12 +165,12 @@ OVERVIEW = Dashboard(
                         ),
                     ),
                     "percentunit",
-                    most=1,
+                    max_value=1,
                     runbook="GalleyTargetOutOfBlocks",
                 ),
                 Panel(
                     "Certificates: time left",
-                    "Until the certificate ends that each server shows, or that gateways show replicas.",
+                    "Time until the certificates of servers, and of gateways towards replicas, expire.",
                     (
                         Query(left_s(of.SERVED_CERTIFICATE_EXPIRY, "instance"), "{{instance}}"),
                         Query(left_s(of.PEER_CERTIFICATE_EXPIRY, "instance"), "{{instance}} to peers"),
@@ -159,9 +178,14 @@ OVERVIEW = Dashboard(
                     "s",
                     runbook="GalleyCertificateExpires",
                 ),
+            ),
+        ),
+        Row(
+            "Versions",
+            (
                 Panel(
                     "Builds",
-                    "What runs.",
+                    "Running versions, by service.",
                     (Query(gauge(of.BUILD, "service", "version")),),
                     kind="table",
                     width=24,

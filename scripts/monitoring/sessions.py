@@ -1,4 +1,4 @@
-"""What becomes of calls, and of the sessions behind them."""
+"""Dashboard of calls, rounds, commits and recoveries."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from scripts.monitoring.queries import gauge, heatmap, quantile, rate
 SESSIONS = Dashboard(
     "sessions",
     "Galley: sessions",
-    "What becomes of calls, and of the sessions behind them.",
+    "Calls, rounds, commits and recoveries.",
     (
         Row(
             "Calls",
             (
                 Panel(
                     "Open sessions",
-                    "Places for streams that are taken, by gateway.",
+                    "Sessions that hold an admission slot, by gateway.",
                     (Query(gauge(of.SESSIONS_OPEN, "instance"), "{{instance}}"),),
                 ),
                 Panel(
-                    "How calls end",
-                    "A second, by status and whose fault it was.",
+                    "Finished calls",
+                    "Calls per second, by status and fault.",
                     (Query(rate(of.STREAMS, "outcome", "fault"), "{{outcome}} ({{fault}})"),),
                     stacked=True,
                     runbook="GalleyErrorBudgetBurn",
                 ),
                 Panel(
-                    "Refused at the door",
-                    "Calls a second, by reason.",
+                    "Rejected requests",
+                    "Requests per second that admission rejected, by reason.",
                     (Query(rate(of.ADMISSION_REFUSED, "reason"), "{{reason}}"),),
                     stacked=True,
                     runbook="GalleyErrorBudgetBurn",
                 ),
                 Panel(
                     "Call duration",
-                    "Of Generate and Resume, however they ended.",
+                    "Calls of Generate and Resume, with any status.",
                     quantiles(of.REQUEST_DURATION),
                     "s",
                 ),
                 Panel(
-                    "Time to first token, p95",
-                    "By what was asked.",
+                    "Time to first token (p95)",
+                    "By operation.",
                     (
                         Query(
                             quantile(0.95, of.TIME_TO_FIRST_TOKEN, "gen_ai_operation_name"),
@@ -53,8 +53,8 @@ SESSIONS = Dashboard(
                     runbook="GalleyTtftBudgetBurn",
                 ),
                 Panel(
-                    "Time per output token, p95",
-                    "By what was asked.",
+                    "Time per output token (p95)",
+                    "By operation.",
                     (
                         Query(
                             quantile(0.95, of.TIME_PER_OUTPUT_TOKEN, "gen_ai_operation_name"),
@@ -69,58 +69,58 @@ SESSIONS = Dashboard(
         Row(
             "Rounds and commits",
             (
-                Panel("Round duration", "From verdict to verdict.", quantiles(of.ROUND_DURATION), "s"),
+                Panel("Round duration", "From one verdict to the next.", quantiles(of.ROUND_DURATION), "s"),
                 Panel(
                     "Rounds by duration",
-                    "How many took how long.",
+                    "Number of rounds in each bucket of duration.",
                     (Query(heatmap(of.ROUND_DURATION), "{{le}}"),),
                     kind="heatmap",
                 ),
                 Panel(
                     "Commit duration",
-                    "To the session store, repeats included.",
+                    "Commits to the session store, retries included.",
                     quantiles(of.COMMIT_DURATION),
                     "s",
                     runbook="GalleyCommitSlow",
                 ),
                 Panel(
                     "Commits",
-                    "A second, by what came of them.",
+                    "Commits per second, by outcome.",
                     (Query(rate(of.COMMIT_DURATION, "outcome"), "{{outcome}}"),),
                     stacked=True,
                 ),
                 Panel(
-                    "Calls to the store that were repeated",
-                    "A second: it did not answer.",
-                    (Query(rate(of.STORE_RETRIES), "repeats"),),
+                    "Session store retries",
+                    "Calls per second that were repeated because the store did not answer.",
+                    (Query(rate(of.STORE_RETRIES), "retries"),),
                     runbook="GalleyCommitSlow",
                 ),
             ),
         ),
         Row(
-            "What went wrong, and went on",
+            "Recoveries",
             (
                 Panel(
                     "Resumes",
-                    "Calls of Resume a second, by how they ended.",
+                    "Calls of Resume per second, by outcome.",
                     (Query(rate(of.RESUMES, "outcome"), "{{outcome}}"),),
                     stacked=True,
                 ),
                 Panel(
                     "Failovers",
-                    "Sessions a second that went to another replica.",
+                    "Sessions per second that moved to another replica.",
                     (Query(rate(of.FAILOVERS, "pool", "reason"), "{{pool}} {{reason}}"),),
                     stacked=True,
                     runbook="GalleyFailoverRateHigh",
                 ),
                 Panel(
                     "Cache misses",
-                    "Items a second whose replica lacked what it was thought to hold.",
+                    "Requests per second to replicas that did not hold the expected tokens.",
                     (Query(rate(of.CACHE_MISSES, "pool"), "{{pool}}"),),
                 ),
                 Panel(
                     "Client stalls",
-                    "Times a second that a client left its stream unread for a second or longer.",
+                    "Stalls per second: a client did not read its stream for a second or longer.",
                     (Query(rate(of.CLIENT_STALLS), "stalls"),),
                 ),
             ),

@@ -1,4 +1,4 @@
-"""Whether drafts are right, whether they pay, and what is wasted."""
+"""Dashboard of acceptance, speed-up and wasted work."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def _acceptance(by: str) -> tuple[Query, ...]:
 SPECULATION = Dashboard(
     "speculation",
     "Galley: speculation",
-    "Whether drafts are right, whether they pay, and what is wasted.",
+    "Acceptance, speed-up and wasted work.",
     (
         Row(
-            "Does it pay?",
+            "Speed-up",
             (
                 Panel(
                     "Live speed-up by workload",
-                    "Plain decoding's estimated time over the real one; 1 is plain decoding's own speed.",
+                    "Estimated plain decoding time over measured time; below 1, speculation slows decoding.",
                     (
                         Query(
                             ratio(rate(of.PLAIN_TIME, "workload"), rate(of.DECODE_TIME, "workload")),
@@ -32,47 +32,47 @@ SPECULATION = Dashboard(
                     runbook="GalleySpeculationNotPaying",
                 ),
                 Panel(
-                    "Tokens a round",
-                    "That a verdict confirms, in the mean: 1 without drafts.",
+                    "Tokens per round",
+                    "Mean number of confirmed tokens; 1 without draft tokens.",
                     (Query(ratio(rate(of.CONFIRMED_TOKENS), rate(of.ROUNDS)), "confirmed"),),
                 ),
                 Panel(
                     "Output tokens by origin",
-                    "A second: guessed by a draft, or the target's own.",
+                    "Tokens per second, by who proposed them.",
                     (Query(rate(of.CONFIRMED_TOKENS, "origin"), "{{origin}}"),),
                     stacked=True,
                 ),
             ),
         ),
         Row(
-            "Are drafts right?",
+            "Acceptance",
             (
                 Panel(
-                    "Acceptance by workload",
-                    "Of the verified draft tokens.",
+                    "Acceptance rate by workload",
+                    "Accepted draft tokens divided by verified ones.",
                     _acceptance("workload"),
                     "percentunit",
-                    most=1,
+                    max_value=1,
                     runbook="GalleyAcceptanceCollapse",
                 ),
                 Panel(
-                    "Acceptance by strategy",
-                    "Of the verified draft tokens.",
+                    "Acceptance rate by strategy",
+                    "Accepted draft tokens divided by verified ones.",
                     _acceptance("strategy"),
                     "percentunit",
-                    most=1,
+                    max_value=1,
                     runbook="GalleyAcceptanceCollapse",
                 ),
                 Panel(
-                    "Acceptance by model",
-                    "Of the verified draft tokens, by served model.",
+                    "Acceptance rate by model",
+                    "Accepted draft tokens divided by verified ones, by served model.",
                     _acceptance("model"),
                     "percentunit",
-                    most=1,
+                    max_value=1,
                 ),
                 Panel(
-                    "Acceptance by position",
-                    "Of the draft tokens that were verified at each position of a round.",
+                    "Acceptance rate by position",
+                    "Accepted draft tokens divided by verified ones, at each position of a round.",
                     (
                         Query(
                             ratio(rate(of.ACCEPTED_AT, "position"), rate(of.VERIFIED_AT, "position")),
@@ -81,11 +81,11 @@ SPECULATION = Dashboard(
                     ),
                     "percentunit",
                     width=12,
-                    most=1,
+                    max_value=1,
                 ),
                 Panel(
                     "Draft tokens",
-                    "A second: sent to targets, verified there, and right.",
+                    "Tokens per second that were sent to targets, verified, and accepted.",
                     (
                         Query(rate(of.DRAFTED_TOKENS), "drafted"),
                         Query(rate(of.VERIFIED_TOKENS), "verified"),
@@ -96,29 +96,29 @@ SPECULATION = Dashboard(
             ),
         ),
         Row(
-            "How much is drafted, and when",
+            "Drafting",
             (
                 Panel(
-                    "Tokens asked for",
-                    "k of a round, in the mean, by workload.",
+                    "Requested draft tokens",
+                    "Mean k of a round, by workload.",
                     (Query(mean(of.K, "workload"), "{{workload}}"),),
                 ),
                 Panel(
                     "Rounds by strategy",
-                    "A second.",
+                    "Rounds per second.",
                     (Query(rate(of.ROUNDS, "strategy"), "{{strategy}}"),),
                     stacked=True,
                 ),
                 Panel(
                     "Overlap hits",
-                    "Of the rounds that wanted draft tokens, those that found them ready.",
+                    "Share of rounds with drafting whose draft tokens were ready at the start.",
                     (Query(ratio(rate(of.OVERLAPS, where='result="hit"'), rate(of.OVERLAPS)), "hits"),),
                     "percentunit",
-                    most=1,
+                    max_value=1,
                 ),
                 Panel(
-                    "Waiting for drafts",
-                    "How long verification stood idle in a round, waiting for a draft.",
+                    "Draft wait",
+                    "Time in a round during which verification waited for a draft.",
                     (
                         Query(mean(of.DRAFT_WAIT), "mean"),
                         Query(quantile(0.95, of.DRAFT_WAIT), "p95"),
@@ -126,14 +126,14 @@ SPECULATION = Dashboard(
                     "s",
                 ),
                 Panel(
-                    "Draft tokens wasted",
-                    "A second: refused, never verified, or drafted for a proposal that was given up.",
+                    "Wasted draft tokens",
+                    "Tokens per second that were rejected, never verified, or of a cancelled proposal.",
                     (Query(rate(of.WASTED_DRAFT_TOKENS, "reason"), "{{reason}}"),),
                     stacked=True,
                 ),
                 Panel(
-                    "Verification wasted",
-                    "Rows a second that targets computed and that confirmed nothing.",
+                    "Wasted verification",
+                    "Rows per second that targets computed without confirming a token.",
                     (Query(rate(of.WASTED_VERIFY_TOKENS), "rows"),),
                 ),
             ),
@@ -143,31 +143,31 @@ SPECULATION = Dashboard(
             (
                 Panel(
                     "Proposals",
-                    "A second, by what became of them.",
+                    "Proposals per second, by outcome.",
                     (Query(rate(of.DRAFT_PROPOSALS, "outcome"), "{{outcome}}"),),
                     stacked=True,
                 ),
                 Panel(
                     "Queue age",
-                    "How long proposals waited for their first step.",
+                    "Time from the arrival of a proposal request to its first step.",
                     quantiles(of.DRAFT_QUEUE_AGE),
                     "s",
                     runbook="GalleyDraftPoolDown",
                 ),
                 Panel(
                     "Queue depth",
-                    "Proposals that are not answered yet, by draft.",
+                    "Unanswered proposal requests, by draft.",
                     (Query(gauge(of.DRAFT_QUEUE_DEPTH, "instance"), "{{instance}}"),),
                 ),
                 Panel(
-                    "Sessions a step",
-                    "In the mean, by draft.",
+                    "Sessions per step",
+                    "Mean number, by draft.",
                     (Query(mean(of.DRAFT_BATCH_SESSIONS, "instance"), "{{instance}}"),),
                     width=12,
                 ),
                 Panel(
                     "Step duration",
-                    "Of the sessions that came, or a further token for all.",
+                    "Duration of one forward pass of a draft.",
                     quantiles(of.DRAFT_STEP_DURATION),
                     "s",
                     width=12,

@@ -1,4 +1,4 @@
-"""What targets compute, for whom, and with how much room."""
+"""Steps, queues and KV caches of targets."""
 
 from __future__ import annotations
 
@@ -12,33 +12,31 @@ _ALL_ROWS = f'sum(rate({of.BATCH_ROWS.prometheus}_sum{{namespace=~"$namespace"}}
 TARGET_ENGINE = Dashboard(
     "target-engine",
     "Galley: target engine",
-    "What targets compute, for whom, and with how much room.",
+    "Steps, queues and KV caches of targets.",
     (
         Row(
-            "Passes",
+            "Steps",
             (
+                Panel("Step duration", "One forward pass over a batch.", quantiles(of.BATCH_DURATION), "s"),
                 Panel(
-                    "Pass duration", "Of one pass over all its sessions.", quantiles(of.BATCH_DURATION), "s"
-                ),
-                Panel(
-                    "Passes by duration",
-                    "How many took how long.",
+                    "Steps by duration",
+                    "Number of steps in each bucket of duration.",
                     (Query(heatmap(of.BATCH_DURATION), "{{le}}"),),
                     kind="heatmap",
                 ),
                 Panel(
-                    "Sessions a pass",
-                    "In the mean, by target.",
+                    "Sessions per step",
+                    "Mean number, by target.",
                     (Query(mean(of.BATCH_SESSIONS, "instance"), "{{instance}}"),),
                 ),
                 Panel(
-                    "Rows and tokens a pass",
-                    "Rows that a pass feeds, and tokens that it confirms, in the mean.",
+                    "Rows and tokens per step",
+                    "Mean number of computed rows and of confirmed tokens.",
                     (Query(mean(of.BATCH_ROWS), "rows"), Query(mean(of.BATCH_TOKENS), "tokens")),
                 ),
                 Panel(
                     "Rows by kind",
-                    "A second: of prompts, of draft tokens, and of sessions that decode.",
+                    "Rows per second of prompts, of draft tokens, and of decoding sessions.",
                     (
                         Query(rate(of.BATCH_PREFILL_ROWS), "prompts"),
                         Query(rate(of.BATCH_DRAFT_ROWS), "drafts"),
@@ -50,11 +48,11 @@ TARGET_ENGINE = Dashboard(
                     stacked=True,
                 ),
                 Panel(
-                    "Lingering",
-                    "Share of the time that passes were put off, for a draft that was due.",
+                    "Linger time",
+                    "Share of time for which steps waited for draft tokens that were due.",
                     (Query(rate(of.LINGER, "instance"), "{{instance}}"),),
                     "percentunit",
-                    most=1,
+                    max_value=1,
                 ),
             ),
         ),
@@ -63,7 +61,7 @@ TARGET_ENGINE = Dashboard(
             (
                 Panel(
                     "Queue age",
-                    "How long items waited for the pass that fed their first row.",
+                    "Time from the arrival of a request to its first step.",
                     quantiles(of.QUEUE_AGE),
                     "s",
                     width=12,
@@ -71,7 +69,7 @@ TARGET_ENGINE = Dashboard(
                 ),
                 Panel(
                     "Queue depth",
-                    "Items that stand at each target.",
+                    "Open requests, by target.",
                     (Query(gauge(of.QUEUE_DEPTH, "instance"), "{{instance}}"),),
                     width=12,
                     runbook="GalleyQueueAgeHigh",
@@ -83,38 +81,38 @@ TARGET_ENGINE = Dashboard(
             (
                 Panel(
                     "KV blocks",
-                    "Used by live sessions, cached for whoever brings the same tokens, or free.",
+                    "Blocks used by open sessions, cached, or free.",
                     (Query(gauge(of.KV_BLOCKS, "state"), "{{state}}"),),
                     stacked=True,
                     runbook="GalleyTargetOutOfBlocks",
                 ),
                 Panel(
                     "Prefix cache hits",
-                    "Of the tokens that sessions brought without KV of their own, those whose KV was cached.",
+                    "Share of tokens without KV of their session whose KV was cached.",
                     (Query(ratio(rate(of.KV_REUSED_TOKENS), rate(of.KV_PROMPT_TOKENS)), "hits"),),
                     "percentunit",
-                    most=1,
+                    max_value=1,
                 ),
                 Panel(
                     "Evictions",
-                    "Cached blocks a second whose content went to make room.",
+                    "Cached blocks per second that were evicted.",
                     (Query(rate(of.EVICTIONS, "instance"), "{{instance}}"),),
                 ),
                 Panel(
                     "Preemptions",
-                    "Sessions a second that had to stop in mid-item: for older ones, or for want of blocks.",
+                    "Sessions per second whose request was stopped to free KV blocks.",
                     (Query(rate(of.PREEMPTIONS, "instance"), "{{instance}}"),),
                     runbook="GalleyTargetOutOfBlocks",
                 ),
                 Panel(
                     "Out of blocks",
-                    "Items a second that were put off, refused or preempted for want of blocks.",
+                    "Requests per second delayed, rejected or preempted because no KV block was free.",
                     (Query(rate(of.OUT_OF_BLOCKS, "instance"), "{{instance}}"),),
                     runbook="GalleyTargetOutOfBlocks",
                 ),
                 Panel(
                     "Cache misses",
-                    "Items a second that built on a prefix which was not held.",
+                    "Requests per second whose prefix was not cached.",
                     (Query(rate(of.KV_MISSES, "instance"), "{{instance}}"),),
                 ),
             ),
