@@ -11,7 +11,7 @@ from pydantic import Field
 
 from bench.loops.store import InstantStore, TimedStore
 from galley.common.config.settings import settings_config
-from galley.common.server.server import Parts, main_of
+from galley.common.server.server import Parts, run_main
 from services.gateway.service import GatewayService, OpenedStore, build, interceptors, open_redis
 from services.gateway.settings import GatewaySettings
 
@@ -38,7 +38,7 @@ def build_measured(
 
 
 if __name__ == "__main__":
-    main_of(
+    run_main(
         MeasuredSettings,
         "gateway",
         "A gateway whose store is measured.",

@@ -114,7 +114,7 @@ async def stop_services(stack: Stack) -> float:
 
 def tasks_left(log: Path) -> int | None:
     """Return the number of tasks that a service logged at its end; None if it logged none."""
-    said = [line["tasks"] for line in _lines(log) if line.get("event") == "stopped"]
+    said = [line["tasks"] for line in _lines(log) if line.get("event") == "server stopped"]
     return int(said[-1]) if said else None
 
 

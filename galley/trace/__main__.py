@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from galley.common.server.server import main_of
+from galley.common.server.server import run_main
 from galley.trace.collector import CollectorSettings, build
 
 _DESCRIPTION = "A small OTLP collector: takes spans by gRPC and appends them to a file, as JSON lines."
@@ -14,7 +14,7 @@ def main() -> None:
     """Serve until told to stop."""
     # It would trace the calls that bring traces.
     os.environ["OTEL_SDK_DISABLED"] = "true"
-    main_of(CollectorSettings, "tracing", _DESCRIPTION, build)
+    run_main(CollectorSettings, "tracing", _DESCRIPTION, build)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL
 from galley.common.registry.registration import registered
 from galley.common.server.process import in_passing_thread
-from galley.common.server.server import Parts, Service, main_of
+from galley.common.server.server import Parts, Service, run_main
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.loading import load_drafter
 from services.draft.servicer import DraftService
@@ -38,7 +38,6 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
             loaded.drafter,
             loaded.info,
             parts.telemetry.scope(__name__),
-            max_waiting=settings.max_waiting,
             metrics=parts.metrics,
         )
         rpc.add_DraftServicer_to_server(service, server)
@@ -50,7 +49,7 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
 
 def main() -> None:
     """Serve until told to stop."""
-    main_of(DraftSettings, "draft", _DESCRIPTION, build)
+    run_main(DraftSettings, "draft", _DESCRIPTION, build)
 
 
 if __name__ == "__main__":

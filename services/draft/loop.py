@@ -22,6 +22,7 @@ from services.draft.drafter import Drafter, Proposed, ProposeJob, ProposeOutcome
 from services.draft.metrics import CountingDraftMeter, DraftMeter
 from services.draft.spans import BatchSpans
 
+MAX_WAITING = 1024
 _RETRY_AFTER_S = 0.5
 
 

@@ -18,7 +18,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo, answer_of, read_item
-from services.draft.loop import DraftLoop
+from services.draft.loop import MAX_WAITING, DraftLoop
 from services.draft.spans import ProposeSpan
 
 
@@ -33,7 +33,7 @@ class DraftService(rpc.DraftServicer):
         info: DraftInfo,
         spans: SpanScope | None,
         *,
-        max_waiting: int,
+        max_waiting: int = MAX_WAITING,
         metrics: Registry | None = None,
     ) -> None:
         self._info = info

@@ -1,4 +1,4 @@
-"""How a draft is configured: flags and GALLEY_DRAFT_* environment."""
+"""Define the settings of a draft replica: flags, or GALLEY_DRAFT_* in the environment."""
 
 from __future__ import annotations
 
@@ -13,48 +13,49 @@ from galley.common.registry.settings import ReplicaSettings
 
 
 class DraftSettings(ReplicaSettings):
-    """What the draft process can be told."""
+    """Settings of a draft replica."""
 
     model_config = settings_config("GALLEY_DRAFT_")
 
     model: str | None = Field(
         default=None,
         min_length=1,
-        description="Hub id, or directory or GGUF file of a model with the target's tokenizer; "
-        "without one the strategies `model` and `hybrid` are not offered.",
+        description="Draft model with the target's tokenizer: a hub id, a directory or a GGUF file. Without "
+        "one, the strategies `model` and `hybrid` are not offered.",
     )
     target_model: str = Field(
         default=DEFAULT_MODEL,
         min_length=1,
-        description="Hub id, directory or GGUF file of the target: whose embeddings a trained draft takes.",
+        description="Target model whose embeddings a trained draft uses: hub id, directory or GGUF file.",
     )
     tokenizer: Path | None = Field(
-        default=None, description="Directory of the target's tokenizer.json, where no model is given."
+        default=None, description="Directory of the target's tokenizer.json, for a draft without --model."
     )
     default_strategy: Literal["ngram", "model", "hybrid", "oracle", "none"] = Field(
-        default="ngram", description="Strategy of items that name none."
+        default="ngram", description="Strategy of requests that name none."
     )
     oracle_answers: Path | None = Field(
-        default=None, description='File of known sessions, a JSON object {"tokens": [...]} a line; for tests.'
+        default=None,
+        description='For tests: file of known sessions, one object {"tokens": [...]} a line.',
     )
-    oracle_spoil: float = Field(default=0.0, ge=0, le=1, description="Chance that the oracle spoils a token.")
+    oracle_spoil: float = Field(default=0.0, ge=0, le=1, description="For tests: chance of a wrong token.")
     max_draft_tokens: int = Field(
-        default=64, ge=1, le=256, description="Most tokens that an item may ask for."
+        default=64, ge=1, le=256, description="Largest number of draft tokens in a proposal."
     )
     max_batch: int = Field(
         default=64,
         ge=1,
-        description="Sessions that one step of a model drafts for; of more, the oldest items go first.",
+        description="Sessions in one step of the model. If more wait, the oldest requests go first.",
     )
     max_sessions: int = Field(
-        default=256, ge=1, le=65536, description="Sessions whose tokens and KV are kept."
+        default=256, ge=1, le=65536, description="Sessions whose tokens and KV are cached."
     )
-    max_kv_tokens: int = Field(default=65536, ge=1, description="Tokens kept over all sessions.")
+    max_kv_tokens: int = Field(default=65536, ge=1, description="Cached tokens of all sessions together.")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.default_strategy in ("model", "hybrid") and self.model is None:
-            raise ValueError(f"--default-strategy {self.default_strategy} needs --model")
+            raise ValueError(f"--default-strategy: {self.default_strategy} requires --model")
         if self.default_strategy == "oracle" and self.oracle_answers is None:
-            raise ValueError("--default-strategy oracle needs --oracle-answers")
+            raise ValueError("--default-strategy: oracle requires --oracle-answers")
         return self

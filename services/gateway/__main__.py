@@ -7,12 +7,12 @@ from galley.common.server.sigterm import heed_sigterm
 if __name__ == "__main__":
     heed_sigterm()
 
-from galley.common.server.server import main_of
+from galley.common.server.server import run_main
 from services.gateway.service import build, interceptors
 from services.gateway.settings import GatewaySettings
 
 if __name__ == "__main__":
-    main_of(
+    run_main(
         GatewaySettings,
         "gateway",
         "Runs rounds of draft and target, and streams confirmed tokens.",

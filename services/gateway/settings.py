@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, SecretStr, model_validator
 
 from galley.common.config.defaults import DEFAULT_MODEL
-from galley.common.config.limits import connection_age, connection_idle
+from galley.common.config.limits import ServerLimits
 from galley.common.config.settings import settings_config
 from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
 from galley.core.store import FINISHED_TTL_S, SESSION_TTL_S
@@ -15,6 +16,7 @@ from services.gateway.auth.settings import JWT_LEEWAY_S, TokenSettings
 
 MAX_DRAFT_TOKENS = 64
 """The largest number of draft tokens in a round; targets and drafts have limits of their own."""
+_CONNECTION_IDLE_S = 900.0
 NO_DRAFT = "none"
 """In place of a draft's address: there is none."""
 
@@ -123,9 +125,20 @@ class GatewaySettings(TokenSettings):
         "By environment or by file.",
     )
     id_secret_file: str = Field("", description="File that holds it instead.")
-    # So that clients find gateways that were added, and nobody keeps what they do not use.
-    max_connection_age_s: float = connection_age(600.0)
-    max_connection_idle_s: float = connection_idle(900.0)
+    max_connection_age_s: float = Field(
+        600.0,
+        ge=0,
+        description="Age at which a connection takes no more calls, in seconds, so that clients find new "
+        "gateways. Open streams continue. 0 sets no limit.",
+    )
+
+    def server_limits(self) -> ServerLimits:
+        """Return the limits of this server; connections without calls close after 15 minutes."""
+        return replace(
+            super().server_limits(),
+            max_connection_age_s=self.max_connection_age_s,
+            max_connection_idle_s=_CONNECTION_IDLE_S,
+        )
 
     @model_validator(mode="after")
     def _peer_tls_is_whole(self) -> Self:

@@ -15,7 +15,7 @@ import grpc
 from galley.common.config.settings import parse_settings
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.server.process import in_passing_thread
-from galley.common.server.server import Parts, Service, main_of
+from galley.common.server.server import Parts, Service, run_main
 from services.target.loading import load_engine
 from services.target.ranks.hosts import run_host
 from services.target.ranks.ranks import start_ranked_target
@@ -43,11 +43,11 @@ def build(settings: TargetSettings) -> Callable[[grpc.aio.Server, Parts], Awaita
 
 def main() -> None:
     """Serve until stopped; a host other than 0 runs its ranks until rank 0 stops them."""
-    settings = parse_settings(TargetSettings, sys.argv[1:], "python -m services.target", _DESCRIPTION)
+    settings = parse_settings(TargetSettings, sys.argv[1:], "galley target", _DESCRIPTION)
     if settings.host_index > 0:
         run_host(settings)
         return
-    main_of(TargetSettings, "target", _DESCRIPTION, build)
+    run_main(TargetSettings, "target", _DESCRIPTION, build)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,6 @@ def limits_of(settings: TargetSettings) -> Limits:
     """Return what a replica with these settings accepts."""
     return Limits(
         max_draft_tokens=settings.max_draft_tokens,
-        max_waiting=settings.max_waiting,
         max_sessions=settings.max_sessions,
         max_rows=settings.max_rows,
         max_linger_ms=_MAX_LINGER_MS,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from galley.common.config.limits import ServerLimits
 from galley.common.server.server import start_server
 from tests.attack.floods import CLIENT_HELLO, KEY
 from tests.attack.held import idle_connections, idle_streams
@@ -39,8 +40,10 @@ async def test_a_connection_that_does_not_begin_is_closed_however_slowly_it_goes
     """Byte by byte, too: it is the whole of the beginning that has its time."""
     authority = Authority(tmp_path, "authority")
     files = mounted(tmp_path / "files", authority.ca, authority.issue("server"))
-    given = service.settings(handshake_timeout_s=0.3, **(tls_settings(files, mutual=True) if tls else {}))
-    running = await start_server(given, service.building(service.EchoService()))
+    given = service.settings(**(tls_settings(files, mutual=True) if tls else {}))
+    running = await start_server(
+        given, service.building(service.EchoService()), limits=ServerLimits(handshake_timeout_s=0.3)
+    )
     begun = CLIENT_HELLO if tls else PREFACE + settings()
     try:
         async with AsyncExitStack() as opened:

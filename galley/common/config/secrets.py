@@ -1,6 +1,6 @@
-"""Secrets as settings: by environment or from a file, never on a command line, which everybody can read.
+"""Read secret settings from the environment or from files, never from a command line.
 
-A secret setting `x` has a neighbour `x_file`: the path of a file that holds it, such as a mounted Secret.
+A secret setting `x` has a second setting `x_file`, the path of a file that holds it, as a mounted Secret.
 """
 
 from __future__ import annotations
@@ -18,51 +18,53 @@ from galley.common.secret_file import read_secret
 _FILE = "_file"
 
 
-def with_secrets_read(cls: type[BaseSettings], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given to settings of `cls`, with the secrets that are in files.
+def load_secret_files(cls: type[BaseSettings], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values given to settings of `cls`, with the secrets that are in files.
 
-    Raises ValueError, naming the flag and never a secret, where a file cannot be read or a secret is given
+    Raises ValueError, which names the flag and never a secret, if a file cannot be read or a secret is given
     both ways.
     """
-    told = dict(given)
+    values = dict(given)
     prefix = str(cls.model_config.get("env_prefix", ""))
-    for secret in _secrets(cls):
+    for secret in _secret_names(cls):
         name = secret + _FILE
-        if not told.get(name):
+        if not values.get(name):
             continue
-        if _text(told.get(secret, "")):
-            raise ValueError(f"{named(name, prefix)}: {named(secret, prefix)} is given too; one is enough")
+        if _text(values.get(secret, "")):
+            raise ValueError(
+                f"{setting_label(name, prefix)}: must not be given with {setting_label(secret, prefix)}"
+            )
         try:
-            told[secret] = read_secret(Path(str(told[name])))
+            values[secret] = read_secret(Path(str(values[name])))
         except ValueError as error:
-            raise ValueError(f"{named(name, prefix)}: {error}") from None
-    return told
+            raise ValueError(f"{setting_label(name, prefix)}: {error}") from None
+    return values
 
 
-def shown_secrets(settings: BaseSettings, argv: Sequence[str]) -> list[str]:
-    """The flags of `argv` that hold a secret."""
-    flags = [_flag(name) for name in _secrets(type(settings))]
-    return [flag for flag in flags if any(is_secret(text) for text in _given(flag, argv))]
+def secrets_in_argv(settings: BaseSettings, argv: Sequence[str]) -> list[str]:
+    """Return the flags of `argv` that hold a secret."""
+    flags = [_flag(name) for name in _secret_names(type(settings))]
+    return [flag for flag in flags if any(is_secret(text) for text in _values_of(flag, argv))]
 
 
-def _secrets(cls: type[BaseSettings]) -> list[str]:
+def _secret_names(cls: type[BaseSettings]) -> list[str]:
     return [name for name, field in cls.model_fields.items() if field.annotation is SecretStr]
 
 
-def _given(flag: str, argv: Sequence[str]) -> Iterator[str]:
+def _values_of(flag: str, argv: Sequence[str]) -> Iterator[str]:
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
         name, attached, text = word.partition("=")
         if name == flag:
             yield text if attached else following
 
 
-def named(name: str, env_prefix: str) -> str:
-    """A setting as its user knows it."""
+def setting_label(name: str, env_prefix: str) -> str:
+    """Return a setting as its user knows it: flag and environment variable."""
     return f"{_flag(name)} (or {f'{env_prefix}{name}'.upper()})"
 
 
 def is_secret(text: str) -> bool:
-    """Of a URL, only one with a password."""
+    """Return True unless `text` is empty, or a URL without a password."""
     if "://" not in text:
         return bool(text)
     try:

@@ -1,4 +1,4 @@
-"""Configuration of a service: one frozen value, from flags and environment, validated loudly at the edge."""
+"""Read the configuration of a service from flags and environment into one frozen, validated value."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
 
-from galley.common.config.limits import ServerLimits
-from galley.common.config.secrets import named, shown_secrets, with_secrets_read
+from galley.common.config.limits import MIB, ServerLimits
+from galley.common.config.secrets import load_secret_files, secrets_in_argv, setting_label
 
 S = TypeVar("S", bound=BaseSettings)
 
 
 def settings_config(env_prefix: str) -> SettingsConfigDict:
-    """The settings of Settings: subclasses set `model_config = settings_config("GALLEY_TARGET_")`."""
+    """Return the `model_config` of a settings class, such as `settings_config("GALLEY_TARGET_")`."""
     return SettingsConfigDict(
         frozen=True,
         extra="forbid",
@@ -31,83 +32,116 @@ def settings_config(env_prefix: str) -> SettingsConfigDict:
     )
 
 
-class ServiceSettings(ServerLimits):
-    """What every server process can be told."""
+class ServiceSettings(BaseSettings):
+    """Settings of every server process."""
 
     model_config = settings_config("GALLEY_")
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
-    port: int = Field(default=0, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
+    port: int = Field(default=0, ge=0, le=65535, description="Port to listen on. 0 lets the system choose.")
     metrics_port: int = Field(
         default=-1,
         ge=-1,
         le=65535,
-        description="Port on which Prometheus fetches /metrics; 0 lets the system choose, -1 is none.",
-    )
-    tls_cert_file: str = Field(
-        default="", description="PEM of the certificate to serve with, its chain after it; empty: no TLS."
-    )
-    tls_key_file: str = Field(default="", description="PEM of its key.")
-    tls_client_ca_file: str = Field(
-        default="",
-        description="PEM of the authorities of which every client must show a certificate; empty: of none.",
+        description="Port of /metrics for Prometheus. 0 lets the system choose, -1 serves no metrics.",
     )
     health_port: int = Field(
         default=-1,
         ge=-1,
         le=65535,
-        description="Port that tells health alone, without TLS; 0 lets the system choose, -1 is none.",
+        description="Second port that serves only health, without TLS. 0 lets the system choose, -1 opens "
+        "none.",
+    )
+    max_message_bytes: int = Field(
+        default=4 * MIB, ge=1024, le=64 * MIB, description="Largest accepted request message, in bytes."
+    )
+    reflection: bool = Field(default=True, description="Serve gRPC reflection.")
+    tls_cert_file: str = Field(
+        default="",
+        description="PEM file of the server certificate, followed by its chain. Empty serves without TLS.",
+    )
+    tls_key_file: str = Field(default="", description="PEM file of the key of --tls-cert-file.")
+    tls_client_ca_file: str = Field(
+        default="",
+        description="PEM file of the authorities of client certificates. Empty accepts clients without one.",
     )
     ready_fd: int | None = Field(
-        default=None, ge=0, description="File descriptor that is told, in JSON lines, how the start goes."
+        default=None,
+        ge=0,
+        description="File descriptor to which the start is reported, as JSON lines.",
     )
     die_with_parent: bool = Field(
-        default=False, description="End when the process that started this one ends."
+        default=False, description="Stop when the process that started this one ends."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least level logged."
+        default="info", description="Lowest level that is logged."
     )
     log_format: Literal["json", "console"] = Field(
-        default="json", description="One JSON object a line, or for people."
+        default="json", description="Log format: one JSON object a line, or text for people."
     )
     drain_timeout_s: float = Field(
         default=25.0,
         ge=0,
         le=3600,
-        description="Longest time for work under way to finish after SIGTERM, in seconds.",
+        description="Time for running work to finish after SIGTERM, in seconds.",
     )
+
+    def server_limits(self) -> ServerLimits:
+        """Return the limits of the server that has these settings."""
+        return ServerLimits(max_message_bytes=self.max_message_bytes)
 
     @model_validator(mode="before")
     @classmethod
     def _read_secrets(cls, given: Any) -> Any:
-        return with_secrets_read(cls, given)
+        return load_secret_files(cls, given)
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
-            raise ValueError("--tls-cert-file and --tls-key-file go together")
+            raise ValueError("--tls-cert-file, --tls-key-file: must be given together")
         if self.tls_client_ca_file and not self.tls_cert_file:
-            raise ValueError("--tls-client-ca-file needs --tls-cert-file and --tls-key-file")
+            raise ValueError("--tls-client-ca-file: requires --tls-cert-file and --tls-key-file")
         return self
 
 
+class _FlagSource(CliSettingsSource[Any]):
+    """Read flags, with a help text that ends in "Default: …"."""
+
+    def _help_format(self, _name: str, field: FieldInfo, *_: Any) -> str:
+        """Return the description of a field, and its default unless that is empty."""
+        text = field.description or ""
+        default = field.get_default(call_default_factory=True)
+        shown = default.get_secret_value() if isinstance(default, SecretStr) else default
+        if isinstance(shown, bool):
+            shown = str(shown).lower()
+        if shown not in ("", None):
+            text += f" Default: {shown}."
+        return text.replace("%", "%%")
+
+
 def parse_settings(cls: type[S], argv: Sequence[str], prog: str, description: str) -> S:
-    """Read `cls` from flags, then environment, then defaults; exits 2 with a message if a value is wrong."""
+    """Return the settings from flags, environment and defaults, in this order of precedence.
+
+    Exits 2 with a message if a value is wrong, or if a flag holds a secret.
+    """
 
     class Parsed(cls):  # type: ignore[valid-type,misc]  # a settings class is read by subclassing it
         model_config = SettingsConfigDict(cli_prog_name=prog)
 
     Parsed.__doc__ = description
-    source: Any = CliSettingsSource(Parsed, add_argument_method=_add_long_flag)
+    source: Any = _FlagSource(Parsed, add_argument_method=_add_long_flag)
     try:
         parsed = CliApp.run(Parsed, cli_args=list(argv), cli_settings_source=source)
     except ValidationError as error:
         for problem in error.errors():
-            _say(prog, _explain(problem, _prefix_of(cls)))
+            _print_error(prog, _describe(problem, _env_prefix(cls)))
         raise SystemExit(2) from None
-    for flag in shown_secrets(parsed, argv):
-        told = "holds a secret, and everybody can read a command line: give it by environment or by file"
-        _say(prog, f"{flag}: {told}")
+    for flag in secrets_in_argv(parsed, argv):
+        _print_error(
+            prog,
+            f"{flag}: must not hold a secret, as every user can read command lines; "
+            "use the environment or a file",
+        )
         raise SystemExit(2)
     return cls.model_construct(**{name: getattr(parsed, name) for name in cls.model_fields})
 
@@ -118,26 +152,21 @@ def _add_long_flag(parser: Any, *flags: str, **options: Any) -> Any:
     return parser.add_argument(*long, **options)
 
 
-def refuse(cls: type[BaseSettings], prog: str, setting: str, problem: str) -> NoReturn:
-    """Exit 2 with a message, as where a value is wrong: what it names turned out to be of no use."""
-    _say(prog, _of(setting, problem, _prefix_of(cls)))
+def exit_with_bad_setting(cls: type[BaseSettings], prog: str, setting: str, problem: str) -> NoReturn:
+    """Exit 2 with a message because what the setting names cannot be used."""
+    _print_error(prog, f"{setting_label(setting, _env_prefix(cls))}: {problem}")
     raise SystemExit(2)
 
 
-def _say(prog: str, problem: str) -> None:
+def _print_error(prog: str, problem: str) -> None:
     print(f"{prog}: error: {problem}", file=sys.stderr)  # noqa: T201  # before logs
 
 
-def _prefix_of(cls: type[BaseSettings]) -> str:
+def _env_prefix(cls: type[BaseSettings]) -> str:
     return str(cls.model_config.get("env_prefix", ""))
 
 
-def _explain(problem: ErrorDetails, env_prefix: str) -> str:
+def _describe(problem: ErrorDetails, env_prefix: str) -> str:
     name = ".".join(str(part) for part in problem["loc"])
-    if not name:
-        return problem["msg"].removeprefix("Value error, ")
-    return _of(name, problem["msg"], env_prefix)
-
-
-def _of(name: str, problem: str, env_prefix: str) -> str:
-    return f"{named(name, env_prefix)}: {problem}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{setting_label(name, env_prefix)}: {message}" if name else message

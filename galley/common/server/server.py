@@ -1,7 +1,7 @@
-"""Starting, serving and stopping a gRPC server: health, reflection, limits, signals, in one way for all.
+"""Start, serve and stop a gRPC server with health, reflection, limits and signals.
 
-The order of a start: bind the port (so that a taken port is known at once), build the service (which may
-load a model), serve, tell that it is ready. The order of a stop: NOT_SERVING, drain, stop, close.
+A start binds the port (so that a port in use fails at once), builds the service (which may load a model),
+serves, and reports that it is ready. A stop sets NOT_SERVING, drains, and closes server and service.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from galley.common.config.settings import ServiceSettings, parse_settings, refuse
+from galley.common.config.limits import ServerLimits
+from galley.common.config.settings import ServiceSettings, exit_with_bad_setting, parse_settings
 from galley.common.logs import get_logger, start_logging
 from galley.common.metrics.certificates import observe_served
 from galley.common.metrics.metering import Metering, start_metering
@@ -37,51 +38,47 @@ from galley.core.errors import GalleyError
 
 _LOG = get_logger(__name__)
 
-# For what is still open when a service says that it has drained, such as health watches.
+# For calls that are open after the drain, such as health watches.
 _STOP_GRACE_S = 0.5
 
 
 class Service(Protocol):
-    """What a server serves."""
+    """The gRPC services of one server, and how they end."""
 
     @property
     def grpc_services(self) -> Sequence[str]:
-        """The full names that health and reflection show."""
+        """Return the full names for health and reflection."""
 
     async def drain(self) -> None:
-        """Refuse new work and finish what is under way; may be cancelled when time is up."""
+        """Refuse new work and finish running work; cancelled when the drain timeout passes."""
 
     async def close(self) -> None:
-        """Give everything back; called once, after the server has stopped."""
+        """Release all resources; called once, after the server has stopped."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a service may use while it is built."""
+    """What a service may use while it is built; `metrics` is None where nothing is counted."""
 
     readiness: Readiness = field(default_factory=lambda: Readiness(None))
     telemetry: Telemetry = field(default_factory=Telemetry)
     # host:port that the server is bound to.
     address: str = ""
-    # Where metrics are counted; None: they are not.
     metrics: Registry | None = None
 
 
 Interceptors: TypeAlias = Callable[[Parts], Sequence[grpc.aio.ServerInterceptor]]
-"""A service's own, made before it is built: its address is not known yet."""
+"""Make the interceptors of a service, before it is built and before its address is known."""
 
 
 def no_interceptors(_parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
-    """Of a service that has none."""
+    """Return no interceptors."""
     return ()
 
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that serves at `address` (host:port) until it is stopped.
-
-    `health_address` is where health alone is told; empty: nowhere.
-    """
+    """A server at `address` (host:port); `health_address` is that of its health port, or empty."""
 
     address: str
     service: Service
@@ -92,13 +89,13 @@ class RunningServer:
     _drain_timeout_s: float
 
     async def stop(self) -> None:
-        """Refuse new work, finish what is under way within the drain timeout, and give everything back."""
+        """Refuse new work, finish running work within the drain timeout, and release all resources."""
         await self._health.enter_graceful_shutdown()
         try:
             async with asyncio.timeout(self._drain_timeout_s):
                 await self.service.drain()
         except TimeoutError:
-            _LOG.warning("drain timeout passed; ending what is still under way")
+            _LOG.warning("drain timed out", timeout_s=self._drain_timeout_s)
         await self._server.stop(_STOP_GRACE_S)
         await self._health_port.stop()
         await self.service.close()
@@ -109,13 +106,15 @@ async def start_server(
     build: Callable[[grpc.aio.Server, Parts], Awaitable[Service]],
     parts: Parts | None = None,
     interceptors: Interceptors = no_interceptors,
+    limits: ServerLimits | None = None,
 ) -> RunningServer:
-    """Start serving in the running event loop, without touching the process; raises CannotBind or BadFile.
+    """Start serving in the running event loop, without changing the process. Raises CannotBind or BadFile.
 
-    What `interceptors`, the service's own, raise becomes a status as what it raises itself. They come before
-    a call's one request is read: whom they refuse has sent it for nothing.
+    Errors of `interceptors` become statuses as errors of the service do. They run before the request of a
+    call is read. `limits` replace those of the settings.
     """
     parts = parts or Parts()
+    limits = limits or settings.server_limits()
     files = server_files(settings)
     credentials = server_credentials(files)
     server = grpc.aio.server(
@@ -124,17 +123,17 @@ async def start_server(
             *parts.telemetry.server_interceptors(),
             StatusInterceptor(),
             *interceptors(parts),
-            RequestTimeoutInterceptor(settings.request_timeout_s),
-            DeserializeInterceptor(settings.max_message_bytes),
+            RequestTimeoutInterceptor(limits.request_timeout_s),
+            DeserializeInterceptor(limits.max_message_bytes),
         ],
-        options=server_options(settings),
+        options=server_options(limits),
     )
     address = bind(server, settings.host, settings.port, credentials)
     servicer, health_port = HealthServicer(), HealthPort()
     try:
         await _set_status(servicer, ("",), health_pb2.HealthCheckResponse.NOT_SERVING)
         health_port = await open_health_port(
-            settings.host, settings.health_port, servicer, settings.request_timeout_s
+            settings.host, settings.health_port, servicer, limits.request_timeout_s
         )
         service = await build(server, replace(parts, address=address))
         names = ("", *service.grpc_services)
@@ -169,18 +168,18 @@ async def run_service(
         running = await run_unless(stopped, start_server(settings, build, parts, interceptors))
         if running is None:
             return
-        # What a start leaves behind (modules, a model) lives as long as the process; do not walk it again.
+        # What exists now (modules, a model) lives as long as the process; collections skip it.
         gc.collect()
         gc.freeze()
-        told = _where_else(metering, running)
-        _LOG.info("serving", address=running.address, **told)
-        parts.readiness.ready(running.address, **told)
+        others = _other_addresses(metering, running)
+        _LOG.info("server started", address=running.address, **others)
+        parts.readiness.ready(running.address, **others)
         await stopped.wait()
-        _LOG.info("stopping")
+        _LOG.info("server stopping")
         await running.stop()
         await flush_telemetry(telemetry, metering)
-        # Of a service that has given everything back: none but the transport's own.
-        _LOG.info("stopped", tasks=len(asyncio.all_tasks()) - 1)
+        # Only tasks of the transport should be left.
+        _LOG.info("server stopped", tasks=len(asyncio.all_tasks()) - 1)
     finally:
         parts.readiness.close()
         await flush_telemetry(telemetry, metering)
@@ -189,7 +188,7 @@ async def run_service(
 S = TypeVar("S", bound=ServiceSettings)
 
 
-def main_of(
+def run_main(
     settings_type: type[S],
     name: str,
     description: str,
@@ -197,12 +196,12 @@ def main_of(
     argv: Sequence[str] | None = None,
     interceptors: Callable[[S], Interceptors] = lambda _: no_interceptors,
 ) -> None:
-    """The whole of a service's `__main__`: returns when it has stopped, exits 1 if it cannot start.
+    """Run a service as a process: return when it has stopped.
 
-    And 2 for what it is told: a setting that is wrong, or names a file that is of no use.
+    Exits 2 for a setting that is wrong or names a file that cannot be used, else 1 if it cannot start.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    program = f"python -m services.{name}"
+    program = f"galley {name}"
     settings = parse_settings(settings_type, arguments, program, description)
     if settings.die_with_parent:
         die_with_parent()
@@ -211,16 +210,16 @@ def main_of(
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run_service(settings, name, build(settings), interceptors(settings)))
     except BadFile as error:
-        refuse(settings_type, program, error.setting, error.problem)
+        exit_with_bad_setting(settings_type, program, error.setting, error.problem)
     except (CannotBind, GalleyError, OSError, ValueError) as error:
-        _LOG.error("cannot start", problem=str(error))  # the message says it all
+        _LOG.error("start failed", error=str(error))
         raise SystemExit(1) from None
 
 
-def _where_else(metering: Metering, running: RunningServer) -> dict[str, str]:
-    """What is served apart from the service itself."""
-    served = {"metrics": metering.address, "health": running.health_address}
-    return {what: address for what, address in served.items() if address}
+def _other_addresses(metering: Metering, running: RunningServer) -> dict[str, str]:
+    """Return the addresses beside that of the service."""
+    addresses = {"metrics": metering.address, "health": running.health_address}
+    return {name: address for name, address in addresses.items() if address}
 
 
 async def _set_status(

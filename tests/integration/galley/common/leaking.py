@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from galley.common.config.settings import ServiceSettings
-from galley.common.server.server import Parts, main_of
+from galley.common.server.server import Parts, run_main
 from tests.fakes.echo_service import EchoService, building
 
 
@@ -32,4 +32,4 @@ def build(_: ServiceSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Ec
 
 
 if __name__ == "__main__":
-    main_of(ServiceSettings, "leaking", "for tests", build, argv=())
+    run_main(ServiceSettings, "leaking", "for tests", build, argv=())

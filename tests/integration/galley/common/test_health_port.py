@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from galley.common.config.limits import ServerLimits
 from galley.common.server.health_port import MAX_CONNECTIONS
 from galley.common.server.healthcheck import problem_of
 from galley.common.server.listen import CannotBind
@@ -84,7 +85,9 @@ async def test_it_serves_nothing_else(running: RunningServer) -> None:
 
 async def test_a_question_that_does_not_come_is_not_waited_for() -> None:
     """Its call ends, so that its connection is idle, and closed in its time."""
-    running = await start_server(settings(health_port=0, request_timeout_s=0.2), building(EchoService()))
+    running = await start_server(
+        settings(health_port=0), building(EchoService()), limits=ServerLimits(request_timeout_s=0.2)
+    )
     async with grpc.aio.insecure_channel(running.health_address) as channel:
         silent: Any = channel.stream_unary("/grpc.health.v1.Health/Check")()
         assert await code_of(silent) is grpc.StatusCode.DEADLINE_EXCEEDED

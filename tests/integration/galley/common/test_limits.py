@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from galley.common.config.limits import ServerLimits
 from galley.common.server.health import MAX_OPEN_CALLS
 from galley.common.server.listen import server_options
 from galley.common.server.server import RunningServer, start_server
@@ -52,8 +54,11 @@ class Counting(EchoService):
 
 
 @asynccontextmanager
-async def serving(service: EchoService | None = None, **limits: object) -> AsyncIterator[RunningServer]:
-    running = await start_server(settings(**limits), building(service or EchoService()))
+async def serving(service: EchoService | None = None, **limits: Any) -> AsyncIterator[RunningServer]:
+    given = settings(reflection=limits.pop("reflection", True))
+    running = await start_server(
+        given, building(service or EchoService()), limits=replace(given.server_limits(), **limits)
+    )
     try:
         yield running
     finally:
@@ -79,7 +84,7 @@ def test_every_option_is_one_that_grpc_knows() -> None:
     assert found is not None
     assert found.origin is not None
     library = Path(found.origin).read_bytes()
-    told = server_options(settings(max_connection_age_s=1, max_connection_idle_s=1))
+    told = server_options(ServerLimits(max_connection_age_s=1, max_connection_idle_s=1))
     assert len(told) == 18
     assert [name for name, _ in told if name.encode() + b"\0" not in library] == []
 

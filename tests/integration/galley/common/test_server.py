@@ -211,12 +211,12 @@ async def test_a_process_says_at_its_end_how_many_tasks_outlived_its_service(lef
             events = []
             async for line in process.stderr:
                 events.append(json.loads(line))
-                if events[-1]["event"] == "serving":
+                if events[-1]["event"] == "server started":
                     process.send_signal(signal.SIGTERM)
             await process.wait()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    assert events[-1]["event"] == "stopped"
+    assert events[-1]["event"] == "server stopped"
     assert events[-1]["tasks"] == left

@@ -157,9 +157,9 @@ async def test_a_file_of_no_use_keeps_a_server_from_starting(parties: Parties) -
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"tls_cert_file": "/c"}, "--tls-cert-file and --tls-key-file go together"),
-        ({"tls_key_file": "/k"}, "--tls-cert-file and --tls-key-file go together"),
-        ({"tls_client_ca_file": "/ca"}, "--tls-client-ca-file needs --tls-cert-file"),
+        ({"tls_cert_file": "/c"}, "--tls-cert-file, --tls-key-file: must be given together"),
+        ({"tls_key_file": "/k"}, "--tls-cert-file, --tls-key-file: must be given together"),
+        ({"tls_client_ca_file": "/ca"}, "--tls-client-ca-file: requires --tls-cert-file"),
     ],
 )
 def test_half_of_what_tls_needs_is_refused(given: dict[str, str], problem: str) -> None:

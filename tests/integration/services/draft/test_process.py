@@ -68,9 +68,9 @@ async def test_it_tells_when_it_is_ready_and_stops_when_told(
     assert process.returncode == 0
     events = [json.loads(line) for line in logs.splitlines()]
     assert [event["event"] for event in events if event["level"] == "info"] == [
-        "serving",
-        "stopping",
-        "stopped",
+        "server started",
+        "server stopping",
+        "server stopped",
     ]
     assert all(event["service"] == "galley-draft" for event in events)
 
@@ -80,8 +80,8 @@ async def test_it_tells_when_it_is_ready_and_stops_when_told(
     [
         (["--max-batch", "0"], {}, "--max-batch (or GALLEY_DRAFT_MAX_BATCH): Input should be greater"),
         ([], {"GALLEY_DRAFT_PORT": "99999"}, "--port (or GALLEY_DRAFT_PORT): Input should be less than"),
-        (["--default-strategy", "model"], {}, "--default-strategy model needs --model"),
-        (["--default-strategy", "hybrid"], {}, "--default-strategy hybrid needs --model"),
+        (["--default-strategy", "model"], {}, "--default-strategy: model requires --model"),
+        (["--default-strategy", "hybrid"], {}, "--default-strategy: hybrid requires --model"),
         (["--nonsense"], {}, "unrecognized arguments: --nonsense"),
     ],
 )
@@ -116,5 +116,5 @@ def test_help_is_for_people_and_torch_is_not_needed() -> None:
         timeout=20,
     )
     assert result.returncode == 0, result.stderr
-    for words in ("--max-draft-tokens", "--drain-timeout-s", "(default: ngram)", "Address to listen on."):
+    for words in ("--max-draft-tokens", "--drain-timeout-s", "Default: ngram.", "Address to listen on."):
         assert words in result.stdout

@@ -61,7 +61,7 @@ async def test_a_file_of_no_use_ends_a_process_with_its_flag_and_the_reason(
             await process.wait()
     assert process.returncode == 2
     [line] = errors.decode().splitlines()
-    assert line.startswith(f"python -m services.{role}: error: {told.format(**paths)}")
+    assert line.startswith(f"galley {role}: error: {told.format(**paths)}")
 
 
 async def test_a_process_tells_where_it_tells_its_health(files: Mounted) -> None:

@@ -61,7 +61,8 @@ def test_an_issuer_of_any_name_will_do_where_its_keys_are_told() -> None:
 
 def test_a_gateway_has_its_clients_connect_anew_now_and_then() -> None:
     told = parse()
-    assert (told.max_connection_age_s, told.max_connection_idle_s) == (600.0, 900.0)
+    limits = told.server_limits()
+    assert (limits.max_connection_age_s, limits.max_connection_idle_s) == (600.0, 900.0)
     assert parse("--max-connection-age-s", "0").max_connection_age_s == 0
 
 
