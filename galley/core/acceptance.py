@@ -1,8 +1,7 @@
-"""The one rule of acceptance: accept iff equal.
+"""Accept a draft token iff it equals the target's own token at that position.
 
-The target samples its own token at every position with the noise of that position; the draft's guess is
-accepted where it is that very token. Draft and target share their noise (galley/core/noise.py), so the
-ratio test of Leviathan et al. (arXiv 2211.17192), which needs independent noise, would be biased here.
+The target samples with the noise of the position, which the draft shares (`galley/core/noise.py`). The ratio
+test of Leviathan et al. (arXiv 2211.17192) needs independent noise and would be biased here.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one verification confirmed: `tokens`, of which the first `accepted` are the draft's too."""
+    """The `tokens` that one verification confirmed; the first `accepted` of them are draft tokens."""
 
     tokens: tuple[int, ...]
     accepted: int
 
 
 def accepted_length(draft_tokens: Sequence[int], sampled: Sequence[int]) -> int:
-    """The length of the longest prefix on which the draft guessed what the target sampled."""
-    for i, (guess, token) in enumerate(zip(draft_tokens, sampled, strict=False)):
-        if guess != token:
+    """Return the length of the longest common prefix of the draft's and the target's tokens."""
+    for i, (draft_token, token) in enumerate(zip(draft_tokens, sampled, strict=False)):
+        if draft_token != token:
             return i
     return min(len(draft_tokens), len(sampled))
 
@@ -37,11 +36,11 @@ def confirm(
     output_len: int = 0,
     min_tokens: int = 0,
 ) -> Verdict:
-    """The accepted draft tokens and one of the target's, cut after a stop token and at max_position.
+    """Return the accepted draft tokens and one target token, cut after a stop token and at max_position.
 
-    `sampled[i]` is the target's token for `position + i` given `draft_tokens[:i]`; nothing after the first
-    disagreement is looked at, so it may end there. `output_len` output tokens were confirmed before; a stop
-    token among the first `min_tokens` of the output does not end it.
+    `sampled[i]` is the target's token for `position + i` given `draft_tokens[:i]`; it may end at the first
+    disagreement. `output_len` output tokens were confirmed before. A stop token among the first `min_tokens`
+    output tokens does not end the answer.
     """
     accepted = accepted_length(draft_tokens, sampled)
     room = max(0, max_position - position)
@@ -54,10 +53,10 @@ def confirm(
 
 
 def match_probability(target_probs: Sequence[float], draft_probs: Sequence[float]) -> float:
-    """The chance that draft and target, sharing their Gumbel noise, sample the same token.
+    """Return the chance that draft and target sample the same token when they share their Gumbel noise.
 
-    Sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i) (Daliri et al., arXiv 2408.07978); a
-    token that either of them never samples adds nothing. O(vocabulary squared): for small ones.
+    Sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i) (Daliri et al., arXiv 2408.07978). Tokens that
+    one of them never samples add nothing. Takes O(vocabulary squared): for small vocabularies.
     """
     pairs = list(zip(target_probs, draft_probs, strict=True))
     return sum(
@@ -68,11 +67,11 @@ def match_probability(target_probs: Sequence[float], draft_probs: Sequence[float
 
 
 def total_variation(target_probs: Sequence[float], draft_probs: Sequence[float]) -> float:
-    """Half the summed absolute difference, in [0, 1]."""
+    """Return half the summed absolute difference of two distributions, in [0, 1]."""
     return 0.5 * sum(abs(p - q) for p, q in zip(target_probs, draft_probs, strict=True))
 
 
 def match_probability_bound(target_probs: Sequence[float], draft_probs: Sequence[float]) -> float:
-    """What `match_probability` is at least: (1 - TV) / (1 + TV) (Daliri et al., arXiv 2408.07978)."""
+    """Return a lower bound of `match_probability`: (1 - TV) / (1 + TV) (arXiv 2408.07978)."""
     distance = total_variation(target_probs, draft_probs)
     return (1.0 - distance) / (1.0 + distance)

@@ -1,8 +1,8 @@
-"""Content addresses: how a caller and a cache agree on what the cache holds.
+"""Content addresses: hashes by which a caller and a cache agree on the tokens that the cache holds.
 
-A replica keeps the token ids beside its KV. A request names the prefix that it builds on by a hash of the
-tokens, so a cache that holds other tokens at the same length is a miss, never a wrong answer. Blocks of KV
-that sessions may share are named by a chain of hashes that starts from the tenant's salt.
+A replica keeps token ids beside its KV. A request names the prefix that it builds on by a hash of the tokens.
+A cache of other tokens of the same length is then a miss, never a wrong answer. KV blocks that sessions may
+share are named by a chain of hashes that starts from the tenant's salt.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _MARK_TOKENS = 512
 
 
 def prefix_hash(tokens: Sequence[int]) -> bytes:
-    """The blake2b-128 of `tokens` as little-endian uint32."""
+    """Return the blake2b-128 of `tokens` as little-endian uint32."""
     return blake2b(token_bytes(tokens), digest_size=HASH_BYTES, person=_PERSON).digest()
 
 
 def chain_start(salt: bytes) -> bytes:
-    """What the first block's hash is chained to: equal tokens of two tenants never have equal hashes."""
+    """Return the hash that a tenant's first block is chained to, so that tenants never share block hashes."""
     return blake2b(salt, digest_size=HASH_BYTES, person=_BLOCK_PERSON).digest()
 
 
 def next_block_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of a full block of `tokens` after the block of hash `previous`."""
+    """Return the hash of a full block of `tokens` after the block of hash `previous`."""
     return blake2b(previous + token_bytes(tokens), digest_size=HASH_BYTES, person=_BLOCK_PERSON).digest()
 
 
 def block_hashes(salt: bytes, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
-    """The chained hashes of the full blocks of `tokens`: hash i stands for [0, (i + 1) * block_tokens)."""
+    """Return the chained hashes of the full blocks of `tokens`; hash i covers [0, (i + 1) * block_tokens)."""
     hashes: list[bytes] = []
     previous = chain_start(salt)
     for end in range(block_tokens, len(tokens) + 1, block_tokens):
@@ -48,22 +48,21 @@ def block_hashes(salt: bytes, tokens: Sequence[int], block_tokens: int) -> list[
 
 
 class PrefixHasher:
-    """`prefix_hash` of the prefixes of one growing sequence, without hashing it from its beginning each time.
+    """Computes `prefix_hash` of a growing sequence without hashing from the start each time.
 
-    It goes on from the hash asked for last, as most are of the sequence's present length; for a shorter
-    prefix, from the mark before its end. The owner of the sequence calls `cut` before it changes tokens that
-    it has had hashed.
+    It continues from the last hash, or for a shorter prefix from the checkpoint before its end. The owner of
+    the sequence calls `truncate` before it changes tokens that were hashed.
     """
 
     __slots__ = ("_last", "_marks")
 
     def __init__(self) -> None:
-        # Mark i has taken the first i * _MARK_TOKENS tokens.
+        # Checkpoint i covers the first i * _MARK_TOKENS tokens.
         self._marks = [blake2b(digest_size=HASH_BYTES, person=_PERSON)]
         self._last = (0, self._marks[0])
 
     def digest(self, tokens: Sequence[int], length: int) -> bytes:
-        """The hash of tokens[:length]; 0 <= length <= len(tokens)."""
+        """Return the hash of tokens[:length]; 0 <= length <= len(tokens)."""
         while len(self._marks) <= length // _MARK_TOKENS:
             done = (len(self._marks) - 1) * _MARK_TOKENS
             mark = self._marks[-1].copy()
@@ -80,21 +79,21 @@ class PrefixHasher:
         return state.digest()
 
     def extended_digest(self, tokens: Sequence[int], further: Sequence[int]) -> bytes:
-        """The hash of all `tokens` and then `further`, which are not remembered."""
+        """Return the hash of `tokens` followed by `further`, which is not remembered."""
         self.digest(tokens, len(tokens))
         state = self._last[1].copy()
         state.update(token_bytes(further))
         return state.digest()
 
     def truncate(self, length: int) -> None:
-        """Tokens at and beyond `length` are about to change."""
+        """Forget hashes beyond `length`: tokens at and after it are about to change."""
         del self._marks[length // _MARK_TOKENS + 1 :]
         if self._last[0] > length:
             self._last = (0, self._marks[0])
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """`tokens` as little-endian uint32, as they stand in the log."""
+    """Return `tokens` as little-endian uint32, as the token log stores them."""
     words = array("I", tokens)
     if _BIG_ENDIAN:
         words.byteswap()
@@ -102,7 +101,7 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def tokens_from_bytes(data: bytes) -> list[int]:
-    """The inverse of `token_bytes`; raises ValueError if `data` is not whole tokens."""
+    """Return the inverse of `token_bytes`. Raise ValueError unless `data` is a whole number of tokens."""
     words = array("I")
     words.frombytes(data)
     if _BIG_ENDIAN:
@@ -115,14 +114,14 @@ _BIG_ENDIAN = array("I", [1]).tobytes()[0] != 1
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The cache agrees with the request on [0, agree); the rest of it must be cut."""
+    """The cache agrees with the request on [0, agree); the rest of the cache must be cut."""
 
     agree: int
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """The cache holds `have` tokens of this hash; whether they are the caller's, the caller can tell."""
+    """The cache holds `have` tokens of this hash. The caller decides whether they are its own."""
 
     have: int
     prefix_hash: bytes
@@ -135,9 +134,9 @@ def look_up(
     prefix: bytes,
     hasher: PrefixHasher | None = None,
 ) -> Hit | Miss:
-    """How much of `held` serves a request for `tokens` after a prefix [0, start) of hash `prefix`.
+    """Return how much of `held` serves a request for `tokens` after a prefix [0, start) of hash `prefix`.
 
-    With the `hasher` of what is held, not all of it is hashed.
+    `hasher` is the hasher of `held`; without it all of `held` is hashed.
     """
     hasher = hasher or PrefixHasher()
     if len(held) < start:
@@ -148,9 +147,9 @@ def look_up(
 
 
 def common_prefix_len(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many tokens from the first on are equal in both."""
+    """Return the length of the longest common prefix."""
     shared = min(len(ours), len(theirs))
-    if ours[:shared] == theirs[:shared]:  # by far the most frequent, and fast
+    if ours[:shared] == theirs[:shared]:  # the usual case, and fast
         return shared
     for index, (our, their) in enumerate(zip(ours, theirs, strict=False)):
         if our != their:

@@ -1,6 +1,6 @@
-"""What can go wrong, in two families: the caller's fault and ours.
+"""Everything that can go wrong, in two families: the caller's fault and the server's.
 
-`galley.common.wire.status` maps each type to a gRPC status in one place; nothing else decides on codes.
+`galley.common.wire.status` maps each type to a gRPC status; nothing else decides on codes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ class GalleyError(Exception):
 
     @property
     def public_message(self) -> str:
-        """What a caller may read of it."""
+        """The message that a caller may read."""
         return str(self)
 
 
 class CallerFault(GalleyError):
-    """The caller asked for something that cannot be; asking again will not help."""
+    """The request cannot be served as it is; repeating it will not help."""
 
 
 class InvalidField(CallerFault):
-    """A field of a request is out of its bounds: INVALID_ARGUMENT with a BadRequest violation."""
+    """A field of a request is out of bounds: INVALID_ARGUMENT with a BadRequest violation."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -29,7 +29,7 @@ class InvalidField(CallerFault):
 
 
 class Unimplemented(CallerFault):
-    """A field is part of the wire but not served yet: UNIMPLEMENTED."""
+    """A field is part of the wire format but not served yet: UNIMPLEMENTED."""
 
     def __init__(self, field: str) -> None:
         super().__init__(f"{field}: not implemented yet")
@@ -37,7 +37,7 @@ class Unimplemented(CallerFault):
 
 
 class UnknownSession(CallerFault):
-    """No session of this id: it never was, it expired, or it is another principal's: NOT_FOUND."""
+    """No session of this id exists for this principal, or it has expired: NOT_FOUND."""
 
     def __init__(self, session_id: str) -> None:
         super().__init__(f"session_id: no session {session_id!r}")
@@ -45,18 +45,18 @@ class UnknownSession(CallerFault):
 
 
 class Unauthenticated(CallerFault):
-    """The call does not say who asks, or not credibly: UNAUTHENTICATED. Never holds what was presented."""
+    """The call has no valid credentials: UNAUTHENTICATED. Never holds the presented credentials."""
 
 
 class KeyReused(CallerFault):
-    """An idempotency key came back with another body: ALREADY_EXISTS."""
+    """An idempotency key was used again with another request body: ALREADY_EXISTS."""
 
     def __init__(self) -> None:
-        super().__init__("idempotency_key: was used with another request body")
+        super().__init__("idempotency_key: must be new, but was used with another request body")
 
 
 class Fenced(CallerFault):
-    """Another owner has claimed the session; this one may no longer change it: FAILED_PRECONDITION."""
+    """Another owner has claimed the session, so this one may no longer change it: FAILED_PRECONDITION."""
 
     def __init__(self, session_id: str) -> None:
         super().__init__(f"session {session_id!r} was claimed by another owner")
@@ -64,9 +64,9 @@ class Fenced(CallerFault):
 
 
 class Overloaded(CallerFault):
-    """No room for more work; nothing was done: RESOURCE_EXHAUSTED with RetryInfo.
+    """No capacity is left and nothing was done: RESOURCE_EXHAUSTED with RetryInfo.
 
-    `reason` is of what there was too much, in a word, where metrics tell it.
+    `reason` is the label under which metrics count it.
     """
 
     def __init__(self, what: str, retry_after_s: float, reason: str = "") -> None:
@@ -84,25 +84,25 @@ class Cancelled(CallerFault):
 
 
 class ClientStalled(CallerFault):
-    """The client has left its stream unread for too long; the session stays resumable: UNAVAILABLE."""
+    """The client did not read its stream for too long; the session can be resumed: UNAVAILABLE."""
 
 
 class ServerFault(GalleyError):
-    """Something of ours failed."""
+    """The server failed; the request may be valid."""
 
 
 class Unavailable(ServerFault):
-    """A part is away or draining; the session stays resumable: UNAVAILABLE."""
+    """A component is down or draining; the session can be resumed: UNAVAILABLE."""
 
 
 class AuthenticationUnavailable(Unavailable):
-    """Who calls cannot be told at present: what would show it is away."""
+    """The caller cannot be authenticated now, because the issuer's keys are out of reach."""
 
 
 class StoreUnavailable(Unavailable):
-    """The session store has not answered for store_timeout.
+    """The session store has not responded within store_timeout.
 
-    `why` is for the log alone: it names servers.
+    `why` names servers and is for the log only.
     """
 
     def __init__(self, what: str, why: str = "") -> None:
@@ -111,16 +111,16 @@ class StoreUnavailable(Unavailable):
 
     @property
     def public_message(self) -> str:
-        """Without the `why`."""
+        """The message without `why`."""
         return self._what
 
 
 class TargetUnavailable(Unavailable):
-    """No target replica has answered for target_timeout."""
+    """No target replica has responded within target_timeout."""
 
 
 class LogLost(ServerFault):
-    """The log no longer agrees with what the client has seen: DATA_LOSS."""
+    """The token log no longer agrees with what the client has seen: DATA_LOSS."""
 
 
 class Broken(ServerFault):
@@ -128,7 +128,7 @@ class Broken(ServerFault):
 
 
 class TokenizerMismatch(ServerFault):
-    """Two parts do not share a tokenizer: FAILED_PRECONDITION, with both hashes."""
+    """Two replicas do not share a tokenizer: FAILED_PRECONDITION, with both hashes."""
 
     def __init__(self, part_hash: str, target_hash: str, part: str = "draft") -> None:
         super().__init__(f"the {part}'s tokenizer {part_hash} is not the target's {target_hash}")

@@ -1,11 +1,12 @@
-"""Hints: draft tokens anchored by position and content, which keep their worth when they come late.
+"""Hints: draft tokens anchored by position and content, so that they stay useful when they arrive late.
 
-A hint for positions [p, p + n) after a prefix of hash h is of use to a session that stands at s >= p iff its
-own tokens [0, p) have that hash and its own [p, s) are the hint's first: then the rest is for position s on.
+A hint for positions [p, p + n) after a prefix of hash h serves a session at position s >= p iff the session's
+tokens [0, p) have that hash and its tokens [p, s) equal the hint's first ones. The rest of the hint is then
+for positions from s on.
 
-A draft that copies is often wrong in one token alone, and then the rest, by position, is still right. So a
-hint outlives a refused token (it is *shaken*), until the next one says whether it has recovered. A guess is a
-guess, and changes nothing but speed.
+A draft that copies is often wrong in one token alone, and right again after it. So a hint survives one wrong
+token; `after_mismatch` marks its rest until the next token shows whether it has recovered. Hints change only
+speed, never tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Protocol
 
 from galley.core.content import PrefixHasher
 
-# Of one hint: what is bounded is memory, for a pass verifies what pays.
+# Draft tokens in one hint: bounds memory. How many a step verifies depends on their cost.
 MAX_HINT_TOKENS = 256
 
 
@@ -34,18 +35,21 @@ class Hint:
 
     @property
     def end(self) -> int:
-        """The position after its last token."""
+        """The position after the last token."""
         return self.position + len(self.draft_tokens)
 
     def chance(self, index: int) -> float | None:
-        """Of this token, given that all before it are accepted; None if that is not said."""
+        """Return the chance of this token if all before it are accepted; None if unknown."""
         if not self.survival:
             return None
         before = self.survival[index - 1] if index else 1.0
         return min(1.0, self.survival[index] / before) if before > 0.0 else 0.0
 
     def tail(self, passed: int, *, after_mismatch: bool = False) -> HintTail:
-        """What it offers once its first `passed` tokens have been and gone."""
+        """Return the part after the first `passed` tokens, which are confirmed.
+
+        `after_mismatch`: the token before it was not the hint's.
+        """
         survival = self.survival
         if passed and survival:
             # The chance of all that is left, given that the first have survived.
@@ -56,10 +60,7 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class HintTail:
-    """What a hint offers at the session's present position; `survival` is given that it agreed so far.
-
-    `shaken`: the token just before was not the hint's.
-    """
+    """The part of a hint that follows the confirmed tokens."""
 
     draft_tokens: tuple[int, ...] = ()
     survival: tuple[float, ...] = ()
@@ -70,22 +71,22 @@ NOTHING = HintTail()
 
 
 class HintObserver(Protocol):
-    """Learns how good hints are from what was confirmed, whether it was verified or not."""
+    """Learns from confirmed tokens how good hints are, verified or not."""
 
     def record_token(self, *, right: bool, predicted: float | None) -> None:
-        """The next token of a hint that was right so far was right, or was not: with the chance `told`?"""
+        """Record the next token of a hint that was right so far; `predicted` is the draft's chance."""
 
     def record_recovery(self, *, right: bool) -> None:
-        """The token after a wrong one was right, or was not."""
+        """Record whether the token after a wrong one was right."""
 
 
 class PendingHint:
-    """A session's hint, followed while the session grows."""
+    """The hint of a session, advanced while the session grows."""
 
     __slots__ = ("_after_mismatch", "_anchored", "_followed", "_observer", "hint", "is_exhausted")
 
     def __init__(self, hint: Hint, listener: HintObserver, *, anchored: bool = False) -> None:
-        """`rooted`: the prefix is known to agree, so that nothing need be hashed."""
+        """Take a hint. `anchored`: its prefix is known to agree, so it need not be hashed."""
         self.hint = hint
         self.is_exhausted = not hint.draft_tokens
         self._observer = listener
@@ -94,10 +95,10 @@ class PendingHint:
         self._after_mismatch = False
 
     def follow(self, tokens: Sequence[int], hasher: PrefixHasher) -> HintTail:
-        """What is left of it for a session of these confirmed tokens, which only grow from call to call.
+        """Return the part left for a session of these confirmed tokens, which only grow.
 
-        Nothing while the session has not come to its anchor; once it disagrees for good or is used up it is
-        `useless`.
+        Return nothing before the session reaches the anchor. Set `is_exhausted` once the hint disagrees for
+        good or is used up.
         """
         passed = len(tokens) - self.hint.position
         if self.is_exhausted or passed < 0:
@@ -115,10 +116,10 @@ class PendingHint:
         return self._anchored
 
     def _holds(self, tokens: Sequence[int], passed: int) -> bool:
-        """Has it agreed with the tokens since the anchor, but for single ones?"""
-        guesses, anchor = self.hint.draft_tokens, self.hint.position
-        while self._followed < min(passed, len(guesses)):
-            agrees = tokens[anchor + self._followed] == guesses[self._followed]
+        """Return True if the hint has agreed with the tokens since its anchor, except for single ones."""
+        draft_tokens, anchor = self.hint.draft_tokens, self.hint.position
+        while self._followed < min(passed, len(draft_tokens)):
+            agrees = tokens[anchor + self._followed] == draft_tokens[self._followed]
             self._followed += 1
             if self._after_mismatch:
                 self._observer.record_recovery(right=agrees)

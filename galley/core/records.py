@@ -1,9 +1,9 @@
-"""What is known of each output token besides its id, and how the log keeps it.
+"""What the log keeps of each output token besides its id.
 
-One record a token, in order. Encoding: a flags byte (1: proposed by the draft, 2: logprobs follow, 4: a
-fingerprint follows: from this token on another target build computes); then, in this order, as flagged,
-the fingerprint (length byte, UTF-8) and the logprobs (float32 of the chosen token, a uint16 count, then
-uint32 id and float32 each). All numbers are little-endian.
+One record per token, in order: a flags byte (1: proposed by the draft, 2: logprobs follow, 4: a fingerprint
+follows, because another target build computes from here on). Then, as flagged, the fingerprint (length byte,
+UTF-8) and the logprobs (float32 of the chosen token, a uint16 count, then uint32 id and float32 each). All
+numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TOP = struct.Struct("<If")
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """Natural logs under the model's own distribution: the chosen token's, and the likeliest, best first."""
+    """Natural logarithms under the model's distribution: the chosen token and the likeliest, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -27,7 +27,7 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """`fingerprint` is set on the first token of a target build, so on the first of a session too."""
+    """One output token. `fingerprint` is set on the first token that a target build computes."""
 
     from_draft: bool = False
     logprobs: PositionLogprobs | None = None
@@ -35,7 +35,7 @@ class TokenRecord:
 
 
 def encode_records(records: Iterable[TokenRecord]) -> bytes:
-    """The bytes that a commit appends to the session's meta."""
+    """Return the bytes that a commit appends to the session's metadata."""
     return b"".join(_encode(record) for record in records)
 
 
@@ -54,11 +54,11 @@ def _encode(record: TokenRecord) -> bytes:
 
 
 def decode_records(data: bytes) -> list[TokenRecord]:
-    """The inverse of `encode_records`; raises ValueError if `data` is cut short."""
+    """Return the inverse of `encode_records`. Raise ValueError if `data` is truncated."""
     try:
         return list(_decode(memoryview(data)))
     except (IndexError, struct.error) as error:
-        raise ValueError("the session's meta is cut short") from error
+        raise ValueError("the session's token records are truncated") from error
 
 
 def _decode(data: memoryview) -> Iterator[TokenRecord]:

@@ -1,4 +1,4 @@
-"""Sampling parameters and their bounds, validated once, at the edge."""
+"""Sampling parameters and their bounds, validated once, where a request arrives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the target's logits become tokens; field names and order of application as in the proto."""
+    """How logits become tokens; field names and order of application as in the proto."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -32,11 +32,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Temperature 0: the same code, without noise."""
+        """True at temperature 0: the same code, without noise."""
         return self.temperature == 0.0
 
     def validate(self, vocab_size: int) -> None:
-        """Raise InvalidField, naming the field and its bound, if any value is out of bounds."""
+        """Raise InvalidField, naming the field and its bound, if a value is out of bounds."""
         _check("sampling.temperature", self.temperature, low=0.0)
         _check("sampling.top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check("sampling.min_p", self.min_p, low=0.0, high=1.0)
@@ -55,7 +55,7 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             name = f"sampling.logit_bias[{token}]"
             if not 0 <= token < vocab_size:
-                raise InvalidField(name, f"token id must be in [0, {vocab_size})")
+                raise InvalidField(name, f"token id must be in [0, {vocab_size}), got {token}")
             _check(name, bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS)
 
 
@@ -71,7 +71,7 @@ def _check(
     inside = low < value <= high if open_low else low <= value <= high
     if not math.isfinite(value) or not inside:
         raise InvalidField(
-            name, f"must be {_interval(low, high, open_low=open_low)}, is {value} {what}".rstrip()
+            name, f"must be {_interval(low, high, open_low=open_low)}, got {value} {what}".rstrip()
         )
 
 

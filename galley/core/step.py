@@ -1,7 +1,6 @@
-"""One step of a target replica, as the scheduler plans it and the engine carries it out: plain values.
+"""One step of a target replica, as the scheduler plans it and the engine runs it: plain values.
 
-The scheduler knows tokens, blocks and costs; the engine knows tensors. These values are all that passes
-between.
+The scheduler knows tokens, blocks and costs; the engine knows tensors. Only these values pass between them.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from galley.core.sampling_params import SamplingParams
 class Draw:
     """How the tokens after a chunk are sampled.
 
-    `history` is all confirmed tokens from absolute position 0, of which `prompt_len` are the prompt. Row i of
-    the wanted logits is for position len(history) + i, given guesses[:i]. `logprobs`: give this many of the
-    likeliest; None: no logprobs.
+    `history` is all confirmed tokens from absolute position 0; the first `prompt_len` are the prompt. Row i
+    of the logits is for position len(history) + i, given draft_tokens[:i]. `logprobs` is how many of the
+    likeliest tokens to return; None returns no logprobs.
     """
 
     params: SamplingParams
@@ -35,11 +34,11 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class StepChunk:
-    """One sequence's part of a pass: feed `tokens` at positions [start, start + len(tokens)).
+    """One sequence's part of a step: feed `tokens` at positions [start, start + len(tokens)).
 
-    Its keys and values lie in `blocks`: position p in block blocks[p // block_tokens]. The blocks cover
-    [0, start + len(tokens)) at least and hold the KV of [0, start). Of the last `want_logits` rows the logits
-    are wanted: none, or len(draw.guesses) + 1.
+    Its keys and values lie in `blocks`: position p in block blocks[p // block_tokens]. The blocks cover at
+    least [0, start + len(tokens)) and hold the KV of [0, start). Logits are wanted of the last `want_logits`
+    rows: none, or len(draw.draft_tokens) + 1.
     """
 
     start: int
@@ -51,22 +50,23 @@ class StepChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The chunks of one pass, of different sequences; `copies` (from, to) of whole blocks come first."""
+    """The chunks of one step, each of another sequence; whole blocks are copied (from, to) before it."""
 
     chunks: tuple[StepChunk, ...]
     copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def rows(self) -> int:
-        """Tokens fed."""
+        """The number of tokens fed."""
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The model's own tokens, up to and with the first that differs from its guess; at least one.
+    """The model's own tokens, up to and including the first that differs from its draft token; at least one.
 
-    Where the logits after accepted guesses are bad, it ends with these: the next pass begins with the error.
+    Where the logits after accepted draft tokens are bad, it ends with these, and the next step starts with
+    the error.
     """
 
     tokens: tuple[int, ...]
@@ -75,10 +75,10 @@ class Sampled:
 
 @dataclass(slots=True)
 class StepTrace:
-    """Has a pass say what its forward took; only of one that is traced, as span `span` (trace id, span id).
+    """Measurements of a traced step; `span` is its span (trace id, span id).
 
-    The engine fills in `forward_ns`, and `rank_ns`: called once the pass is over, it gives what each rank
-    computed in its forward, without waiting for the others.
+    The engine fills in `forward_ns`, and `rank_ns`: called after the step, it returns what each rank computed
+    in its forward pass, without waiting for the others.
     """
 
     span: bytes
@@ -86,5 +86,5 @@ class StepTrace:
     rank_ns: Callable[[], Sequence[int]] = tuple
 
 
-# Of each chunk, in order: None where nothing was to be drawn; an error is that chunk's own.
+# One per chunk, in order: None where nothing was to be drawn. An error concerns its own chunk alone.
 StepOutcome: TypeAlias = "Sampled | GalleyError | None"

@@ -1,13 +1,14 @@
 """The session store as the core sees it: a token log that two owners can never both extend.
 
-Rules. A session has one owner at a time, named by an epoch and a random nonce. Every change names its owner
-and is refused once another has claimed the session. The log holds prompt and output tokens; a commit says at
-which length it appends, so that a repeat of a commit whose answer was lost changes nothing. What a session
-must not lose (log, meta, state) changes in one step or not at all. Sessions expire: a live one unless its
-owner renews it, a finished one some time after its end.
+1. A session has one owner at a time, named by an epoch and a random nonce. Every change names its owner and
+   is refused once another has claimed the session.
+2. The log holds prompt and output tokens. A commit names the length at which it appends, so repeating a
+   commit whose response was lost changes nothing.
+3. Log, metadata and state of a session change in one step or not at all.
+4. Sessions expire: a live one unless its owner renews it, a finished one some time after its end.
 
-Any method may raise `StoreUnavailable`: the call was tried once, may or may not have taken effect, and can
-be repeated as it was.
+Any method may raise `StoreUnavailable`: the call was tried once, may or may not have taken effect, and can be
+repeated as it is.
 """
 
 from __future__ import annotations
@@ -22,38 +23,37 @@ State = Literal["live", "finished"]
 
 SESSION_TTL_S = 3600.0
 FINISHED_TTL_S = 900.0
-"""How long sessions outlast their owner's last sign of life, and their end, where nothing else is said."""
+"""Default time to live: of a live session since its last commit or renewal, and of a finished one."""
 
 
 class SessionEnded(Fenced):
-    """The caller owns the session, and it was ended for good: nothing can be added to it."""
+    """The caller owns the session, but it has ended for good: nothing can be added."""
 
 
 class ClaimLost(Unavailable):
-    """The store knows an earlier owner only: it came back from a crash without this one's claim.
+    """The store knows only an earlier owner: it restarted after a crash without this owner's claim.
 
-    Nobody need have claimed the session since, so this is no fencing. Whoever wants it claims it again.
+    Nobody need have claimed the session since, so this is not fencing. Claim it again to continue.
     """
 
     def __init__(self, session_id: str) -> None:
-        super().__init__(f"the session store has lost who owns session {session_id!r}; resume it")
+        super().__init__(f"the session store has lost the owner of session {session_id!r}; resume it")
 
 
 class LogBehind(LogLost):
-    """The log holds `have` tokens, not as many as the commit assumed; they agree with the owner's own.
+    """The log holds fewer tokens than the commit assumed: `have`, which agree with the owner's.
 
-    It happens when a store comes back from a crash without its last moments. The owner repairs it by
-    committing again from `have`.
+    A store that restarts after a crash may lose its last writes. The owner commits again from `have`.
     """
 
     def __init__(self, session_id: str, have: int) -> None:
-        super().__init__(f"the log of session {session_id!r} holds {have} tokens only")
+        super().__init__(f"the log of session {session_id!r} holds only {have} tokens")
         self.have = have
 
 
 @dataclass(frozen=True, slots=True)
 class NewSession:
-    """A session to be made. `fields` is the request as stored, opaque here; its names are the caller's."""
+    """A session to be created. `fields` is the stored request, opaque to the store."""
 
     session_id: str
     principal: str
@@ -64,7 +64,7 @@ class NewSession:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The right to change a session, until the next claim. `epoch` counts claims from 1."""
+    """The right to change a session until the next claim. `epoch` counts claims from 1."""
 
     session_id: str
     epoch: int
@@ -73,7 +73,7 @@ class Ownership:
 
 @dataclass(frozen=True, slots=True)
 class CacheLocation:
-    """Where a pool caches the session: the replica, which of its lives, and KV for positions [0, kv_len)."""
+    """The replica that caches a session, its incarnation, and its KV for positions [0, kv_len)."""
 
     replica: str
     incarnation: str
@@ -82,7 +82,7 @@ class CacheLocation:
 
 @dataclass(frozen=True, slots=True)
 class KvDirectory:
-    """Who holds KV of a session. In a commit, a pool that is None keeps the entry that it has."""
+    """The replicas that hold KV of a session. In a commit, None keeps the stored entry."""
 
     draft: CacheLocation | None = None
     target: CacheLocation | None = None
@@ -93,11 +93,11 @@ UNCHANGED = KvDirectory()
 
 @dataclass(frozen=True, slots=True)
 class StoredSession:
-    """A session as its new owner finds it.
+    """A session as its new owner reads it.
 
-    `tokens` is prompt and output; `meta` what the commits appended (`galley.core.records`); `finish` the
-    opaque record of its end, empty while `state` is "live"; `created_ms` the store's Unix time in
-    milliseconds when the session was made.
+    `tokens` is prompt and output; `meta` is what the commits appended (`galley.core.records`). `finish` is
+    the opaque record of its end, empty while `state` is "live". `created_ms` is the store's Unix time, in
+    milliseconds, when the session was created.
     """
 
     ownership: Ownership
@@ -113,7 +113,7 @@ class StoredSession:
     directory: KvDirectory = field(default_factory=KvDirectory)
 
     def to_new_session(self) -> NewSession:
-        """As it was asked for."""
+        """Return the session as it was before its first token."""
         return NewSession(
             self.ownership.session_id,
             self.principal,
@@ -124,21 +124,24 @@ class StoredSession:
 
 
 class SessionStore(Protocol):
-    """See the module's rules. Lengths count tokens of the whole log, prompt included.
+    """The operations of a session store; the module states their rules. Lengths include the prompt.
 
-    `nonce`, where given, names one attempt to own: a repeated call with the same one finds itself already
-    the owner instead of fencing off its first, unanswered try.
+    `nonce`, where given, names one attempt to own a session. A repeated call with the same nonce finds itself
+    the owner instead of fencing off its first try, whose response was lost.
     """
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
-        """Make the session and own it; if it exists with the same body, claim it.
+        """Create the session and own it; if it exists with the same body, claim it.
 
         Raises KeyReused if it exists with another body.
         """
         ...
 
     async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
-        """Own the session; whoever did is fenced off. Raises UnknownSession (also if it is another's)."""
+        """Own the session and fence off its previous owner.
+
+        Raises UnknownSession, also for another principal's session.
+        """
         ...
 
     async def commit(
@@ -149,7 +152,7 @@ class SessionStore(Protocol):
         meta: bytes,
         directory: KvDirectory = UNCHANGED,
     ) -> int:
-        """Append `tokens` and `meta` to a log of `expected_len` tokens; returns its length thereafter.
+        """Append `tokens` and `meta` to a log of `expected_len` tokens; return its new length.
 
         Raises Fenced, ClaimLost, SessionEnded, UnknownSession (expired), LogBehind (can be repaired) or
         LogLost.
@@ -157,25 +160,25 @@ class SessionStore(Protocol):
         ...
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
-        """End a session whose log has `expected_len` tokens. Raises as `commit` does; repeatable."""
+        """End a session whose log has `expected_len` tokens. Raises as `commit` does; can be repeated."""
         ...
 
     async def recreate(self, owner: Ownership, new: NewSession) -> None:
-        """Make anew, for its owner, a session that the store has lost: with its prompt alone in the log.
+        """Create again, for its owner, a session that the store has lost, with only its prompt in the log.
 
-        Nothing if it is there and the owner's. Raises Fenced, ClaimLost, SessionEnded or LogLost where it is
-        there and is not. Whether it was lost, and has not just expired, is the owner's to know.
+        Does nothing if the session exists and is the owner's. Raises Fenced, ClaimLost, SessionEnded or
+        LogLost if it exists and is not. The caller must know that the session was lost, and has not expired.
         """
         ...
 
     async def renew(self, owner: Ownership) -> None:
-        """Put off the expiry. Raises Fenced, ClaimLost, SessionEnded or UnknownSession."""
+        """Postpone the expiry. Raises Fenced, ClaimLost, SessionEnded or UnknownSession."""
         ...
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
-        """End a session for good, whoever owns it; nothing if it has ended already. Raises UnknownSession."""
+        """End a session for good, whoever owns it; do nothing if it has ended. Raises UnknownSession."""
         ...
 
     async def close(self) -> None:
-        """Let go of connections, after the calls under way."""
+        """Close connections after the calls in progress."""
         ...

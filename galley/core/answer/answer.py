@@ -1,7 +1,7 @@
-"""The answer of one session: its tokens, what is known of each, its text, and whether it has ended.
+"""The answer of one session: its tokens, their records, its text, and whether it has ended.
 
-Everything here is a function of the session's request and of its tokens alone, so a gateway that takes a
-session over rebuilds it from the log and comes to the same text and the same end.
+Everything here depends only on the session's request and tokens. A gateway that takes over a session rebuilds
+it from the log and gets the same text and the same end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from galley.core.content import PrefixHasher, prefix_hash
 from galley.core.records import PositionLogprobs, TokenRecord
 from galley.core.sampling_params import SamplingParams
 
-# A replay of a long answer comes in messages that any client takes.
+# Bounds the messages in which a resumed stream replays a long answer.
 MAX_CHUNK_TOKENS = 256
 
 
@@ -37,12 +37,11 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """All that an answer depends on besides the target build, and how to go about it.
+    """The request of a session: what its answer depends on besides the target build, and how to compute it.
 
-    `max_position` bounds positions, prompt included (exclusive). `k` is 0 where speculation is off, and else
-    the most draft tokens that are verified in a round; with `auto`, as many of them are drafted as pay, down
-    to none. An empty `strategy` leaves the choice to the draft. `continue_without_client`: a client that goes
-    away does not stop the work.
+    `max_position` bounds positions, prompt included (exclusive). `k` is the most draft tokens verified in a
+    round; 0 turns speculation off. With `auto`, as many are drafted as pay, down to none. An empty `strategy`
+    leaves the choice to the draft. With `continue_without_client`, work goes on after the client disconnects.
     """
 
     session_id: str
@@ -77,19 +76,19 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class NumericsChanged:
-    """From output token `index` on another target build computes."""
+    """Another target build computes from output token `index` on."""
 
     index: int
     fingerprint: str
 
 
 class Answer:
-    """Tokens confirmed so far, from absolute position 0."""
+    """The tokens confirmed so far, from absolute position 0."""
 
     def __init__(self, spec: SessionSpec, decode: Callable[[Sequence[int]], str]) -> None:
         self.spec = spec
         self.tokens: list[int] = list(spec.prompt)
-        # Every round names prefixes of them.
+        # Every round needs hashes of prefixes.
         self._hasher = PrefixHasher()
         self.records: list[TokenRecord] = []
         self.ending: Ending | None = None
@@ -104,24 +103,24 @@ class Answer:
 
     @property
     def output_len(self) -> int:
-        """How many output tokens there are."""
+        """The number of output tokens."""
         return len(self.records)
 
     def prefix_hash(self, length: int) -> bytes:
-        """The content address of the first `length` tokens, which are there."""
+        """Return the content address of the first `length` tokens."""
         return self._hasher.digest(self.tokens, length)
 
-    def extended_hash(self, guesses: Sequence[int]) -> bytes:
-        """The content address of all tokens and these guesses after them."""
-        return self._hasher.extended_digest(self.tokens, guesses)
+    def extended_hash(self, draft_tokens: Sequence[int]) -> bytes:
+        """Return the content address of all tokens followed by `draft_tokens`."""
+        return self._hasher.extended_digest(self.tokens, draft_tokens)
 
     def output_hash(self, length: int) -> bytes:
-        """The content address of the first `length` output tokens, as a client computes it."""
+        """Return the content address of the first `length` output tokens, as a client computes it."""
         start = len(self.spec.prompt)
         return prefix_hash(self.tokens[start : start + length])
 
     def append(self, token: int, record: TokenRecord) -> bool:
-        """Append one confirmed token; false once the answer has ended: what follows is cut."""
+        """Append one confirmed token. Return False once the answer has ended: further tokens are cut."""
         if self.ending is not None:
             return False
         self.tokens.append(token)
@@ -145,7 +144,7 @@ class Answer:
         return piece.text, None
 
     def chunks(self, start: int, end: int) -> Iterator[Chunk | NumericsChanged]:
-        """What a client is told of output tokens [start, end), cut where the origin changes."""
+        """Yield output tokens [start, end) as a client receives them, split where the origin changes."""
         while start < end:
             fingerprint = self.records[start].fingerprint
             if fingerprint is not None and start > 0:
@@ -155,7 +154,7 @@ class Answer:
             start = stop
 
     def texts(self, start: int, end: int) -> list[str]:
-        """What each of the output tokens [start, end) adds to the text."""
+        """Return what each of the output tokens [start, end) adds to the text."""
         return self._texts[start:end]
 
     def _same_origin(self, start: int, end: int) -> int:

@@ -1,7 +1,8 @@
-"""How the store keeps a session's request: one JSON object, without id and prompt (key and log have them).
+"""How the store keeps a session's request and its ending: one JSON object each.
 
-What has its default is left out: a session is small. So the defaults of SessionSpec and SamplingParams are
-part of what is stored: they stand for "nothing was asked for", and must go on doing so.
+The request is stored without id and prompt (key and log hold them) and without fields at their default, to
+keep a session small. The defaults of SessionSpec and SamplingParams are therefore part of the stored format:
+they mean "not set" and must not change.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from galley.core.sampling_params import SamplingParams
 
 
 def encode_spec(spec: SessionSpec) -> bytes:
-    """Everything of `spec` but its id and its prompt."""
+    """Return everything of `spec` except its id and its prompt."""
     fields = _changed(spec)
     del fields["session_id"], fields["prompt"]
     fields["sampling"] = _changed(spec.sampling)
@@ -29,7 +30,7 @@ def encode_spec(spec: SessionSpec) -> bytes:
 
 
 def decode_spec(data: bytes, session_id: str, prompt: tuple[int, ...]) -> SessionSpec:
-    """The inverse of `encode_spec`; raises ValueError, KeyError or TypeError if `data` is not one."""
+    """Return the inverse of `encode_spec`. Raise ValueError, KeyError or TypeError for invalid `data`."""
     fields: dict[str, Any] = json.loads(data)
     sampling = fields.pop("sampling")
     if "logit_bias" in sampling:
@@ -44,19 +45,20 @@ def decode_spec(data: bytes, session_id: str, prompt: tuple[int, ...]) -> Sessio
 
 
 def encode_ending(ending: Ending) -> bytes:
-    """A small JSON object."""
+    """Return the stored form of an ending."""
     return json.dumps({"reason": ending.reason.value, "matched": ending.matched}).encode()
 
 
 def decode_ending(data: bytes) -> Ending:
-    """The inverse of `encode_ending`; raises ValueError if `data` is not one."""
+    """Return the inverse of `encode_ending`. Raise ValueError for invalid `data`."""
     fields = json.loads(data)
     return Ending(Reason(fields["reason"]), fields["matched"])
 
 
 def _changed(values: SessionSpec | SamplingParams) -> dict[str, Any]:
-    found = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
-    return {name: value for name, value in found.items() if value != _DEFAULTS[type(values)].get(name, _NONE)}
+    fields = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
+    defaults = _DEFAULTS[type(values)]
+    return {name: value for name, value in fields.items() if value != defaults.get(name, _NONE)}
 
 
 _NONE = object()

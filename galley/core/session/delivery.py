@@ -1,6 +1,6 @@
-"""How far the log and the client have come with an answer.
+"""How much of an answer the log holds, and how much the client was sent.
 
-What was confirmed is committed, one commit at a time; what the log holds is emitted, and nothing twice.
+Confirmed tokens are committed, one commit at a time. Tokens are emitted once, after the log holds them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from galley.core.session.events import Commit, Emit
 
 
 class Delivery:
-    """Of one stream. `logged` is how many tokens the log holds, the prompt's counted."""
+    """The log and client positions of one stream. `logged` is the length of the log, prompt included."""
 
     def __init__(self, answer: Answer, stream_from: int, seen_hash: bytes) -> None:
-        """The log holds the answer as it is.
+        """Start with a log that holds the whole answer.
 
         The client has output tokens [0, stream_from), whose hash is `seen_hash` (empty: not checked).
         """
@@ -28,21 +28,21 @@ class Delivery:
 
     @property
     def logged_output(self) -> int:
-        """How many output tokens the log holds."""
+        """The number of output tokens in the log."""
         return self.logged - len(self._answer.spec.prompt)
 
     @property
     def unlogged(self) -> int:
-        """How many tokens are confirmed and not logged."""
+        """The number of confirmed tokens that are not logged."""
         return len(self._answer.tokens) - self.logged
 
     @property
     def unsent(self) -> int:
-        """How many are confirmed and not taken by the client."""
+        """The number of confirmed tokens that the client was not sent."""
         return self._answer.output_len - max(self._sent, self.stream_from)
 
     def commit(self, draft_cache_len: int, target_cache_len: int) -> Commit | None:
-        """What is to be logged now, if anything."""
+        """Return the next commit, or None if one is in progress or nothing is unlogged."""
         tokens = self._answer.tokens[self.logged :]
         if self._committing or not tokens:
             return None
@@ -56,18 +56,18 @@ class Delivery:
         )
 
     def committed(self, length: int) -> None:
-        """The log holds so many tokens. Raises Broken if it cannot."""
+        """Record that the log holds `length` tokens. Raise Broken if it cannot."""
         if not self.logged <= length <= len(self._answer.tokens):
             raise Broken(f"a commit logged {length} of {len(self._answer.tokens)} tokens")
         self.holds(length)
 
     def holds(self, length: int) -> None:
-        """The log holds so many tokens, whatever was known of it; no commit is under way."""
+        """Set the length of the log, whatever was known before; no commit is in progress now."""
         self.logged = length
         self._committing = False
 
     def emit(self) -> Emit | None:
-        """What is logged and not emitted; raises LogLost if it contradicts what the client has."""
+        """Return what is logged and not emitted. Raise LogLost if it contradicts what the client has."""
         logged = self.logged_output
         if self._emitted == 0 and logged >= self.stream_from:
             if not self._agrees_with_client():
@@ -83,5 +83,5 @@ class Delivery:
         return not self._seen_hash or self._answer.output_hash(self.stream_from) == self._seen_hash
 
     def sent(self, index: int) -> None:
-        """The client has taken all output tokens below `index`."""
+        """Record that the client was sent all output tokens below `index`."""
         self._sent = max(self._sent, index)

@@ -1,7 +1,7 @@
-"""What is remembered of drafts and of the load: by session, by workload, and of all.
+"""Running means of how good and how fast drafts are: per session, per workload and per strategy.
 
-What is measured of a workload is what its next session begins with (`SharedStatistics`). No clock: times are
-arguments, in nanoseconds.
+A new session starts with the means of its workload (`SharedStatistics`). No clock: times are arguments, in
+nanoseconds.
 """
 
 from __future__ import annotations
@@ -10,28 +10,27 @@ from dataclasses import dataclass, replace
 
 from galley.core.lru import LruCache
 
-# Weight of what was seen last, in the load.
-_LOAD = 0.05
-# For how many tokens the prior counts.
-_PRIOR_TOKENS = 5
-# The square of what sets a session apart, and what of it shows: all, until more is known.
-_APART = 0.01
+_LOAD = 0.05  # weight of the newest value in the load
+
+_PRIOR_TOKENS = 5  # the prior counts as this many tokens
+
+_DEVIATION = 0.01  # prior: sessions differ, and every deviation shows
 _WORKLOADS = 1024
 
 
 @dataclass(slots=True)
 class DraftStatistics:
-    """What drafts are like: running means over what was seen, of which `tokens` were judged.
+    """Running means over the drafts of a session, a workload or a strategy; `tokens` is how many were judged.
 
-    alpha: the chance that a draft token is right if all before it were, be it verified or not; recovery: that
-    the one after a wrong one is; voice: that a proposal has any token; taken: that of offered tokens any is
-    verified; verified: how many then are; token_ns: what drafting one takes, share_ns: the share of the
-    session in that, and others_ns: what of that it takes from others, who draft at the same time; read_ns:
-    the session's share of what the draft takes to read a token that it has not seen; quiet: verdicts since
-    any were asked for, of a workload in all its sessions.
-
-    Of a workload, `own` is how much of what sets a session apart from it shows in that session's next token:
-    1 where sessions differ, 0 where they are alike, and what sets them apart is chance.
+    - alpha: the chance that a draft token is right if all before it were, verified or not.
+    - recovery: the chance that the token after a wrong one is right.
+    - nonempty_rate: the share of proposals with any token.
+    - verified_rate: the share of steps with a hint that verify any of it; verified_len: how many tokens then.
+    - token_ns: the time to draft a token; share_ns: the session's share of it; others_ns: the part of that
+      share that is taken from other sessions, which draft at the same time.
+    - read_ns: the session's share of the time in which the draft reads a token that it has not seen.
+    - verdicts_since_draft: verdicts since a proposal was requested; for a workload, over all its sessions.
+    - deviation_squared, deviation_explained: see `deviation_weight`.
     """
 
     alpha: float = 0.6
@@ -45,66 +44,73 @@ class DraftStatistics:
     read_ns: float = 0.0
     tokens: int = 0
     verdicts_since_draft: int = 0
-    deviation_squared: float = _APART
-    deviation_explained: float = _APART
+    deviation_squared: float = _DEVIATION
+    deviation_explained: float = _DEVIATION
 
     @property
     def deviation_weight(self) -> float:
-        """The slope of a regression of tokens on what their sessions are apart from the workload."""
+        """The share of a session's deviation from its workload that its next token shows, in [0, 1].
+
+        The slope of a regression of tokens on deviations: 1 where sessions differ, 0 where deviations are
+        chance.
+        """
         return min(1.0, max(0.0, self.deviation_explained / self.deviation_squared))
 
     def record_deviation(self, alpha: float, weight: float, *, right: bool) -> None:
-        """The next token of a session of this `alpha`; to be told before `saw_token`."""
-        apart = alpha - self.alpha
-        self.deviation_squared += weight * (apart * apart - self.deviation_squared)
-        self.deviation_explained += weight * (apart * (right - self.alpha) - self.deviation_explained)
+        """Record the next token of a session of this `alpha`. Call it before `record_token`."""
+        deviation = alpha - self.alpha
+        self.deviation_squared += weight * (deviation * deviation - self.deviation_squared)
+        self.deviation_explained += weight * (deviation * (right - self.alpha) - self.deviation_explained)
 
     def record_token(self, weight: float, *, right: bool) -> None:
-        """A draft token was right, or the first that was not."""
+        """Record a draft token: right, or the first that was wrong."""
         self.tokens += 1
         self.alpha += max(weight, 1.0 / (self.tokens + _PRIOR_TOKENS)) * (right - self.alpha)
 
     def record_recovery(self, weight: float, *, right: bool) -> None:
-        """The draft token after a wrong one was right, or was not."""
+        """Record whether the draft token after a wrong one was right."""
         self.recovery += weight * (right - self.recovery)
 
-    def record_proposal(self, came: int, unread: int, compute_ns: int, sessions: int, weight: float) -> None:
-        """A proposal of `came` tokens, which took the draft so long, for so many sessions at once.
+    def record_proposal(
+        self, received: int, unread: int, compute_ns: int, sessions: int, weight: float
+    ) -> None:
+        """Record a proposal of `received` tokens, computed in `compute_ns` in steps shared by `sessions`.
 
-        It had `unread` tokens to read first. Where these are many, the time tells what reading takes.
+        The draft had `unread` tokens to read first. If these are more than it proposed, the time measures
+        reading.
         """
-        self.nonempty_rate += weight * ((came > 0) - self.nonempty_rate)
+        self.nonempty_rate += weight * ((received > 0) - self.nonempty_rate)
         share = 1.0 / max(1, sessions)
-        if not came:
+        if not received:
             return
-        if unread > came:
+        if unread > received:
             if self.token_ns:
-                reading_ns = max(0.0, compute_ns - came * self.token_ns)
+                reading_ns = max(0.0, compute_ns - received * self.token_ns)
                 self.read_ns = _mean(self.read_ns, reading_ns * share / unread, weight)
         else:
-            token_ns = compute_ns / came
+            token_ns = compute_ns / received
             self.token_ns = _mean(self.token_ns, token_ns, weight)
             self.share_ns = _mean(self.share_ns, token_ns * share, weight)
             self.others_ns += weight * (token_ns * share * (1.0 - share) - self.others_ns)
 
     def record_verdict(self, verified: int, weight: float) -> None:
-        """Draft tokens were offered, and so many verified."""
+        """Record how many draft tokens were verified in a step that had a hint."""
         self.verified_rate += weight * ((verified > 0) - self.verified_rate)
         if verified:
             self.verified_len += weight * (verified - self.verified_len)
 
 
 def _mean(before: float, seen: float, weight: float) -> float:
-    """A running mean; 0 while nothing was seen."""
+    """Return the running mean, or `seen` if it is the first value."""
     return before + weight * (seen - before) if before else seen
 
 
 class SharedStatistics:
-    """What a gateway remembers beyond its sessions: the habits of each workload's drafts, and the load.
+    """What the sessions of a gateway learn together: drafts by workload, and the load of the target.
 
-    `pass_ns` is what a pass of the target takes now, `share_ns` what each of its sessions has to bear,
-    `row_ns` what a draft token more adds, and `confirmed` how many tokens a session gets of one. `latency_ns`
-    is from asking for a proposal to having it, and `message_ns` what of that was not the draft's computing.
+    `step_ns` is the time of a target step now, `share_ns` each session's share of it, `row_ns` what one more
+    draft token adds, and `confirmed_per_step` how many tokens a session gets from a step. `latency_ns` is the
+    time from requesting a proposal to receiving it; `message_ns` is that time without the draft's computing.
     """
 
     def __init__(self) -> None:
@@ -119,25 +125,25 @@ class SharedStatistics:
         )
 
     def for_workload(self, strategy: str, workload: str) -> DraftStatistics:
-        """Of a strategy's drafts for a workload; those not met for long are forgotten.
+        """Return the statistics of a strategy's drafts for a workload.
 
-        A workload begins with what the strategy's drafts are like whatever the workload.
+        A new workload starts with the strategy's statistics. The least recently used workload is forgotten.
         """
         overall = self.for_strategy(strategy)
         return self._drafts.get((strategy, workload), lambda: replace(overall, tokens=0))
 
     def for_strategy(self, strategy: str) -> DraftStatistics:
-        """Of a strategy's drafts, whatever they are for."""
+        """Return the statistics of a strategy's drafts over all workloads."""
         return self._drafts.get((strategy, None))
 
     def record_step(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
-        """A pass of the target, shared by so many sessions, of which one got so many tokens."""
+        """Record a target step shared by `sessions`, in which one session got `confirmed` tokens."""
         self.step_ns = _mean(self.step_ns, compute_ns, _LOAD)
         self.share_ns = _mean(self.share_ns, compute_ns / max(1, sessions), _LOAD)
         self.row_ns = _mean(self.row_ns, row_ns, _LOAD)
         self.confirmed_per_step += _LOAD * (confirmed - self.confirmed_per_step)
 
     def record_proposal(self, latency_ns: int, compute_ns: int) -> None:
-        """A proposal came, so long after it was asked for."""
+        """Record the latency of a proposal and the part of it that was computing."""
         self.latency_ns = _mean(self.latency_ns, latency_ns, _LOAD)
         self.message_ns = _mean(self.message_ns, max(0, latency_ns - compute_ns), _LOAD)

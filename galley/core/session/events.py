@@ -1,8 +1,8 @@
-"""What the session machine is told (events) and what it asks for (effects).
+"""The inputs (events) and outputs (effects) of the session machine.
 
-Requests to a pool carry a `request_id`; their replies echo it, and a reply to a request that has been given
-up is dropped. A Verify stands until its answer without `more`: it may be told more by ExtendVerify, and
-given up by CancelVerify. All times are nanoseconds.
+A request to a replica carries a `request_id`, which its responses echo; a response to a request that was
+given up is dropped. A Verify stays open until its response without `more`; ExtendVerify adds to it, and
+CancelVerify ends it. All times are nanoseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from galley.core.records import PositionLogprobs, TokenRecord
 
 
 class Pool(enum.Enum):
-    """Where a request goes."""
+    """The pool that a request goes to."""
 
     DRAFT = "draft"
     TARGET = "target"
@@ -30,7 +30,7 @@ class Pool(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """As the replica measured it; `linger_ns`, of `queue_ns`, is how long a target waited for a hint."""
+    """Times as the replica measured them; `linger_ns` is the part of `queue_ns` spent waiting for a hint."""
 
     queue_ns: int = 0
     compute_ns: int = 0
@@ -39,11 +39,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The draft's guesses for positions [position, position + len(tokens)).
+    """Draft tokens for positions [position, position + len(tokens)).
 
-    `survival`, of each: the chance that it and all before it are accepted; empty if the draft does not say.
-    `sessions` shared the draft's steps. `most` is what it was asked for, where it takes no more. `strategy`
-    is how they were guessed; empty if that is not known.
+    `survival[i]` is the chance that tokens 0 to i are all accepted; empty if unknown. `sessions` shared the
+    draft's steps. `max_tokens` is the replica's own bound, if it is below the request's k. `strategy` made
+    the tokens; empty if unknown.
     """
 
     request_id: int
@@ -62,8 +62,8 @@ class Proposed:
 class Verified:
     """The target's verdict: `accepted` draft tokens, then at most one token of its own.
 
-    With `more`, further verdicts of the same request follow. `sessions` shared the pass, of which the rows of
-    prompts took `prefill_ns`; a draft token more adds `row_ns` to one. The others are as in
+    With `more`, further verdicts of the same request follow. `sessions` shared the step, in which the rows of
+    prompts took `prefill_ns`; one more draft token adds `row_ns`. The other fields are those of
     `galley.core.scheduler.messages.Confirmed`.
     """
 
@@ -97,9 +97,9 @@ class CacheMissed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request came to nothing: no reply in time, no connection, or a status of its own.
+    """A request failed: no response in time, no connection, or an error status.
 
-    `elsewhere`: another replica, which has not failed the session, can be asked at once.
+    `elsewhere`: another replica, which has not failed this session, can be asked at once.
     """
 
     request_id: int
@@ -110,7 +110,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The log now holds the first `length` tokens of the session."""
+    """The log holds the first `length` tokens of the session."""
 
     length: int
 
@@ -124,24 +124,24 @@ class StoreFailed:
 
 @dataclass(frozen=True, slots=True)
 class FinishStored:
-    """The store knows that the session has ended."""
+    """The store has the ending of the session."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The client's transport took all output tokens below `index`."""
+    """The client's transport has taken all output tokens below `index`."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """The time asked for by SetTimer has come."""
+    """The time of SetTimer has come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """This gateway is going down: end at the next round boundary; the session stays resumable."""
+    """This gateway is shutting down: end after this round; the session can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The session was ended for good, and the store knows."""
+    """The session was aborted, and the store knows."""
 
 
 Event = (
@@ -191,7 +191,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Ask the draft for up to `k` tokens; the last `ahead` of the slice are guesses that it goes on from."""
+    """Request up to `k` tokens from the draft; the last `ahead` tokens of the slice are not confirmed yet."""
 
     request_id: int
     slice: Slice
@@ -202,10 +202,10 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Ask the target to check `draft_tokens`, then to go on unasked for `credit` tokens.
+    """Have the target verify `draft_tokens`, then decode `credit` tokens more without a new request.
 
     With `hint_due`, a hint for this request is being drafted. At most `max_verified` draft tokens are
-    verified in a pass; 0 is as many as pay.
+    verified in a step; 0 means as many as pay.
     """
 
     request_id: int
@@ -219,10 +219,10 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class ExtendVerify:
-    """Tell the target more of a Verify that stands.
+    """Add to an open Verify.
 
-    It may confirm tokens at positions below `limit`; `hint` replaces the one before; `hint_due` says whether
-    one is being drafted for what follows the last verdict, or will be as soon as `hint` has its verdict.
+    The target may confirm tokens at positions below `limit`. `hint` replaces the one before. `hint_due`: a
+    hint is being drafted for what follows the last verdict, or will be once `hint` has its verdict.
     """
 
     request_id: int
@@ -233,21 +233,21 @@ class ExtendVerify:
 
 @dataclass(frozen=True, slots=True)
 class CancelPropose:
-    """Give up a Propose that is under way: what it goes on from has turned out wrong, or is not needed."""
+    """Give up a pending Propose: it continues from a wrong token, or is not needed."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class CancelVerify:
-    """Give up a Verify that stands; what it still confirms is dropped."""
+    """Give up an open Verify; what it still confirms is dropped."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Append `tokens` to a log of `expected_len`; what the pools cache goes to the KV directory."""
+    """Append `tokens` to a log of `expected_len`; the cache lengths go to the KV directory."""
 
     expected_len: int
     tokens: tuple[int, ...]
@@ -258,7 +258,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Send to the client; the log holds it."""
+    """Send to the client what the log holds."""
 
     items: tuple[Chunk | NumericsChanged, ...]
 
@@ -273,38 +273,37 @@ class StoreFinish:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Tell the machine when this time has come."""
+    """Send TimerFired at this time."""
 
     at_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The stream is over: with an ending, or with an error after which the session may be resumable."""
+    """End the stream: with an ending, or with an error after which the session may be resumed."""
 
     ending: Ending | None = None
     error: GalleyError | None = None
 
 
 Overlap = Literal["hit", "miss", "none"]
-"""Draft tokens were ready; they were still being drafted; none were wanted or to be had."""
+"""Draft tokens were ready when the round began, were still being drafted, or were neither."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """For telemetry: one round, from its first request to its verdict; under credit, from verdict to verdict.
+    """One finished round, for telemetry.
 
-    `drafted` counts the draft tokens that the target was sent in this round. `verify_wait_ns` is how long the
-    verdict was awaited. `draft_wait_ns` is how long into the round its last proposal came: without credit the
-    target is asked only then; with it, it may have waited so long, and the two waits overlap.
-    `exposed_draft_ns` is how long the target was held up: the wait for a proposal, or its lingering.
-    `orchestration_ns` is what neither of the two accounts for: without credit the round less their computing,
-    with it the wait for the verdict less the target's queueing and computing.
+    `drafted` counts the draft tokens sent to the target in this round. `verify_wait_ns` is the wait for the
+    verdict. `draft_wait_ns` is when in the round its last proposal arrived; with credit the two waits
+    overlap. `exposed_draft_ns` is how long the draft held up the target: the wait for a proposal, or
+    lingering. `orchestration_ns` is what neither replica accounts for: without credit the round less their
+    computing, with credit the wait for the verdict less the target's queueing and computing.
 
-    `k` is how many tokens the draft was last asked for, 0 if none were wanted; `strategy` guessed those that
-    were sent ("none" if none were). `overlap` says whether draft tokens were ready when the round began.
-    `plain_ns`, `prefill_ns`, `kv_reused`, `batch_span` and `batch_sessions` are the verdict's. With
-    `reads_prompt`, the target read more than the last token of the session before it came to this verdict.
+    `k` is how many tokens were last requested, 0 if none; `strategy` made those that were sent ("none" if
+    none were). `overlap` says whether draft tokens were ready when the round began. `plain_ns`, `prefill_ns`,
+    `kv_reused`, `batch_span` and `batch_sessions` are the verdict's. With `reads_prompt`, the target read
+    more than the session's last token before this verdict.
     """
 
     position: int
@@ -332,7 +331,7 @@ class RoundEnded:
 
     @property
     def parts(self) -> RoundParts:
-        """What its time went into; the parts sum to it."""
+        """The parts of the round's time, which sum to it."""
         left = max(0, self.ended_ns - self.started_ns)
         compute_ns = min(self.target.compute_ns, left)
         left -= compute_ns
@@ -344,10 +343,10 @@ class RoundEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoundParts:
-    """The time of a round: a draft was awaited, the target had it wait, computed, and all the rest.
+    """The time of a round: waiting for the draft, queueing at the target, computing there, and the rest.
 
-    A target that lingers awaits a draft. What it did before the round began (under credit a pass may begin
-    before the last verdict has arrived) is not of the round.
+    A target that lingers waits for a draft. What the target did before the round began does not count: with
+    credit, a step may begin before the last verdict has arrived.
     """
 
     draft_ns: int

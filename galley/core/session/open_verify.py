@@ -1,4 +1,4 @@
-"""A Verify that stands at the target: what the target may do and knows, and what a verdict of it must be."""
+"""An open Verify: what the target may do and knows, and the check of its verdicts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from galley.core.session.events import Verified
 
 
 class OpenVerify:
-    """No token may be confirmed at or beyond position `limit`; without credit, there is one verdict.
+    """No token may be confirmed at or beyond position `limit`; without credit there is one verdict.
 
-    `hint_due` is what the target has been told last. Until its first verdict it may be one that `prefills`:
-    whose passes are of other sizes than those that follow.
+    `hint_due` is what the target was last sent. `prefills` is True until the first verdict if the target has
+    a prompt to read: its steps then say nothing of later ones.
     """
 
     def __init__(
@@ -26,15 +26,15 @@ class OpenVerify:
         self._hints: list[Hint] = []
 
     def add_hint(self, hint: Hint) -> None:
-        """It is sent to the target, which until it comes may use those before."""
+        """Remember a hint that is sent; the target may use earlier ones until it arrives."""
         self._hints.append(hint)
 
     def confirm(self, answer: Answer) -> None:
-        """The answer has grown: forget the hints that it leaves nothing of."""
+        """Forget the hints that end within the confirmed tokens."""
         self._hints = [hint for hint in self._hints if hint.end > len(answer.tokens)]
 
     def violation(self, event: Verified, answer: Answer) -> str:
-        """What is wrong with a verdict, if anything: a broken target must not reach the log."""
+        """Return how a verdict breaks the protocol, or "": a faulty target must not reach the log."""
         spec, position = answer.spec, len(answer.tokens)
         end = position + len(event.tokens)
         if event.position != position:
@@ -58,7 +58,10 @@ class OpenVerify:
         return ""
 
     def _were_hinted(self, event: Verified, answer: Answer) -> bool:
-        """By position: the target may go on with what is left of a hint after a token that was refused."""
+        """Return True if each accepted token stands in a hint at its position.
+
+        By position, because the target may use the rest of a hint after a token that was refused.
+        """
         first = len(answer.tokens)
         if first + event.verified > max((hint.end for hint in self._hints), default=0):
             return False

@@ -1,7 +1,7 @@
-"""The ports of the gateway's shell: what it needs of the world besides the session store.
+"""The ports of the gateway: what a session needs besides the session store.
 
-A simulator passes its own, and runs the shell on an event loop whose time is its Clock's (the shell's timers
-are asyncio's). The real ones are in `services/gateway`. All times are nanoseconds.
+The simulator implements them on an event loop of virtual time; `services/gateway` implements the real ones.
+All times are nanoseconds.
 """
 
 from __future__ import annotations
@@ -24,59 +24,55 @@ from galley.core.session.events import (
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Who answers; `incarnation` names one life of its process."""
+    """A replica's address and the incarnation of its process."""
 
     address: str
     incarnation: str
 
 
 class Clock(Protocol):
-    """Time that only moves forward."""
+    """A clock that only moves forward."""
 
     def now_ns(self) -> int:
-        """Nanoseconds since some fixed moment."""
+        """Return nanoseconds since some fixed moment."""
 
 
 class DraftPort(Protocol):
-    """The draft pool. Never raises but for cancellation: what fails comes back as Failed."""
+    """The draft of a session. Raises only CancelledError; failures are returned as Failed."""
 
     @property
     def replica(self) -> Replica | None:
-        """Who answers, for the KV directory; None while nobody does."""
+        """The replica that answers, for the KV directory; None if there is none."""
 
     async def propose(
         self, spec: SessionSpec, request: Propose, remaining_ns: int | None
     ) -> Proposed | CacheMissed | Failed:
-        """Ask for draft tokens; after `remaining_ns` the answer is of no use (None: never)."""
+        """Request draft tokens; the response is useless after `remaining_ns` (None: never)."""
 
 
 class Verification(Protocol):
-    """One item at a target: its answers are had by iterating, once.
+    """One open Verify at a target. Iterate over it, once, for its results.
 
-    They are results in order, `more` set on all but the last; a CacheMissed or Failed ends them as well.
-    Never raises but for cancellation. An item that is still open is given up by `aclose`, or by cancelling
-    who waits for its next answer.
+    Results come in order, with `more` set on all but the last; a CacheMissed or Failed also ends them. Raises
+    only CancelledError. `aclose`, or cancelling the wait for the next result, gives the request up.
     """
 
     @property
     def replica(self) -> Replica | None:
-        """Who answers, for the KV directory; None while nobody does. Stays when the item has ended."""
+        """The replica that answers, for the KV directory; None if there is none. Kept after the end."""
 
     def __aiter__(self) -> AsyncIterator[Verified | CacheMissed | Failed]:
-        """The answers as they come."""
+        """Return the results as they arrive."""
 
     def extend(self, request: ExtendVerify) -> None:
-        """Tell the target more of this item; never blocks, and may come before the item has been sent.
-
-        Of an item that has ended, it is ignored.
-        """
+        """Send more of the request. Never blocks, may be called before it was sent, ignored after its end."""
 
     async def aclose(self) -> None:
-        """Give the item up, if it is open."""
+        """Give the request up, if it is open."""
 
 
 class TargetPort(Protocol):
-    """The target pool."""
+    """The target of a session."""
 
     def verify(self, spec: SessionSpec, request: Verify, remaining_ns: int | None) -> Verification:
-        """Ask for verdicts, at once; after `remaining_ns` they are of no use (None: never)."""
+        """Open a Verify at once; its results are useless after `remaining_ns` (None: never)."""

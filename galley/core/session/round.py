@@ -1,4 +1,4 @@
-"""A round, from its first request to its verdict; under credit, from verdict to verdict."""
+"""A round: from its first request to its verdict; with credit, from verdict to verdict."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from galley.core.session.events import Overlap, RoundEnded, Timing, Verified
 
 
 class Round:
-    """What is known of the round under way."""
+    """Collects the facts of the round in progress."""
 
     def __init__(self, started_ns: int, *, with_credit: bool) -> None:
-        """With credit the target goes on `unasked`."""
+        """Start a round; `with_credit` if the target decodes on without a request."""
         self.started_ns = started_ns
         self.verify_ns = started_ns
         self.draft_wait_ns = 0
@@ -21,7 +21,7 @@ class Round:
         self._with_credit = with_credit
 
     def record_proposal(self, timing: Timing, now: int) -> None:
-        """A proposal came, or came to nothing."""
+        """Record the arrival, or the failure, of a proposal."""
         self.draft_wait_ns = now - self.started_ns
         self.draft = Timing(self.draft.queue_ns + timing.queue_ns, self.draft.compute_ns + timing.compute_ns)
 
@@ -35,7 +35,7 @@ class Round:
         strategy: str,
         reads_prompt: bool,
     ) -> RoundEnded:
-        """By this verdict, of which so many tokens were confirmed."""
+        """Return the finished round; its verdict confirmed `confirmed` tokens."""
         if self._with_credit:
             unaccounted = now - self.verify_ns - verdict.timing.queue_ns - verdict.timing.compute_ns
         else:

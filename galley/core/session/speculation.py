@@ -1,15 +1,17 @@
-"""How many tokens a session has drafted: what they are worth, by what was measured, against what they cost.
+"""How many draft tokens a session requests: what they are worth, as measured, against what they cost.
 
-A draft token is worth the chance that it is accepted times what a token costs the target now: its share of a
-pass. It costs the target a row, for which all tokens of the pass come later, and asking costs a message. The
-draft's time counts as far as the coming pass is later for it; what is drafted ahead, while the target works,
-takes time from other sessions alone. But what the draft has to read before it can draft, a session's prompt
-above all, is work that a short answer may not be worth. A session asks for as many as are worth it, down to
-none; then it asks for a few now and again, so that it finds out when drafts have become good (or the load
-low). How many of them are verified is the target's decision, at its load; here only what it took is seen.
+A draft token is worth the chance that it is accepted times what a token costs the target now: the session's
+share of a step. It costs the target a row, which delays all tokens of the step, and the request costs a
+message. The draft's time counts only as far as it delays the next step; what is drafted ahead, while the
+target works, takes time from other sessions alone. But the draft has to read a session's prompt first, and a
+short answer may not be worth that.
 
-Beside the tokens for the coming pass, others are drafted ahead of it: so that the next pass finds some when
-all of these are accepted, and so that a slow link does not leave the target without.
+A session requests as many tokens as are worth it, down to none. Then it requests a few now and again, to
+notice when drafts have become good or the load low. How many are verified is the target's decision; only the
+result is seen here.
+
+Beside the tokens for the next step, more are drafted ahead: so that the step after it finds some if all are
+accepted, and so that a slow link does not leave the target without.
 
 No clock: times are arguments, in nanoseconds.
 """
@@ -23,118 +25,124 @@ from galley.core.answer.answer import SessionSpec
 from galley.core.cost.model import expected_confirmed
 from galley.core.session.draft_statistics import SharedStatistics
 
-# Weights of what was seen last: in a session, in its workload.
+# Weights of the newest value: in a session, in its workload.
 _SESSION, _WORKLOAD = 0.04, 0.01
-# Of a token, in the acceptance of its workload. All sessions act on that, and who has given drafts up sees
-# few more: bad luck must not move it far. What changes quickly shows in the sessions, and is their `own`.
+# Weight of a token in the acceptance of its workload. All sessions act on it, and one that has stopped
+# drafting sees few more tokens, so chance must not move it far. Quick changes show in sessions' own means.
 _WORKLOAD_TOKEN = 1.0 / 256
-# Drafts that were not worth it are tried again: so many tokens, for this share of the session's time on the
-# target and of its workload's, after so many verdicts at least, and at most where there is little to read.
+# Probes of drafts that were not worth it: their tokens, their share of the time that session and workload
+# take at the target, and the least and most verdicts between them, if there is little to read.
 _PROBE_TOKENS = 4
 _PROBE_SHARE = 0.03
 _FIRST_PROBE, _LAST_PROBE = 4, 24
-# Of the token after a wrong one; few are seen, and drafts that copy differ from all others.
-_SHAKEN = 0.15
+# Weight of the token after a wrong one: large, because few are seen and drafts that copy differ from others.
+_RECOVERY_WEIGHT = 0.15
 _RECOVERS = 0.5
-# Asked for while nothing is known.
+# Requested while nothing is known.
 _FIRST_TOKENS = 4
-# What a proposal costs besides drafting: messages, and the work of both ends.
-_ASK_NS = 400_000
-# Drafted ahead at most, whatever the link.
+# Cost of a proposal besides drafting: messages, and the work of both ends.
+_REQUEST_NS = 400_000
+# Most tokens drafted ahead, however slow the link.
 _MOST_AHEAD = 64
-# For how many passes more a session is expected to go on, if it may: how long an answer will be is not known.
-_PASSES_TO_COME = 32
+# How many more steps a session is expected to take, if it may: the length of an answer is not known.
+_STEPS_TO_COME = 32
 
 
 class Speculation:
-    """Of one session."""
+    """Decides how many tokens one session has drafted, and learns from what became of them."""
 
-    def __init__(self, spec: SessionSpec, book: SharedStatistics) -> None:
+    def __init__(self, spec: SessionSpec, shared: SharedStatistics) -> None:
         self._k = spec.k
         self._auto = spec.auto
-        self._workload = book.for_workload(spec.strategy, spec.workload)
-        self._parents = (self._workload, book.for_strategy(spec.strategy))
-        self._shared = book
+        self._workload = shared.for_workload(spec.strategy, spec.workload)
+        self._parents = (self._workload, shared.for_strategy(spec.strategy))
+        self._shared = shared
         self.statistics = replace(self._workload, tokens=0)
-        self._right_running = 0
+        self._right_in_a_row = 0
 
     def record_proposal(
-        self, came: int, unread: int, latency_ns: int, compute_ns: int, sessions: int
+        self, received: int, unread: int, latency_ns: int, compute_ns: int, sessions: int
     ) -> None:
-        """A proposal of `came` tokens came, so long after it was asked for; `sessions` shared the work.
+        """Record a proposal of `received` tokens: its latency, and its computing, shared by `sessions`.
 
         The draft had `unread` tokens to read first.
         """
-        self.statistics.record_proposal(came, unread, compute_ns, sessions, _SESSION)
-        for habits in self._parents:
-            habits.record_proposal(came, unread, compute_ns, sessions, _WORKLOAD)
+        self.statistics.record_proposal(received, unread, compute_ns, sessions, _SESSION)
+        for parent in self._parents:
+            parent.record_proposal(received, unread, compute_ns, sessions, _WORKLOAD)
         self._shared.record_proposal(latency_ns, compute_ns)
 
     def record_token(self, right: bool) -> None:
-        """A proposed token was right, or the first that was not."""
-        for habits in self._parents:
-            habits.record_deviation(self.statistics.alpha, _WORKLOAD_TOKEN, right=right)
-            habits.record_token(_WORKLOAD_TOKEN, right=right)
+        """Record a proposed token: right, or the first that was wrong."""
+        for parent in self._parents:
+            parent.record_deviation(self.statistics.alpha, _WORKLOAD_TOKEN, right=right)
+            parent.record_token(_WORKLOAD_TOKEN, right=right)
         self.statistics.record_token(_SESSION, right=right)
-        self._right_running = self._right_running + 1 if right else 0
+        self._right_in_a_row = self._right_in_a_row + 1 if right else 0
 
     def record_recovery(self, right: bool) -> None:
-        """The proposed token after a wrong one was right, or was not."""
-        self.statistics.record_recovery(_SHAKEN, right=right)
-        for habits in self._parents:
-            habits.record_recovery(_SHAKEN, right=right)
+        """Record whether the proposed token after a wrong one was right."""
+        self.statistics.record_recovery(_RECOVERY_WEIGHT, right=right)
+        for parent in self._parents:
+            parent.record_recovery(_RECOVERY_WEIGHT, right=right)
 
     @property
     def can_recover(self) -> bool:
-        """Is what was proposed after a wrong token mostly right again?"""
+        """True if the tokens after a wrong one are mostly right."""
         return self.statistics.recovery >= _RECOVERS
 
     @property
     def message_ns(self) -> float:
-        """What a question to the draft takes besides its computing."""
+        """The time that a request to the draft takes besides the draft's computing."""
         return self._shared.message_ns
 
     @property
     def alpha(self) -> float:
-        """The chance that a draft token is right if those before were: its own, as far as sessions differ."""
+        """The chance that a draft token is right if all before it were.
+
+        The session's own chance counts as far as sessions of its workload differ.
+        """
         workload = self._workload
         return workload.alpha + workload.deviation_weight * (self.statistics.alpha - workload.alpha)
 
     def record_step(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
-        """A pass, shared by `sessions`, `confirmed` tokens; a draft token more adds `row_ns` to such."""
+        """Record a target step shared by `sessions` that confirmed `confirmed` tokens of this one.
+
+        One more draft token adds `row_ns` to such a step.
+        """
         self._shared.record_step(compute_ns, sessions, row_ns, confirmed)
 
     def record_verdict(self, *, offered: bool, verified: int) -> None:
-        """A verdict came; draft tokens for it had been `offered`, or not."""
+        """Record a verdict; `offered` if the target had draft tokens for it."""
         self.statistics.verdicts_since_draft += 1
         self._workload.verdicts_since_draft += 1
         if not offered:
             return
         self.statistics.record_verdict(verified, _SESSION)
-        for habits in self._parents:
-            habits.record_verdict(verified, _WORKLOAD)
+        for parent in self._parents:
+            parent.record_verdict(verified, _WORKLOAD)
 
-    def tokens_to_draft(self, ready: int, sure: float, room: int, unread: int) -> int:
-        """How many tokens to have drafted now, at most `room`, after `ready` that are.
+    def tokens_to_draft(self, ready: int, reached: float, room: int, unread: int) -> int:
+        """Return how many tokens to request now, at most `room`, after `ready` ones that are not verified.
 
-        `sure` is the chance that all that are ready are accepted. The draft would have `unread` tokens to
-        read first.
+        `reached` is the chance that all of the ready ones are accepted. The draft has `unread` tokens to read
+        first.
         """
         room = min(room, self._depth() - ready)
         if not self._k or room <= 0:
             return 0
         if ready == 0:
-            return min(room, self._for_this_pass(unread * self.statistics.read_ns, room))
-        proposal = self._proposal()
+            return min(room, self._for_next_step(unread * self.statistics.read_ns, room))
+        proposal = self._proposal_len()
         at_least = 0 if self._auto else min(self._k - ready, room)
-        # Each costs a message: none for a token or two.
-        ahead = self._worth(min(room, proposal), sure) if 2 * room >= self._best() else 0
+        # Each request costs a message: make none for a token or two.
+        ahead = self._worthwhile(min(room, proposal), reached) if 2 * room >= self._best() else 0
         return max(at_least, ahead)
 
-    def _for_this_pass(self, reading_ns: float, room: int) -> int:
+    def _for_next_step(self, reading_ns: float, room: int) -> int:
         if not self._auto:
-            return self._proposal()
-        count = self._worth(self._proposal(), 1.0, reading_ns / min(room, _PASSES_TO_COME))
+            return self._proposal_len()
+        count = self._worthwhile(self._proposal_len(), 1.0, reading_ns / min(room, _STEPS_TO_COME))
         if not count and max(
             self.statistics.verdicts_since_draft, self._workload.verdicts_since_draft
         ) >= self._probe_after(reading_ns):
@@ -144,33 +152,37 @@ class Speculation:
         return count
 
     def _probe_after(self, reading_ns: float) -> float:
-        """Verdicts until drafts are tried again: at once while as many as are tried come true.
+        """Return after how many verdicts to try drafts again; at once while as many as a probe were right.
 
-        Those of the session or those of its workload: where answers are short, few sessions try for all.
+        Counts the verdicts of the session and of its workload: where answers are short, few sessions try for
+        all.
         """
-        if self._right_running >= _PROBE_TOKENS or not self._shared.share_ns:
+        if self._right_in_a_row >= _PROBE_TOKENS or not self._shared.share_ns:
             return 1
         spared_ns = _PROBE_SHARE * self._shared.share_ns
-        after = (_ASK_NS + _PROBE_TOKENS * self.statistics.share_ns) / spared_ns
+        after = (_REQUEST_NS + _PROBE_TOKENS * self.statistics.share_ns) / spared_ns
         return min(max(after, _FIRST_PROBE), _LAST_PROBE) + reading_ns / spared_ns
 
-    def _worth(self, most: int, sure: float, reading_ns: float = 0.0) -> int:
-        """How many further tokens are worth drafting; none unless those for one pass are worth asking for."""
+    def _worthwhile(self, most: int, reached: float, reading_ns: float = 0.0) -> int:
+        """Return how many further tokens are worth drafting: none unless one step's are worth a request."""
         if not self._shared.share_ns:
-            return most  # nothing was measured yet
-        gains = self._gains_of_a_pass(sure, most)
-        if sum(gains) * self.statistics.nonempty_rate * self.statistics.verified_rate <= _ASK_NS + reading_ns:
+            return most  # nothing is measured yet
+        gains = self._step_gains(reached, most)
+        if (
+            sum(gains) * self.statistics.nonempty_rate * self.statistics.verified_rate
+            <= _REQUEST_NS + reading_ns
+        ):
             return 0
         count = len(gains)
-        while count < most and (left := self._gains_of_a_pass(sure * self.alpha**count, most - count)):
+        while count < most and (left := self._step_gains(reached * self.alpha**count, most - count)):
             count += len(left)
         return count
 
-    def _gains_of_a_pass(self, reached: float, most: int) -> list[float]:
-        """What each token gains, in time of the target, that is worth a row of a pass.
+    def _step_gains(self, reached: float, most: int) -> list[float]:
+        """Return what each token gains, in target ns, among those that are worth a row of a step.
 
-        That pass has them with chance `reached`: if all tokens before them are accepted. Else no row is
-        spent on them. For a row, all tokens that a pass confirms come later.
+        The step has them with chance `reached`: if all tokens before them are accepted. Otherwise they cost
+        no row. A row delays all tokens that the step confirms.
         """
         share_ns, alpha = self._shared.share_ns, self.alpha
         row_ns = self._shared.row_ns * self._shared.confirmed_per_step
@@ -182,27 +194,27 @@ class Speculation:
             chance *= alpha
         return gains
 
-    def _proposal(self) -> int:
-        """How many tokens to ask for at once: as confirm most in the time of drafting them and of a pass.
+    def _proposal_len(self) -> int:
+        """Return how many tokens to request at once, so that most are confirmed per time.
 
-        Longer proposals come later, and the pass waits for them, or goes without. And what takes longer to
-        draft than a pass had better come in two: the pass has the first while the rest is drafted.
+        A longer proposal comes later, and the step waits for it or goes without. What takes longer to draft
+        than a step had better come in two parts: the step uses the first while the second is drafted.
         """
-        # On a slow link, so many more are used up before it comes.
+        # On a slow link, the target confirms some before the proposal arrives.
         return self._best() + self._confirmed_in(2 * self.message_ns)
 
     def _best(self) -> int:
         if not self._auto:
             return self._k
-        habits = self.statistics
+        statistics = self.statistics
         took_ns = self._shared.step_ns + self.message_ns
-        if not self._shared.step_ns or not habits.token_ns:
+        if not self._shared.step_ns or not statistics.token_ns:
             return min(self._k, _FIRST_TOKENS)
-        token_ns = habits.token_ns + self._shared.row_ns
+        token_ns = statistics.token_ns + self._shared.row_ns
         alpha = self.alpha
         confirmed, chance = 1.0, 1.0
         best, best_rate = 0, confirmed / took_ns
-        most = min(self._k, math.ceil(self._shared.step_ns / habits.token_ns))
+        most = min(self._k, math.ceil(self._shared.step_ns / statistics.token_ns))
         for count in range(1, most + 1):
             chance *= alpha
             confirmed += chance
@@ -213,17 +225,17 @@ class Speculation:
         return best
 
     def _depth(self) -> int:
-        """How many tokens may be ready: a pass's, its bonus, the next pass's, and those of the way here."""
-        of_a_pass = self._of_a_pass()
+        """Return how many tokens may be ready: those of two steps, a bonus token, and those in transit."""
+        per_step = self._per_step()
         on_the_way = self._confirmed_in(2 * self._shared.latency_ns + self.message_ns)
-        return min(2 * of_a_pass + 1 + on_the_way, max(_MOST_AHEAD, of_a_pass))
+        return min(2 * per_step + 1 + on_the_way, max(_MOST_AHEAD, per_step))
 
-    def _of_a_pass(self) -> int:
+    def _per_step(self) -> int:
         return min(self._k, math.ceil(2 * self.statistics.verified_len)) if self._auto else self._k
 
     def _confirmed_in(self, time_ns: float) -> int:
-        """How many tokens the target could confirm in that time, never without drafts."""
+        """Return how many tokens the target could confirm in that time, if it never lacks drafts."""
         if not self._shared.step_ns:
             return 0
-        a_pass = expected_confirmed(self.alpha, self._of_a_pass())
-        return math.ceil(a_pass * time_ns / self._shared.step_ns)
+        confirmed = expected_confirmed(self.alpha, self._per_step())
+        return math.ceil(confirmed * time_ns / self._shared.step_ns)

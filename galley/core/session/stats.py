@@ -1,4 +1,4 @@
-"""What one stream counted of its own speculation."""
+"""The speculation statistics of one stream."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from galley.core.session.events import RoundEnded
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Sums over the rounds of one stream, each verdict being one; times in nanoseconds.
+    """Sums over the rounds of one stream; times in nanoseconds.
 
-    `accepted_at[i]` counts the rounds in which draft token i was accepted, `verified_at[i]` those in which
-    it was verified. `drafted` tokens were sent to the target, of those `proposed`; `cancelled` proposals were
-    given up; for `exposed_draft_ns` the target was held up by the draft.
+    `accepted_at[i]` counts the rounds in which draft token i was accepted, `verified_at[i]` those in which it
+    was verified. Of the `proposed` tokens, `drafted` were sent to the target. `cancelled` counts proposals
+    that were given up. The target waited `exposed_draft_ns` for drafts.
     """
 
     rounds: int = 0
@@ -51,10 +51,10 @@ class SpeculationStats:
 
 
 def plain_ns(done: RoundEnded) -> int:
-    """About what plain decoding would have taken for the tokens of a round.
+    """Return an estimate of what plain decoding would have taken for the tokens of a round, in ns.
 
-    For each of them: the round without its wait for a draft, and without what draft tokens added to the pass.
-    But the rows of prompts that were in the pass would have been in one of those passes, not in each.
+    Each token takes the round without its wait for a draft and without what draft tokens added to the step.
+    The prompt rows of the step count once, because plain decoding would have read them in one step.
     """
     elapsed_ns = max(0, done.ended_ns - done.started_ns)
     computed_ns = done.target.compute_ns
@@ -65,7 +65,7 @@ def plain_ns(done: RoundEnded) -> int:
 
 
 def mean_acceptance_length(accepted: int, rounds: int) -> float:
-    """1 + accepted / rounds: the tokens that a round confirms in the mean; 0 before the first."""
+    """Return the mean number of tokens that a round confirms: 1 + accepted / rounds; 0 without rounds."""
     return 1 + accepted / rounds if rounds else 0.0
 
 
