@@ -36,14 +36,15 @@ from services.gateway.request.validate import Limits
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import Streams
-from services.gateway.session.timeouts import Timeouts, patiently
 from services.gateway.settings import MAX_DRAFT_TOKENS, NO_DRAFT, TUNING, GatewaySettings, Tuning
 from services.gateway.store.redis import RedisStore
+from services.gateway.store.retry import retry
 from services.gateway.telemetry.call_metrics import CallMetrics
 from services.gateway.telemetry.interceptor import TraceInterceptor
 from services.gateway.telemetry.observer import RequestObservers
 from services.gateway.telemetry.session_metrics import SessionMetrics
 from services.gateway.telemetry.spans import TraceOptions
+from services.gateway.timeouts import Timeouts
 
 _log = get_logger(__name__)
 _HAND_OVER_SHARE = 0.6
@@ -165,7 +166,7 @@ async def _build(
         store = open_store(settings)
         opened.push_async_callback(store.close)
         until_ns = _CLOCK.now_ns() + int(settings.startup_timeout_s * SECOND)
-        await patiently("ping", store.ping, until_ns, _CLOCK)
+        await retry("ping", store.ping, until_ns, _CLOCK)
         model = _served_model(settings, tokenizer, targets, drafts)
         streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
         observers = RequestObservers(_CLOCK)

@@ -18,8 +18,8 @@ from services.gateway.request.validate import Limits
 from services.gateway.service import GatewayService
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
-from services.gateway.session.timeouts import Timeouts
 from services.gateway.telemetry.observer import RequestObservers
+from services.gateway.timeouts import Timeouts
 from tests.simulation.loop import Process
 from tests.simulation.redis import SimRegistry, SimStore
 from tests.simulation.replicas import MOST_DRAFT_TOKENS, TOKENIZER

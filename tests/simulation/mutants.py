@@ -5,6 +5,7 @@ Nothing of this is in the product: a mutant replaces a class where the shell tak
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ from galley.core.session.drafting import Drafting
 from galley.core.session.machine import Session
 from galley.core.store import UNCHANGED, KvDirectory, Ownership, SessionEnded
 from services.gateway.replicas.drafts import DraftReplica
-from services.gateway.store.session_log import StoreWrites
+from services.gateway.store.session_log import SessionLog
 from tests.simulation.redis import Sessions
 from tests.simulation.replicas import SimEngine
 from tests.simulation.truth import true_token
@@ -117,8 +118,9 @@ def _met_once(draft: DraftReplica) -> bool:
     return not draft.is_accepted
 
 
-async def _no_renewal(_writes: StoreWrites) -> None:
-    """A live session expires like any other."""
+async def _no_renewal(_log: SessionLog) -> None:
+    """Let a live session expire like any other."""
+    await asyncio.Future()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ MUTANTS = (
     Mutant(
         "does not renew a session",
         "its session has expired",
-        patches={"services.gateway.store.session_log.StoreWrites.keep_alive": _no_renewal},
+        patches={"services.gateway.store.session_log.SessionLog.keep_alive": _no_renewal},
         theme="standing still",
     ),
 )

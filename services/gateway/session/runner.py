@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from galley.common.logs import get_logger
@@ -21,10 +22,9 @@ from galley.core.session.machine import Session
 from galley.core.session.ports import Clock, DraftPort, Replica, TargetPort, Verification
 from galley.core.store import CacheLocation, KvDirectory
 from services.gateway.clock import SECOND
-from services.gateway.session.timeouts import Timeouts
-from services.gateway.store.owned import OwnedSession
-from services.gateway.store.session_log import StoreWrites
+from services.gateway.store.session_log import SessionLog
 from services.gateway.telemetry.observer import request_observer
+from services.gateway.timeouts import Timeouts
 
 _SEND_GRACE_S = 5.0
 """How long a stream that ends with an error waits for a client to read what was confirmed before."""
@@ -54,14 +54,14 @@ class SessionRunner:
     def __init__(
         self,
         session: Session,
-        owned: OwnedSession,
+        log: SessionLog,
         ports: Ports,
         timeouts: Timeouts,
         deadline_ns: int | None,
     ) -> None:
         """`deadline_ns` is a time of the clock port, None for none."""
         self.session = session
-        self.owned = owned
+        self.log = log
         self._ports = ports
         self._timeouts = timeouts
         self._deadline_ns = deadline_ns
@@ -70,7 +70,6 @@ class SessionRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._observer = request_observer()
-        self._writes = StoreWrites(owned, ports.clock, timeouts, deadline_ns, self.tell)
         self._renewal: asyncio.Task[None] | None = None
         self._verification: Verification | None = None
         self._following: asyncio.Task[None] | None = None
@@ -88,7 +87,7 @@ class SessionRunner:
         sender.add_done_callback(self._on_unsent)
         try:
             self._watch_deadline()
-            self._renewal = self._spawn(self._writes.keep_alive())
+            self._renewal = self._spawn(self._tell_result(self.log.keep_alive))
             self._carry_out(self.session.start(self._now()))
             while self._end is None:
                 event = await self._inbox.get()
@@ -105,10 +104,10 @@ class SessionRunner:
                 case ev.Propose() | ev.CancelPropose() | ev.Verify() | ev.ExtendVerify() | ev.CancelVerify():
                     self._ask_pools(effect)
                 case ev.Commit():
-                    self._spawn(self._commit(effect))
+                    self._spawn(self._tell_result(partial(self.log.commit, effect, self._directory(effect))))
                 case ev.StoreFinish():
                     self._stop_renewing()  # of a session that has ended it would be refused
-                    self._spawn(self._writes.finish(effect))
+                    self._spawn(self._tell_result(partial(self.log.finish, effect)))
                 case ev.Emit():
                     self._observer.emitted(effect.items)
                     self._outbox.put_nowait(effect.items)
@@ -181,8 +180,8 @@ class SessionRunner:
             self._observer.target_failed(failed.message)
             self.tell(failed)
 
-    async def _commit(self, effect: ev.Commit) -> None:
-        await self._writes.commit(effect, self._directory(effect))
+    async def _tell_result(self, write: Callable[[], Awaitable[ev.Event]]) -> None:
+        self.tell(await write())
 
     def _directory(self, effect: ev.Commit) -> KvDirectory:
         """The target's is whose answer told how far its cache reaches, not who is asked next."""

@@ -20,10 +20,11 @@ from galley.core.session.machine import Session, SessionLimits
 from galley.core.session.ports import Clock
 from galley.core.store import NewSession, SessionStore, StoredSession
 from services.gateway.session.runner import Ports, SessionRunner
-from services.gateway.session.timeouts import Timeouts, patiently
-from services.gateway.store.owned import OwnedSession
 from services.gateway.store.redis import NONCE_BYTES
+from services.gateway.store.retry import retry
+from services.gateway.store.session_log import SessionLog
 from services.gateway.telemetry.observer import request_observer
+from services.gateway.timeouts import Timeouts
 
 _T = TypeVar("_T")
 
@@ -103,7 +104,7 @@ class Streams:
 
     def charge_prompt(self, place: AdmissionSlot, runner: SessionRunner) -> None:
         """Count its prompt, unless the session is one that was joined: then it has had an owner before."""
-        if runner.owned.owner.epoch == 1:
+        if runner.log.owner.epoch == 1:
             self._admission.charge(place, len(runner.session.spec.prompt), self._clock.now_ns())
 
     async def create(
@@ -158,7 +159,7 @@ class Streams:
                     "abort", lambda: self._store.abort(session_id, principal, record), deadline_ns
                 )
             except UnknownSession:  # one that the store has lost is not to be made anew by its owner here
-                if not any(runner.owned.new.principal == principal for runner in self._of(session_id)):
+                if not any(runner.log.new.principal == principal for runner in self._of(session_id)):
                     raise
         for runner in self._of(session_id):
             runner.tell(ev.Aborted())
@@ -171,7 +172,7 @@ class Streams:
         """
         session_id = runner.session.spec.session_id
         for before in self._of(session_id):
-            if before.owned.owner.epoch < runner.owned.owner.epoch:
+            if before.log.owner.epoch < runner.log.owner.epoch:
                 before.tell(ev.Interrupted(Fenced(session_id)))
         self._running.add(runner)
         if self._draining:
@@ -240,12 +241,12 @@ class Streams:
         self, session: Session, stored: StoredSession, held_ns: int, deadline_ns: int | None
     ) -> SessionRunner:
         """The store held the session at `held_ns`, or later."""
-        owned = OwnedSession(self._store, stored, self._clock, held_ns, self._timeouts.trusted_ns)
+        log = SessionLog(self._store, stored, self._clock, self._timeouts, held_ns, deadline_ns)
         ports = self._ports_of(stored, session)
-        return SessionRunner(session, owned, ports, self._timeouts, deadline_ns)
+        return SessionRunner(session, log, ports, self._timeouts, deadline_ns)
 
     async def _store_call(
         self, operation: str, call: Callable[[], Awaitable[_T]], deadline_ns: int | None
     ) -> _T:
         until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
-        return await patiently(operation, call, until_ns, self._clock)
+        return await retry(operation, call, until_ns, self._clock)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, cast
 
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies, RedisCalls, Script, script_of
 from galley.core.content import token_bytes, tokens_from_bytes
@@ -34,12 +34,8 @@ from galley.core.store import (
     StoredSession,
 )
 
-T = TypeVar("T")
-
 NONCE_BYTES = 16
 DEFAULT_MAX_CONNECTIONS = 32
-FIRST_PAUSE_S = 0.02
-LONGEST_PAUSE_S = 0.2
 
 # hash-max-listpack-value, as servers have it by default. A hash of none but shorter values is kept in one
 # block, a quarter as large; one longer value, and every field of it is an allocation of its own.
@@ -61,7 +57,7 @@ class RedisStore(SessionStore):
     """Sessions at `url` (`galley.common.redis.url`).
 
     `ttl_s` is how long a live session outlasts its last change or renewal, `finished_ttl_s` how long a
-    finished one can be resumed. Every call is one attempt, bounded as in `RedisCalls`; see `retrying`.
+    finished one can be resumed. Every call is one attempt, bounded as in `RedisCalls`; `retry` repeats it.
 
     With `copies`, no change counts until so many replicas have it: one that they do not have in time raises
     StoreUnavailable, and is as good as unanswered. It stands in the log, or will, or was lost in a fail-over;
@@ -172,32 +168,6 @@ class RedisStore(SessionStore):
         if not copied:
             raise StoreUnavailable("the session store's replicas do not have it yet")
         return rest
-
-
-async def retrying(
-    op: Callable[[], Awaitable[T]],
-    *,
-    until_s: float,
-    clock: Callable[[], float],
-    sleep: Callable[[float], Awaitable[object]],
-    retried: Callable[[StoreUnavailable], None] = lambda _: None,
-) -> T:
-    """Call `op` until it does not raise StoreUnavailable, but start no call later than `until_s` on `clock`.
-
-    The pause between calls doubles from FIRST_PAUSE_S to LONGEST_PAUSE_S. `retried` is told why a call is
-    repeated. Raises the last StoreUnavailable.
-    """
-    pause_s = FIRST_PAUSE_S
-    while True:
-        try:
-            return await op()
-        except StoreUnavailable as error:
-            left_s = until_s - clock()
-            if left_s <= 0:
-                raise
-            retried(error)
-        await sleep(min(pause_s, left_s))
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def _content(new: NewSession) -> list[bytes | str | int]:

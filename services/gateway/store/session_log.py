@@ -1,4 +1,14 @@
-"""What a session's shell writes into the store: each change is tried until it is answered, or time is up."""
+"""The token log of one session as its owner writes it: each change is retried until the store responds.
+
+A store that comes back without its last moments, or without anything, may not hold a session that is served
+here. Its owner holds all of it. It recreates the session with the prompt alone, as the owner that it was; the
+next change then reports how much of the log is missing (`LogBehind`), and the machine commits that again.
+
+Two rules keep that safe. A session is recreated only where there is none: an owner that created or claimed
+the session since is found there, and this owner is fenced. And it is recreated only if the store held it so
+recently that it cannot have expired since, in whatever state: an answer that was ended elsewhere and expired
+does not come back.
+"""
 
 from __future__ import annotations
 
@@ -6,83 +16,104 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from galley.common.logs import get_logger
 from galley.core.answer.codec import encode_ending
-from galley.core.errors import GalleyError
+from galley.core.errors import GalleyError, UnknownSession
 from galley.core.records import encode_records
 from galley.core.session import events as ev
 from galley.core.session.ports import Clock
-from galley.core.store import KvDirectory
+from galley.core.store import KvDirectory, LogBehind, SessionStore, StoredSession
 from services.gateway.clock import SECOND
-from services.gateway.session.timeouts import Timeouts, patiently
-from services.gateway.store.owned import OwnedSession
+from services.gateway.store.retry import retry
 from services.gateway.telemetry.observer import request_observer
 from services.gateway.telemetry.spans import COMMIT, RENEW
+from services.gateway.timeouts import Timeouts
 
 _T = TypeVar("_T")
+_E = TypeVar("_E")
+_log = get_logger(__name__)
 
 
-class StoreWrites:
-    """Of one session; the machine is told what came of each, by `tell`."""
+class SessionLog:
+    """The log of one session, for one owner. Each change returns the event that the machine gets of it."""
 
     def __init__(
         self,
-        owned: OwnedSession,
+        store: SessionStore,
+        stored: StoredSession,
         clock: Clock,
         timeouts: Timeouts,
-        deadline_ns: int | None,
-        tell: Callable[[ev.Event], None],
+        held_ns: int,
+        deadline_ns: int | None = None,
     ) -> None:
-        """`deadline_ns` is the call's, a time of the clock; None for none."""
-        self._owned = owned
+        """The store held the session at `held_ns`; `deadline_ns` is that of the call, None for none."""
+        self.owner = stored.ownership
+        self.new = stored.to_new_session()
+        self._store = store
         self._clock = clock
         self._timeouts = timeouts
+        self._held_ns = held_ns
         self._deadline_ns = deadline_ns
-        self._tell = tell
         self._observer = request_observer()
 
-    async def commit(self, effect: ev.Commit, directory: KvDirectory) -> None:
-        """Append to the log; `directory` is who caches the session now."""
+    async def commit(self, effect: ev.Commit, directory: KvDirectory) -> ev.Committed | ev.StoreFailed:
+        """Append tokens; `directory` names the replicas that cache the session."""
         meta = encode_records(effect.records)
-        began_ns = self._clock.now_ns()
-
-        async def commit() -> int:
-            return await self._owned.commit(effect.expected_len, effect.tokens, meta, directory)
-
-        error = await self._write(COMMIT, commit, ev.Committed)
+        started_ns = self._clock.now_ns()
+        event = await self._write(
+            COMMIT,
+            lambda: self._store.commit(self.owner, effect.expected_len, effect.tokens, meta, directory),
+            ev.Committed,
+        )
         length = effect.expected_len + len(effect.tokens)
-        self._observer.committed(length, self._clock.now_ns() - began_ns, error)
+        error = event.error if isinstance(event, ev.StoreFailed) else None
+        self._observer.committed(length, self._clock.now_ns() - started_ns, error)
+        return event
 
-    async def finish(self, effect: ev.StoreFinish) -> None:
+    async def finish(self, effect: ev.StoreFinish) -> ev.FinishStored | ev.StoreFailed:
         """End the session."""
         record = encode_ending(effect.ending)
+        return await self._write(
+            "finish",
+            lambda: self._store.finish(self.owner, effect.log_len, record),
+            lambda _: ev.FinishStored(),
+        )
 
-        async def finish() -> None:
-            await self._owned.finish(effect.log_len, record)
-
-        await self._write("finish", finish, lambda _: ev.FinishStored())
-
-    async def keep_alive(self) -> None:
-        """Renew the session's life in the store, however slow its client is."""
+    async def keep_alive(self) -> ev.StoreFailed:
+        """Renew the session until that fails, however slow its client is."""
         while True:
             await asyncio.sleep(self._timeouts.renew_ns / SECOND)
-            try:
-                await self._patiently(RENEW, self._owned.renew)
-            except GalleyError as error:
-                self._tell(ev.StoreFailed(error))
-                return
+            failed = await self.renew()
+            if failed is not None:
+                return failed
+
+    async def renew(self) -> ev.StoreFailed | None:
+        """Put off the expiry."""
+        return await self._write(RENEW, lambda: self._store.renew(self.owner), lambda _: None)
 
     async def _write(
-        self, operation: str, call: Callable[[], Awaitable[_T]], event: Callable[[_T], ev.Event]
-    ) -> GalleyError | None:
-        """Tell the machine what came of it; returns the error, if one did."""
-        try:
-            result = await self._patiently(operation, call)
-        except GalleyError as error:
-            self._tell(ev.StoreFailed(error))
-            return error
-        self._tell(event(result))
-        return None
-
-    async def _patiently(self, operation: str, call: Callable[[], Awaitable[_T]]) -> _T:
+        self, operation: str, change: Callable[[], Awaitable[_T]], event: Callable[[_T], _E]
+    ) -> _E | ev.StoreFailed:
         until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), self._deadline_ns)
-        return await patiently(operation, call, until_ns, self._clock)
+        try:
+            return event(await retry(operation, lambda: self._attempt(change), until_ns, self._clock))
+        except GalleyError as error:
+            return ev.StoreFailed(error)
+
+    async def _attempt(self, change: Callable[[], Awaitable[_T]]) -> _T:
+        """Try a change once; recreate the session first if the store has lost it."""
+        # A response is true of the time of the request, or of a later one.
+        requested_ns = self._clock.now_ns()
+        try:
+            result = await change()
+        except LogBehind:
+            self._held_ns = requested_ns
+            raise
+        except UnknownSession:
+            if requested_ns - self._held_ns > self._timeouts.trusted_ns:
+                raise
+            await self._store.recreate(self.owner, self.new)
+            _log.warning("session recreated", session_id=self.owner.session_id)
+            result = await change()
+        self._held_ns = requested_ns
+        return result

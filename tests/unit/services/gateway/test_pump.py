@@ -23,8 +23,8 @@ from services.gateway.clock import MonotonicClock
 from services.gateway.session.pump import Pump
 from services.gateway.session.runner import Send, SessionRunner
 from services.gateway.session.streams import Streams
-from services.gateway.session.timeouts import Timeouts
 from services.gateway.telemetry.observer import RequestObservers
+from services.gateway.timeouts import Timeouts
 from tests.fakes.store import MemoryStore
 
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)

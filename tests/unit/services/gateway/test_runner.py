@@ -15,8 +15,8 @@ from galley.core.session.ports import Replica
 from galley.core.store import UNCHANGED, KvDirectory, NewSession, Ownership
 from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.session.runner import Ports, SessionRunner
-from services.gateway.session.timeouts import Timeouts
-from services.gateway.store.owned import OwnedSession
+from services.gateway.store.session_log import SessionLog
+from services.gateway.timeouts import Timeouts
 from tests.fakes.store import MemoryStore
 
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
@@ -93,8 +93,8 @@ async def runner_of(
         Answer(SPEC, lambda tokens: "x" * len(tokens)), replace(SessionLimits(), credit=0, window=8)
     )
     clock, timeouts = MonotonicClock(), Timeouts()
-    owned = OwnedSession(store, stored, clock, clock.now_ns(), timeouts.trusted_ns)
-    return SessionRunner(session, owned, Ports(NoDraft(), targets, clock), timeouts, deadline_ns)
+    log = SessionLog(store, stored, clock, timeouts, clock.now_ns(), deadline_ns)
+    return SessionRunner(session, log, Ports(NoDraft(), targets, clock), timeouts, deadline_ns)
 
 
 async def nothing(_: object) -> None:

@@ -21,8 +21,8 @@ from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import SPEC_FIELD, Streams
-from services.gateway.session.timeouts import Timeouts
 from services.gateway.telemetry.observer import RequestObservers
+from services.gateway.timeouts import Timeouts
 from tests.fakes.store import MemoryStore
 
 SESSION = "5e" * 16

@@ -78,7 +78,7 @@ async def test_a_store_that_is_away_shows_in_repeats_and_in_the_time_that_commit
     observer = RequestObserver(sessions=sessions)
     observe_with(observer)
     runner = await runner_of(Targets(), Away())
-    observer.opened(runner.session, StoredSession(runner.owned.owner, "me", {}, 3, [1, 2, 3]), 0)
+    observer.opened(runner.session, StoredSession(runner.log.owner, "me", {}, 3, [1, 2, 3]), 0)
     assert (await runner.run(nothing)).error is None
     assert number(registry, catalogue.STORE_RETRIES) == 2
     assert count(registry, catalogue.COMMIT_DURATION, "ok") >= 1

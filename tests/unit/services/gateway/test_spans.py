@@ -25,10 +25,10 @@ from services.gateway.clock import SECOND
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import StaticAddresses
 from services.gateway.session.runner import Ports, Send, SessionRunner
-from services.gateway.session.timeouts import Timeouts
-from services.gateway.store.owned import OwnedSession
+from services.gateway.store.session_log import SessionLog
 from services.gateway.telemetry.observer import request_observer
 from services.gateway.telemetry.request_trace import UNTRACED
+from services.gateway.timeouts import Timeouts
 from tests.fakes.kept_spans import MS, OFFSET_NS, KeptSpans, error_of, lasted_ns, told, traced_here
 from tests.fakes.store import MemoryStore
 
@@ -153,10 +153,10 @@ class Stream:
         stored = await self.store.create(NewSession("s", "me", b"body", {}, SPEC.prompt))
         answer = Answer(SPEC, lambda tokens: "x" * len(tokens))
         session = Session(answer, replace(SessionLimits(), credit=0, window=8))
-        owned = OwnedSession(self.store, stored, self.clock, self.clock.now, self._timeouts.trusted_ns)
+        log = SessionLog(self.store, stored, self.clock, self._timeouts, self.clock.now)
         self.observer.opened(session, stored, self.clock.now)
         ports = Ports(NoDraft(), self.target, self.clock)
-        end = await SessionRunner(session, owned, ports, self._timeouts, None).run(send or taken)
+        end = await SessionRunner(session, log, ports, self._timeouts, None).run(send or taken)
         if end.error is None:
             self.trace.ended(grpc.StatusCode.OK)
         else:

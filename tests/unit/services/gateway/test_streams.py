@@ -11,7 +11,7 @@ from galley.core.errors import Overloaded, UnknownSession
 from galley.core.session.machine import SessionLimits
 from services.gateway.clock import MonotonicClock
 from services.gateway.session.streams import Streams
-from services.gateway.session.timeouts import Timeouts
+from services.gateway.timeouts import Timeouts
 from tests.fakes.store import MemoryStore
 
 NO_SESSION = "00" * 16

@@ -37,8 +37,10 @@ from galley.core.store import (
     SessionStore,
     StoredSession,
 )
+from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.request.session_id import session_id_for
-from services.gateway.store.redis import LONGEST_PAUSE_S, RedisStore, retrying
+from services.gateway.store.redis import RedisStore
+from services.gateway.store.retry import retry
 from tests.fakes.redis_clusters import Cluster, free_port
 from tests.fakes.redis_servers import Server
 from tests.fakes.store import MemoryStore
@@ -628,71 +630,15 @@ async def test_more_callers_than_connections_queue(shared_server: Server | Clust
         assert len({session.ownership.session_id for session in made}) == 50
 
 
-# ------------------------------------------------------------------------------------------- retrying --
-
-
-class Away:
-    """A store that answers at the `after`-th call; sleeping moves the clock."""
-
-    def __init__(self, after: int) -> None:
-        self.calls = 0
-        self.now_s = 0.0
-        self.pauses: list[float] = []
-        self._after = after
-
-    async def call(self) -> int:
-        self.calls += 1
-        if self.calls < self._after:
-            raise StoreUnavailable("away")
-        return self.calls
-
-    async def sleep(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.now_s += seconds
-
-    async def retry(self, until_s: float) -> int:
-        return await retrying(self.call, until_s=until_s, clock=lambda: self.now_s, sleep=self.sleep)
-
-
-async def test_retrying_backs_off_up_to_a_cap() -> None:
-    away = Away(after=10)
-    assert await away.retry(until_s=100) == 10
-    assert away.pauses[:3] == [0.02, 0.04, 0.08]
-    assert max(away.pauses) == LONGEST_PAUSE_S
-
-
-async def test_retrying_gives_up_at_its_time_and_not_later() -> None:
-    away = Away(after=10**9)
-    with pytest.raises(StoreUnavailable):
-        await away.retry(until_s=10)
-    assert away.now_s == pytest.approx(10)
-
-
-async def test_retrying_does_not_repeat_a_refusal() -> None:
-    calls = 0
-
-    async def fenced() -> None:
-        nonlocal calls
-        calls += 1
-        raise Fenced("x")
-
-    with pytest.raises(Fenced):
-        await retrying(fenced, until_s=1, clock=lambda: 0.0, sleep=asyncio.sleep)
-    assert calls == 1
-
-
-async def test_retrying_rides_out_a_restart(own_server: Server) -> None:
+async def test_a_retry_survives_a_restart(own_server: Server) -> None:
     async with store_at(own_server) as store:
         owner = (await store.create(a_session())).ownership
         own_server.kill()
-
-        async def sleep(_: float) -> None:
-            own_server.start()
-
-        length = await retrying(
-            lambda: store.commit(owner, 3, [7], b""), until_s=1, clock=lambda: 0.0, sleep=sleep
-        )
-        assert length == 4
+        restart = asyncio.create_task(asyncio.to_thread(own_server.start))
+        clock = MonotonicClock()
+        until_ns = clock.now_ns() + 60 * SECOND
+        assert await retry("commit", lambda: store.commit(owner, 3, [7], b""), until_ns, clock) == 4
+        await restart
 
 
 # ------------------------------------------------------------------------ the model of it, in memory --

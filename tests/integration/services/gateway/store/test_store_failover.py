@@ -14,7 +14,9 @@ from redis.crc import key_slot
 from galley.common.redis.calls import Copies
 from galley.core.errors import StoreUnavailable
 from galley.core.store import LogBehind, Ownership
-from services.gateway.store.redis import RedisStore, retrying
+from services.gateway.clock import SECOND, MonotonicClock
+from services.gateway.store.redis import RedisStore
+from services.gateway.store.retry import retry
 from tests.fakes.redis_clusters import (
     PATIENCE_S,
     Cluster,
@@ -69,9 +71,9 @@ def session_in(first: int, last: int) -> str:
 
 
 async def in_time(call: Callable[[], Awaitable[T]]) -> T:
-    """What it answers once the store does."""
-    loop = asyncio.get_running_loop()
-    return await retrying(call, until_s=loop.time() + PATIENCE_S, clock=loop.time, sleep=asyncio.sleep)
+    """Return its result once the store responds."""
+    clock = MonotonicClock()
+    return await retry("test", call, clock.now_ns() + int(PATIENCE_S * SECOND), clock)
 
 
 async def copied(pair: ReplicaSet, owner: Ownership, tokens: list[int]) -> None:

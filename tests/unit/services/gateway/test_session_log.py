@@ -1,0 +1,96 @@
+"""When an owner recreates a session that the store does not hold, and when it must not."""
+
+from __future__ import annotations
+
+import pytest
+
+from galley.core.answer.answer import Ending, Reason
+from galley.core.answer.codec import decode_ending
+from galley.core.errors import UnknownSession
+from galley.core.records import TokenRecord
+from galley.core.session import events as ev
+from galley.core.store import UNCHANGED, LogBehind, NewSession
+from services.gateway.clock import SECOND
+from services.gateway.store.session_log import SessionLog
+from services.gateway.timeouts import Timeouts
+from tests.fakes.store import MemoryStore
+
+TTL_S, TRUSTED_S = 90.0, 60
+END = Ending(Reason.LENGTH)
+
+
+class Clock:
+    """The clock of a store and its owner."""
+
+    def __init__(self) -> None:
+        self.now_s = 0
+
+    def now_ns(self) -> int:
+        return self.now_s * SECOND
+
+
+class Forgetful(MemoryStore):
+    """A store that may lose all."""
+
+    def forget(self) -> None:
+        self._records.clear()
+
+
+class World:
+    """A session of three tokens, and its owner."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.store = Forgetful(TTL_S, TTL_S, clock=lambda: float(self.clock.now_s))
+
+    async def own(self) -> SessionLog:
+        stored = await self.store.create(NewSession("s", "me", b"body", {"f": b"v"}, (1, 2, 3)))
+        timeouts = Timeouts(renew_ns=TRUSTED_S * SECOND // 2)
+        return SessionLog(self.store, stored, self.clock, timeouts, self.clock.now_ns())
+
+
+def commit(length: int, *tokens: int) -> ev.Commit:
+    records = tuple(TokenRecord() for _ in tokens)
+    return ev.Commit(length, tokens, records, 0, 0)
+
+
+async def test_what_was_held_of_late_was_lost_and_is_made_anew() -> None:
+    world = World()
+    log = await world.own()
+    for length in range(3, 6):  # trust begins anew with each change
+        world.clock.now_s += TRUSTED_S
+        assert await log.commit(commit(length, length), UNCHANGED) == ev.Committed(length + 1)
+    world.clock.now_s += TRUSTED_S
+    world.store.forget()
+    behind = await log.finish(ev.StoreFinish(END, 6))
+    assert isinstance(behind, ev.StoreFailed)
+    assert isinstance(behind.error, LogBehind)
+    assert behind.error.have == 3
+    assert await log.commit(commit(3, 3, 4, 5), UNCHANGED) == ev.Committed(6)
+    assert await log.finish(ev.StoreFinish(END, 6)) == ev.FinishStored()
+    found = await world.store.claim("s", "me")
+    assert (found.tokens, found.fields) == ([1, 2, 3, 3, 4, 5], {"f": b"v"})
+    assert decode_ending(found.finish) == END
+    assert found.ownership.epoch == log.owner.epoch + 1
+
+
+async def test_an_idle_session_is_made_anew_when_it_is_renewed() -> None:
+    world = World()
+    log = await world.own()
+    world.store.forget()
+    assert await log.renew() is None
+    assert world.store.log("s") == [1, 2, 3]
+
+
+async def test_what_may_have_ended_and_expired_is_not_made_anew() -> None:
+    """As by an owner that was stopped meanwhile: another ended the session, and the store forgot that."""
+    world = World()
+    log = await world.own()
+    await world.store.abort("s", "me", b"aborted")
+    world.clock.now_s += int(TTL_S) + 1
+    for _ in range(2):
+        failed = await log.commit(commit(3, 7), UNCHANGED)
+        assert isinstance(failed, ev.StoreFailed)
+        assert isinstance(failed.error, UnknownSession)
+    with pytest.raises(UnknownSession):
+        await world.store.claim("s", "me")
