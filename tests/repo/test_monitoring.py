@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from galley.common.metrics.catalogue import METRICS, of_service
-from galley.common.metrics.exposition import Exposition
+from galley.common.metrics.exposition import render
 from galley.common.metrics.labels import SERVICES
 from galley.common.metrics.metric import Kind, LabelValues, Metric
 from galley.common.metrics.registry import Registry
@@ -70,7 +70,7 @@ def test_prometheus_finds_nothing_to_say_about_our_metrics(service: str) -> None
             registry.count(metric).at(*_values(metric)).value += 1
         elif metric.kind is Kind.GAUGE:
             registry.observe(metric, partial(_ones, _values(metric)))
-    body, _ = Exposition().render(registry.read(), "text/plain")
+    body, _ = render(registry.read(), "text/plain")
     promtool("check", "metrics", given=body)
 
 

@@ -1,7 +1,7 @@
-"""Where Prometheus fetches metrics: GET or HEAD /metrics, one request a connection, nothing else.
+"""Server of GET and HEAD /metrics, with one request per connection.
 
-Bounded throughout: so many connections, so long a request, so long for all of it. Numbers are read, and text
-is made of them, in the event loop: that takes less than to hand them to a thread.
+Connections, request size and time are bounded. It runs in the event loop that counts, because gauges read
+that loop's objects; `prometheus_client.start_http_server` would read them from threads, without these bounds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from galley.common.metrics.exposition import Exposition
+from galley.common.metrics.exposition import render
 from galley.common.metrics.registry import Registry
 
 PATH = "/metrics"
@@ -33,16 +33,15 @@ class _Refused(Exception):
 
 
 class ScrapeServer:
-    """Use `start` once and `close` at the end, in the event loop whose numbers are read."""
+    """Serves a registry; use it in the event loop that counts."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._exposition = Exposition()
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> str:
-        """Listen; returns where (host:port). Raises OSError if that cannot be."""
+        """Listen and return the address (host:port). Raise OSError if the port cannot be bound."""
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
         except OSError as error:
@@ -51,7 +50,7 @@ class ScrapeServer:
         return f"{shown}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
-        """End what is under way, too."""
+        """Stop listening and end open requests."""
         if self._server is not None:
             self._server.close()
         for task in self._open:
@@ -68,10 +67,10 @@ class ScrapeServer:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._exchange(reader, writer)
         except (TimeoutError, OSError):
-            pass  # whoever asked is slow, or gone
+            pass  # the client is slow or has gone
         finally:
             self._open.discard(task)
-            writer.transport.abort()  # if it is open still: what is unsent by now is not waited for
+            writer.transport.abort()  # does not wait for unsent data
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(high=0)  # so that `drain` waits until all is sent
@@ -87,13 +86,13 @@ class ScrapeServer:
             raise _Refused(HTTPStatus.NOT_FOUND)
         if request.method not in {"GET", "HEAD"}:
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED)
-        body, kind = self._exposition.render(self._registry.read(), request.accept)
+        body, kind = render(self._registry.read(), request.accept)
         response = _response(HTTPStatus.OK, body, kind)
         return response if request.method == "GET" else response[: len(response) - len(body)]
 
 
 async def _request(reader: asyncio.StreamReader) -> _Request:
-    """What is asked; raises _Refused if it cannot be read."""
+    """Read a request; raise _Refused if it is malformed."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import cycle, pairwise
+from itertools import pairwise
 
 import pytest
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
@@ -12,15 +12,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from galley.common.metrics import catalogue
-from galley.common.metrics.catalogue import of_service
 from galley.common.metrics.cells import Bound, Count, Distribution, Series, span_ref
-from galley.common.metrics.exposition import OPEN_METRICS, TEXT, Exposition
+from galley.common.metrics.exposition import OPEN_METRICS, TEXT, render
 from galley.common.metrics.labels import SERVICES, STRATEGY, WORKLOAD
 from galley.common.metrics.metric import OTHER, Kind, Metric
 from galley.common.metrics.registry import Registry
 from galley.version import __version__
 from tests.fakes.readings import count, histogram, number
-from tests.unit.galley.common.exposed import by_the_library
 
 PROMETHEUS = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
@@ -153,7 +151,7 @@ def a_registry() -> Registry:
 
 @pytest.mark.parametrize("accept", ["", "*/*", "text/plain;version=0.0.4"])
 def test_text_is_what_prometheus_reads(accept: str) -> None:
-    body, kind = Exposition().render(a_registry().read(), accept)
+    body, kind = render(a_registry().read(), accept)
     assert kind == TEXT
     samples = {
         (sample.name, *sample.labels.items()): sample.value
@@ -174,7 +172,7 @@ def test_text_is_what_prometheus_reads(accept: str) -> None:
 
 
 def test_open_metrics_names_the_traces() -> None:
-    body, kind = Exposition().render(a_registry().read(), PROMETHEUS)
+    body, kind = render(a_registry().read(), PROMETHEUS)
     assert kind == OPEN_METRICS
     families: dict[str, Family] = {
         family.name: family
@@ -188,40 +186,11 @@ def test_open_metrics_names_the_traces() -> None:
     assert exemplar.value == 0.012
 
 
-def full_registry(service: str) -> Registry:
-    """With all metrics of a service, of which the numbers are large, small, and none."""
-    registry, counts = Registry(service), cycle((0.25, 3, 999_999, 1_000_000, 123_456_789.5))
-    for metric in of_service(service):
-        if metric is catalogue.BUILD:
-            continue
-        labels = [label.values[0] if label.values else 'a "b"\n\\' for label in metric.labels]
-        if metric.kind is Kind.HISTOGRAM:
-            cell = registry.distribute(metric).at(*labels)
-            for value in (0.0004, 0.02, 3.25, 1e9):
-                cell.observe(value, span_ref(span()) if value > 1 and metric.exemplars else None)
-        elif metric.kind is Kind.COUNTER:
-            registry.count(metric).at(*labels).value += next(counts)
-        else:
-            registry.observe(metric, lambda labels=tuple(labels): [(labels, -2)])  # type: ignore[misc]
-    return registry
-
-
-@pytest.mark.parametrize("service", SERVICES)
-@pytest.mark.parametrize("accept", ["", PROMETHEUS], ids=["text", "open"])
-def test_what_is_written_is_what_the_library_writes(service: str, accept: str) -> None:
-    registry, written = full_registry(service), Exposition()
-    for _ in range(2):
-        readings = registry.read()
-        body, _ = written.render(readings, accept)
-        assert body.decode() == by_the_library(readings, open_metrics=bool(accept)).decode()
-
-
 def test_a_series_that_has_gone_is_written_no_more() -> None:
     registry, there = Registry("gateway"), ["a:1"]
     registry.observe(catalogue.BREAKER_STATE, lambda: [(("draft", it), 0) for it in there])
-    written = Exposition()
     for there[:] in (["a:1"], ["b:2"], ["a:1", "b:2"], []):
-        body, _ = written.render(registry.read(), "")
+        body, _ = render(registry.read(), "")
         told = re.findall(r'replica="([^"]*)"', body.decode())
         assert told == there
 
