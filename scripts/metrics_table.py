@@ -1,4 +1,4 @@
-"""Writes the tables of metrics into FILE, between its markers: `python scripts/metrics_table.py FILE`."""
+"""Write the tables of metrics into FILE, between its markers: `python scripts/metrics_table.py FILE`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from galley.common.metrics.labels import SERVICES
 
 BEGIN, END = "<!-- metrics: begin; written by `make metrics` -->\n", "<!-- metrics: end -->\n"
 _TITLES = {
-    "gateway": "Of the gateway",
-    "draft": "Of drafts",
-    "target": "Of targets",
+    "gateway": "Gateway",
+    "draft": "Draft",
+    "target": "Target",
 }
 _OF_ALL = [metric for metric in METRICS if metric.services == SERVICES]
 
 
 def main() -> None:
-    """Exits 1 if FILE has no markers."""
+    """Write the tables, or exit with 1 if FILE has no markers."""
     (file,) = (Path(name) for name in sys.argv[1:])
     text = file.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
@@ -38,10 +38,10 @@ def _tables() -> Iterator[str]:
         yield f"\n### {_TITLES[service]}\n"
         its = [metric for metric in METRICS if metric.services[0] == service and metric not in _OF_ALL]
         yield from _table(its)
-    yield "\n### Of all\n"
+    yield "\n### All services\n"
     yield from _table(_OF_ALL)
     yield "\n### Labels\n"
-    yield "| label | of | values | what |"
+    yield "| label | metrics | values | description |"
     yield "|---|---|---|---|"
     for label, metrics in _labels().items():
         names = ", ".join(f"`{metric.name}`" for metric in metrics)
@@ -50,7 +50,7 @@ def _tables() -> Iterator[str]:
 
 
 def _table(metrics: list[Metric]) -> Iterator[str]:
-    yield "| metric | in Prometheus | kind, unit | labels | what |"
+    yield "| metric | in Prometheus | kind, unit | labels | description |"
     yield "|---|---|---|---|---|"
     for metric in metrics:
         labels = ", ".join(f"`{label.name}`" for label in metric.labels)

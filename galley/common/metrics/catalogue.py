@@ -1,7 +1,7 @@
-"""Every metric that there is: the one table. `make metrics` writes it into docs/observe/metrics.md.
+"""Catalogue of all metrics; `make metrics` writes it into docs/observe/metrics.md.
 
-Names follow OpenTelemetry; Prometheus sees dots as underscores, `_seconds`, and `_total` on counters. Those
-of `gen_ai` are the semantic conventions' own, with their buckets.
+Names follow OpenTelemetry. In Prometheus, dots are underscores, units are suffixes (`_seconds`), and counters
+end with `_total`. `gen_ai` metrics and their buckets are those of the semantic conventions.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ REQUEST_DURATION = _GATEWAY.histogram(
     "gen_ai.server.request.duration",
     "s",
     of.REQUEST_S,
-    "How long calls of Generate and Resume took, however they ended.",
+    "Duration of calls of Generate and Resume, with any status.",
     *_GEN_AI,
     of.ERROR_TYPE,
     exemplars=True,
@@ -70,7 +70,7 @@ TIME_TO_FIRST_TOKEN = _GATEWAY.histogram(
     "gen_ai.server.time_to_first_token",
     "s",
     of.FIRST_TOKEN_S,
-    "From the call to the first token handed over, of sessions that began with the call.",
+    "Time from the call to the first token sent, for new sessions.",
     *_GEN_AI,
     exemplars=True,
 )
@@ -78,41 +78,45 @@ TIME_PER_OUTPUT_TOKEN = _GATEWAY.histogram(
     "gen_ai.server.time_per_output_token",
     "s",
     of.TOKEN_S,
-    "Of answers that came to their end: time a token after the first, less the time left unread.",
+    "Mean time per output token after the first, for finished streams, without client stalls.",
     *_GEN_AI,
     exemplars=True,
 )
 ROUNDS = _GATEWAY.counter(
-    "galley.rounds", "{round}", "Rounds: verdicts of a target.", of.WORKLOAD, of.STRATEGY
+    "galley.rounds",
+    "{round}",
+    "Rounds that ended with a verdict.",
+    of.WORKLOAD,
+    of.STRATEGY,
 )
 DRAFTED_TOKENS = _GATEWAY.counter(
-    "galley.drafted_tokens", "{token}", "Draft tokens that targets were sent.", *_DRAFTED
+    "galley.drafted_tokens", "{token}", "Draft tokens sent to targets.", *_DRAFTED
 )
 VERIFIED_TOKENS = _GATEWAY.counter(
     "galley.verified_tokens",
     "{token}",
-    "Draft tokens that targets verified; acceptance is counted over these.",
+    "Draft tokens that targets verified. The acceptance rate is accepted over verified tokens.",
     *_DRAFTED,
 )
 ACCEPTED_TOKENS = _GATEWAY.counter(
-    "galley.accepted_tokens", "{token}", "Draft tokens that were right.", *_DRAFTED
+    "galley.accepted_tokens", "{token}", "Draft tokens that targets accepted.", *_DRAFTED
 )
 ACCEPTED_AT = _GATEWAY.counter(
     "galley.accepted_at",
     "{token}",
-    "Draft tokens that were right, by their position in the round.",
+    "Accepted draft tokens, by position in the round.",
     of.POSITION,
 )
 VERIFIED_AT = _GATEWAY.counter(
     "galley.verified_at",
     "{token}",
-    "Draft tokens that were verified, by their position in the round.",
+    "Verified draft tokens, by position in the round.",
     of.POSITION,
 )
 CONFIRMED_TOKENS = _GATEWAY.counter(
     "galley.confirmed_tokens",
     "{token}",
-    "Output tokens, by whether a draft had guessed them.",
+    "Confirmed output tokens, by origin.",
     of.ORIGIN,
     of.WORKLOAD,
 )
@@ -120,95 +124,95 @@ K = _GATEWAY.histogram(
     "galley.k",
     "{token}",
     of.DRAFT_TOKENS,
-    "Tokens that the draft was last asked for, of each round; 0 where none were wanted.",
+    "Draft tokens requested for each round; 0 without drafting.",
     of.WORKLOAD,
 )
 PLAIN_TIME = _GATEWAY.counter(
     "galley.plain_time",
     "s",
-    "What plain decoding would have taken for the tokens of the same rounds, as estimated.",
+    "Estimated time of plain decoding for the tokens of the same rounds.",
     of.WORKLOAD,
 )
 DECODE_TIME = _GATEWAY.counter(
     "galley.decode_time",
     "s",
-    "What rounds took, but for those that read a prompt. Live speed-up: plain time over this.",
+    "Duration of rounds, without those that read a prompt. Live speed-up is plain time over this.",
     of.WORKLOAD,
 )
 WASTED_DRAFT_TOKENS = Metric(
     "galley.wasted_draft_tokens",
     Kind.COUNTER,
     "{token}",
-    "Drafted in vain. The draft counts the cancelled, the gateway the others (unverified at the end).",
+    "Draft tokens without effect. Drafts count cancelled ones, gateways the others.",
     (GATEWAY, DRAFT),
     (of.WASTED,),
     initial=(),
 )
 WASTED_VERIFY_TOKENS = _GATEWAY.counter(
-    "galley.wasted_verify_tokens", "{token}", "Rows that targets computed and that confirmed nothing."
+    "galley.wasted_verify_tokens", "{token}", "Rows that targets computed without confirming a token."
 )
 DRAFT_WAIT = _GATEWAY.histogram(
     "galley.verify.draft_wait",
     "s",
     of.WAIT_S,
-    "How long verification stood idle in a round, waiting for a draft.",
+    "Time in a round during which verification waited for a draft.",
 )
 OVERLAPS = _GATEWAY.counter(
     "galley.overlap",
     "{round}",
-    "Rounds that wanted draft tokens, by whether these were ready.",
+    "Rounds with drafting, by whether draft tokens were ready at the start.",
     of.OVERLAP,
 )
 ROUND_DURATION = _GATEWAY.histogram(
     "galley.round.duration",
     "s",
     of.STEP_S,
-    "How long rounds took, from verdict to verdict.",
+    "Duration of rounds, from one verdict to the next.",
     exemplars=True,
 )
 COMMIT_DURATION = _GATEWAY.histogram(
     "galley.commit.duration",
     "s",
     of.COMMIT_S,
-    "How long commits to the session store took, their repeats included. Tokens leave after them.",
+    "Duration of commits to the session store, with retries. A token is sent only after its commit.",
     of.OUTCOME,
     initial=((of.OK,), ("unavailable",)),
     exemplars=True,
 )
-SESSIONS_OPEN = _GATEWAY.gauge("galley.sessions.open", "{session}", "Places for streams that are taken.")
+SESSIONS_OPEN = _GATEWAY.gauge("galley.sessions.open", "{session}", "Sessions that hold an admission slot.")
 STREAMS = _GATEWAY.counter(
     "galley.streams",
     "{call}",
-    "Calls of Generate and Resume that have ended.",
+    "Finished calls of Generate and Resume, by status and fault.",
     of.OUTCOME,
     of.FAULT,
     initial=of.ENDS,
 )
-RESUMES = _GATEWAY.counter("galley.resumes", "{call}", "Of those, calls of Resume.", of.OUTCOME)
+RESUMES = _GATEWAY.counter("galley.resumes", "{call}", "Finished calls of Resume, by status.", of.OUTCOME)
 ADMISSION_REFUSED = _GATEWAY.counter(
     "galley.admission.refused",
     "{call}",
-    "Calls that were refused for want of a place or of tokens, before any work was done.",
+    "Calls that admission rejected before any work was done.",
     of.REFUSED,
 )
 FAILOVERS = _GATEWAY.counter(
     "galley.failovers",
     "{session}",
-    "Sessions that another replica, or another life of the same, went on with.",
+    "Sessions that continued at another or a restarted replica.",
     of.POOL,
     of.MOVED,
 )
 BREAKER_STATE = _GATEWAY.gauge(
     "galley.breaker.state",
     "",
-    "Of each replica's circuit breaker: 0 closed, 1 half open, 2 open. Drafts alone have one.",
+    "State of each draft replica's circuit breaker: 0 closed, 1 half open, 2 open.",
     of.POOL,
     of.REPLICA,
 )
 REPLICAS = _GATEWAY.gauge(
     "galley.replicas",
     "{replica}",
-    "Replicas that this gateway knows of. Without a draft by choice, that pool is left out.",
+    "Replicas known to this gateway. The draft pool is absent if drafting is disabled.",
     of.POOL,
     of.UP,
     initial=(),
@@ -216,23 +220,23 @@ REPLICAS = _GATEWAY.gauge(
 CLIENT_STALLS = _GATEWAY.counter(
     "galley.client.stalls",
     "{stall}",
-    "Times that a client left what it was sent unread for a second or longer.",
+    "Times that a client did not read its stream for a second or longer.",
 )
 STORE_RETRIES = _GATEWAY.counter(
     "galley.store.retries",
     "{call}",
-    "Calls to the session store that were repeated, as it did not answer.",
+    "Calls to the session store that were repeated because it did not answer.",
 )
 PEER_CERTIFICATE_EXPIRY = _GATEWAY.gauge(
     "galley.tls.peer_certificate_expiry_timestamp",
     "s",
-    "When the certificate that the gateway shows targets and drafts ends, in Unix time; absent without one.",
+    "Expiry of the certificate that the gateway presents to replicas, in Unix time; absent without one.",
     initial=(),
 )
 CACHE_MISSES = _GATEWAY.counter(
     "galley.cache.misses",
     "{item}",
-    "Items that were answered with a cache miss, preempted ones included: more had to be sent.",
+    "Requests to replicas that were answered with a cache miss, preempted ones included.",
     of.POOL,
 )
 
@@ -242,22 +246,22 @@ DRAFT_QUEUE_AGE = _DRAFT.histogram(
     "galley.draft.queue.age",
     "s",
     of.WAIT_S,
-    "How long a proposal that was asked for waited for its first step.",
+    "Time from the arrival of a proposal request to its first step.",
 )
-DRAFT_QUEUE_DEPTH = _DRAFT.gauge("galley.draft.queue.depth", "{item}", "Proposals that are not answered yet.")
+DRAFT_QUEUE_DEPTH = _DRAFT.gauge("galley.draft.queue.depth", "{item}", "Unanswered proposal requests.")
 DRAFT_BATCH_SESSIONS = _DRAFT.histogram(
-    "galley.draft.batch.sessions", "{session}", of.BATCH, "Sessions that shared a step."
+    "galley.draft.batch.sessions", "{session}", of.BATCH, "Sessions in a step."
 )
 DRAFT_STEP_DURATION = _DRAFT.histogram(
     "galley.draft.step.duration",
     "s",
     of.STEP_S,
-    "How long a step took: of the sessions that came, or a further token for all.",
+    "Duration of one forward pass of the draft.",
 )
 DRAFT_PROPOSALS = _DRAFT.counter(
     "galley.draft.proposals",
     "{item}",
-    "Proposals that were asked for, by what became of them.",
+    "Proposal requests, by outcome.",
     of.STRATEGY,
     of.PROPOSED,
     initial=(),
@@ -265,61 +269,65 @@ DRAFT_PROPOSALS = _DRAFT.counter(
 
 # ------------------------------------------------------------------------------------------ target --
 
-BATCH_SESSIONS = _TARGET.histogram(
-    "galley.batch.sessions", "{session}", of.BATCH, "Sessions that shared a pass."
-)
-BATCH_ROWS = _TARGET.histogram("galley.batch.rows", "{row}", of.ROWS, "Rows (tokens fed) of a pass.")
-BATCH_TOKENS = _TARGET.histogram("galley.batch.tokens", "{token}", of.ROWS, "Tokens that a pass confirmed.")
-BATCH_DURATION = _TARGET.histogram("galley.batch.duration", "s", of.STEP_S, "How long a pass took.")
+BATCH_SESSIONS = _TARGET.histogram("galley.batch.sessions", "{session}", of.BATCH, "Sessions in a step.")
+BATCH_ROWS = _TARGET.histogram("galley.batch.rows", "{row}", of.ROWS, "Rows (input tokens) of a step.")
+BATCH_TOKENS = _TARGET.histogram("galley.batch.tokens", "{token}", of.ROWS, "Tokens that a step confirmed.")
+BATCH_DURATION = _TARGET.histogram("galley.batch.duration", "s", of.STEP_S, "Duration of a step.")
 BATCH_PREFILL_ROWS = _TARGET.counter("galley.batch.prefill_rows", "{row}", "Rows that read prompts.")
 BATCH_DRAFT_ROWS = _TARGET.counter("galley.batch.draft_rows", "{row}", "Rows that verified draft tokens.")
-LINGER = _TARGET.counter("galley.linger", "s", "Time that passes were put off, for a draft that was due.")
-QUEUE_DEPTH = _TARGET.gauge("galley.queue.depth", "{item}", "Items that stand here.")
+LINGER = _TARGET.counter("galley.linger", "s", "Time for which steps waited for draft tokens that were due.")
+QUEUE_DEPTH = _TARGET.gauge("galley.queue.depth", "{item}", "Open requests.")
 QUEUE_AGE = _TARGET.histogram(
     "galley.queue.age",
     "s",
     of.WAIT_S,
-    "How long an item waited for the pass that fed its first row.",
+    "Time from the arrival of a request to its first step.",
 )
 KV_BLOCKS = _TARGET.gauge("galley.kv.blocks", "{block}", "Blocks of the KV pool.", of.BLOCKS)
 KV_PROMPT_TOKENS = _TARGET.counter(
     "galley.kv.prompt_tokens",
     "{token}",
-    "Tokens that sessions brought which had no KV of their own here: new ones, and those from elsewhere.",
+    "Tokens of new or moved sessions, which have no KV of their own at this replica.",
 )
 KV_REUSED_TOKENS = _TARGET.counter(
     "galley.kv.reused_tokens",
     "{token}",
-    "Of those, tokens whose KV was cached: the prefix cache's hits.",
+    "Tokens of galley.kv.prompt_tokens whose KV was cached (prefix cache hits).",
 )
 KV_MISSES = _TARGET.counter(
     "galley.kv.misses",
     "{item}",
-    "Items that built on a prefix which is not held here, answered with a cache miss.",
+    "Requests whose prefix was not cached, answered with a cache miss.",
 )
 PREEMPTIONS = _TARGET.counter(
     "galley.preemptions",
     "{session}",
-    "Sessions that had to stop in mid-item: for older ones, or for want of blocks.",
+    "Sessions whose request was stopped to free KV blocks.",
 )
-EVICTIONS = _TARGET.counter("galley.evictions", "{block}", "Cached blocks whose content went, to make room.")
+EVICTIONS = _TARGET.counter("galley.evictions", "{block}", "Cached blocks that were evicted.")
 OUT_OF_BLOCKS = _TARGET.counter(
     "galley.out_of_blocks",
     "{item}",
-    "Items that were put off, refused or preempted because blocks had run out.",
+    "Requests that were delayed, rejected or preempted because no KV block was free.",
 )
 
 # --------------------------------------------------------------------------------------------- all --
 
 BUILD = Metric(
-    "galley.build", Kind.INFO, "", "What runs here.", SERVICES, (of.VERSION, of.SERVICE), initial=()
+    "galley.build",
+    Kind.INFO,
+    "",
+    "Version and service of the process.",
+    SERVICES,
+    (of.VERSION, of.SERVICE),
+    initial=(),
 )
 
 SERVED_CERTIFICATE_EXPIRY = Metric(
     "galley.tls.certificate_expiry_timestamp",
     Kind.GAUGE,
     "s",
-    "When the certificate that this server shows ends, in Unix time; absent without TLS.",
+    "Expiry of the server's certificate, in Unix time; absent without TLS.",
     SERVICES,
     initial=(),
 )
@@ -328,5 +336,5 @@ METRICS: tuple[Metric, ...] = tuple(value for value in dict(globals()).values() 
 
 
 def of_service(service: str) -> tuple[Metric, ...]:
-    """Those that it gives."""
+    """Return the metrics of a service."""
     return tuple(metric for metric in METRICS if service in metric.services)

@@ -1,4 +1,4 @@
-"""The labels of metrics, each with its bound, and the buckets of histograms."""
+"""Labels of metrics with their bounds, and buckets of histograms."""
 
 from __future__ import annotations
 
@@ -13,49 +13,53 @@ NO_WORKLOAD = "none"
 OK = "ok"
 NOBODYS, CALLERS, OURS = "none", "caller", "ours"
 
-WORKLOAD = Label("workload", f"`workload` of the request; `{NO_WORKLOAD}` where it names none", most=32)
+WORKLOAD = Label("workload", f"`workload` of the request; `{NO_WORKLOAD}` if it has none", most=32)
 STRATEGY = Label(
     "strategy",
-    "how the tokens were guessed; `lookup`: by the gateway itself; `none`: there were none",
+    "strategy that proposed the tokens; `lookup`: by the gateway itself; `none`: no draft tokens",
     values=(*STRATEGIES, LOOKUP, OTHER),
 )
 MODEL = Label("model", "name of the served model", most=4)
 POSITION = Label(
-    "position", "of the draft token in its round", values=(*(str(position) for position in range(16)), "16+")
+    "position",
+    "index of the draft token in its round",
+    values=(*(str(position) for position in range(16)), "16+"),
 )
-ORIGIN = Label("origin", "who had the token first", values=("draft", "target"))
+ORIGIN = Label("origin", "who proposed the token first", values=("draft", "target"))
 WASTED = Label(
     "reason",
-    "`rejected`: verified and refused; `unverified`: never verified, for it came too late or did not fit; "
-    "`cancelled`: drafted for a proposal that was given up",
+    "`rejected`: verified and not accepted; `unverified`: never verified (late, or no room); "
+    "`cancelled`: drafted for a cancelled proposal",
     values=("rejected", "unverified", "cancelled"),
 )
 OVERLAP = Label(
-    "result", "were draft tokens ready when the round began, or still being drafted", values=("hit", "miss")
+    "result",
+    "`hit`: draft tokens were ready when the round started; `miss`: they were still being drafted",
+    values=("hit", "miss"),
 )
-POOL = Label("pool", "which replicas", values=("draft", "target"))
+POOL = Label("pool", "pool of replicas", values=("draft", "target"))
 REPLICA = Label("replica", "address", most=64)
 MOVED = Label(
     "reason",
-    "`failed`: it failed an item; `late`: it kept one waiting; `left`: it drained or was let go; `hedged`: "
-    "another answered first; `restarted`: the same address, another life",
+    "`failed`: a request failed; `late`: a response was late; `left`: it drained or its lease ended; "
+    "`hedged`: another replica responded first; `restarted`: same address, new process",
     values=MOVE_REASONS,
 )
-UP = Label("state", "`up`: may be asked", values=("up", "down"))
+UP = Label("state", "`up`: accepts requests", values=("up", "down"))
 REFUSED = Label(
     "reason",
-    "`streams`: all places of the gateway are in use; `share`: the caller has its share while others wait; "
+    "`streams`: the gateway's slots are in use; `share`: the caller has its fair share while others wait; "
     "`own_streams`, `own_tokens`: the caller's own limits; `draining`: the gateway is shutting down",
     values=(NO_PLACE, NO_SHARE, OWN_STREAMS, OWN_TOKENS, DRAINING),
 )
-OPERATION = Label("gen_ai.operation.name", "what was asked", values=(CHAT, TEXT_COMPLETION))
+OPERATION = Label("gen_ai.operation.name", "requested operation", values=(CHAT, TEXT_COMPLETION))
 PROVIDER = Label("gen_ai.provider.name", "always `galley`", values=(GALLEY,))
 REQUEST_MODEL = Label(
-    "gen_ai.request.model", "the served model's name, or `other` if another was asked", most=4
+    "gen_ai.request.model", "name of the served model, or `other` if another was requested", most=4
 )
-RESPONSE_MODEL = Label("gen_ai.response.model", "the served model's name, if there was an answer", most=4)
+RESPONSE_MODEL = Label("gen_ai.response.model", "name of the served model, if a session was opened", most=4)
 
-# How a call can end, and whose fault that is.
+# Statuses of calls with their fault.
 ENDS: tuple[tuple[str, str], ...] = (
     (OK, NOBODYS),
     ("cancelled", CALLERS),
@@ -76,23 +80,23 @@ ERRORS = tuple(dict.fromkeys(end for end, _ in ENDS if end != OK))
 OUTCOME = Label("outcome", "`ok`, or the status in lower case", values=(OK, *ERRORS))
 FAULT = Label(
     "fault",
-    "`caller`: it asked for what cannot be, used up its own limits, went away, did not read, or its deadline "
-    "passed; `ours`: all else, full gateways and shutdowns included",
+    "`caller`: bad request, own limits, cancelled, unread, or deadline passed; "
+    "`ours`: all other errors, full gateways and shutdowns included",
     values=(NOBODYS, CALLERS, OURS),
 )
-ERROR_TYPE = Label("error.type", "the status in lower case; empty where all went well", values=("", *ERRORS))
+ERROR_TYPE = Label("error.type", "status in lower case; empty for success", values=("", *ERRORS))
 PROPOSED = Label(
     "outcome",
-    "`superseded`: a newer question came; `cancelled`: nobody wanted it any more",
+    "`superseded`: replaced by a newer request; `cancelled`: given up by the gateway",
     values=("result", "cache_miss", "superseded", "cancelled", "error"),
 )
 BLOCKS = Label(
     "state",
-    "`used`: live sessions hold them; `cached`: they hold what may be had back; `free`: nothing",
+    "`used`: by open sessions; `cached`: evictable; `free`: empty",
     values=("used", "cached", "free"),
 )
-VERSION = Label("version", "of the distribution", most=1)
-SERVICE = Label("service", "which", values=SERVICES)
+VERSION = Label("version", "version of the package", most=1)
+SERVICE = Label("service", "name of the service", values=SERVICES)
 
 # In seconds, or in what is counted.
 REQUEST_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
