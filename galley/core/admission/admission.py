@@ -1,14 +1,14 @@
-"""Which calls get one of a gateway's places for streams. Pure; time is an argument, in nanoseconds.
+"""Admission: which calls get one of a gateway's slots for streams. Time is an argument, in nanoseconds.
 
-The rules, in this order; a call that is refused has cost nothing, and is told when to come back:
+Rules, in this order. A refused call has cost nothing, and the error says when to retry:
 
-- A principal has at most `max_sessions` streams open, and uses at most `tokens_per_s` tokens over time: a
-  call takes from the bucket all the output that it asks for, and at its end gives back what did not come.
-  Prompts count when their session is made.
-- While there are free places and nobody else waits, a principal may have all of them. One that was refused
-  for want of a place *waits* until some time after it was told to come back. While others wait, who has its
-  share or more (the places over those who hold or want some, rounded up) gets no more: so places pass on as
-  they come free, and no stream that is open is ever ended for another.
+1. A principal has at most `max_sessions` streams open, and uses at most `tokens_per_s` tokens over time. A
+   call takes all the output that it requests from the bucket, and returns at its end what was not used.
+   Prompts count when their session is created.
+2. While slots are free and nobody else waits, a principal may have all of them. A principal that was refused
+   a slot *waits* until some time after its retry is due. While others wait, a principal with its share or
+   more (the slots over those who hold or wait, rounded up) gets no more. So slots pass on as they come free,
+   and no open stream is ever ended for another.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from galley.core.admission.token_bucket import TokenBucket, Turnover
 from galley.core.errors import Overloaded
 
 _SECOND = 1_000_000_000
-# After the time that it was told, for how long a principal is still waited for.
+# How long after its retry is due a principal still counts as waiting.
 _LATENESS_NS = 5 * _SECOND
 _MOST_ACCOUNTS = 1024
 
-# Why a call was refused: for want of places, by the caller's own limits, or for it may not begin here.
+# Reasons of a refusal: no slot, the caller's own limits, or a gateway that is draining.
 NO_PLACE = "streams"
 NO_SHARE = "share"
 OWN_STREAMS = "own_streams"
@@ -34,7 +34,7 @@ DRAINING = "draining"
 
 @dataclass(slots=True)
 class _Account:
-    """What one principal has and has used."""
+    """What one principal holds and has used."""
 
     limits: PrincipalLimits
     bucket: TokenBucket | None
@@ -43,16 +43,16 @@ class _Account:
     waits_until_ns: int = 0
 
     def is_waiting(self, now: int) -> bool:
-        """It was refused for want of a place, and may still come back for it."""
+        """Return True if it was refused a slot and may still retry."""
         return self.waits_until_ns > now
 
     def await_place(self, wait_ns: int, now: int) -> int:
-        """Told to come back after `wait_ns`."""
+        """Record a refusal with a retry after `wait_ns`; return that."""
         self.waits_until_ns = now + wait_ns + _LATENESS_NS
         return wait_ns
 
     def is_idle(self, now: int) -> bool:
-        """Nothing is lost if it is forgotten."""
+        """Return True if nothing is lost by forgetting the account."""
         return (
             not self.held and not self.is_waiting(now) and (self.bucket is None or self.bucket.is_full(now))
         )
@@ -60,9 +60,9 @@ class _Account:
 
 @dataclass(slots=True)
 class AdmissionSlot:
-    """One call's place. `reserved` output tokens were taken for it; `used` came, None if no session did.
+    """One call's slot. It reserved `reserved` output tokens and used `used`, None without a session.
 
-    It is `kept` beyond the call until its session has stopped, or is done where it goes on without a client.
+    If `is_kept`, it is held beyond the call, until its session has stopped or finished without a client.
     """
 
     principal: Principal
@@ -74,7 +74,7 @@ class AdmissionSlot:
 
 
 class Admission:
-    """The places of one gateway, and who holds them."""
+    """The slots of one gateway, and who holds them."""
 
     def __init__(self, places: int, what: str = "streams") -> None:
         self._places = places
@@ -84,11 +84,11 @@ class Admission:
         self.held = 0
 
     def enter(self, principal: Principal, tokens: int, now: int) -> AdmissionSlot:
-        """A place for a call that asks for at most so many output tokens. Raises Overloaded."""
+        """Return a slot for a call that requests at most `tokens` output tokens. Raise Overloaded."""
         account = self._account(principal, now)
         self._check_own(principal, account, now)
         self._check_places(principal, account, now)
-        # Who asks for nothing new, as to go on with a session, does not wait for debt to be paid.
+        # A call that requests no tokens, such as a resume, does not wait for debt to be paid.
         wait_ns = account.bucket.try_take(tokens, now) if account.bucket and tokens else 0
         if wait_ns:
             rate = principal.limits.tokens_per_s
@@ -100,11 +100,11 @@ class Admission:
         return AdmissionSlot(principal, now, tokens)
 
     def charge(self, place: AdmissionSlot, prompt_tokens: int, now: int) -> None:
-        """A session was made of this prompt."""
+        """Charge the prompt of a session that was created."""
         _spend(self._accounts[place.principal.name], prompt_tokens, now)
 
     def leave(self, place: AdmissionSlot, now: int) -> None:
-        """The call is over. Told again, nothing changes: the place is another's by then."""
+        """Release the slot at the end of the call. Repeating it changes nothing."""
         if place.is_released:
             return
         place.is_released = True
@@ -112,7 +112,7 @@ class Admission:
         _spend(account, (place.used or 0) - place.reserved, now)
         account.held -= 1
         self.held -= 1
-        if place.used is not None:  # what failed before tells nothing of how long streams are
+        if place.used is not None:  # a call that failed before its session says nothing of stream lengths
             for turnover in (account.turnover, self._turnover):
                 turnover.record_end(now - place.since_ns)
 
@@ -131,11 +131,11 @@ class Admission:
         share = self._share(account, now)
         if account.held >= share:
             wait_ns = account.await_place(account.turnover.next_wait_ns(share, now), now)
-            what = f"{principal.name} has its share of {share} {self._what}, and others wait"
+            what = f"{principal.name} has its share of {share} {self._what}, and other callers wait"
             raise _overloaded(what, wait_ns, NO_SHARE)
 
     def _share(self, account: _Account, now: int) -> int:
-        """The places that are its own while others wait; more than all where nobody does."""
+        """Return the principal's share of the slots while others wait; more than all while nobody does."""
         others = [other for other in self._accounts.values() if other is not account]
         if not any(other.is_waiting(now) for other in others):
             return self._places + 1
@@ -143,7 +143,7 @@ class Admission:
         return -(-self._places // sharing)
 
     def _account(self, principal: Principal, now: int) -> _Account:
-        """Begun anew where its limits have changed; the streams that it has still count."""
+        """Return the account, with new limits if these have changed; its open streams still count."""
         account = self._accounts.get(principal.name)
         limits = principal.limits
         if account is None:
@@ -154,7 +154,7 @@ class Admission:
         return account
 
     def _forget_idle(self, now: int) -> None:
-        """Where there are very many, those of whom nothing matters any more."""
+        """Forget idle accounts once there are very many."""
         if len(self._accounts) >= _MOST_ACCOUNTS:
             self._accounts = {name: kept for name, kept in self._accounts.items() if not kept.is_idle(now)}
 

@@ -1,4 +1,4 @@
-"""Who asks, and how much of a gateway may be theirs."""
+"""Principals: who calls, and how much of a gateway each may use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 ANONYMOUS_NAME = "anonymous"
 TOKEN_PREFIX = "jwt:"  # noqa: S105  # of names, no secret
-"""Begins the name of whoever is known by a signed token, and no other's."""
+"""Prefix of the names of principals that are known by a signed token, and of no others."""
 TENANT_SALT_BYTES = 16
 _TENANT_PERSON = b"galley.tenant.v1"
 _BURST_S = 60
@@ -15,10 +15,10 @@ _BURST_S = 60
 
 @dataclass(frozen=True, slots=True)
 class PrincipalLimits:
-    """Of one principal at one gateway; None is no bound of its own.
+    """The limits of one principal at one gateway; None means no limit of its own.
 
-    `tokens_per_s` is kept over time; `burst_tokens` may come at once, a minute's worth where it is not said.
-    `max_priority` bounds the priority that its requests may have.
+    `tokens_per_s` holds over time; `burst_tokens` may be used at once (default: a minute's worth).
+    `max_priority` bounds the priority of its requests.
     """
 
     max_sessions: int | None = None
@@ -28,13 +28,13 @@ class PrincipalLimits:
 
     @property
     def burst(self) -> float:
-        """Tokens that may come at once; of use only where `tokens_per_s` is set."""
+        """The tokens that may be used at once; meaningful only with `tokens_per_s`."""
         return float(self.burst_tokens or max(1.0, _BURST_S * (self.tokens_per_s or 0.0)))
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """A caller as its gateway knows it: its sessions and caches are nobody else's."""
+    """A caller as the gateway knows it. No other principal reaches its sessions and caches."""
 
     name: str
     limits: PrincipalLimits = PrincipalLimits()
@@ -48,9 +48,9 @@ class Principal:
 
     @property
     def tenant_salt(self) -> bytes:
-        """What its caches are told apart by, the same at all gateways; empty for ANONYMOUS.
+        """The salt that separates its caches, the same at all gateways; empty for ANONYMOUS.
 
-        It separates, and is no secret: who can reach a target or draft can name any salt.
+        Not a secret: whoever can reach a target or draft can send any salt.
         """
         if self.name == ANONYMOUS_NAME:
             return b""
@@ -59,4 +59,4 @@ class Principal:
 
 
 ANONYMOUS = Principal(ANONYMOUS_NAME)
-"""Everyone, where callers are not told apart."""
+"""The principal of every call where authentication is off."""

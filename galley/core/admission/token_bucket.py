@@ -1,4 +1,4 @@
-"""Tokens that a principal may use over time, and when places come free. Time is an argument (ns)."""
+"""Token buckets of principals, and estimates of when slots come free. Time is an argument, in ns."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ _SECOND = 1_000_000_000
 _LEAST_WAIT_NS = 50_000_000
 _MOST_WAIT_NS = 60 * _SECOND
 _FIRST_LENGTH_NS = 1 * _SECOND
-# Of a token: by how much sums of floats may be off, and not the caller, who came when it was told to.
+# Float rounding tolerance, in tokens, so that a caller that waited exactly `retry_after` is admitted.
 _ROUNDING = 1e-6
-# Of what is known of a stream's length, how much the latest counts.
+# Weight of the latest stream in the mean length.
 _NEWEST = 0.2
 
 
 class TokenBucket:
-    """Fills with `per_s` tokens a second up to `burst`; may be overdrawn, and is then in debt.
+    """Fills with `per_s` tokens a second up to `burst`; may be overdrawn.
 
-    A call takes what it may come to before it begins, and gives back what it did not use: so the rate holds
-    however long answers turn out, and a wait that was told holds too, unless another call came first.
+    A call takes the most that it may use before it begins, and returns the rest. So the rate holds however
+    long answers turn out, and a wait that was returned holds too, unless another call came first.
     """
 
     def __init__(self, per_s: float, burst: float, now: int) -> None:
@@ -27,10 +27,10 @@ class TokenBucket:
         self._assigned_ns = now
 
     def try_take(self, tokens: int, now: int) -> int:
-        """Take them and return 0; or take none and return how many nanoseconds to wait.
+        """Take the tokens and return 0; or take none and return how many nanoseconds to wait.
 
-        What is more than the burst is to be had of a full bucket, and leaves it in debt. Calls that are told
-        to wait are told one after the other.
+        More than the burst can be taken from a full bucket, and overdraws it. Calls that must wait get
+        successive times.
         """
         self._fill(now)
         needed = min(float(tokens), self.burst)
@@ -43,12 +43,12 @@ class TokenBucket:
         return max(self._assigned_ns - now, _LEAST_WAIT_NS)
 
     def is_full(self, now: int) -> bool:
-        """Nothing was used that would still matter."""
+        """Return True if no past use matters any more."""
         self._fill(now)
         return self._level >= self.burst
 
     def spend(self, tokens: int, now: int) -> None:
-        """Take them whether or not they are there; a negative number gives back."""
+        """Take the tokens even if they are not there; a negative number returns some."""
         self._fill(now)
         self._level = min(self.burst, self._level - tokens)
 
@@ -60,9 +60,9 @@ class TokenBucket:
 
 
 class Turnover:
-    """How soon one of `places` comes free: by Little's law, as often as their streams' length over them.
+    """Estimates how soon one of `places` slots comes free: by Little's law, stream length over slots.
 
-    Callers that are sent away are told different times, as many as places will have come free by then.
+    Refused callers get successive times, one for each slot that comes free.
     """
 
     def __init__(self) -> None:
@@ -70,12 +70,12 @@ class Turnover:
         self._assigned_ns = 0
 
     def record_end(self, length_ns: int) -> None:
-        """A stream has ended after so long."""
+        """Record the length of a stream that ended."""
         known = self._length_ns or float(length_ns)
         self._length_ns = known + _NEWEST * (length_ns - known)
 
     def next_wait_ns(self, places: int, now: int) -> int:
-        """Nanoseconds after which another of this caller's kind should find a place."""
+        """Return after how many nanoseconds the next refused caller should find a slot."""
         gap = (self._length_ns or _FIRST_LENGTH_NS) / places
         self._assigned_ns = min(max(self._assigned_ns, now) + int(gap), now + _MOST_WAIT_NS)
         return max(self._assigned_ns - now, _LEAST_WAIT_NS)

@@ -1,8 +1,7 @@
 """Output tokens to text, one token at a time.
 
-What a token adds to the text is a pure function of the tokens up to it, so that a stream which is resumed
-anywhere concatenates exactly. Text is held back while it ends in an unfinished UTF-8 character, and while
-its tail may yet become a stop string.
+What a token adds to the text depends only on the tokens up to it, so a stream resumed anywhere continues
+exactly. Text is held back while it ends in an incomplete UTF-8 character, or may become a stop string.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _REPLACEMENT = "�"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one token added; `stop` is the stop string that it completed, cut from the text."""
+    """What one token added to the text; `stop` is the stop string that it completed, cut from the text."""
 
     text: str
     stop: str | None = None
 
 
 class TextStream:
-    """Decodes incrementally and looks for stop strings."""
+    """Decodes tokens incrementally and finds stop strings."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str] = ()
@@ -38,7 +37,7 @@ class TextStream:
         self._held = ""
 
     def push(self, token: int, *, may_stop: bool = True) -> Piece:
-        """Add one token; with `may_stop` false its text passes without a look for stop strings."""
+        """Add one token. With `may_stop` False, its text is not searched for stop strings."""
         self._held += self._decoder.push(token)
         if not may_stop:
             return Piece(self._release(len(self._held)))
@@ -51,11 +50,11 @@ class TextStream:
         return Piece(self._release(len(self._held) - self._possible_stop()))
 
     def flush(self) -> str:
-        """The text that was held back, for when no token follows."""
+        """Return the text that was held back, when no token follows."""
         return self._release(len(self._held)) + self._decoder.flush()
 
     def _find_stop(self) -> tuple[int, str] | None:
-        """The stop string that starts first; of several at one place the one listed first."""
+        """Return (position, stop string) of the one that starts first; of several there, the first listed."""
         hits = [
             (at, order, stop) for order, stop in enumerate(self._stops) if (at := self._held.find(stop)) >= 0
         ]
@@ -65,7 +64,7 @@ class TextStream:
         return at, stop
 
     def _possible_stop(self) -> int:
-        """The length of the longest tail that is the beginning of a stop string."""
+        """Return the length of the longest tail that may become a stop string."""
         return max((_overlap(self._held, stop) for stop in self._stops), default=0)
 
     def _release(self, length: int) -> str:
@@ -81,7 +80,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class _IncrementalDecoder:
-    """Decodes a sliding window, so that each token costs a constant; the window starts in settled text."""
+    """Decodes a sliding window at a constant cost per token; the window starts in settled text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> None:
         self._decode = decode

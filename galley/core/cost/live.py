@@ -1,29 +1,29 @@
-"""What passes take while a replica runs: the curve that was measured at start, and what became of it."""
+"""Step times of a running replica: the curve measured at start, corrected by what steps really take."""
 
 from __future__ import annotations
 
 from galley.core.cost.model import StepTimes
 
-# The powers of two for which a factor is kept, and the share of it that one pass decides.
+# How many powers of two have a factor, and the weight of one step in it.
 _FACTORS = 11
 _WEIGHT = 0.05
-# How far a pass without draft tokens draws the factor of those with any: else nobody would ever notice that
-# they have become cheap, for none would be verified.
+# How far a step without draft tokens draws the factor of those with some. Without this, draft rows that look
+# dear would never be verified again, and a lower cost never be noticed.
 _FORGET = 0.002
-# How many times as long, or as short, as measured a pass is believed to take: one may have been interrupted.
+# Bound of a factor: a single step may have been interrupted.
 _MOST = 4.0
-# How many more rows a pass is looked at with.
+# Numbers of added rows that are tried.
 _MORE_ROWS = range(4, 36, 4)
 
 
 class LiveStepTimes:
-    """`StepTimes` corrected by what passes really take, so that a bad start is made good while it runs.
+    """`StepTimes` corrected by the steps of the replica, so that a bad measurement at start is repaired.
 
-    The factor between the two is kept for 1, 2, 4, ... rows, and lies on lines between them. One pass moves
-    the nearest two; those that no pass has come near yet go along, as all of the machine may be slower.
+    The correction factor is kept for 1, 2, 4, ... rows, and interpolated linearly. A step moves the nearest
+    two factors. Those that no step has come near move along, as the whole machine may be slower.
 
-    Passes with draft tokens have factors of their own: where there are any the draft works too, perhaps on
-    the same machine, and one curve for all would make them look cheaper than they are.
+    Steps with draft tokens have factors of their own: the draft works then too, perhaps on the same machine,
+    and one curve would make them look cheaper than they are.
     """
 
     __slots__ = ("_drafted", "_measured", "_plain", "_seen")
@@ -32,11 +32,11 @@ class LiveStepTimes:
         self._measured = measured
         self._plain = [1.0] * _FACTORS
         self._seen = [False] * _FACTORS
-        # As plain ones until a pass has come near.
+        # None until a step with drafts has come near; the plain factor holds then.
         self._drafted: list[float | None] = [None] * _FACTORS
 
     def __call__(self, rows: int, drafts: int) -> int:
-        """Nanoseconds of a pass over `rows` >= 1 rows, of which `drafts` are draft tokens."""
+        """Return the nanoseconds of a step over `rows` >= 1 rows, of which `drafts` are draft tokens."""
         below, share = _place(rows)
         low, high = self._factor(below, drafts), self._factor(below + 1, drafts)
         return max(1, round(self._measured(rows) * (low + share * (high - low))))
@@ -46,15 +46,16 @@ class LiveStepTimes:
         return self._plain[i] if drafted is None or not drafts else drafted
 
     def added_row_ns(self, rows: int) -> int:
-        """Nanoseconds that a draft row adds to `rows` rows, if as many are added as makes it cheapest.
+        """Return the ns that a draft row adds to `rows` rows, for the cheapest number of added rows.
 
-        Of steps, that is what filling them comes to: a pass takes as many draft rows as pay.
+        The curve has plateaus, and a step takes as many draft rows as pay: so this is the cost of filling
+        one.
         """
         took_ns = self(rows, 0)
         return max(0, min((self(rows + more, more) - took_ns) // more for more in _MORE_ROWS))
 
     def record(self, rows: int, drafts: int, took_ns: int) -> None:
-        """A pass over `rows` >= 1 rows took this long; nothing is learned of one that took no time."""
+        """Record that a step over `rows` >= 1 rows took `took_ns`; ignored if that is not positive."""
         if took_ns <= 0:
             return
         factor = min(max(took_ns / self._measured(rows), 1.0 / _MOST), _MOST)
@@ -82,6 +83,6 @@ class LiveStepTimes:
 
 
 def _place(rows: int) -> tuple[int, float]:
-    """Between which powers of two, as (the exponent of the lower, share of the way to the upper)."""
+    """Return the powers of two around `rows`: (exponent of the lower, share of the way to the upper)."""
     below = min(rows.bit_length() - 1, _FACTORS - 2)
     return below, min(1.0, rows / (1 << below) - 1.0)

@@ -1,10 +1,10 @@
 """What speculation costs and gains: the arithmetic behind `galley plan` and the choice of k.
 
-Unit of cost: one plain decoding pass of the target over one session (a *target step*). The *draft cost
-ratio* says how many draft steps cost as much as one target step; infinity means that drafts are free (as
-prompt lookup nearly is). The expected yield of a round is eq. 1 of Leviathan, Kalman, Matias 2023
-(arXiv 2211.17192, section 3.1); its cost follows section 3.3 there, with the row-cost curve in place of
-their assumption that a pass costs the same however many tokens it verifies.
+The unit of cost is one plain decoding step of the target over one session (a *target step*). The *draft cost
+ratio* is the number of draft steps that cost as much; infinity means that drafts are free, as prompt lookup
+nearly is. The expected yield of a round is eq. 1 of Leviathan, Kalman, Matias 2023 (arXiv 2211.17192, section
+3.1). Its cost follows section 3.3, with the row-cost curve in place of the assumption that a step costs the
+same however many tokens it verifies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BISECTIONS = 50
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an answer takes: target passes, draft steps, their cost in target steps, and tokens / cost."""
+    """The cost of an answer: target passes, draft steps, their cost in target steps, and tokens / cost."""
 
     passes: int
     draft_steps: int
@@ -33,7 +33,7 @@ class Plan:
 
 
 def plan(tokens: int, k: int, confirmed_per_round: float, draft_cost_ratio: float) -> Plan:
-    """The cost of `tokens` output tokens when each round of k draft tokens confirms `confirmed_per_round`.
+    """Return the cost of `tokens` output tokens if a round of k draft tokens confirms that many.
 
     A pass counts as one target step however many tokens it verifies. Raises InvalidField.
     """
@@ -49,7 +49,7 @@ def plan(tokens: int, k: int, confirmed_per_round: float, draft_cost_ratio: floa
 
 
 def expected_confirmed(alpha: float, k: int) -> float:
-    """Tokens that a round of k draft tokens confirms on average: (1 - alpha^(k+1)) / (1 - alpha).
+    """Return the mean tokens that a round of k draft tokens confirms: (1 - alpha^(k+1)) / (1 - alpha).
 
     At alpha = 1 that is k + 1. `alpha` is the chance that a draft token is accepted if all before it were.
     Raises InvalidField.
@@ -65,41 +65,41 @@ def expected_confirmed(alpha: float, k: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RowCostCurve:
-    """What a target pass over so many rows (tokens of all its sessions) costs; over one row it costs 1.
+    """The cost of a target step over a number of rows (tokens of all its sessions), relative to one row.
 
-    Linear between the points, and beyond the last one with the slope of the last segment, never falling.
-    The default is flat: every pass costs the same. Raises InvalidField unless rows rise from 1, the cost
-    of one row is 1, and every cost is positive.
+    Linear between the points, and beyond the last with the slope of the last segment, never falling. The
+    default is flat: every step costs the same. Raises InvalidField unless rows rise from 1, the cost of one
+    row is 1, and every cost is positive.
     """
 
     points: tuple[tuple[int, float], ...] = ((1, 1.0),)
 
     def __post_init__(self) -> None:
         if not self.points or self.points[0] != (1, 1.0):
-            raise InvalidField("row_costs", "must begin with 1:1, the cost of one row")
+            raise InvalidField("row_costs", "must start with 1:1, the cost of one row")
         if any(left[0] >= right[0] for left, right in pairwise(self.points)):
             raise InvalidField("row_costs", "rows must rise from point to point")
         for rows, cost in self.points:
             if not (math.isfinite(cost) and cost > 0):
-                raise InvalidField("row_costs", f"the cost of {rows} rows must be finite and > 0, is {cost}")
+                raise InvalidField("row_costs", f"the cost of {rows} rows must be finite and > 0, got {cost}")
 
     @classmethod
     def parse(cls, text: str) -> RowCostCurve:
-        """From "1:1,5:1.05,8:1.1": rows and relative cost, as one would write it on a command line."""
+        """Parse "1:1,5:1.05,8:1.1": rows and relative cost. Raise InvalidField."""
         try:
             pairs = [point.split(":") for point in text.split(",")]
             return cls(tuple((int(rows), float(cost)) for rows, cost in pairs))
         except ValueError as error:
             raise InvalidField(
-                "row_costs", f'must look like "1:1,5:1.05,8:1.1" (rows:cost), is {text!r}'
+                "row_costs", f'must look like "1:1,5:1.05,8:1.1" (rows:cost), got {text!r}'
             ) from error
 
     def __str__(self) -> str:
-        """As `parse` reads it, to three digits after the point."""
+        """Return what `parse` reads, to three decimals."""
         return ",".join(f"{rows}:{round(cost, 3):g}" for rows, cost in self.points)
 
     def __call__(self, rows: int) -> float:
-        """The cost of a pass over `rows` >= 1 rows, in target steps. Raises InvalidField."""
+        """Return the cost of a step over `rows` >= 1 rows, in target steps. Raise InvalidField."""
         _check("rows", rows, low=1)
         if len(self.points) == 1:
             return self.points[0][1]
@@ -119,7 +119,7 @@ FLAT = RowCostCurve()
 
 
 def round_cost(k: int, draft_cost_ratio: float, curve: RowCostCurve = FLAT, sessions: int = 1) -> float:
-    """The cost in target steps of one round of `sessions` sessions that each verify k draft tokens.
+    """Return the cost, in target steps, of a round of `sessions` sessions that each verify k draft tokens.
 
     The k draft steps are batched over the sessions and follow the same row-cost curve. Raises InvalidField.
     """
@@ -132,10 +132,7 @@ def round_cost(k: int, draft_cost_ratio: float, curve: RowCostCurve = FLAT, sess
 def gain(
     alpha: float, k: int, draft_cost_ratio: float, curve: RowCostCurve = FLAT, sessions: int = 1
 ) -> float:
-    """How many times faster than plain decoding at the same number of sessions; exactly 1 at k = 0.
-
-    Raises InvalidField.
-    """
+    """Return the speed-up over plain decoding with as many sessions: 1 at k = 0. Raise InvalidField."""
     return expected_confirmed(alpha, k) * (curve(sessions) / round_cost(k, draft_cost_ratio, curve, sessions))
 
 
@@ -146,10 +143,7 @@ def best_k(
     sessions: int = 1,
     max_k: int = 16,
 ) -> int:
-    """The k in [0, max_k] at which the gain peaks, the smallest such; 0 where nothing pays.
-
-    One pass over k, no allocation: cheap enough to be asked every round. Raises InvalidField.
-    """
+    """Return the smallest k in [0, max_k] with the highest gain; 0 where nothing pays. Raise InvalidField."""
     _check("max_k", max_k, low=0, high=MAX_K)
     _check("alpha", alpha, low=0, high=1)
     plain = curve(sessions)
@@ -166,9 +160,9 @@ def best_k(
 def break_even_alpha(
     draft_cost_ratio: float, curve: RowCostCurve = FLAT, max_k: int = 16, sessions: int = 1
 ) -> float | None:
-    """The alpha above which some k in [1, max_k] beats plain decoding; None where not even alpha = 1 does.
+    """Return the alpha above which some k in [1, max_k] beats plain decoding, or None if no alpha does.
 
-    For each k the gain rises with alpha, so the best gain does too and bisection finds where it leaves 1.
+    For each k the gain rises with alpha, so the best gain does too, and bisection finds where it leaves 1.
     Raises InvalidField.
     """
     _check("max_k", max_k, low=1, high=MAX_K)
@@ -188,25 +182,25 @@ def break_even_alpha(
 def _check(name: str, value: float, *, low: float, high: float = math.inf) -> None:
     if not (math.isfinite(value) and low <= value <= high):
         bound = f">= {low:g}" if math.isinf(high) else f"in [{low:g}, {high:g}]"
-        raise InvalidField(name, f"must be {bound}, is {value:g}")
+        raise InvalidField(name, f"must be {bound}, got {value:g}")
 
 
 def _check_ratio(draft_cost_ratio: float) -> None:
     # Also catches NaN; infinity is a draft that costs nothing.
     if not draft_cost_ratio > 0:
-        raise InvalidField("draft_cost_ratio", f"must be > 0, is {draft_cost_ratio:g}")
+        raise InvalidField("draft_cost_ratio", f"must be > 0, got {draft_cost_ratio:g}")
 
 
 class StepNs(Protocol):
-    """What a pass takes, in nanoseconds."""
+    """The time of a step, in nanoseconds."""
 
     def __call__(self, rows: int, drafts: int) -> float:
-        """Over `rows` >= 1 rows, of which `drafts` are draft tokens."""
+        """Return the time of a step over `rows` >= 1 rows, of which `drafts` are draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What a pass over so many rows takes on a replica, in nanoseconds; looked up, so cheap in a loop."""
+    """Measured times of a replica's steps by number of rows, in nanoseconds; tabulated for use in a loop."""
 
     one_row_ns: int
     curve: RowCostCurve
@@ -216,12 +210,13 @@ class StepTimes:
 
     @classmethod
     def measured(cls, points: Sequence[tuple[int, int]]) -> StepTimes:
-        """From measured (rows, ns), the first of them for one row. More rows never cost less: noise is cut.
+        """Return the times from measured (rows, ns), the first for one row.
 
-        Raises InvalidField unless rows rise from 1 and the times are positive.
+        More rows never cost less: noise is removed. Raises InvalidField unless rows rise from 1 and times are
+        positive.
         """
         if not points or points[0][1] <= 0:
-            raise InvalidField("row_costs", "must begin with the time of one row, > 0 ns")
+            raise InvalidField("row_costs", "must start with the time of one row, > 0 ns")
         one_row_ns = points[0][1]
         rising = accumulate((ns for _, ns in points), max)
         return cls(
@@ -232,7 +227,7 @@ class StepTimes:
         )
 
     def __call__(self, rows: int) -> int:
-        """Nanoseconds of a pass over `rows` >= 1 rows."""
+        """Return the nanoseconds of a step over `rows` >= 1 rows."""
         if not self._table:
             self._table.extend(round(self.one_row_ns * self.curve(r)) for r in range(1, self._TABLED + 1))
         if rows <= self._TABLED:
@@ -241,7 +236,7 @@ class StepTimes:
 
     @property
     def points(self) -> tuple[tuple[int, int], ...]:
-        """(rows, ns) of the curve's points."""
+        """The (rows, ns) of the curve's points."""
         return tuple((rows, round(cost * self.one_row_ns)) for rows, cost in self.curve.points)
 
 
@@ -254,14 +249,14 @@ def rows_that_pay(
     room: int,
     prompts_ns: float = 0.0,
 ) -> int:
-    """How many draft rows to add to a pass so that it confirms most expected tokens per time.
+    """Return how many draft rows to add to a step so that it confirms most expected tokens per time.
 
-    `worth` is what each adds, most first; without them the pass confirms `tokens` over `rows` >= 1 rows.
-    Every count up to `room` is looked at: the curve has steps, after which a row may pay where the one before
-    it did not. The smallest of equals. No row makes a pass shorter, whatever `pass_ns` says.
+    `worth` is what each adds, most first; without them the step confirms `tokens` over `rows` >= 1 rows.
+    Every count up to `room` is tried, because the curve has plateaus: a row may pay where the one before it
+    did not. The smallest of equals is returned. A row never makes a step shorter, whatever `step_ns` returns.
 
-    `prompts_ns` of each pass are taken by rows that have to be fed sooner or later anyhow, and do not count:
-    with them a row's time would look small, and next to a long prompt each draft token would pay.
+    `prompts_ns` of each step are taken by prompt rows, which have to be fed anyhow, and do not count. With
+    them a row's time would look small, and next to a long prompt every draft token would pay.
     """
     took_ns = step_ns(rows, 0) - prompts_ns
     best, best_rate = 0, tokens / took_ns

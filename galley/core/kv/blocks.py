@@ -1,17 +1,17 @@
-"""Which blocks of the KV pool are in use, by how many, and what the unused ones still hold.
+"""The block pool: which KV blocks are in use, by how many sessions, and what the unused ones still hold.
 
 A block is a number; the engine knows what lies in it. A block is in one of three states:
 
-- free: it holds nothing of worth;
+- free: it holds nothing;
 - held: one or more sessions refer to it;
-- cached: nobody refers to it, but it is registered under the hash of its content, so that it can be had back.
+- cached: nobody refers to it, but it is registered under the hash of its content and can be reused.
 
-Only full blocks of confirmed tokens are registered, under hashes that are chained from the first block on
-(`content.block_hashes`), so a hash stands for the block and all before it. Blocks are taken from the free
-ones, then from the cached ones, the longest unused first. Whoever releases a sequence releases its last block
-first, so that a chain is lost from its end. Every operation is O(1). One thread only.
+Only full blocks of confirmed tokens are registered, under hashes chained from the first block on
+(`content.block_hashes`); so a hash stands for the block and all before it. Free blocks are taken first, then
+cached ones, the least recently used first. A sequence is released from its last block, so that a chain is
+lost from its end. Every operation is O(1). For one thread only.
 
-A holder that is at work pins what it holds, which only counts: `pinned` blocks are not to be had soon.
+Live sessions pin what they hold. Pins are only counted: `pinned` blocks will not be available soon.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from itertools import islice
 
 from galley.core.errors import Broken
 
-BLOCK_TOKENS = 32  # of every engine that is not told otherwise
+BLOCK_TOKENS = 32  # default of every engine
 
 
 class BlockPool:
     """A fixed number of blocks with reference counts and a cache by content."""
 
     def __init__(self, blocks: int) -> None:
-        """Raises ValueError if there is no block at all. `evicted` blocks have lost their cached content."""
+        """Create free blocks. Raise ValueError below 1. `evicted` counts dropped cached contents."""
         if blocks < 1:
-            raise ValueError(f"blocks: {blocks} is no pool")
+            raise ValueError(f"blocks: must be >= 1, got {blocks}")
         self.total = blocks
         self.evicted = 0
         self._references = [0] * blocks
@@ -44,37 +44,37 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `take` can still give: free and cached."""
+        """The number of blocks that `take` can give: free and cached."""
         return len(self._free) + len(self._cached)
 
     @property
     def empty(self) -> int:
-        """Blocks that hold nothing of worth."""
+        """The number of blocks that hold nothing."""
         return len(self._free)
 
     @property
     def pinned(self) -> int:
-        """Blocks with at least one pin."""
+        """The number of blocks with at least one pin."""
         return self._pinned
 
     def references(self, block: int) -> int:
-        """How many hold it."""
+        """Return how many sessions hold the block."""
         return self._references[block]
 
     def is_registered(self, block: int) -> bool:
-        """Whether its content can be found by hash."""
+        """Return True if the block can be found by the hash of its content."""
         return self._hashes[block] is not None
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block of this content, held or cached."""
+        """Return the block of this content, held or cached."""
         return self._registered.get(block_hash)
 
     def recent_hashes(self, limit: int) -> list[bytes]:
-        """Up to `limit` registered hashes, the most recently used first."""
+        """Return up to `limit` registered hashes, most recently used first."""
         return list(islice(reversed(self._registered), limit))
 
     def take(self) -> int:
-        """A block of unknown content with one reference; raises Broken if none is `available`."""
+        """Return a block of unknown content with one reference. Raise Broken if none is `available`."""
         if self._free:
             block = self._free.pop()
         elif self._cached:
@@ -82,12 +82,12 @@ class BlockPool:
             self._unregister(block)
             self.evicted += 1
         else:
-            raise Broken("a block was taken from a pool without any")
+            raise Broken("kv: take from an empty pool")
         self._references[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """One more reference to a held or cached block; raises Broken if it is free."""
+        """Add a reference to a held or cached block. Raise Broken if it is free."""
         if self._references[block] == 0:
             if block not in self._cached:
                 raise Broken(f"block {block} was shared but is free")
@@ -96,7 +96,7 @@ class BlockPool:
         self._touch(block)
 
     def release(self, block: int) -> None:
-        """One reference less; the last leaves it cached if it is registered, else free.
+        """Remove a reference; the last one leaves the block cached if it is registered, else free.
 
         Raises Broken if nobody holds it.
         """
@@ -112,19 +112,19 @@ class BlockPool:
             self._free.append(block)
 
     def pin(self, block: int) -> None:
-        """Somebody at work holds it."""
+        """Pin a block for a live session."""
         self._pinned += self._pins[block] == 0
         self._pins[block] += 1
 
     def unpin(self, block: int) -> None:
-        """Takes one `pin` back; raises Broken if there is none."""
+        """Remove one pin. Raise Broken if there is none."""
         if self._pins[block] == 0:
             raise Broken(f"block {block} was unpinned but has no pin")
         self._pins[block] -= 1
         self._pinned -= self._pins[block] == 0
 
     def register(self, block_hash: bytes, block: int) -> bool:
-        """From now on the held `block` is found by this hash; False if another block of this content is.
+        """Register the held `block` under this hash. Return False if another block has this content.
 
         Either way the content counts as used now. Raises Broken if the block is not held or has another hash.
         """
@@ -133,27 +133,27 @@ class BlockPool:
             self._touch(known)
             return known == block
         if self._references[block] == 0 or self.is_registered(block):
-            raise Broken(f"block {block} cannot be registered: nobody holds it, or it has another content")
+            raise Broken(f"kv: block {block} cannot be registered: it is not held, or has another content")
         self._registered[block_hash] = block
         self._hashes[block] = block_hash
         return True
 
     def forget(self, block: int) -> None:
-        """The content of this held block is about to change, or in doubt: it is found no more."""
+        """Unregister a held block, whose content is about to change or in doubt."""
         if self._references[block] == 0:
             raise Broken(f"block {block} was to be forgotten but nobody holds it")
         self._unregister(block)
 
     def check(self, references: Mapping[int, int], pins: Mapping[int, int]) -> None:
-        """Raises Broken unless these (block to how many hold, or pin it) are what the pool believes."""
+        """Raise Broken unless these references and pins (block to count) are what the pool has counted."""
         if {block: count for block, count in enumerate(self._pins) if count} != dict(pins):
-            raise Broken(f"the pool believes in pins {self._pins}, the tables have {dict(pins)}")
+            raise Broken(f"kv: the pool counts pins {self._pins}, the tables have {dict(pins)}")
         if self._pinned != len(pins):
             raise Broken(f"{self._pinned} blocks are counted as pinned, {len(pins)} are")
-        believed = {block: count for block, count in enumerate(self._references) if count}
-        if believed != dict(references):
-            raise Broken(f"the pool believes in references {believed}, the tables hold {dict(references)}")
-        if sorted([*self._free, *self._cached, *believed]) != list(range(self.total)):
+        counted = {block: count for block, count in enumerate(self._references) if count}
+        if counted != dict(references):
+            raise Broken(f"kv: the pool counts references {counted}, the tables have {dict(references)}")
+        if sorted([*self._free, *self._cached, *counted]) != list(range(self.total)):
             raise Broken("free, cached and held blocks are not the pool")
         if {block: name for name, block in self._registered.items()} != {
             block: name for block, name in enumerate(self._hashes) if name is not None
@@ -165,7 +165,7 @@ class BlockPool:
             raise Broken("a cached block is not registered")
 
     def _touch(self, block: int) -> None:
-        """Its content, if registered, was used just now."""
+        """Count the block's content, if registered, as used now."""
         block_hash = self._hashes[block]
         if block_hash is None:
             return

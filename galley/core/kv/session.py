@@ -1,8 +1,8 @@
-"""One session's tokens and blocks over a shared `BlockPool`; `kv_table` has the rules between sessions.
+"""One session's tokens and blocks over a shared `BlockPool`; `table.py` has the rules between sessions.
 
-A session *stands* at a number of tokens: that many confirmed tokens have their KV in its blocks. Blocks
-beyond are room, or hold the KV of draft tokens that nobody confirmed: never registered, never shared. The
-block in which the next position lies may be shared or registered (attached, or cut into) until `make_room`.
+A session's *length* is its number of computed tokens: confirmed tokens whose KV lies in its blocks. Blocks
+beyond it are room, or hold the KV of draft tokens that were not confirmed: never registered, never shared.
+The block of the next position may be shared or registered (attached, or cut into) until `grow`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from galley.core.kv.blocks import BlockPool
 
 
 class KvSession:
-    """Blocks [0, len(hashes)) are full of standing tokens; the others are partly filled, or room."""
+    """Blocks [0, len(hashes)) are full of computed tokens; the others are partly filled, or room."""
 
     __slots__ = (
         "_block_table",
@@ -50,12 +50,12 @@ class KvSession:
         self.prefix = PrefixHasher()
         self._pool = pool
         self._block_tokens = block_tokens
-        self._copied: int | None = None  # index of a block whose copy is ordered, but not known to be done
+        self._copied: int | None = None  # index of a block whose copy is ordered but not confirmed
         self._block_table: tuple[int, ...] | None = None
 
     @property
     def age(self) -> tuple[int, int, SessionKey]:
-        """Smaller is older; no two sessions have the same."""
+        """Orders sessions: smaller is older; no two are equal."""
         return -self.priority, self.arrival, self.key
 
     @property
@@ -66,18 +66,18 @@ class KvSession:
         return self._block_table
 
     def missing(self, length: int) -> int:
-        """How many blocks more it takes to cover [0, length)."""
+        """Return how many more blocks are needed to cover [0, length)."""
         return max(0, self._blocks_for(length) - len(self.blocks))
 
     def shared_if_written(self, length: int) -> int | None:
-        """The block that must be copied before [standing, length) is written, as others hold it too."""
+        """Return the block that must be copied before positions below `length` are written, if any."""
         index = len(self.tokens) // self._block_tokens
         if length > len(self.tokens) and index < len(self.blocks) and self._is_shared(self.blocks[index]):
             return self.blocks[index]
         return None
 
     def set_live(self, live: bool) -> None:
-        """Live sessions pin their blocks."""
+        """Pin the blocks of a live session, or unpin them."""
         if live == self.live:
             return
         self.live = live
@@ -88,7 +88,7 @@ class KvSession:
                 self._pool.unpin(block)
 
     def roll_back(self) -> None:
-        """Keeps what is sure: nothing beyond the standing tokens, nothing in a block whose copy is open."""
+        """Drop what is uncertain: all beyond the computed tokens, and in a block whose copy is open."""
         sure = len(self.tokens)
         if self._copied is not None:
             sure = min(sure, self._copied * self._block_tokens)
@@ -96,7 +96,7 @@ class KvSession:
         self.truncate(sure)
 
     def truncate(self, length: int) -> None:
-        """Stands at `length` tokens at most, and returns the blocks that are wholly beyond."""
+        """Cut to `length` tokens at most, and return the blocks beyond."""
         self._release(self._blocks_for(length))
         if length < len(self.tokens):
             self.prefix.truncate(length)
@@ -104,7 +104,7 @@ class KvSession:
             del self.hashes[length // self._block_tokens :]
 
     def restore(self, tokens: Sequence[int]) -> None:
-        """Stands at as many of `tokens`, but the last, as its own blocks hold or cached ones would."""
+        """Hold as many of `tokens`, but the last, as the session's own blocks or cached ones have."""
         most = max(0, len(tokens) - 1)
         self.truncate(min(common_prefix_len(self.tokens, tokens), most))
         own = len(self.hashes)
@@ -120,14 +120,14 @@ class KvSession:
         self.hashes.extend(block_hash for block_hash, _ in found[: reach // self._block_tokens - own])
 
     def grow(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Covers [0, length), with blocks of its own from its standing on; returns copies (from, to)."""
+        """Cover [0, length), with blocks of its own from its length on. Return copies (from, to)."""
         copies = self._make_own() if length > len(self.tokens) else ()
         while len(self.blocks) < self._blocks_for(length):
             self._append(self._pool.take())
         return copies
 
     def append_computed(self, tokens: Sequence[int]) -> None:
-        """Stands at `tokens` more; registers the blocks that got full. Raises Broken without `make_room`."""
+        """Append computed tokens; register the blocks that got full. Raise Broken without the room."""
         if tokens:
             self._check_room(len(self.tokens) + len(tokens))
         self._copied = None
@@ -139,7 +139,7 @@ class KvSession:
             self._pool.register(block_hash, self.blocks[index])
 
     def check(self) -> None:
-        """Raises Broken if its parts do not agree. For tests: hashes everything."""
+        """Raise Broken if the parts do not agree. For tests: hashes everything."""
         if len(self.blocks) < self._blocks_for(len(self.tokens)):
             raise Broken(f"session {self.key} stands beyond its blocks")
         if self.hashes != block_hashes(self.key[0], self.tokens, self._block_tokens):
@@ -163,20 +163,20 @@ class KvSession:
         return self._pool.references(block) > 1
 
     def _append(self, block: int) -> None:
-        """Holds one more block, of which the pool knows already."""
+        """Hold one more block, which the pool counts already."""
         self.blocks.append(block)
         self._block_table = None
         if self.live:
             self._pool.pin(block)
 
     def _release(self, keep: int) -> None:
-        """Returns its blocks from the last down to `keep`, so that chains are lost from their ends."""
+        """Return blocks from the last down to `keep`, so that chains are lost from their ends."""
         while len(self.blocks) > keep:
             block = self.blocks.pop()
             self._block_table = None
             index = len(self.blocks)
             if index < len(self.hashes):
-                # The content counts as used now; where no other block is known to have it, this one does.
+                # The content counts as used now. Register it again if no other block has it.
                 self._pool.register(self.hashes[index], block)
             self._give(block)
 
@@ -186,7 +186,7 @@ class KvSession:
         self._pool.release(block)
 
     def _make_own(self) -> tuple[tuple[int, int], ...]:
-        """Lets the block of the next position be written; returns the copy that this takes, if any."""
+        """Make the block of the next position writable; return the copy that this takes, if any."""
         index = len(self.tokens) // self._block_tokens
         if index >= len(self.blocks):
             return ()
@@ -204,7 +204,7 @@ class KvSession:
         return ((block, fresh),)
 
     def _check_room(self, length: int) -> None:
-        """Raises Broken unless positions from its standing to `length` lie in blocks that are its own."""
+        """Raise Broken unless positions from its length to `length` lie in blocks that are its own."""
         if self.missing(length):
             raise Broken(f"session {self.key[1]!r} was computed beyond its blocks")
         block = self.blocks[len(self.tokens) // self._block_tokens]
@@ -212,7 +212,7 @@ class KvSession:
             raise Broken(f"session {self.key[1]!r} was computed in a block that is not its own")
 
     def _find_after_own(self, tokens: Sequence[int]) -> list[tuple[bytes, int]]:
-        """The registered (hash, block) of `tokens` after its own full blocks, up to the first gap."""
+        """Return the registered (hash, block) of `tokens` after its own full blocks, up to the first gap."""
         found: list[tuple[bytes, int]] = []
         previous = self._last_hash()
         for index in range(len(self.hashes), len(tokens) // self._block_tokens):

@@ -1,22 +1,22 @@
-"""Whose KV lies in which blocks: the sessions of one target replica over its `BlockPool`.
+"""The block tables of all sessions of one target replica, over its `BlockPool`.
 
-A session *stands* at a number of tokens: that many confirmed tokens have their KV in its blocks. Beyond these
-its blocks may hold room, or the KV of draft tokens that nobody confirmed; that is never shared or registered.
+A session's *length* here is its number of computed tokens: confirmed tokens whose KV lies in its blocks.
+Blocks beyond it are room, or hold the KV of draft tokens that were not confirmed; these are never shared or
+registered. Rules:
 
-- A session is live (opened for an item) or idle (kept for its next item). Of one that has lost its blocks to
-  others the tokens are remembered: what of them is still cached can be told, and had back.
-- A full block of standing tokens is registered in the pool by its chained hash, which starts from the
-  tenant's salt. `open` attaches what is registered, whole blocks. A block that others hold too, or that is
-  registered, is made the session's own before `reserve` lets it be written: by a copy, or by forgetting its
-  hash.
-- Where blocks run short, cached ones go first, then those of idle sessions (longest idle first), then those
-  of the youngest live session that is younger than the one that asks. So the oldest always completes.
+1. A session is live (opened for a request) or idle (kept for its next one). The tokens of a session that has
+   lost its blocks are remembered, so that what is still cached can be found again.
+2. A full block of computed tokens is registered in the pool by its chained hash, which starts from the
+   tenant's salt. `open` attaches registered blocks. `reserve` makes a shared or registered block the
+   session's own before it is written: by a copy, or by unregistering it.
+3. When blocks run short, cached ones are taken first, then those of idle sessions (longest idle first), then
+   those of the youngest live session younger than the caller. So the oldest session always completes.
 
-The order of calls for an item: `look_up`, `open`, then for each pass `reserve`, the pass, and `computed` (or
-`distrust` if the pass failed), `truncate` as it likes, and at the end `idle`. A session whose chunk is
-planned or under way is in `busy` and must not be opened, truncated, made idle or dropped until its pass is
-over: its blocks could go to others that the same pass writes. No clock, no threads. A step of a session that
-adds a token costs O(1), and O(block) when a block gets full.
+Calls for a request: `look_up`, `open`; for each step `reserve`, the step, and `append_computed` (or
+`roll_back` if the step failed), `truncate` as needed; at the end `make_idle`. A session whose chunk is
+planned or running is in `busy`: it must not be opened, truncated, made idle or dropped until the step is
+over, because its blocks could go to others that the same step writes. No clock, no threads. Adding a token to
+a session costs O(1), and O(block) when a block gets full.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from galley.core.errors import Broken, Overloaded
 from galley.core.kv.blocks import BlockPool
 from galley.core.kv.session import KvSession
 
-# Evicted sessions that are named, should nobody ask for a while.
+# Evicted sessions that are remembered by name.
 _NAMED = 16
 _RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What `reserve` did.
+    """The result of `reserve`.
 
-    `copies` (from, to) of whole blocks must be carried out before anything is written, by the next pass, all
-    those of a plan in the order of their reservations; if that pass never runs, `distrust` the session. They
-    are not named again. The `preempted` sessions, youngest first, have lost their blocks and are not live.
+    The next step must carry out `copies` (from, to) of whole blocks before it writes anything, in the order
+    of the reservations. If that step never runs, roll the session back. Copies are not named again. The
+    `preempted` sessions, youngest first, have lost their blocks and are no longer live.
     """
 
     copies: tuple[tuple[int, int], ...] = ()
@@ -50,22 +50,22 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class _Evicted:
-    """What is remembered of a session without blocks: the tokens of its full blocks, and their hashes."""
+    """The tokens of the full blocks of a session that has lost them, and their hashes."""
 
     tokens: list[int]
     hashes: list[bytes]
 
 
 class KvTable:
-    """The block tables of all sessions of a replica; see the module for the rules."""
+    """The block tables of all sessions of a replica; the module states the rules."""
 
     def __init__(self, blocks: int, block_tokens: int, max_sessions: int) -> None:
-        """`blocks` of `block_tokens` tokens each, never more; raises ValueError on a number below 1.
+        """Create a table of `blocks` blocks of `block_tokens` tokens each. Raise ValueError below 1.
 
-        `max_sessions` bounds what is kept: live, idle, and remembered without blocks.
+        `max_sessions` bounds the sessions that are live, idle or remembered without blocks.
         """
         if block_tokens < 1 or max_sessions < 1:
-            raise ValueError(f"block_tokens {block_tokens}, max_sessions {max_sessions}: at least 1 each")
+            raise ValueError(f"block_tokens, max_sessions: must be >= 1, got {block_tokens}, {max_sessions}")
         self.block_tokens = block_tokens
         self._max_sessions = max_sessions
         self._lost: deque[SessionKey] = deque(maxlen=_NAMED)
@@ -78,82 +78,82 @@ class KvTable:
         self._idle: OrderedDict[SessionKey, KvSession] = OrderedDict()  # longest idle first
         self._evicted: OrderedDict[SessionKey, _Evicted] = OrderedDict()  # longest without blocks first
 
-    # What there is.
+    # State.
 
     @property
     def total(self) -> int:
-        """All blocks."""
+        """The number of blocks."""
         return self._pool.total
 
     @property
     def live_blocks(self) -> int:
-        """Blocks that live sessions hold, shared ones counted once."""
+        """The number of blocks that live sessions hold; shared ones count once."""
         return self._pool.pinned
 
     @property
     def free(self) -> int:
-        """Blocks to be had without touching a live session: never used, cached, or idle sessions'."""
+        """The number of blocks available without a live session's: empty, cached, or idle sessions'."""
         return self.total - self.live_blocks
 
     @property
     def empty(self) -> int:
-        """Blocks that hold nothing; of the free ones, the others can be had back by content."""
+        """The number of blocks that hold nothing."""
         return self._pool.empty
 
     @property
     def evicted_blocks(self) -> int:
-        """Cached blocks whose content went to make room, since the table was made."""
+        """The number of cached blocks whose content was dropped for others, since the table was created."""
         return self._evicted_before + self._pool.evicted
 
     def has_blocks(self, key: SessionKey) -> bool:
-        """Whether the session holds any, live or idle."""
+        """Return True if the session holds blocks, live or idle."""
         return self._session(key) is not None
 
     def is_live(self, key: SessionKey) -> bool:
-        """Whether the session was opened, and not made idle, dropped or preempted since."""
+        """Return True if the session was opened, and not made idle, dropped or preempted since."""
         return key in self._live
 
     def tokens_of(self, key: SessionKey) -> Sequence[int]:
-        """The tokens that `look_up` and `held` speak of: after a Hit, the first `start` are the caller's.
+        """Return the tokens of the cached prefix. After a Hit, the first `start` are the caller's.
 
-        The very list of a session that has blocks: not to be changed, and not to be kept over a change.
+        This is the session's own list: do not change it, or keep it over a change.
         """
         return self._known(key)[0]
 
     def blocks_of(self, key: SessionKey) -> tuple[int, ...]:
-        """The session's block table: position p lies in block blocks_of(key)[p // block_tokens]."""
+        """Return the session's block table: position p lies in block blocks_of(key)[p // block_tokens]."""
         session = self._session(key)
         return session.block_table if session is not None else ()
 
     def cached_prefixes(self, limit: int) -> list[bytes]:
-        """Up to `limit` hashes of blocks that a new session could attach, most recently used first."""
+        """Return up to `limit` hashes of blocks that a new session could attach, most recently used first."""
         return self._pool.recent_hashes(limit)
 
     def take_evicted(self) -> tuple[SessionKey, ...]:
-        """The last idle sessions that have lost their blocks to others since this was asked."""
+        """Return the idle sessions that have lost their blocks since the last call, at most the last 16."""
         evicted = tuple(self._lost)
         self._lost.clear()
         return evicted
 
     def cached_prefix(self, key: SessionKey) -> Miss:
-        """The session's longest prefix that is in its blocks, or still cached: what a cache_miss says."""
+        """Return the session's longest prefix that is in its blocks or still cached."""
         tokens, prefix = self._known(key)
         return Miss(len(tokens), prefix.digest(tokens, len(tokens)))
 
     def look_up(self, key: SessionKey, start: int, tokens: Sequence[int], prefix_hash: bytes) -> Hit | Miss:
-        """`content.look_up` over what is `held` of the session, not hashing all of it. Changes nothing."""
+        """Return `content.look_up` over the session's cached prefix, without hashing all of it."""
         ours, hasher = self._known(key)
         return look_up(ours, start, tokens, prefix_hash, hasher)
 
-    # What an item does.
+    # Operations of a request.
 
     def open(self, key: SessionKey, arrival: int, tokens: Sequence[int], priority: int = 0) -> int:
-        """Makes the session live for these confirmed tokens; returns at how many of them it stands.
+        """Make the session live for these confirmed tokens; return its length.
 
-        It keeps its own KV as far as that agrees, or attaches whole cached blocks where these go further; at
-        most len(tokens) - 1, for the last confirmed token is always fed. Takes no block. `arrival` (ns) is
-        when the session first came, the same in every retry; the higher `priority` counts as older. Raises
-        Overloaded if `max_sessions` are live.
+        It keeps its own KV as far as that agrees, or attaches cached blocks where these reach further; at
+        most len(tokens) - 1, because the last confirmed token is always fed. Takes no block. `arrival` (ns)
+        is when the session first arrived, the same in every retry; a higher `priority` counts as older.
+        Raises Overloaded if `max_sessions` are live.
         """
         session = self._wake(key)
         session.arrival, session.priority = arrival, priority
@@ -161,11 +161,11 @@ class KvTable:
         return len(session.tokens)
 
     def reserve(self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()) -> Reservation:
-        """Gives the live session blocks for [0, length), its own from its standing on.
+        """Give the live session blocks for [0, length), its own from its present length on.
 
-        Takes cached blocks, then those of idle sessions, then preempts live ones that are younger than this;
-        never a session in `busy`. Raises Overloaded if that would not be enough, having changed nothing, and
-        Broken if the session is not live.
+        Takes cached blocks, then those of idle sessions, then preempts younger live ones; never a session in
+        `busy`. Raises Overloaded, having changed nothing, if that is not enough, and Broken if the session is
+        not live.
         """
         session = self._live.get(key)
         if session is None:
@@ -178,9 +178,9 @@ class KvTable:
         return Reservation(session.grow(length), preempted)
 
     def append_computed(self, key: SessionKey, tokens: Sequence[int]) -> None:
-        """A pass is over: the KV of `tokens`, confirmed and next after those it stood at, now stands too.
+        """Record after a step that the KV of `tokens`, confirmed and next in the session, is computed.
 
-        May be empty. Registers the blocks that got full. Raises Broken if the session has no blocks, or
+        `tokens` may be empty. Registers blocks that got full. Raises Broken if the session has no blocks, or
         `reserve` did not give it the room.
         """
         session = self._session(key)
@@ -189,19 +189,19 @@ class KvTable:
         session.append_computed(tokens)
 
     def truncate(self, key: SessionKey, length: int) -> None:
-        """The session stands at `length` tokens at most; blocks wholly beyond `length` are returned."""
+        """Cut the session to `length` tokens at most, and return the blocks beyond."""
         session = self._session(key)
         if session is not None:
             session.truncate(length)
 
     def roll_back(self, key: SessionKey) -> None:
-        """Its pass failed or never ran: what stood before stands, but for a block that was to be copied."""
+        """Return to the state before a step that failed or never ran; drop a block that was to be copied."""
         session = self._session(key)
         if session is not None:
             session.roll_back()
 
     def make_idle(self, key: SessionKey) -> None:
-        """No item stands: the session keeps the blocks of what it stands at until somebody needs them."""
+        """Make the session idle: it keeps the blocks of its computed tokens until they are needed."""
         session = self._live.pop(key, None)
         if session is None:
             return
@@ -211,36 +211,36 @@ class KvTable:
             self._idle[key] = session
 
     def drop(self, key: SessionKey) -> None:
-        """Forgets the session; its full blocks stay cached."""
+        """Forget the session; its full blocks stay cached."""
         session = self._session(key)
         if session is not None:
             self._remove(session)
         self._evicted.pop(key, None)
 
     def clear(self) -> None:
-        """Forgets everything, and begins anew: what lies in the blocks is in doubt."""
+        """Forget everything: the content of the blocks is in doubt."""
         self._evicted_before = self.evicted_blocks
         self._forget_all(self.total)
 
     def check(self) -> None:
-        """Recomputes all accounting, hashes included; raises Broken if it does not balance. For tests."""
+        """Recompute all accounting, hashes included. Raise Broken if it does not balance. For tests."""
         sessions = [*self._live.values(), *self._idle.values()]
         self._pool.check(
             Counter(block for session in sessions for block in session.blocks),
             Counter(block for session in self._live.values() for block in session.blocks),
         )
         if len(sessions) + len(self._evicted) > self._max_sessions:
-            raise Broken("more sessions than there may be")
+            raise Broken("kv: more sessions than max_sessions")
         for session in sessions:
             session.check()
 
-    # How.
+    # Internals.
 
     def _session(self, key: SessionKey) -> KvSession | None:
         return self._live.get(key) or self._idle.get(key)
 
     def _known(self, key: SessionKey) -> tuple[Sequence[int], PrefixHasher]:
-        """The tokens whose KV could be had for the session now, and their hasher."""
+        """Return the tokens whose KV the session could have now, and their hasher."""
         session = self._session(key)
         if session is not None:
             return session.tokens, session.prefix
@@ -254,7 +254,7 @@ class KvTable:
         return evicted.tokens
 
     def _wake(self, key: SessionKey) -> KvSession:
-        """The session, live, new if need be; raises Overloaded if there is no place for a new one."""
+        """Return the session, live, created if needed. Raise Overloaded if there is no slot for a new one."""
         session = self._session(key)
         if session is None:
             self._make_place()
@@ -279,7 +279,7 @@ class KvTable:
         self._idle.pop(session.key, None)
 
     def _evict(self, session: KvSession) -> None:
-        """Takes its blocks; remembers what may stay cached."""
+        """Take the session's blocks, and remember what stays cached."""
         if not session.live:
             self._lost.append(session.key)
         hashes = list(session.hashes)
@@ -298,7 +298,7 @@ class KvTable:
 def _eviction_candidates(
     session: KvSession, idle: Iterable[KvSession], live: Iterable[KvSession], busy: frozenset[SessionKey]
 ) -> Iterator[KvSession]:
-    """Who may lose its blocks to the session, in this order; `idle` are in theirs."""
+    """Yield the sessions that may lose their blocks to `session`, in order; `idle` are in theirs."""
     yield from (other for other in idle if other.key not in busy)
     younger = [other for other in live if other.age > session.age and other.key not in busy]
     yield from sorted(younger, key=lambda other: other.age, reverse=True)
@@ -307,9 +307,9 @@ def _eviction_candidates(
 def _choose_victims(
     session: KvSession, length: int, pool: BlockPool, candidates: Iterator[KvSession]
 ) -> list[KvSession]:
-    """Whom to evict so that `session` can cover `length`; raises Overloaded if nobody's blocks suffice.
+    """Return the sessions to evict so that `session` can cover `length`. Raise Overloaded if none suffice.
 
-    A block that it must copy counts as had once all others that hold it are gone.
+    A block that the session must copy counts as gained once nobody else holds it.
     """
     shared = session.shared_if_written(length)
     short = session.missing(length) + (shared is not None) - pool.available
@@ -318,7 +318,7 @@ def _choose_victims(
     while short > 0:
         victim = next(candidates, None)
         if victim is None:
-            raise Overloaded(f"no room: {short} of {pool.total} blocks are missing", _RETRY_AFTER_S)
+            raise Overloaded(f"KV memory is full: {short} of {pool.total} blocks are missing", _RETRY_AFTER_S)
         chosen.append(victim)
         for block in victim.blocks:
             released[block] += 1

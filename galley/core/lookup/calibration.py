@@ -1,20 +1,19 @@
-"""How sure a draft is, and how often it was right when it was so sure: chances from measured acceptance."""
+"""Calibrate a draft's confidence: the measured acceptance of tokens at each level of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# How many of the last verdicts of a bucket count, roughly: acceptance drifts with what is written about.
+# Roughly how many of the last verdicts of a bucket count: acceptance drifts with the text.
 MEMORY = 256
 
 
 class Calibration:
-    """The chance that a guess is accepted, by bucket of confidence; the caller says what a bucket is.
+    """The chance that a draft token is accepted, by bucket of confidence; the caller defines the buckets.
 
-    `prior[bucket]` is believed before there are verdicts, and weighs as much as `strength` of them. The n-th
-    last verdict of a bucket counts (1 - 1 / MEMORY)^n. With an `overall` one, which learns from all that this
-    one sees, what that says is believed in place of the prior: so that a new kind of session begins with what
-    is known of the others.
+    `prior[bucket]` holds before there are verdicts, and weighs as much as `strength` of them. The n-th last
+    verdict of a bucket counts (1 - 1 / MEMORY)^n. `overall` learns from everything recorded here, and
+    replaces the prior: so a new kind of session starts with what is known of the others.
     """
 
     __slots__ = ("_accepted", "_overall", "_prior", "_strength", "_verified")
@@ -22,11 +21,11 @@ class Calibration:
     def __init__(
         self, buckets: int, prior: Sequence[float], strength: float, overall: Calibration | None = None
     ) -> None:
-        """Raises ValueError unless there are `buckets` priors, each in [0, 1], and strength > 0."""
+        """Raise ValueError unless there are `buckets` priors in [0, 1], and strength > 0."""
         if len(prior) != buckets or not all(0 <= chance <= 1 for chance in prior):
-            raise ValueError(f"{buckets} priors, each in [0, 1], are wanted")
+            raise ValueError(f"prior: must be {buckets} values in [0, 1], got {prior}")
         if not strength > 0:
-            raise ValueError(f"strength must be > 0, is {strength}")
+            raise ValueError(f"strength: must be > 0, got {strength}")
         self._prior = tuple(prior)
         self._strength = strength
         self._overall = overall
@@ -34,17 +33,17 @@ class Calibration:
         self._accepted = [0.0] * buckets
 
     def child(self) -> Calibration:
-        """A new one for a part of what this one is for, which learns with it."""
+        """Return a calibration for a part of this one's sessions, whose prior is this one."""
         return Calibration(len(self._prior), self._prior, self._strength, self)
 
     def chance(self, bucket: int) -> float:
-        """That a guess of this bucket is accepted where all before it are; in [0, 1]."""
+        """Return the chance in [0, 1] that a token of this bucket is accepted if all before it are."""
         prior = self._prior[bucket] if self._overall is None else self._overall.chance(bucket)
         accepted = self._accepted[bucket] + self._strength * prior
         return min(1.0, accepted / (self._verified[bucket] + self._strength))
 
     def record(self, bucket: int, accepted: bool) -> None:
-        """A guess of this bucket was verified, all before it having been accepted."""
+        """Record the verdict on a token of this bucket, all before it having been accepted."""
         if self._overall is not None:
             self._overall.record(bucket, accepted)
         keep = 1.0 - 1.0 / MEMORY

@@ -1,17 +1,17 @@
-"""What became of a session's proposals: each is compared with the tokens that were confirmed after all."""
+"""Compare a session's proposals with the tokens that were confirmed later."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# Proposals that wait for their verdict: more than are made ahead of one.
+# Proposals kept: more than are made ahead of one verdict.
 _MOST = 16
 
 
 @dataclass(slots=True)
 class _Proposal:
-    """`ahead`, the first of which stands at `start`, then `proposed`; the first `right` of all came true."""
+    """The tokens `ahead` start at `start`, then the `proposed` ones; the first `right` of all were right."""
 
     start: int
     ahead: Sequence[int]
@@ -20,7 +20,7 @@ class _Proposal:
     right: int = 0
 
     def compare(self, confirmed: Sequence[int]) -> bool:
-        """Tell what is known now; may there be more later?"""
+        """Record what is known now. Return True if more may follow."""
         while (position := self.start + self.right) < len(confirmed):
             of_proposed = self.right - len(self.ahead)
             if of_proposed >= len(self.proposed):
@@ -36,7 +36,7 @@ class _Proposal:
 
 
 class ProposalOutcomes:
-    """The proposals of one session that wait to be compared; whether they were ever verified is all one."""
+    """A session's proposals that wait to be compared, whether they were verified or not."""
 
     def __init__(self) -> None:
         self._waiting: list[_Proposal] = []
@@ -44,13 +44,13 @@ class ProposalOutcomes:
     def add(
         self, start: int, ahead: Sequence[int], proposed: Sequence[int], record: Callable[[int, bool], None]
     ) -> None:
-        """After `start` confirmed tokens and those `ahead` come the `proposed`, which may still grow.
+        """Add the `proposed` tokens, which may still grow, after `start` confirmed tokens and those `ahead`.
 
-        As they are confirmed, `saw(i, accepted)` is told of each up to the first that is wrong; of none if
-        those ahead were wrong.
+        As tokens are confirmed, calls `record(i, accepted)` for each proposed one up to the first that is
+        wrong; for none if one of those ahead was wrong.
         """
         self._waiting = [*self._waiting[1 - _MOST :], _Proposal(start, ahead, proposed, record)]
 
     def confirm(self, confirmed: Sequence[int]) -> None:
-        """These are the session's confirmed tokens now."""
+        """Compare the proposals with the session's confirmed tokens."""
         self._waiting = [proposal for proposal in self._waiting if proposal.compare(confirmed)]

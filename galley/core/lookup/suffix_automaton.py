@@ -1,6 +1,6 @@
-"""Where the last tokens of a text stood before: a suffix automaton over texts that grow.
+"""A suffix automaton over growing texts: where the last tokens of a text occurred before.
 
-Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); of several texts, Mohri et
+Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); for several texts, Mohri et
 al., "General suffix automaton construction algorithm and space bounds" (2009); for drafting, Hu et al., "SAM
 Decoding" (arXiv 2411.10666). A state stands for all strings that end at the same places of the texts. Adding
 a token to a text, and following another text by one token, take O(1) amortised.
@@ -17,7 +17,7 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The last `length` tokens of what was followed stand in the texts too; `state` is the automaton's."""
+    """The last `length` tokens of a followed text occur in the automaton, in this `state`."""
 
     state: int = _ROOT
     length: int = 0
@@ -28,7 +28,7 @@ NO_MATCH = Match()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The last `length` tokens of what was followed stand in `tokens` just before position `end`."""
+    """The last `length` tokens of a followed text occur in `tokens` just before position `end`."""
 
     tokens: array[int]
     end: int
@@ -39,20 +39,20 @@ NOWHERE = Place(array("I"), 0, 0)
 
 
 class Text:
-    """One of an automaton's texts. `match` is of its longest suffix that stood earlier or in another text."""
+    """One of an automaton's texts. `match` is its longest suffix that occurred earlier or in another text."""
 
     __slots__ = ("match", "number", "state", "tokens")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.tokens = array("I")
-        # Of the whole text: it is the longest string of its state, as a beginning has nothing before it.
+        # The state of the whole text, which is the longest string of that state.
         self.state = _ROOT
         self.match = NO_MATCH
 
 
 class SuffixAutomaton:
-    """Of texts that only grow: `begin` one, then `append` to it. Some 120 bytes a token."""
+    """An automaton of texts that only grow: `begin` one, then `append` to it. Some 120 bytes per token."""
 
     def __init__(self) -> None:
         self._texts: list[Text] = []
@@ -70,17 +70,17 @@ class SuffixAutomaton:
         self._new_state(_NONE, 0, 0, 0)
 
     def __len__(self) -> int:
-        """Tokens of all texts together."""
+        """Return the number of tokens of all texts."""
         return self._size
 
     def begin(self) -> Text:
-        """A new text, empty."""
+        """Return a new, empty text."""
         self._texts.append(Text(len(self._texts)))
         return self._texts[-1]
 
     def append(self, text: Text, token: int) -> None:
         """Add a token to one of this automaton's texts."""
-        # Only now, so that a match never is of the very place that is being followed.
+        # Only now, so that a match is never the place that is being followed.
         self._end[text.match.state], self._text[text.match.state] = len(text.tokens), text.number
         text.tokens.append(token)
         self._size += 1
@@ -93,7 +93,7 @@ class SuffixAutomaton:
         text.match = Match(shared, self._length[shared])
 
     def step(self, match: Match, token: int) -> Match:
-        """Follow any tokens by one more: from the match of those so far to that of them and this one."""
+        """Return the match after one more token of a followed text, given the match before it."""
         state, length = match.state, match.length
         while (to := self._to(state, token)) == _NONE:
             if state == _ROOT:
@@ -104,7 +104,7 @@ class SuffixAutomaton:
         return Match(to, length + 1)
 
     def place(self, match: Match) -> Place:
-        """Where a text goes on after the match; where none does yet, after its longest suffix that does."""
+        """Return where a text continues after the match, or after its longest suffix after which one does."""
         state, length = match.state, match.length
         while state != _ROOT:
             length = min(length, self._length[state])
@@ -115,11 +115,11 @@ class SuffixAutomaton:
         return NOWHERE
 
     def last_end(self, match: Match) -> int:
-        """Before which position the match ended last, as far as was noticed: of an automaton of one text."""
+        """Return the position before which the match last ended. For an automaton of one text."""
         return self._end[match.state]
 
     def _to(self, state: int, token: int) -> int:
-        """The state of this one's strings with `token` added; _NONE if they stand nowhere."""
+        """Return the state of this one's strings with `token` appended; _NONE if they do not occur."""
         if self._token[state] == token:
             return self._next[state]
         more = self._more.get(state)
@@ -132,7 +132,7 @@ class SuffixAutomaton:
             self._more.setdefault(state, {})[token] = to
 
     def _extend(self, text: Text, token: int) -> int:
-        """The new state of the whole text, which stands nowhere else."""
+        """Return the new state of the whole text, which occurs nowhere else."""
         state = self._new_state(_ROOT, len(text.tokens), len(text.tokens), text.number)
         at = text.state
         while at != _NONE and self._to(at, token) == _NONE:
@@ -143,7 +143,7 @@ class SuffixAutomaton:
         return state
 
     def _state_of_suffix(self, at: int, token: int) -> int:
-        """The state of the longest string of `at` with this token, split off where a longer one shares it."""
+        """Return the state of the longest string of `at` with this token, split off if it is shared."""
         found = self._to(at, token)
         length = self._length[at] + 1
         if self._length[found] == length:

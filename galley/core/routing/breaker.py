@@ -1,11 +1,10 @@
-"""A circuit breaker: who fails too often is left alone for a while, then tried by one, then used again.
+"""A circuit breaker for one replica: after too many failures, pause; then let one probe through.
 
-Closed, everything goes through. Once FAILURES of the last WINDOW attempts have failed, it opens, and nothing
-goes through until its pause is over. Then it is half open: one attempt is the probe, and the others wait for
-what becomes of it. A probe that succeeds closes the breaker; one that fails opens it for twice as long.
+While closed, everything passes. Once FAILURES of the last WINDOW attempts have failed, it opens, and nothing
+passes until its pause is over. Then it is half open: one attempt is the probe, and others wait for its
+outcome. A probe that succeeds closes the breaker; one that fails opens it for twice as long.
 
-An attempt is named by the number that `begin` gives: what comes of one that began before the breaker last
-changed says nothing of now, and is ignored.
+`begin` numbers attempts. The outcome of an attempt that began before the last change of state is ignored.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ LONGEST_PAUSE_NS = 8_000_000_000
 
 
 class State(enum.Enum):
-    """What goes through."""
+    """The state of a breaker: what passes."""
 
     CLOSED = "everything"
     OPEN = "nothing"
-    HALF_OPEN = "one, to see what becomes of it"
+    HALF_OPEN = "one probe"
 
 
 class Breaker:
-    """Of one replica. Times are nanoseconds, never falling."""
+    """The breaker of one replica. Times are nanoseconds and never fall."""
 
     def __init__(self) -> None:
         self._failed: deque[bool] = deque(maxlen=WINDOW)
@@ -38,25 +37,25 @@ class Breaker:
         self._number = 0
 
     def state(self, now: int) -> State:
-        """At this time."""
+        """Return the state at this time."""
         if self._open_until is None:
             return State.CLOSED
         return State.OPEN if now < self._open_until else State.HALF_OPEN
 
     def can_begin(self, now: int) -> bool:
-        """Whether an attempt may begin."""
+        """Return True if an attempt may begin."""
         state = self.state(now)
         return state is State.CLOSED or (state is State.HALF_OPEN and not self._probing)
 
     def begin(self, now: int) -> int:
-        """An attempt begins; half open, it is the probe. One that is not allowed says nothing in the end."""
+        """Begin an attempt (the probe if half open); return its number, or -1 if it is not allowed."""
         if not self.can_begin(now):
             return -1
         self._probing = self.state(now) is State.HALF_OPEN
         return self._number
 
     def record_success(self, attempt: int) -> bool:
-        """It did; whether that closed the breaker."""
+        """Record a success. Return True if it closed the breaker."""
         if attempt != self._number:
             return False
         self._failed.append(False)
@@ -68,7 +67,7 @@ class Breaker:
         return True
 
     def record_failure(self, attempt: int, now: int) -> bool:
-        """It did; whether that opened the breaker, or keeps it open."""
+        """Record a failure. Return True if it opened the breaker, or keeps it open."""
         if attempt != self._number:
             return False
         self._failed.append(True)
@@ -80,7 +79,7 @@ class Breaker:
         return True
 
     def record_cancelled(self, attempt: int) -> None:
-        """Nobody waited for what would have come of it: another may be the probe."""
+        """Record that nobody waited for the outcome: another attempt may be the probe."""
         if attempt == self._number:
             self._probing = False
 

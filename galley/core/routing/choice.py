@@ -1,12 +1,11 @@
-"""Which replica of a pool a session goes to: where its tokens are cached, else where least is done.
+"""Choose a replica for a session: where its tokens are cached, or else the least busy one.
 
-Of targets: everything is weighed in one unit, tokens of prefill. A cached prefix saves its length; every
-session that has work there costs LOAD_TOKENS; and blocks that the session needs and the replica has not free
-cost the tokens in them, for someone there will have to compute those again. So a cached prefix is worth some
-crowding only.
+Targets: everything is weighed in tokens of prefill. A cached prefix saves its length, and every session with
+work there costs LOAD_TOKENS. Blocks that the session needs beyond the free ones cost their tokens, because
+another session will have to compute those again. So a cached prefix is worth only some crowding.
 
-Of drafts: a session stays with the one that has its tokens for as long as that is fit, and a new one goes
-where the fewest sessions are. What a draft caches is cheap to compute again, so nothing is weighed.
+Drafts: a session stays with the replica that has its tokens while that is fit. A new one goes where the
+fewest sessions are. What a draft caches is cheap to compute again, so nothing is weighed.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from galley.core.session.ports import Replica
 from galley.core.store import CacheLocation
 
 LOAD_TOKENS = 64
-"""What a session that is being served costs a newcomer, in tokens of prefill."""
+"""Cost of each session at a target, in tokens of prefill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLease:
-    """What a replica of either pool says of itself; it is believed for as long as the lease lasts.
+    """What a replica of either pool has registered; valid as long as the lease lasts.
 
-    `incarnation` names one life of its process; `queue_depth` counts the sessions with work to do.
-    `draining`: it takes no new sessions.
+    `incarnation` names one life of its process. `queue_depth` counts the sessions with work to do. A replica
+    that is `draining` takes no new sessions.
     """
 
     address: str
@@ -42,9 +41,9 @@ class ReplicaLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetLease(ReplicaLease):
-    """Of a target. `fingerprint` names the build that its bits depend on.
+    """A target's lease. `fingerprint` names its build.
 
-    `cached_prefixes` are chained hashes of whole cached blocks (`galley.core.content.block_hashes`).
+    `cached_prefixes` are chained hashes of cached blocks (`galley.core.content.block_hashes`).
     """
 
     fingerprint: str
@@ -62,7 +61,7 @@ class TargetLease(ReplicaLease):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLease(ReplicaLease):
-    """Of a draft; its `model` may be none. `sessions` counts those that asked it within the last seconds."""
+    """A draft's lease; `model` may be empty. `sessions` counts those of the last seconds."""
 
     strategies: tuple[str, ...] = ()
     default_strategy: str = ""
@@ -71,10 +70,10 @@ class DraftLease(ReplicaLease):
 
 @dataclass(frozen=True, slots=True)
 class TargetCandidate:
-    """A target that could be asked; `sessions` is how many of the caller's own are there now.
+    """A target that could serve; `sessions` is how many of the caller's own sessions are there now.
 
-    A lease is some time old: the caller's own sessions are counted so that those that come at once do not all
-    go to the same replica. `up`: the caller has nothing against it; others are for when there is no such.
+    They are counted because a lease is some time old: sessions that start together would all choose the same
+    replica. `is_healthy`: the caller knows of no problem; other candidates are used when there is no such.
     """
 
     lease: TargetLease
@@ -83,16 +82,16 @@ class TargetCandidate:
 
     @property
     def load(self) -> int:
-        """Sessions with work to do, as far as is known."""
+        """The number of sessions with work to do, as far as is known."""
         return max(self.lease.queue_depth, self.sessions)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """A session in search of a target.
+    """A session that needs a target.
 
-    `tokens` are what it has so far, as far as they are known from position 0. `fingerprint` is the build that
-    computed them, empty for a new one; `held` is where the directory says that its KV is.
+    `tokens` are its tokens so far, as far as known. `fingerprint` is the build that computed them, empty for
+    a new session. `cached_at` is where the KV directory says that its KV is.
     """
 
     tokens: Sequence[int]
@@ -104,9 +103,9 @@ class RoutingRequest:
 
 @dataclass(frozen=True, slots=True)
 class DraftCandidate:
-    """A draft that could be asked; `sessions` is how many of the caller's own asked it of late.
+    """A draft that could serve; `sessions` is how many of the caller's own sessions used it recently.
 
-    `up`: the caller has nothing against it; others are for when there is no such.
+    `is_healthy`: the caller knows of no problem; other candidates are used when there is no such.
     """
 
     lease: DraftLease
@@ -114,7 +113,7 @@ class DraftCandidate:
     is_healthy: bool = True
 
     def is_home(self, home: Replica | None) -> bool:
-        """Whether this life of this replica has the session's tokens."""
+        """Return True if this incarnation of this replica has the session's tokens."""
         return home is not None and (home.address, home.incarnation) == (
             self.lease.address,
             self.lease.incarnation,
@@ -127,10 +126,10 @@ def choose_draft(
     home: Replica | None = None,
     avoid: Collection[str] = (),
 ) -> DraftCandidate | None:
-    """The draft for a session that asks for `strategy` (empty: any) and whose tokens `home` has.
+    """Return the draft for a session that requests `strategy` (empty: any) and whose tokens `home` has.
 
-    None if none offers it. One that drains keeps the sessions that it has while there is no other; an address
-    in `avoid` is chosen only where that leaves no other.
+    Return None if none offers it. A draining one keeps its sessions while there is no other. An address in
+    `avoid` is chosen only if there is no other.
     """
     able = [c for c in candidates if strategy in {"", *c.lease.strategies}]
     able = [c for c in able if not c.lease.draining or c.is_home(home)]
@@ -141,7 +140,7 @@ def choose_draft(
 
 
 def _draft_rank(candidate: DraftCandidate) -> tuple[int, int, str]:
-    """The fewest sessions, then the shortest queue; then any fixed order will do."""
+    """Order by the fewest sessions, then the shortest queue; the address makes the order total."""
     lease = candidate.lease
     return max(lease.sessions, candidate.sessions), lease.queue_depth, lease.address
 
@@ -149,23 +148,23 @@ def _draft_rank(candidate: DraftCandidate) -> tuple[int, int, str]:
 def choose_target(
     wanted: RoutingRequest, candidates: Sequence[TargetCandidate], avoid: Collection[str] = ()
 ) -> TargetCandidate | None:
-    """The best of those that can serve the session; None if none can, and never one that drains.
+    """Return the best target that can serve the session, or None; never one that is draining.
 
-    While one of the session's own fingerprint is up, it is one of those, whatever their load (rule 3).
-    An address in `avoid` is chosen only where that leaves no other.
+    While a healthy one has the session's own fingerprint, the choice is among those, whatever their load
+    (rule 3 of the design). An address in `avoid` is chosen only if there is no other.
     """
     able = [c for c in candidates if not c.lease.draining and c.lease.context_window >= wanted.max_position]
     able = [c for c in able if c.is_healthy] or able
     if wanted.fingerprint:
         able = [c for c in able if c.lease.fingerprint == wanted.fingerprint] or able
     able = [c for c in able if c.lease.address not in avoid] or able
-    if len(able) < 2:  # so that one replica costs no hashing
+    if len(able) < 2:  # no need to hash for a single replica
         return able[0] if able else None
     return max(able, key=lambda candidate: _rank(wanted, candidate))
 
 
 def cached_tokens(wanted: RoutingRequest, lease: TargetLease) -> int:
-    """How many of the first tokens the replica need not compute; the last one's logits it always must."""
+    """Return how many of the first tokens the replica need not compute; it always computes the last."""
     held = wanted.cached_at
     known = 0
     if held is not None and (held.replica, held.incarnation) == (lease.address, lease.incarnation):
@@ -175,13 +174,13 @@ def cached_tokens(wanted: RoutingRequest, lease: TargetLease) -> int:
 
 
 def score(wanted: RoutingRequest, candidate: TargetCandidate) -> int:
-    """What the replica is worth to the session, in tokens of prefill; see the module."""
+    """Return the worth of the replica to the session, in tokens of prefill."""
     saved = cached_tokens(wanted, candidate.lease)
     return saved - LOAD_TOKENS * candidate.load - _short_tokens(wanted, candidate.lease, saved)
 
 
 def _rank(wanted: RoutingRequest, candidate: TargetCandidate) -> tuple[int, int, int, str]:
-    """Ties go to the less busy, then to the one with more room; then any fixed order will do."""
+    """Order by score, then less load, then more free blocks; the address makes the order total."""
     lease = candidate.lease
     return score(wanted, candidate), -candidate.load, lease.kv_blocks_free, lease.address
 
@@ -190,7 +189,7 @@ def _cached_prefix(wanted: RoutingRequest, lease: TargetLease) -> int:
     if not lease.cached_prefixes or lease.kv_block_tokens < 1:
         return 0
     hashes = block_hashes(wanted.tenant_salt, wanted.tokens, lease.kv_block_tokens)
-    # A block's hash names all that comes before it, so the last one that is known is the answer.
+    # A block's hash stands for all before it, so the last known one is the answer.
     for count in range(len(hashes), 0, -1):
         if hashes[count - 1] in lease.cached_prefixes:
             return count * lease.kv_block_tokens
@@ -198,7 +197,7 @@ def _cached_prefix(wanted: RoutingRequest, lease: TargetLease) -> int:
 
 
 def _short_tokens(wanted: RoutingRequest, lease: TargetLease, saved: int) -> int:
-    """The tokens in blocks that must be taken from others; none where the replica does not tell of blocks."""
+    """Return the tokens in blocks that others must give up; 0 if the replica reports no blocks."""
     if lease.kv_block_tokens < 1:
         return 0
     needed = -(-(len(wanted.tokens) - saved) // lease.kv_block_tokens)

@@ -1,4 +1,4 @@
-"""A pass: what goes into it, and what it tells of itself when it is over."""
+"""The batch of one step: what goes into it, and what its results share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from galley.core.step import Draw, StepChunk, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """What the results of a pass have in common; see `Confirmed`. `drafts_ns` is what draft rows added."""
+    """What the results of one step share; `Confirmed` explains them. Draft rows added `drafts_ns`."""
 
     sessions: int
     rows: int
@@ -27,9 +27,10 @@ class BatchTimes:
 
 @dataclass(frozen=True, slots=True)
 class ActiveBatch:
-    """The pass under way; `grants[i]` is what chunk i of the plan is for.
+    """The batch of the step in progress; `grants[i]` belongs to chunk i of the plan.
 
-    After `drawn_rows` a token is drawn: after `draft_rows` draft tokens, and one a session. See `BatchInfo`.
+    A token is drawn after `drawn_rows` rows: after each of `draft_rows` draft tokens, and one more per
+    session.
     """
 
     plan: StepPlan
@@ -49,13 +50,13 @@ class ActiveBatch:
         preempted: tuple[str, ...],
         evicted: tuple[SessionKey, ...],
     ) -> Self:
-        """At this time; those named have lost their blocks since the pass before."""
+        """Return the batch that starts now; `preempted` and `evicted` lost their blocks since the last."""
         drafts = sum(len(grant.draft_tokens) for grant in grants.values())
         drawn = drafts + sum(grant.is_final for grant in grants.values())
         return cls(plan, grants, now, drafts, drawn, preempted, evicted)
 
     def info(self, free_blocks: int, queue_depth: int) -> BatchInfo:
-        """What there is to tell of it."""
+        """Return a description of the batch."""
         return BatchInfo(
             request_ids=tuple(grant.request.id for grant in self.grants.values()),
             rows=self.plan.rows,
@@ -68,9 +69,10 @@ class ActiveBatch:
         )
 
     def record(self, times: LiveStepTimes, took_ns: int, batch_span: bytes) -> BatchTimes:
-        """It is over: tell `times`, and what its results say of it.
+        """Teach `times` what the step took, and return what its results share.
 
-        Rows of prompts cost less, for nothing is drawn from them: what a row costs is learnt without them.
+        Rows of prompts cost less because nothing is drawn from them. So `times` learns only from steps
+        without any.
         """
         drafts, drawn, sessions = self.draft_rows, self.drawn_rows, len(self.grants)
         prefill_ns = 0
@@ -90,31 +92,32 @@ class ActiveBatch:
 
 
 def chunk_for(grant: Grant, blocks: Sequence[int]) -> StepChunk:
-    """What is fed of the item, and what is drawn after it."""
-    item, request = grant.request, grant.request.message
-    start = item.kv_len or 0
-    confirmed = item.tokens[start : start + grant.rows]
+    """Return the chunk that feeds the granted rows, and draws after the last if they reach the position."""
+    request, message = grant.request, grant.request.message
+    start = request.kv_len or 0
+    confirmed = request.tokens[start : start + grant.rows]
     if not grant.is_final:
         return StepChunk(start, confirmed, blocks, want_logits=0)
     draw = Draw(
-        params=request.sampling,
-        history=item.tokens,
-        prompt_len=request.prompt_len,
-        stop_token_ids=request.stop_token_ids,
-        min_tokens=request.min_tokens,
+        params=message.sampling,
+        history=request.tokens,
+        prompt_len=message.prompt_len,
+        stop_token_ids=message.stop_token_ids,
+        min_tokens=message.min_tokens,
         draft_tokens=grant.draft_tokens,
-        logprobs=request.logprobs,
+        logprobs=message.logprobs,
     )
     return StepChunk(start, [*confirmed, *grant.draft_tokens], blocks, 1 + len(grant.draft_tokens), draw)
 
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """`prompt_tokens` came with sessions without KV of their own here; of them, `reused_tokens` were cached.
+    """What the scheduler of a replica has counted since its start.
 
-    `missed` items built on a prefix that is not held. `preempted` items had to stop in their midst, for older
-    sessions or for want of blocks. `out_of_blocks` items were preempted, refused or put off as there was no
-    block. For `linger_ns` passes were put off, for a draft that was due.
+    `prompt_tokens` came with sessions that held no blocks here; `reused_tokens` of them were cached. `missed`
+    requests named a prefix that is not cached. `preempted` requests lost their blocks to older sessions or
+    for want of blocks. `out_of_blocks` requests were preempted, refused or delayed because no block was left.
+    Steps waited `linger_ns` for hints.
     """
 
     prompt_tokens: int = 0

@@ -5,39 +5,40 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-# Of a session whose drafts have not been seen yet: optimistic, so that they are tried.
+# Acceptance of a session without history: optimistic, so that drafts are tried.
 PRIOR_ALPHA = 0.7
-# Of one token, once many were seen; the first make a plain mean, in which the prior counts as so many tokens.
+# Weight of one token, once many were seen. The first ones form a plain mean with a prior of some tokens.
 _ALPHA_WEIGHT = 0.05
 _PRIOR_TOKENS = 5
-# What a draft is believed beyond its word, were all of these right: the rule of succession.
+# The highest calibrated chance above the draft's own: the rule of succession, if all of these were right.
 _SUREST = 1.0 - _ALPHA_WEIGHT / 2
 _PRIOR_RECOVERY = 0.25
 _RECOVERY_WEIGHT = 0.15
 _GOOD_RECOVERY = 0.5
 _DELAY_WEIGHT = 0.25
-# Deviations beyond the mean delay that a hint is given, as TCP gives acknowledgements (RFC 6298, section 2).
+# A hint is late after this many deviations beyond the mean delay, as in RFC 6298, section 2.
 _DELAY_MARGIN = 2.0
-# And at least this share of the mean (as section 2.4 there): or one that is always as late misses by a hair.
+# The margin is at least this share of the mean (section 2.4 there): delays of no deviation vary a little.
 _LEAST_MARGIN = 0.15
-# Of what one delay is beyond the mean, at most so many margins count.
+# One delay counts with at most this many margins beyond the mean.
 _MOST_ERROR = 2.0
 _RECOVERY = 0.5
 _MIN_TRUST = 0.01
 
 
 class AcceptanceEstimate:
-    """A session's chance that a draft token is right if all before it were, as measured: `alpha`.
+    """A session's measured chance that a draft token is right if all before it were: `alpha`.
 
-    `recovery` is the chance that the token after a wrong one is right. Learnt from all that is hinted, be it
-    verified or just decoded meanwhile: so drafts that have become good again are noticed. `bias` is how much
-    more often tokens are right than was told: a draft that is too sure of itself costs no rows for long.
+    `recovery` is the chance that the token after a wrong one is right. Both learn from all hinted tokens,
+    whether they were verified or decoded meanwhile, so that drafts that become good again are noticed. `bias`
+    is how much more often tokens are right than the draft predicted: an overconfident draft does not cost
+    rows for long.
     """
 
     __slots__ = ("_overall", "_seen", "alpha", "bias", "recovery")
 
     def __init__(self, overall: AcceptanceEstimate | None = None) -> None:
-        """A session begins with what `overall`, those of all sessions, are like."""
+        """Start with the estimate of all sessions, `overall`."""
         self._overall = overall
         self.alpha: float = overall.alpha if overall else PRIOR_ALPHA
         self.bias = 0.0
@@ -45,7 +46,7 @@ class AcceptanceEstimate:
         self._seen = _PRIOR_TOKENS
 
     def record_token(self, *, right: bool, predicted: float | None = None) -> None:
-        """See `hints.Listener`."""
+        """Record a hinted token, and the draft's own chance for it."""
         if self._overall is not None:
             self._overall.record_token(right=right)
         self._seen += 1
@@ -54,40 +55,41 @@ class AcceptanceEstimate:
             self.bias += _ALPHA_WEIGHT * (right - predicted - self.bias)
 
     def calibrated(self, survival: Sequence[float]) -> list[float]:
-        """What drafts say of their chances, by what became of such: falling, in [0, 1].
+        """Return the draft's survival chances corrected by `bias`: falling, in [0, 1].
 
-        None becomes certain by that: a pass would go far with one session and leave no row for others.
+        None becomes certain by that: a step would verify far ahead for one session and leave no row for
+        others.
         """
         chances: list[float] = []
         before = now = 1.0
-        for told in survival:
-            chance = told / before if before > 0.0 else 0.0
+        for reached in survival:
+            chance = reached / before if before > 0.0 else 0.0
             now *= min(max(chance, _SUREST), max(0.0, chance + self.bias))
             chances.append(now)
-            before = told
+            before = reached
         return chances
 
     def record_recovery(self, *, right: bool) -> None:
-        """See `hints.Listener`."""
+        """Record whether the token after a wrong one was right."""
         if self._overall is not None:
             self._overall.record_recovery(right=right)
         self.recovery += _RECOVERY_WEIGHT * (right - self.recovery)
 
     @property
     def can_recover(self) -> bool:
-        """Is what is left after a wrong token as good as a fresh draft?"""
+        """True if the rest of a hint after a wrong token is as good as a fresh one."""
         return self.recovery >= max(self.alpha, _GOOD_RECOVERY)
 
     def survival(self, count: int) -> list[float]:
-        """The chance that draft tokens 0 to i are all accepted, for each i < count."""
+        """Return the chance that draft tokens 0 to i are all accepted, for each i < count."""
         return [self.alpha ** (i + 1) for i in range(count)]
 
 
 class HintTiming:
-    """How long after a result a session's hints come, how long they are, and whether they come at all.
+    """How long after a result a session's hints arrive, how long they are, and whether they arrive at all.
 
-    `delay_ns` is the mean, `deviation_ns` the mean distance from it. A session begins with what `overall`,
-    those of all sessions, are like. Its first hint tells no delay: the draft has read the prompt first.
+    `delay_ns` is the mean delay, `deviation_ns` the mean deviation from it. A session starts with the timing
+    of all sessions, `overall`. Its first hint does not count: the draft had to read the prompt first.
     """
 
     __slots__ = ("_first", "_overall", "delay_ns", "deviation_ns", "length", "trust")
@@ -101,7 +103,7 @@ class HintTiming:
         self.trust = 1.0
 
     def record_arrival(self, delay_ns: int, length: int) -> None:
-        """A hint of `length` tokens came this long after the result that it is anchored at."""
+        """Record a hint of `length` tokens that arrived this long after the result that it is anchored at."""
         self.trust += _RECOVERY * (1.0 - self.trust)
         self.length += _DELAY_WEIGHT * (length - self.length) if self.length else length
         if self._first:
@@ -115,7 +117,7 @@ class HintTiming:
         if self.delay_ns is None:
             self.delay_ns, self.deviation_ns = float(delay_ns), delay_ns / 2
             return
-        # One that is very late, for the draft was interrupted, says little of the next.
+        # A very late hint, of a draft that was interrupted, says little of the next.
         error = min(delay_ns - self.delay_ns, _MOST_ERROR * self._margin_ns(self.delay_ns))
         self.deviation_ns += _DELAY_WEIGHT * (abs(error) - self.deviation_ns)
         self.delay_ns += _DELAY_WEIGHT * error
@@ -124,13 +126,13 @@ class HintTiming:
         return max(_DELAY_MARGIN * self.deviation_ns, _LEAST_MARGIN * delay_ns)
 
     def record_absence(self) -> None:
-        """It was waited for in vain."""
+        """Record that a step waited for a hint in vain."""
         self.trust = max(_MIN_TRUST, self.trust / 2)
 
     def expected_at(self, result_ns: int) -> tuple[float, float]:
-        """When the hint after a result at `result_ns` comes in the mean, and when it should be here.
+        """Return the mean time of the hint after a result at `result_ns`, and when it should have arrived.
 
-        Infinity while nothing is known.
+        Both are infinite while nothing is known.
         """
         if self.delay_ns is None:
             return math.inf, math.inf

@@ -1,9 +1,9 @@
-"""Waiting for a hint: what is known of a session's drafts, and when a pass had better be put off for one.
+"""Lingering: when to delay a step for a hint that is about to arrive.
 
-Compared are two ways to the same point. *Linger*: wait until the hints that are due should be here, then one
-pass with them. *Go on*: as many plain passes as fit into that time, and the hints, late, with what is then
-left of them. The way that confirms more expected tokens per time is taken; all sessions of the pass pay for
-the wait, so with many of them it seldom pays. Hints that are here are used either way.
+Two ways to the same point are compared. *Linger*: wait until the expected hints should have arrived, then run
+one step with them. *Go on*: run as many plain steps as fit into that time, then a step with what is left of
+the late hints. The way that confirms more expected tokens per time is taken. All sessions of the step pay for
+the wait, so with many sessions it seldom pays. Hints that have arrived are used either way.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from itertools import accumulate
 from galley.core.cost.model import StepNs
 from galley.core.scheduler.request import ActiveRequest
 
-# Of one hint, that are looked at when the worth of waiting for it is weighed.
+# Tokens of one hint that count when the wait for it is weighed.
 _MOST_ROWS = 16
-# Of all of them, so many counts are looked at.
+# Row counts that are tried, of all.
 _TRIED_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedHint:
-    """A session whose hint should be here at `at_ns`: `length` tokens, if it comes, with chance `trust`.
+    """A hint that should arrive by `at_ns`, on average at `mean_ns`: `length` tokens, with chance `trust`.
 
-    In the mean it comes at `mean_ns`. It takes the place of draft tokens of these chances (`instead`).
+    It replaces draft tokens of the chances `fallback`.
     """
 
     at_ns: float
@@ -36,9 +36,9 @@ class ExpectedHint:
     trust: float
     fallback: tuple[float, ...] = ()
 
-    def survival(self, passes_late: int) -> list[float]:
-        """Of each of its tokens that is left, when it comes so many plain passes too late."""
-        return [self.trust * self.alpha ** (i + 1) for i in range(passes_late, min(self.length, _MOST_ROWS))]
+    def survival(self, steps_late: int) -> list[float]:
+        """Return the survival of each token left if the hint arrives `steps_late` plain steps late."""
+        return [self.trust * self.alpha ** (i + 1) for i in range(steps_late, min(self.length, _MOST_ROWS))]
 
 
 def linger_until(
@@ -50,9 +50,9 @@ def linger_until(
     step_ns: StepNs,
     ready: Sequence[float] = (),
 ) -> int | None:
-    """Until when a pass of `sessions` rows had better wait for some of the `due`; None: not at all.
+    """Return until when a step of `sessions` rows should wait for some of the `due` hints; None: not at all.
 
-    Never beyond `latest`. `here` are the chances of the other sessions' draft tokens, which are here already.
+    Never beyond `latest`. `ready` are the chances of the other sessions' draft tokens, which have arrived.
     """
     best: int | None = None
     best_gain = 1.0
@@ -68,7 +68,7 @@ def linger_until(
 
 
 def _counts(most: int) -> list[int]:
-    """Of the first how many the waiting is looked at: each power of two, and all."""
+    """Return how many of the first hints to consider waiting for: each power of two, and all."""
     return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most] if most else []
 
 
@@ -79,10 +79,10 @@ def _gain(
     step_ns: StepNs,
     ready: Sequence[float],
 ) -> float:
-    """How many times as many tokens per time lingering confirms as going on does."""
+    """Return the tokens per time of lingering relative to going on."""
     tokens, took_ns = _step([*ready, *_left(due, 0)], sessions, step_ns)
     lingering = tokens / (wait_ns + took_ns)
-    # Going on, whoever has a hint has another by the next pass.
+    # When going on, a session with a hint has another by the next step.
     tokens, took_ns = _step([*ready, *(chance for one in due for chance in one.fallback)], sessions, step_ns)
     late = math.ceil(wait_ns / took_ns)
     last, last_ns = _step([*ready, *_left(due, late)], sessions, step_ns)
@@ -90,12 +90,12 @@ def _gain(
 
 
 def _left(due: Sequence[ExpectedHint], late: int) -> list[float]:
-    """The chances of the tokens that are left of these hints when they are so many passes late."""
+    """Return the chances of the tokens that are left of these hints `late` steps later."""
     return [chance for one in due for chance in one.survival(late)]
 
 
 def _step(chances: Sequence[float], sessions: int, step_ns: StepNs) -> tuple[float, float]:
-    """The tokens of a pass with such of these draft rows as pay, and its time; not every count is tried."""
+    """Return the expected tokens and the time of a step with the draft rows that pay; samples the counts."""
     tokens = list(accumulate(sorted(chances, reverse=True), initial=float(sessions)))
     most = len(chances)
     tried = [*range(0, most, 1 + most // _TRIED_ROWS), most]
@@ -104,53 +104,58 @@ def _step(chances: Sequence[float], sessions: int, step_ns: StepNs) -> tuple[flo
 
 
 class LingerPolicy:
-    """Whether to wait, from plan to plan: no pass is put off twice, nor longer than `max_ns` in all.
+    """Decides from plan to plan whether to wait: once a step, and at most `max_ns` in all.
 
-    `waited_ns` is how long the last pass asked about has been put off so far.
+    `waited_ns` is how long the step of the last call has been delayed so far.
     """
 
-    def __init__(self, max_ns: int, pass_ns: StepNs) -> None:
+    def __init__(self, max_ns: int, step_ns: StepNs) -> None:
         self._max_ns = max_ns
-        self._step_ns = pass_ns
+        self._step_ns = step_ns
         self.waited_ns = 0
         self._since_ns: int | None = None
         self._until_ns = 0
         self._awaited: set[int] = set()
 
-    def until(self, items: Sequence[ActiveRequest], now: int) -> int | None:
-        """Until when the pass of these items had better wait; None: begin it. Their hints were looked at.
+    def until(self, requests: Sequence[ActiveRequest], now: int) -> int | None:
+        """Return until when the step of these requests, with hints updated, should wait; None: begin it.
 
-        That is made out once a pass: then it begins as soon as all that are awaited are here.
+        Decided once a step: the step then begins as soon as all awaited hints have arrived.
         """
         self.waited_ns = 0 if self._since_ns is None else now - self._since_ns
-        if self._max_ns == 0 or any(item.uncomputed > 1 for item in items):
+        if self._max_ns == 0 or any(request.uncomputed > 1 for request in requests):
             self._forget()
             return None
         if self._since_ns is None:
-            until = self._worth_until(items, now)
+            until = self._worth_until(requests, now)
             if until is not None:
                 self._since_ns, self._until_ns = now, until
             return until
-        missed = [item for item in items if item.id in self._awaited and _awaits(item)]
+        missed = [request for request in requests if request.id in self._awaited and _awaits(request)]
         if missed and now < self._until_ns:
             return self._until_ns
-        for item in missed:
-            item.statistics.hint_timing.record_absence()
-            item.hint_due = False  # until it is said again
+        for request in missed:
+            request.statistics.hint_timing.record_absence()
+            request.hint_due = False  # until an extension sets it again
         self._forget()
         return None
 
-    def _worth_until(self, items: Sequence[ActiveRequest], now: int) -> int | None:
-        due = {item.id: _due(item) for item in items if _awaits(item)}
+    def _worth_until(self, requests: Sequence[ActiveRequest], now: int) -> int | None:
+        due = {request.id: _due(request) for request in requests if _awaits(request)}
         if not due:
             return None
         until = linger_until(
             list(due.values()),
-            sessions=len(items),
+            sessions=len(requests),
             now=now,
             latest=now + self._max_ns,
             step_ns=self._step_ns,
-            ready=[chance for item in items if item.id not in due for chance in item.survival()[:_MOST_ROWS]],
+            ready=[
+                chance
+                for request in requests
+                if request.id not in due
+                for chance in request.survival()[:_MOST_ROWS]
+            ],
         )
         self._awaited = {key for key, one in due.items() if until is not None and now < one.at_ns <= until}
         return until
@@ -160,14 +165,14 @@ class LingerPolicy:
         self._awaited = set()
 
 
-def _awaits(item: ActiveRequest) -> bool:
-    """Has it no hint, but one is due?"""
-    return item.hint_due and item.room > 0 and not item.has_usable_hint
+def _awaits(request: ActiveRequest) -> bool:
+    """Return True if the request has no usable hint but one is due."""
+    return request.hint_due and request.room > 0 and not request.has_usable_hint
 
 
-def _due(item: ActiveRequest) -> ExpectedHint:
-    habits, acceptance = item.statistics.hint_timing, item.statistics.acceptance
-    length = min(round(habits.length), item.room)
-    mean_ns, at_ns = habits.expected_at(item.result_ns)
-    instead = tuple(item.survival()[:_MOST_ROWS])
-    return ExpectedHint(at_ns, mean_ns, length, acceptance.alpha, habits.trust, instead)
+def _due(request: ActiveRequest) -> ExpectedHint:
+    timing, acceptance = request.statistics.hint_timing, request.statistics.acceptance
+    length = min(round(timing.length), request.room)
+    mean_ns, at_ns = timing.expected_at(request.result_ns)
+    fallback = tuple(request.survival()[:_MOST_ROWS])
+    return ExpectedHint(at_ns, mean_ns, length, acceptance.alpha, timing.trust, fallback)

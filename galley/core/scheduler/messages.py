@@ -1,4 +1,4 @@
-"""What the target's scheduler is asked and what it answers: plain values, without the wire."""
+"""What the target's scheduler takes and returns: plain values, without the wire."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from galley.core.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class VerifyRequest:
-    """A validated item: confirmed `tokens` from absolute position `start` on, and guesses for what follows.
+    """A validated request: confirmed `tokens` from position `start` on, and draft tokens for what follows.
 
-    `credit` is how many tokens may be confirmed unasked after the first result; `hint_due` says that a hint
-    is being drafted; at most `max_verified` draft tokens are verified in a pass, 0 being as many as pay.
-    `arrival_ns` (of the Unix epoch) and `priority` order sessions: the higher priority goes first, then
-    the older. `deadline_ns` is of the scheduler's own clock. `logprobs` asks for so many of the likeliest.
+    `credit` is how many tokens may be confirmed after the first result without a new request. `hint_due`: a
+    hint is being drafted. At most `max_verified` draft tokens are verified in a step; 0 means as many as pay.
+    `arrival_ns` (Unix epoch) and `priority` order sessions: the higher priority first, then the older.
+    `deadline_ns` is on the scheduler's clock. `logprobs` is how many of the likeliest tokens to return.
     """
 
     key: SessionKey
@@ -44,18 +44,18 @@ class VerifyRequest:
 
     @property
     def position(self) -> int:
-        """Of the first token that is not confirmed yet: n."""
+        """The position of the first token that is not confirmed yet."""
         return self.start + len(self.tokens)
 
     @property
     def limit(self) -> int:
-        """No token stands unasked at or beyond this position."""
+        """The position that no token may reach without a new request."""
         return self.position + len(self.draft_tokens) + 1 + self.credit
 
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """Tells more of an item that runs on its credit; `limit` is never lowered, None as `hint` keeps it."""
+    """More of an open request. `limit` is never lowered; a `hint` of None keeps the one before."""
 
     limit: int = 0
     hint: Hint | None = None
@@ -66,12 +66,12 @@ class Extend:
 class Confirmed:
     """Tokens from `position` on: `accepted` of the `verified` draft tokens, then at most one of the target's.
 
-    `kv_len` is how far the cache reaches; `batch_sessions` shared the forward pass; `more` results follow.
-    The times are of what led to this result alone; `linger_ns`, of `queue_ns`, went on waiting for hints.
-    `row_ns` is what a draft row more adds to a pass of so many sessions, and `prefill_ns` what the rows of
-    prompts took of this one, which fed `batch_rows` rows. `plain_ns` is about what `compute_ns` would have
-    been had no session of the pass had a draft token. `kv_reused`: of an item's first result, how many
-    tokens of its prefix had their KV before. `batch_span` names the pass in a trace; empty where it has none.
+    The cache holds `kv_len` tokens. `batch_sessions` shared the step, which fed `batch_rows` rows. With
+    `more`, further results follow. Times are those since the last result. `linger_ns`, a part of `queue_ns`,
+    went on waiting for hints. `row_ns` is what one more draft row adds to a step of so many sessions;
+    `prefill_ns` is what the rows of prompts took. `plain_ns` estimates `compute_ns` without any draft token
+    in the step. `kv_reused` is the number of cached tokens found when KV blocks were allocated; only the
+    first result has it. `batch_span` names the step in a trace; it is empty where there is none.
     """
 
     position: int
@@ -95,21 +95,21 @@ class Confirmed:
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """A newer item of the session came: it stood at `position`, with this hash of all tokens before."""
+    """A newer request of the session arrived; this one was at `position`, after a prefix of this hash."""
 
     position: int
     prefix_hash: bytes
 
 
-# All but a Confirmed with `more` close their item. An error is the outcome of its own item alone.
+# All but a Confirmed with `more` end their request. An error concerns its own request alone.
 Outcome: TypeAlias = "Confirmed | Superseded | Miss | GalleyError"
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """An outcome of the item that `Scheduler.submit` named `item`.
+    """An outcome of the request that `Scheduler.submit` numbered `request_id`.
 
-    `preempted`: a cache miss because its blocks went to an older session, or there were none for it.
+    `preempted`: a cache miss because its blocks went to an older session, or none were left.
     """
 
     request_id: int
@@ -118,17 +118,17 @@ class Response:
 
     @property
     def is_last(self) -> bool:
-        """Nothing further comes of this item."""
+        """True if the request ends with this response."""
         return not (isinstance(self.outcome, Confirmed) and self.outcome.more)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchInfo:
-    """What is worth telling of a pass that is under way: which `items` share it, and what its rows are for.
+    """The step in progress, for tracing: which requests share it, and what its rows are for.
 
-    Of its `rows`, `draft_rows` are draft tokens, and after `prefill_rows` nothing is drawn: those of prompts,
-    and of sessions that come from elsewhere. The sessions named have lost their blocks since the pass before:
-    the `preempted` while they had an item, the `evicted` while they had none.
+    `draft_rows` are draft tokens. Nothing is drawn after `prefill_rows`: rows of prompts, and of sessions
+    that move here. Sessions that lost their blocks since the last step: `preempted` with a request, `evicted`
+    without.
     """
 
     request_ids: tuple[int, ...]

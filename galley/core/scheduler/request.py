@@ -1,4 +1,4 @@
-"""An item of the target's scheduler while it stands: what is confirmed, what may come, what is hinted."""
+"""A request of the target's scheduler while it is active: confirmed tokens, limit and hint."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from galley.core.hints import NOTHING, Hint, HintTail, PendingHint
 from galley.core.scheduler.hint_statistics import AcceptanceEstimate, HintTiming
 from galley.core.scheduler.messages import Extend, VerifyRequest
 
-# Results that a hint may still be anchored at when it tells how long hints take.
+# Past results kept, so that the delay of a hint anchored at one of them can be measured.
 _ANCHORS = 8
 
 
 class SessionStatistics:
-    """What is worth knowing of a session beyond its items: how good its drafts are, and how late."""
+    """What outlives the requests of a session: how good its drafts are, and how late."""
 
     __slots__ = ("acceptance", "hint_timing")
 
     def __init__(self, overall: SessionStatistics | None = None) -> None:
-        """A session begins with what `overall`, those of all sessions, are like."""
+        """Start with the statistics of all sessions, `overall`."""
         self.acceptance: AcceptanceEstimate = AcceptanceEstimate(overall.acceptance if overall else None)
         self.hint_timing: HintTiming = HintTiming(overall.hint_timing if overall else None)
 
 
 class ActiveRequest:
-    """One item; `tokens` are all that are confirmed, from absolute position 0, of which [0, kv_len) have KV.
+    """An active request. `tokens` are all confirmed tokens from absolute position 0; [0, kv_len) have KV.
 
-    `kv_len` is None until the session's blocks are opened, when `kv_reused` had KV; of that the first result
-    tells, and then it is 0. `rest` is what the hint offers at the present
-    position, as `look` found it.
+    `kv_len` is None until KV blocks are allocated. `kv_reused` is the number of cached tokens found then; the
+    first result reports it and resets it to 0. `tail` is what the hint offers at the present position, as of
+    the last `update_hint`.
     """
 
-    def __init__(self, item_id: int, request: VerifyRequest, memory: SessionStatistics, now: int) -> None:
-        self.id = item_id
-        self.message = request
+    def __init__(self, request_id: int, message: VerifyRequest, memory: SessionStatistics, now: int) -> None:
+        self.id = request_id
+        self.message = message
         self.statistics = memory
         self.tokens: list[int] = []
         self.kv_len: int | None = None
-        self.limit = min(request.limit, request.max_position)
-        self.hint_due = request.hint_due
+        self.limit = min(message.limit, message.max_position)
+        self.hint_due = message.hint_due
         self.tail = NOTHING
         self.arrived_ns = now
         self.has_started = False
@@ -49,112 +49,112 @@ class ActiveRequest:
         self.linger_ns = 0
         self.kv_reused = 0
         self._since_ns = now
-        self._unhinted = not request.draft_tokens
+        self._awaits_hint = not message.draft_tokens
         self._hasher = PrefixHasher()
-        offered = Hint(request.position, b"", request.draft_tokens, request.survival)
+        offered = Hint(message.position, b"", message.draft_tokens, message.survival)
         self._hint: PendingHint | None = (
-            PendingHint(offered, memory.acceptance, anchored=True) if request.draft_tokens else None
+            PendingHint(offered, memory.acceptance, anchored=True) if message.draft_tokens else None
         )
-        self._former: PendingHint | None = None
-        self._anchors: deque[tuple[int, int]] = deque([(request.position, now)], _ANCHORS)
+        self._previous: PendingHint | None = None
+        self._anchors: deque[tuple[int, int]] = deque([(message.position, now)], _ANCHORS)
 
     @property
     def key(self) -> SessionKey:
-        """Of its session."""
+        """The key of its session."""
         return self.message.key
 
     @property
     def age(self) -> tuple[int, int, int]:
-        """Orders items: the higher priority first, and of equal ones the oldest session."""
+        """Orders requests: the higher priority first, then the older session."""
         return (-self.message.priority, self.message.arrival_ns, self.id)
 
     @property
     def position(self) -> int:
-        """Of the first token that is not confirmed yet."""
+        """The position of the first token that is not confirmed yet."""
         return len(self.tokens)
 
     @property
     def uncomputed(self) -> int:
-        """Confirmed tokens without KV: at least the last one, which every verification feeds."""
+        """The number of confirmed tokens without KV: at least the last one, which every step feeds."""
         return len(self.tokens) - (self.kv_len or 0)
 
     @property
     def room(self) -> int:
-        """Draft tokens that could be verified: none confirms a token at or beyond the limit."""
+        """How many draft tokens can be verified without reaching the limit."""
         room = self.limit - self.position - 1
         return min(room, self.message.max_verified) if self.message.max_verified else room
 
     @property
     def result_ns(self) -> int:
-        """When the last result was given, or the item came."""
+        """When the last result was given, or the request arrived."""
         return self._anchors[-1][1]
 
     def prefix_hash(self) -> bytes:
-        """Of all that is confirmed."""
+        """Return the hash of all confirmed tokens."""
         return self._hasher.digest(self.tokens, len(self.tokens))
 
     def update_hint(self) -> None:
-        """Follow the hint to the present position: `rest` is what it offers there, within the room.
+        """Advance the hint to the present position, and set `tail` to what it offers within the room.
 
-        Where it offers nothing, the one before may still: a draft that is asked afresh after a refused token
-        answers late on a slow link, and with less than it had to say before.
+        If it offers nothing, the previous hint may: a draft that is asked again after a refused token
+        responds late on a slow link, and with fewer tokens than before.
         """
         self._hint, offered = self._followed(self._hint)
-        self._former, formerly = self._followed(self._former)
-        rest = offered if offered.draft_tokens else formerly
+        self._previous, previous = self._followed(self._previous)
+        rest = offered if offered.draft_tokens else previous
         self.tail = HintTail(rest.draft_tokens[: self.room], rest.survival[: self.room], rest.after_mismatch)
 
     def _followed(self, hint: PendingHint | None) -> tuple[PendingHint | None, HintTail]:
-        """What it offers; and the hint itself, as long as it may be of use."""
+        """Return the hint, unless it is exhausted, and what it offers."""
         if hint is None:
             return None, NOTHING
         rest = hint.follow(self.tokens, self._hasher)
         return (None if hint.is_exhausted else hint), rest
 
     def survival(self) -> list[float]:
-        """Of each draft token that is offered: the chance that it is accepted, with all before it."""
+        """Return for each offered draft token the chance that it and all before it are accepted."""
         acceptance = self.statistics.acceptance
         if self.tail.survival:
             chances = acceptance.calibrated(list(accumulate(self.tail.survival, min)))
         else:
             chances = acceptance.survival(len(self.tail.draft_tokens))
         if self.tail.after_mismatch and chances and chances[0] > 0.0:
-            # The first says whether it has recovered; given that, the others are as good as ever.
+            # The first token shows whether the hint has recovered; if so, the others are as good as before.
             recovered = self.statistics.acceptance.recovery / chances[0]
             chances = [min(1.0, chance * recovered) for chance in chances]
         return chances
 
     @property
     def has_usable_hint(self) -> bool:
-        """There are draft tokens to verify, which are not worth less than those that may come."""
+        """True if there are draft tokens to verify that are worth as much as those that may arrive."""
         return bool(self.tail.draft_tokens) and (
             not self.tail.after_mismatch or self.statistics.acceptance.can_recover
         )
 
-    def extend(self, told: Extend, now: int) -> None:
-        """Take what a caller says of an item under way."""
-        self.limit = max(self.limit, min(told.limit, self.message.max_position))
-        self.hint_due = told.hint_due
-        if told.hint is not None:
-            if self._hint is not None and self._hint.hint.end > told.hint.end:
-                self._former = self._hint
-            self._hint = PendingHint(told.hint, self.statistics.acceptance)
-            self._learn_delay(told.hint, now)
+    def extend(self, extension: Extend, now: int) -> None:
+        """Take more credit or a new hint."""
+        self.limit = max(self.limit, min(extension.limit, self.message.max_position))
+        self.hint_due = extension.hint_due
+        if extension.hint is not None:
+            if self._hint is not None and self._hint.hint.end > extension.hint.end:
+                self._previous = self._hint
+            self._hint = PendingHint(extension.hint, self.statistics.acceptance)
+            self._learn_delay(extension.hint, now)
 
     def _learn_delay(self, hint: Hint, now: int) -> None:
-        """Of the first hint after a result that left none; what is added to one says nothing of delays."""
-        asked_ns = next((at for position, at in self._anchors if position == hint.position), None)
-        if self._unhinted and asked_ns is not None:
-            self.statistics.hint_timing.record_arrival(now - asked_ns, len(hint.draft_tokens))
-        self._unhinted = False
+        """Record the delay of the first hint after a result that left none; later ones measure nothing."""
+        result_ns = next((at for position, at in self._anchors if position == hint.position), None)
+        if self._awaits_hint and result_ns is not None:
+            self.statistics.hint_timing.record_arrival(now - result_ns, len(hint.draft_tokens))
+        self._awaits_hint = False
 
     def take_reused(self) -> int:
-        """Once."""
+        """Return `kv_reused` and reset it to 0."""
         reused, self.kv_reused = self.kv_reused, 0
         return reused
 
     def confirm(self, tokens: tuple[int, ...], now: int) -> tuple[int, int, int]:
-        """Append them; the (queue_ns, compute_ns, linger_ns) of what led to this result."""
+        """Append confirmed tokens. Return (queue_ns, compute_ns, linger_ns) since the last result."""
         self.tokens.extend(tokens)
         compute_ns, self.compute_ns = self.compute_ns, 0
         linger_ns, self.linger_ns = self.linger_ns, 0
@@ -162,5 +162,5 @@ class ActiveRequest:
         self._since_ns = now
         self._anchors.append((len(self.tokens), now))
         self.update_hint()
-        self._unhinted = not self.tail.draft_tokens or self.tail.after_mismatch
+        self._awaits_hint = not self.tail.draft_tokens or self.tail.after_mismatch
         return queue_ns, compute_ns, min(linger_ns, queue_ns)

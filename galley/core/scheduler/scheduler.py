@@ -1,20 +1,19 @@
-"""What a target replica does next: which tokens of which sessions go into the coming forward pass.
+"""Choose the next step of a target replica: which tokens of which sessions go into the coming forward pass.
 
-Pure: it knows tokens, blocks and costs; time is an argument, in nanoseconds of one monotonic clock. Rules:
+Pure: it knows tokens, blocks and costs. Time is an argument, in nanoseconds of one monotonic clock. Rules:
 
-- An item *stands* from `submit` to its last answer. A session has one standing item; a newer one overtakes
-  it.
-- One pass at a time: `plan` begins it, `conclude` or `fail` ends it. What is asked meanwhile of a session
-  that takes part is done when the pass is over; others are served at once, and join the next pass.
-- In a pass every standing session whose KV reaches its position gets one row, and draft rows as far as they
-  pay (`galley/core/scheduler/rows.py`); prompts fill the rest of the row budget, the oldest session first.
-- The higher priority counts as older, whenever it came. Blocks are reserved oldest first, so that the oldest
-  session always gets them: the youngest loses its own, and is told by a cache miss what is left. Where too
-  many wait, the youngest of them is refused. Arrival is the caller's and survives retries.
-- An item with credit goes on after its first result, pass after pass, until its limit, a stop token or the
-  end.
+1. A request is active from `submit` to its last response. A session has one active request; a newer one
+   supersedes it.
+2. One step runs at a time: `plan` begins it, `conclude` or `fail` ends it. Requests that arrive meanwhile for
+   a session of the batch wait for its end; others are admitted at once and join the next step.
+3. In a step, every active session whose KV reaches its position gets one row, and draft rows as far as they
+   pay (`rows.py`). Prompts fill the rest of the row budget, the oldest session first.
+4. A higher priority counts as older. Blocks are reserved oldest first, so the oldest session always gets
+   them: the youngest loses its own and gets a cache miss that says what is left. Where too many requests
+   wait, the youngest of them is refused. Arrival is the caller's and survives retries.
+5. A request with credit continues after its first result, step after step, until its limit or a stop token.
 
-Answers are collected and taken with `take_answers` after any call.
+Responses are collected; take them with `take_responses` after any call.
 """
 
 from __future__ import annotations
@@ -46,21 +45,21 @@ from galley.core.step import Sampled, StepOutcome, StepPlan
 
 MAX_ROWS = 256
 _RETRY_AFTER_S = 0.5
-# Sessions whose acceptance and hint delays are remembered: a few numbers each.
+# Sessions whose statistics are kept, a few numbers each.
 _MEMORIES = 4096
-# Preempted sessions that are named of a pass.
+# Preempted sessions that one batch names.
 _NAMED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Linger:
-    """Plan again at `until_ns`, or as soon as anything is submitted, extended or cancelled."""
+    """Call `plan` again at `until_ns`, or as soon as anything is submitted, extended or cancelled."""
 
     until_ns: int
 
 
 class Scheduler:
-    """Schedules the items of one replica; see the module for the rules."""
+    """Schedules the requests of one replica; the module states its rules."""
 
     def __init__(
         self,
@@ -71,9 +70,9 @@ class Scheduler:
         max_waiting: int = 1024,
         max_linger_ns: int = 0,
     ) -> None:
-        """`max_waiting` items may wait for their first row; `max_linger_ns` 0 never waits for a hint.
+        """Let `max_waiting` requests wait for a first row; a `max_linger_ns` of 0 never waits for hints.
 
-        `waits_ns` is how long the items had waited that the last pass was the first of.
+        `queue_times_ns` are the queue times, in ns, of the requests that started in the last step.
         """
         self.counts = SchedulerCounts()
         self.queue_times_ns: Sequence[int] = ()
@@ -93,117 +92,117 @@ class Scheduler:
         self._last_id = 0
         self._draining = False
 
-    # --------------------------------------------------------------------------------- the facts --
+    # --------------------------------------------------------------------------------- state --
 
     @property
     def queue_depth(self) -> int:
-        """Items with work to do."""
+        """The number of active and waiting requests."""
         return len(self._requests)
 
     @property
     def current_batch(self) -> BatchInfo:
-        """What there is to tell of the pass under way. Raises Broken if there is none."""
+        """A description of the step in progress. Raises Broken if there is none."""
         now = self._batch
         if now is None:
-            raise Broken("no pass is under way")
+            raise Broken("scheduler: no step is in progress")
         return now.info(self._table.free, self.queue_depth)
 
     def take_responses(self) -> list[Response]:
-        """All answers since the last time."""
+        """Return all responses since the last call."""
         answers, self._responses = self._responses, []
         return answers
 
-    # ---------------------------------------------------------------------------- what is asked --
+    # ---------------------------------------------------------------------------- requests --
 
-    def submit(self, request: VerifyRequest, now: int) -> int:
-        """Take an item; the number that names it in answers.
+    def submit(self, message: VerifyRequest, now: int) -> int:
+        """Take a request; return the number that names it in responses.
 
-        Raises Overloaded if too many wait, InvalidField if the whole pool could not hold its tokens.
+        Raises Overloaded if too many wait, InvalidField if the KV memory could never hold its tokens.
         """
         capacity = self._table.total * self._table.block_tokens
-        if request.position > capacity:
+        if message.position > capacity:
             raise InvalidField(
                 "slice.tokens",
-                f"must end within the {capacity} tokens that the KV memory holds, at {request.position}",
+                f"must be at most the {capacity} tokens that KV memory holds, got {message.position}",
             )
         self._last_id += 1
-        item = ActiveRequest(self._last_id, request, self._memory(request.key), now)
-        self._make_room(item)
-        self._requests[item.id] = item
-        if self._is_busy(item.key):
-            self._arriving.setdefault(item.key, []).append(item)
+        request = ActiveRequest(self._last_id, message, self._memory(message.key), now)
+        self._make_room(request)
+        self._requests[request.id] = request
+        if self._is_busy(request.key):
+            self._arriving.setdefault(request.key, []).append(request)
         else:
-            self._admit(item)
-        return item.id
+            self._admit(request)
+        return request.id
 
-    def _make_room(self, item: ActiveRequest) -> None:
-        """Refuse the youngest that waits where too many do; raises Overloaded if that is this item."""
+    def _make_room(self, request: ActiveRequest) -> None:
+        """Refuse the youngest waiting request if too many wait. Raise Overloaded if that is this one."""
         waiting = [other for other in self._requests.values() if not other.has_started]
         if len(waiting) < self._max_waiting:
             return
-        refused = Overloaded(f"{self._max_waiting} items are waiting", _RETRY_AFTER_S)
+        refused = Overloaded(f"{self._max_waiting} requests are waiting", _RETRY_AFTER_S)
         youngest = max(waiting, key=_age)
-        if youngest.age <= item.age:
+        if youngest.age <= request.age:
             raise refused
         self._respond(youngest, refused)
 
     def extend(self, request_id: int, extension: Extend, now: int) -> None:
-        """More credit or a hint for an item; ignored if it does not stand any more."""
-        if (item := self._requests.get(request_id)) is not None:
-            item.extend(extension, now)
+        """Add credit or a hint to a request; ignored if it is no longer active."""
+        if (request := self._requests.get(request_id)) is not None:
+            request.extend(extension, now)
 
     def cancel(self, request_id: int) -> None:
-        """Give an item up: no answer follows. Its session keeps its KV as long as nobody needs the room."""
-        item = self._requests.get(request_id)
-        if item is None:
+        """Give a request up: no response follows. Its session keeps its KV until the blocks are needed."""
+        request = self._requests.get(request_id)
+        if request is None:
             return
-        if self._takes_part(item):
-            item.cancelled = True
+        if self._takes_part(request):
+            request.cancelled = True
             del self._requests[request_id]
         else:
-            self._close(item)
+            self._close(request)
 
     def expire(self, now: int) -> None:
-        """Refuse the items whose deadline has passed before anything was done for them."""
+        """Refuse the requests whose deadline passed before any work was done for them."""
         late = [
-            item
-            for item in self._requests.values()
-            if item.message.deadline_ns is not None
-            and item.message.deadline_ns <= now
-            and not item.has_started
-            and not self._takes_part(item)
+            request
+            for request in self._requests.values()
+            if request.message.deadline_ns is not None
+            and request.message.deadline_ns <= now
+            and not request.has_started
+            and not self._takes_part(request)
         ]
-        for item in late:
-            self._respond(item, DeadlinePassed("the deadline passed before the work began"))
+        for request in late:
+            self._respond(request, DeadlinePassed("the deadline passed before the work began"))
 
     def drain(self) -> None:
-        """From now on every item ends with its next result, whatever credit it has."""
+        """End every request with its next result from now on, whatever its credit."""
         self._draining = True
 
     def abandon(self, error: GalleyError) -> None:
-        """After a fault of the scheduler's own: all items get `error`, and nothing that was held is trusted.
+        """Respond `error` to all requests after a fault of the scheduler's own, and forget all KV.
 
-        No pass may be under way in the engine.
+        No step may be running in the engine.
         """
-        self._responses += [Response(item_id, error) for item_id in self._requests]
+        self._responses += [Response(request_id, error) for request_id in self._requests]
         self._requests.clear()
         self._active.clear()
         self._arriving.clear()
         self._batch = None
         self._table.clear()
 
-    def _admit(self, item: ActiveRequest) -> None:
-        """Let it stand for its session, if the cache holds what it builds on."""
-        if (before := self._active.get(item.key)) is not None:
+    def _admit(self, request: ActiveRequest) -> None:
+        """Make the request active for its session, if the cache holds the prefix that it names."""
+        if (before := self._active.get(request.key)) is not None:
             self._respond(before, Superseded(before.position, before.prefix_hash()))
-        request = item.message
-        found = self._table.look_up(item.key, request.start, request.tokens, request.prefix_hash)
+        message = request.message
+        found = self._table.look_up(request.key, message.start, message.tokens, message.prefix_hash)
         if isinstance(found, Miss):
             self.counts.missed += 1
-            self._respond(item, found)
+            self._respond(request, found)
             return
-        item.tokens = [*self._table.tokens_of(item.key)[: request.start], *request.tokens]
-        self._active[item.key] = item
+        request.tokens = [*self._table.tokens_of(request.key)[: message.start], *message.tokens]
+        self._active[request.key] = request
 
     def _memory(self, key: SessionKey) -> SessionStatistics:
         memory = self._memories.pop(key, None) or SessionStatistics(self._overall)
@@ -215,112 +214,112 @@ class Scheduler:
     def _is_busy(self, key: SessionKey) -> bool:
         return self._batch is not None and key in self._batch.grants
 
-    def _takes_part(self, item: ActiveRequest) -> bool:
-        return self._is_busy(item.key) and self._active.get(item.key) is item
+    def _takes_part(self, request: ActiveRequest) -> bool:
+        return self._is_busy(request.key) and self._active.get(request.key) is request
 
     # --------------------------------------------------------------------------------- the plan --
 
     def plan(self, now: int) -> StepPlan | Linger | None:
-        """The next pass, which is then under way; or until when to wait for a hint; None: nothing to do."""
+        """Begin and return the next step; or return until when to linger, or None if there is no work."""
         if self._batch is not None:
-            raise Broken("a pass is under way")
-        while items := self._opened():
-            for item in items:
-                item.update_hint()
-            until_ns = self._lingering.until(items, now)
+            raise Broken("scheduler: a step is in progress")
+        while requests := self._opened():
+            for request in requests:
+                request.update_hint()
+            until_ns = self._lingering.until(requests, now)
             if until_ns is not None:
                 return Linger(until_ns)
-            grants, copies = self._reserve(grant_rows(items, self._times, self._max_rows))
+            grants, copies = self._reserve(grant_rows(requests, self._times, self._max_rows))
             if grants:
                 return self._begin(grants, copies, now)
         return None
 
     def _opened(self) -> list[ActiveRequest]:
-        """The standing items, oldest first, with their blocks opened."""
-        for item in sorted(self._active.values(), key=_age):
-            # One may have made place for an older one already.
-            if item.kv_len is None and self._active.get(item.key) is item:
-                self._open(item)
+        """Return the active requests, oldest first, with their blocks opened."""
+        for request in sorted(self._active.values(), key=_age):
+            # It may have been preempted for an older one meanwhile.
+            if request.kv_len is None and self._active.get(request.key) is request:
+                self._open(request)
         return sorted(self._active.values(), key=_age)
 
-    def _open(self, item: ActiveRequest) -> None:
-        """Where there is no place left for a session, the youngest makes it, if it is younger than this."""
+    def _open(self, request: ActiveRequest) -> None:
+        """Open a session's blocks, in place of the youngest session's if no slot is left."""
         try:
-            self._hold(item)
+            self._hold(request)
         except Overloaded as error:
             opened = (other for other in self._active.values() if other.kv_len is not None)
-            youngest = max(opened, key=_age, default=item)
-            if youngest.age <= item.age:
-                self._respond(item, error)
+            youngest = max(opened, key=_age, default=request)
+            if youngest.age <= request.age:
+                self._respond(request, error)
                 return
             self._preempt(youngest)
-            self._hold(item)
+            self._hold(request)
 
-    def _hold(self, item: ActiveRequest) -> None:
-        """Raises Overloaded."""
-        is_new = not self._table.has_blocks(item.key)
-        item.kv_len = item.kv_reused = self._open_blocks(item)
+    def _hold(self, request: ActiveRequest) -> None:
+        """Allocate the session and find its cached tokens. Raises Overloaded."""
+        is_new = not self._table.has_blocks(request.key)
+        request.kv_len = request.kv_reused = self._open_blocks(request)
         if is_new:
-            self.counts.prompt_tokens += len(item.tokens)
-            self.counts.reused_tokens += item.kv_reused
+            self.counts.prompt_tokens += len(request.tokens)
+            self.counts.reused_tokens += request.kv_reused
 
-    def _open_blocks(self, item: ActiveRequest) -> int:
-        """How far they hold it already. Raises Overloaded."""
-        request = item.message
-        return self._table.open(item.key, request.arrival_ns, item.tokens, request.priority)
+    def _open_blocks(self, request: ActiveRequest) -> int:
+        """Return how many tokens are cached. Raises Overloaded."""
+        message = request.message
+        return self._table.open(request.key, message.arrival_ns, request.tokens, message.priority)
 
     def _reserve(self, wanted: Sequence[Grant]) -> tuple[dict[SessionKey, Grant], list[tuple[int, int]]]:
-        """Make blocks for what is granted, oldest first; who gets none is answered and left out."""
+        """Reserve blocks for the grants, oldest first; respond to the requests that get none."""
         grants: dict[SessionKey, Grant] = {}
         copies: list[tuple[int, int]] = []
         for grant in wanted:
-            item = grant.request
-            if self._active.get(item.key) is not item:
+            request = grant.request
+            if self._active.get(request.key) is not request:
                 continue  # preempted by an older one
             try:
                 granted, reservation = self._reserve_for(grant, frozenset(grants))
             except Overloaded as error:
                 self.counts.out_of_blocks += 1
-                # What it has computed stays until somebody needs it; it goes on from there when asked again.
-                if item.has_started:
-                    self._preempt(item)
+                # Its computed KV stays until the blocks are needed; a retry continues from there.
+                if request.has_started:
+                    self._preempt(request)
                 else:
-                    self._respond(item, error)
+                    self._respond(request, error)
                 continue
             self.counts.out_of_blocks += len(reservation.preempted)
             for key in reservation.preempted:
                 self._preempt(self._active[key])
-            grants[item.key] = granted
+            grants[request.key] = granted
             copies += reservation.copies
         return grants, copies
 
-    def _preempt(self, item: ActiveRequest) -> None:
-        """It cannot go on; its caller is told what of it is left."""
+    def _preempt(self, request: ActiveRequest) -> None:
+        """Take the request's blocks; its response says what of its prefix is left."""
         self.counts.preempted += 1
-        self._preempted.append(item.key[1])
-        self._respond(item, self._table.cached_prefix(item.key), preempted=True)
+        self._preempted.append(request.key[1])
+        self._respond(request, self._table.cached_prefix(request.key), preempted=True)
 
     def _reserve_for(self, grant: Grant, busy: frozenset[SessionKey]) -> tuple[Grant, Reservation]:
-        """With its draft tokens, or without where only these do not fit. Raises Overloaded."""
-        item = grant.request
-        length = (item.kv_len or 0) + grant.rows
+        """Reserve blocks, without the draft tokens if only these do not fit. Raises Overloaded."""
+        request = grant.request
+        length = (request.kv_len or 0) + grant.rows
         if grant.draft_tokens:
             try:
                 whole = length + len(grant.draft_tokens)
-                return grant, self._table.reserve(item.key, whole, busy)
+                return grant, self._table.reserve(request.key, whole, busy)
             except Overloaded:
-                grant = Grant(item, grant.rows)
-        return grant, self._table.reserve(item.key, length, busy)
+                grant = Grant(request, grant.rows)
+        return grant, self._table.reserve(request.key, length, busy)
 
     def _begin(
         self, grants: dict[SessionKey, Grant], copies: Sequence[tuple[int, int]], now: int
     ) -> StepPlan:
-        items = [grant.request for grant in grants.values()]
-        self.queue_times_ns = [now - item.arrived_ns for item in items if not item.has_started]
+        requests = [grant.request for grant in grants.values()]
+        self.queue_times_ns = [now - request.arrived_ns for request in requests if not request.has_started]
         self.counts.linger_ns += self._lingering.waited_ns
-        for item in items:
-            item.has_started = True
-            item.linger_ns += self._lingering.waited_ns
+        for request in requests:
+            request.has_started = True
+            request.linger_ns += self._lingering.waited_ns
         chunks = tuple(chunk_for(grant, self._table.blocks_of(key)) for key, grant in grants.items())
         plan = StepPlan(chunks, tuple(copies))
         preempted, evicted = tuple(self._preempted), self._table.take_evicted()
@@ -333,13 +332,13 @@ class Scheduler:
     def conclude(
         self, plan: StepPlan, outcomes: Sequence[StepOutcome], now: int, batch_span: bytes = b""
     ) -> None:
-        """The pass is over: confirm, cut, answer. Raises Broken if this is not the pass under way.
+        """End the step: confirm, cut and respond. Raises Broken if it is not the step in progress.
 
-        `batch_span` names it in a trace.
+        `batch_span` names the step in a trace.
         """
         done = self._end(plan)
         if len(outcomes) != len(plan.chunks):
-            raise Broken(f"a pass of {len(plan.chunks)} chunks had {len(outcomes)} outcomes")
+            raise Broken(f"scheduler: a step of {len(plan.chunks)} chunks had {len(outcomes)} outcomes")
         took_ns = now - done.started_ns
         shared = done.record(self._times, took_ns, batch_span)
         for grant, outcome in zip(done.grants.values(), outcomes, strict=True):
@@ -348,7 +347,7 @@ class Scheduler:
         self._admit_arrived(done)
 
     def fail(self, plan: StepPlan, error: GalleyError) -> None:
-        """The pass came to nothing: its sessions get `error`, and keep what KV they had before it."""
+        """End a step that failed: its sessions get `error` and keep the KV that they had before it."""
         done = self._end(plan)
         for grant in done.grants.values():
             self._table.roll_back(grant.request.key)
@@ -358,66 +357,66 @@ class Scheduler:
     def _end(self, plan: StepPlan) -> ActiveBatch:
         done = self._batch
         if done is None or done.plan is not plan:
-            raise Broken("this pass is not under way")
+            raise Broken("scheduler: this step is not in progress")
         self._batch = None
         return done
 
     def _admit_arrived(self, done: ActiveBatch) -> None:
         for key in done.grants:
-            for item in self._arriving.pop(key, ()):
-                self._admit(item)
+            for request in self._arriving.pop(key, ()):
+                self._admit(request)
 
     def _settle(self, grant: Grant, outcome: StepOutcome, shared: BatchTimes, now: int) -> None:
-        """One session's outcome; an error costs it what the pass computed, and no other anything."""
-        item = grant.request
+        """Handle one session's outcome. An error costs only that session what the step computed."""
+        request = grant.request
         if grant.is_final and (outcome is None or (isinstance(outcome, Sampled) and not outcome.tokens)):
             outcome = Broken("the engine drew no token where one was wanted")
         if isinstance(outcome, GalleyError):
-            self._table.roll_back(item.key)
-            self._respond(item, outcome)
+            self._table.roll_back(request.key)
+            self._respond(request, outcome)
             return
-        start = item.kv_len or 0
-        if isinstance(outcome, Sampled) and grant.is_final and not item.cancelled:
+        start = request.kv_len or 0
+        if isinstance(outcome, Sampled) and grant.is_final and not request.cancelled:
             self._confirm(grant, outcome, shared, now)
             return
-        # A prompt's part; or a cancelled item's tokens, which nobody will be told: theirs is only the KV.
-        self._computed(item, min(start + grant.rows, len(item.tokens)))
-        if item.cancelled:
-            self._close(item)
+        # Part of a prompt, or the tokens of a cancelled request: only their KV is kept.
+        self._computed(request, min(start + grant.rows, len(request.tokens)))
+        if request.cancelled:
+            self._close(request)
 
-    def _computed(self, item: ActiveRequest, length: int) -> None:
-        """The item's first `length` tokens have their KV now."""
-        self._table.append_computed(item.key, item.tokens[item.kv_len or 0 : length])
-        self._table.truncate(item.key, length)
-        item.kv_len = length
+    def _computed(self, request: ActiveRequest, length: int) -> None:
+        """Record that the first `length` tokens of the request have their KV."""
+        self._table.append_computed(request.key, request.tokens[request.kv_len or 0 : length])
+        self._table.truncate(request.key, length)
+        request.kv_len = length
 
     def _confirm(self, grant: Grant, sampled: Sampled, shared: BatchTimes, now: int) -> None:
-        item, request, position = grant.request, grant.request.message, grant.request.position
+        request, message, position = grant.request, grant.request.message, grant.request.position
         verdict = confirm(
             grant.draft_tokens,
             sampled.tokens,
             position=position,
-            max_position=request.max_position,
-            stop_token_ids=request.stop_token_ids,
-            output_len=position - request.prompt_len,
-            min_tokens=request.min_tokens,
+            max_position=message.max_position,
+            stop_token_ids=message.stop_token_ids,
+            output_len=position - message.prompt_len,
+            min_tokens=message.min_tokens,
         )
-        stopped = _has_stopped(request, position, verdict.tokens)
+        stopped = _has_stopped(message, position, verdict.tokens)
         checked = _checked(grant, sampled)
-        queue_ns, compute_ns, linger_ns = item.confirm(verdict.tokens, now)
-        # The last confirmed token has no KV yet: the next pass feeds it.
-        self._computed(item, len(item.tokens) - 1)
+        queue_ns, compute_ns, linger_ns = request.confirm(verdict.tokens, now)
+        # The last confirmed token has no KV yet: the next step feeds it.
+        self._computed(request, len(request.tokens) - 1)
         self._respond(
-            item,
+            request,
             Confirmed(
                 position=position,
                 tokens=verdict.tokens,
                 accepted=verdict.accepted,
                 verified=checked,
                 logprobs=sampled.logprobs[: len(verdict.tokens)],
-                kv_len=len(item.tokens) - 1,
+                kv_len=len(request.tokens) - 1,
                 batch_sessions=shared.sessions,
-                more=self._goes_on(item, stopped=stopped),
+                more=self._goes_on(request, stopped=stopped),
                 queue_ns=queue_ns,
                 compute_ns=compute_ns,
                 linger_ns=linger_ns,
@@ -425,42 +424,46 @@ class Scheduler:
                 prefill_ns=shared.prefill_ns,
                 plain_ns=max(0, compute_ns - shared.drafts_ns),
                 batch_rows=shared.rows,
-                kv_reused=item.take_reused(),
+                kv_reused=request.take_reused(),
                 batch_span=shared.span,
             ),
         )
 
-    def _goes_on(self, item: ActiveRequest, *, stopped: bool) -> bool:
-        return not (stopped or self._draining) and item.message.credit > 0 and item.position < item.limit
+    def _goes_on(self, request: ActiveRequest, *, stopped: bool) -> bool:
+        return (
+            not (stopped or self._draining)
+            and request.message.credit > 0
+            and request.position < request.limit
+        )
 
-    def _respond(self, item: ActiveRequest, outcome: Outcome, *, preempted: bool = False) -> None:
-        """Say it, unless the item was given up; close the item unless more follows."""
-        answer = Response(item.id, outcome, preempted)
-        if not item.cancelled:
+    def _respond(self, request: ActiveRequest, outcome: Outcome, *, preempted: bool = False) -> None:
+        """Add a response unless the request was cancelled; close the request unless more follows."""
+        answer = Response(request.id, outcome, preempted)
+        if not request.cancelled:
             self._responses.append(answer)
         if answer.is_last:
-            self._close(item)
+            self._close(request)
 
-    def _close(self, item: ActiveRequest) -> None:
-        self._requests.pop(item.id, None)
-        if item in (arriving := self._arriving.get(item.key, [])):
-            arriving.remove(item)
-        if self._active.get(item.key) is item:
-            del self._active[item.key]
-            self._table.make_idle(item.key)
+    def _close(self, request: ActiveRequest) -> None:
+        self._requests.pop(request.id, None)
+        if request in (arriving := self._arriving.get(request.key, [])):
+            arriving.remove(request)
+        if self._active.get(request.key) is request:
+            del self._active[request.key]
+            self._table.make_idle(request.key)
 
 
-def _age(item: ActiveRequest) -> tuple[int, int, int]:
-    return item.age
+def _age(request: ActiveRequest) -> tuple[int, int, int]:
+    return request.age
 
 
 def _checked(grant: Grant, sampled: Sampled) -> int:
-    """How many draft tokens were: all, but those after which the logits were bad."""
+    """Return how many draft tokens were verified: all, except those after which the logits were bad."""
     drafts, tokens = grant.draft_tokens, sampled.tokens
     return len(tokens) if tokens == drafts[: len(tokens)] else len(drafts)
 
 
-def _has_stopped(request: VerifyRequest, position: int, tokens: Sequence[int]) -> bool:
-    """Does the last of these tokens, confirmed from `position` on, end the answer?"""
-    last = position + len(tokens) - 1 - request.prompt_len
-    return bool(tokens) and tokens[-1] in request.stop_token_ids and last >= request.min_tokens
+def _has_stopped(message: VerifyRequest, position: int, tokens: Sequence[int]) -> bool:
+    """Return True if the last of these tokens, confirmed from `position` on, ends the answer."""
+    last = position + len(tokens) - 1 - message.prompt_len
+    return bool(tokens) and tokens[-1] in message.stop_token_ids and last >= message.min_tokens

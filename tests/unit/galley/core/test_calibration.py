@@ -48,7 +48,7 @@ def test_it_comes_to_what_is_measured_and_follows_a_change(period: int) -> None:
     ("buckets", "prior", "strength"), [(2, [0.5], 1.0), (1, [1.5], 1.0), (1, [0.5], 0.0)]
 )
 def test_nonsense_is_refused(buckets: int, prior: list[float], strength: float) -> None:
-    with pytest.raises(ValueError, match=r"priors|strength"):
+    with pytest.raises(ValueError, match=r"prior|strength"):
         Calibration(buckets, prior, strength)
 
 

@@ -41,7 +41,7 @@ def test_a_plain_token_costs_one_byte() -> None:
 
 def test_cut_records_are_refused() -> None:
     whole = encode_records([TokenRecord(logprobs=PositionLogprobs(-1.0, ((3, -1.0),)))])
-    with pytest.raises(ValueError, match="cut short"):
+    with pytest.raises(ValueError, match="truncated"):
         decode_records(whole[:-1])
 
 
