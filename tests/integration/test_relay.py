@@ -99,34 +99,6 @@ async def test_what_is_sent_comes_in_order_and_late_each_way(delay_s: float) -> 
         assert await server.ended.get() is None
 
 
-async def test_connections_do_not_mix() -> None:
-    async with serving(echo) as server, Relay(server.address, Link(DELAY_S)) as relay:
-        ends = [await connect(relay.address) for _ in range(5)]
-        for at, (_, writer) in enumerate(ends):
-            writer.write(bytes([at]) * 1000)
-            writer.write_eof()
-        for at, (reader, writer) in enumerate(ends):
-            assert await reader.read() == bytes([at]) * 1000
-            await closed(writer)
-
-
-async def test_who_has_said_all_still_hears() -> None:
-    async def answer(reader: Reader, writer: Writer) -> None:
-        asked = await reader.read()
-        writer.write(b"heard: " + asked)
-        writer.write_eof()
-
-    async with serving(answer) as server, Relay(server.address, Link(DELAY_S)) as relay:
-        reader, writer = await connect(relay.address)
-        began = asyncio.get_running_loop().time()
-        writer.write(b"that is all")
-        writer.write_eof()
-        assert await reader.read() == b"heard: that is all"
-        assert asyncio.get_running_loop().time() - began >= 2 * DELAY_S
-        await closed(writer)
-        assert await server.ended.get() is None
-
-
 async def test_a_server_s_reset_reaches_the_client_after_what_was_said_before() -> None:
     async def say_and_reset(reader: Reader, writer: Writer) -> None:
         writer.write(b"last words")
@@ -139,26 +111,6 @@ async def test_a_server_s_reset_reaches_the_client_after_what_was_said_before() 
         writer.write(b".")
         with pytest.raises(ConnectionResetError):
             await reader.read()
-        await closed(writer)
-
-
-async def test_a_client_s_reset_reaches_the_server() -> None:
-    async with serving(echo) as server, Relay(server.address, Link(DELAY_S)) as relay:
-        reader, writer = await connect(relay.address)
-        writer.write(b"?")
-        assert await reader.readexactly(1) == b"?"
-        reset(writer)
-        assert isinstance(await server.ended.get(), ConnectionResetError)
-        await closed(writer)
-
-
-async def test_where_nobody_listens_the_client_is_reset() -> None:
-    async with serving(echo) as server:
-        nobody = server.address
-    async with Relay(nobody, Link(DELAY_S)) as relay:
-        reader, writer = await connect(relay.address)
-        with pytest.raises(ConnectionResetError):
-            await reader.readexactly(1)
         await closed(writer)
 
 
@@ -292,17 +244,3 @@ async def test_a_link_may_reset_its_connections_and_no_other_s() -> None:
         assert await ends[1][0].readexactly(1) == b"!"
         for _, writer in ends:
             await closed(writer)
-
-
-async def test_a_target_that_is_not_there_yet_is_asked_for_at_each_connection() -> None:
-    told: dict[str, str] = {}
-    async with serving(echo) as server, Relay(lambda: told["address"], Link()) as relay:
-        reader, writer = await connect(relay.address)
-        with pytest.raises(ConnectionResetError):
-            await reader.readexactly(1)
-        await closed(writer)
-        told["address"] = server.address
-        reader, writer = await connect(relay.address)
-        writer.write(b"?")
-        assert await reader.readexactly(1) == b"?"
-        await closed(writer)

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import json
-import os
-import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
-from rich.console import Console
 
-from bench.loops import base, peers, sessions, speculation, telemetry
-from bench.loops.__main__ import SCENARIOS, parse_arguments, report
+from bench.loops import base, sessions, speculation, telemetry
+from bench.loops.__main__ import SCENARIOS
 from bench.loops.options import Options
-from bench.loops.run import Run, Scenario, loads, measure
-from bench.loops.sides import Spent, process_loop
-from galley.bench.answers import Answer, Prompt, Rounds
-from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide
+from bench.loops.run import Run, Scenario, loads
+from bench.loops.sides import Spent
+from galley.bench.answers import Rounds
+from galley.bench.closed_loop import WARM_UP, Load, LoopBlock
 from galley.bench.gateway import AUTO, OFF
 from tests.unit.galley.bench.blocks import block
-
-# --------------------------------------------------------------------------------------- the blocks --
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
@@ -60,97 +51,6 @@ def test_no_arm_finds_a_prompt_cached_that_another_does_not(scenario: Scenario) 
             assert not texts & seen
             seen |= texts
 
-
-def test_no_two_blocks_share_a_workload_label() -> None:
-    counted = list(loads(speculation.SPECULATION, speculation.SPECULATION.defaults, 0))
-    labels = [load.prompts[0].label for load in counted if load.max_tokens > 1]
-    assert len(set(labels)) == len(labels)
-
-
-def test_the_first_arm_rotates() -> None:
-    first: dict[int, str] = {}
-    for load in loads(peers.PEERS, peers.PEERS.defaults, 0):
-        if load.pair != WARM_UP:
-            first.setdefault(load.pair, load.arm)
-    assert set(first.values()) == set(peers.PEERS.defaults.arms)
-
-
-# ----------------------------------------------------------------------------------------- the run --
-
-
-def _answer(prompt: Prompt, seconds: float) -> Answer:
-    at_s = tuple(seconds * (at + 1) for at in range(4))
-    return Answer(prompt.id, 3, (1, 2, 3, 4), at_s, at_s[-1], 0.0)
-
-
-class _Side:
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    async def run(self, load: Load) -> LoopBlock:
-        answers = tuple(_answer(prompt, self._seconds) for prompt in load.prompts)
-        return LoopBlock(load, answers, self._seconds, 0.5)
-
-
-async def test_a_run_is_reported_and_recorded(tmp_path: Path) -> None:
-    """Our stack is half as fast as vLLM, our engine alone twice as fast."""
-    lives: list[int] = []
-
-    @asynccontextmanager
-    async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
-        lives.append(run.life)
-        yield {OFF: _Side(2.0), peers.ENGINE: _Side(0.5), peers.VLLM: _Side(1.0)}
-
-    scenario = replace(peers.PEERS, start=start)
-    options = replace(peers.PEERS.defaults, streams=(1,), temperatures=(0.0,), pairs=4, lives=2)
-    lines: list[str] = []
-    run = await measure(scenario, options, tmp_path, lines.append)
-    assert lives == [0, 1]
-    assert len(run.blocks) == 8 * 3
-    goals = scenario.goals(run)
-    assert [goal.met for goal in goals] == [False, True]
-
-    console = Console(file=io.StringIO(), width=200)
-    record = tmp_path / "peers.json"
-    report(scenario, run, goals, record, console)
-    printed = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
-    assert "| 0.50 [0.50, 0.50]x | >= 0.8x | missed" in printed
-    found = json.loads(record.read_text())
-    assert found["goals"][1]["met"] is True
-    assert record.with_suffix(".png").stat().st_size > 0
-
-
-_ECHO = """
-import json, sys
-print(json.dumps({"ready": "echo 1"}), flush=True)
-for line in sys.stdin:
-    block = json.loads(line)
-    answers = [{"tokens": ids, "at_s": [0.5] * len(ids), "began_s": 0.0} for ids in block["prompts"]]
-    print(json.dumps({"answers": answers, "wall_s": 2.0, "busy_s": 1.0}), flush=True)
-"""
-
-
-async def test_a_process_answers_blocks_and_is_gone_after(tmp_path: Path) -> None:
-    load = Load(0, "echo", 2, 0.0, tuple(Prompt(f"p{at}", "x" * 8) for at in range(5)), 4, 100)
-    command = [sys.executable, "-c", _ECHO]
-    async with process_loop(command, os.environ, tmp_path / "log", lambda text: [len(text)] * 3) as side:
-        assert side.ready == "echo 1"
-        came = await side.run(load)
-        children = psutil.Process().children()
-    assert [answer.tokens for answer in came.answers] == [(8, 8, 8)] * 5
-    assert (came.wall_s, came.timed_s, came.timed_tokens) == (2.0, 1.0, 15)
-    assert not any(child.is_running() for child in children)
-
-
-async def test_a_process_that_ends_early_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="ended with status 3"):
-        async with process_loop(
-            [sys.executable, "-c", "exit(3)"], os.environ, tmp_path / "log", lambda _: []
-        ):
-            pass
-
-
-# --------------------------------------------------------------------------------------- the goals --
 
 _ROUNDS = Rounds(rounds=10, round_ns=1000, exposed_draft_ns=100)
 
@@ -243,33 +143,3 @@ def test_what_redis_adds_is_the_difference_of_a_pair() -> None:
     ]
     assert sessions.added_ms(commits, 1).median == pytest.approx(0.4)
     assert sessions.StoredBytes(bytes=1000, tokens=100).beside_tokens == 600
-
-
-# --------------------------------------------------------------------------------------- the flags --
-
-
-def test_a_quick_run_is_short_and_leaves_no_record() -> None:
-    scenario, options, root = parse_arguments(["speculation", "--quick"])
-    assert (scenario.name, options.pairs, options.lives, root) == ("speculation", 1, 1, None)
-    assert len(list(loads(scenario, options, 0))) <= 8
-
-
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        (["throughput", "--pairs", "3"], "--pairs: must be at least 7"),
-        (["throughput", "--arms", "engine"], "--arms: must include off"),
-        (["throughput", "--streams", "x"], "--streams"),
-        (["speculation", "--workloads", "poems"], "--workloads: must be of mixed, chat"),
-        (["speculation", "--threads", "0"], "--threads: must be at least 1, got 0"),
-        (["slow-links", "--delay-ms", "-1"], "--delay-ms: must be at least 0"),
-        (["telemetry", "--streams", "1,16"], "--streams, --temperatures: must be one number each"),
-        (["base"], "--base: required"),
-        (["base", "--base", "no-such-revision"], "--base: must be a revision"),
-        (["nothing"], "invalid choice"),
-    ],
-)
-def test_a_wrong_flag_is_named(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parse_arguments(argv)
-    assert named in capsys.readouterr().err
