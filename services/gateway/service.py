@@ -182,7 +182,6 @@ async def _build(
                 model,
                 _CLOCK,
                 _id_secret(settings),
-                int(settings.client_timeout_s * SECOND),
                 observers,
                 parts.address,
             ),

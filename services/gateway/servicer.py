@@ -41,16 +41,12 @@ from services.gateway.telemetry.observer import RequestObserver, RequestObserver
 
 @dataclass(frozen=True, slots=True)
 class GenerationServicer(rpc.GenerationServicer):
-    """`services.gateway.session.streams` does the work. A stream that is left unread for `client_ns` ends.
-
-    `address` is where it is served, host:port, as traces name it.
-    """
+    """Serves `galley.v1.Generation`; `address` is where, as traces name it: host:port."""
 
     streams: Streams
     model: ServedModel
     clock: Clock
     id_secret: bytes
-    client_ns: int
     observers: RequestObservers
     address: str = ""
 
@@ -141,8 +137,7 @@ class GenerationServicer(rpc.GenerationServicer):
         observer: RequestObserver,
     ) -> AsyncGenerator[pb.StreamEvent, None]:
         """The events of a session; its work ends with the call, whichever way the call ends."""
-        client_s = self.client_ns / SECOND
-        pump = Pump(runner, context, self.streams, place, client_s)
+        pump = Pump(runner, context, self.streams, place)
         try:
             yield events_pb.started(runner.session, self.model.name)
             while not isinstance(item := await pump.next(), ev.End):

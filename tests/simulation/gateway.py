@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL
@@ -91,8 +92,9 @@ class SimGateway:
             RegisteredAddresses(registry, DRAFT_POOL), TOKENIZER, channel, self.clock, TIMEOUTS.draft_ns
         )
         self.drafts.ledger = world.ledger
+        timeouts = replace(TIMEOUTS, client_ns=int(asked.client_s * SECOND))
         self.streams = CountedStreams(
-            self.store, self.clock, self._ports_of, decode, self._limits, TIMEOUTS, asked.places
+            self.store, self.clock, self._ports_of, decode, self._limits, timeouts, asked.places
         )
         self.streams.watch(world.ledger, self.address)
 
@@ -114,9 +116,8 @@ class SimGateway:
         model = ServedModel(
             "sim", self.targets, tokenizer, self.drafts, limits, places, MOST_DRAFT_TOKENS, ""
         )
-        client_ns = int(self._world.schedule.client_s * SECOND)
         servicer = GenerationServicer(
-            self.streams, model, self.clock, ID_SECRET, client_ns, RequestObservers(self.clock)
+            self.streams, model, self.clock, ID_SECRET, RequestObservers(self.clock)
         )
         self._world.servers[self.address] = Server(self.process, behind(self._world, self.process, servicer))
 

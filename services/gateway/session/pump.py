@@ -1,4 +1,4 @@
-"""Between a session and the client that hears it: runs the one, hands over to the other."""
+"""Run a session beside the call that streams it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import grpc
 from galley.common.logs import get_logger, level_of, log_internal
 from galley.common.wire import status
 from galley.core.admission.admission import AdmissionSlot
-from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.errors import Broken, ClientStalled, GalleyError
 from galley.core.session import events as ev
+from services.gateway.session.outbox import Item
 from services.gateway.session.runner import SessionRunner
 from services.gateway.session.streams import Streams
 from services.gateway.telemetry.observer import request_observer
@@ -22,12 +22,11 @@ _log = get_logger(__name__)
 
 
 class Pump:
-    """Runs a session in a task of its own and hands over what it sends, one item at a time.
+    """Runs a session in a task of its own, while the call's handler reads its outbox.
 
-    gRPC takes no item while what it has is unread. Where that lasts for `client_s`, the session is worked on
-    no further and the call is ended: its handler, and with it its place; its status waits in gRPC for the
-    client to read on. Once its client has left, the session stops, or goes on to its end with nobody to
-    hear it.
+    gRPC takes no item while what it has is unread. If that lasts for as long as a client may take, the
+    session stops and the call ends: its handler, and with it its place; its status waits in gRPC for the
+    client to read on. Once the client has left, the session stops, or continues to its end without a reader.
     """
 
     def __init__(
@@ -36,105 +35,72 @@ class Pump:
         context: grpc.aio.ServicerContext[Any, Any],
         streams: Streams,
         place: AdmissionSlot,
-        client_s: float,
     ) -> None:
-        self._items: asyncio.Queue[Chunk | NumericsChanged | ev.End] = asyncio.Queue(maxsize=1)
         self._runner = runner
         self._context = context
         self._streams = streams
         self._place = place
-        self._client_s = client_s
-        self._before = runner.session.answer.output_len
-        self._handed = asyncio.Event()
-        self._left = False
+        self._output_before = runner.session.answer.output_len
+        self._has_left = False
         self._handler = asyncio.current_task()
         self._observer = request_observer()
         self._observer.trace.hold()
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(lambda _: self._observer.trace.release())
-        self._last_word: asyncio.Task[None] | None = None
-        # The generator may be left without a word when the client goes; the call's end is always told.
+        self._unread_end: asyncio.Task[None] | None = None
+        # gRPC may drop the generator when the client leaves, but it always reports the end of the call.
         context.add_done_callback(self._call_ended)  # type: ignore[arg-type]  # the stubs want a class
 
-    async def next(self) -> Chunk | NumericsChanged | ev.End:
-        """What is sent next, to be called once what came before is taken; End is the last."""
-        item = await self._items.get()
-        self._handed.set()
-        return item
+    async def next(self) -> Item | ev.End:
+        """Return what to send next, to be called once the transport has taken the last item."""
+        return await self._runner.outbox.next()
 
     def leave(self) -> None:
-        """Nobody reads any more. The place is the session's until that has stopped, or is done."""
-        if self._left:
+        """Note that nobody reads any more. The session keeps the place until it has stopped or is done."""
+        if self._has_left:
             return
-        self._left = True
+        self._has_left = True
         self._place.used = self._used()
         if self._task.done():
             return
         self._streams.keep(self._task, self._place, self._used)
-        if not self._runner.session.spec.continue_without_client:
+        if self._runner.session.spec.continue_without_client:
+            self._runner.outbox.discard()
+        else:
             self._task.cancel()
-            return
-        while not self._items.empty():  # whoever waits for room drops what it has
-            self._items.get_nowait()
 
     def _used(self) -> int:
-        """Output tokens of this call."""
-        return self._runner.session.answer.output_len - self._before
+        """Return the output tokens of this call."""
+        return self._runner.session.answer.output_len - self._output_before
 
-    def _call_ended(self, ctx: object, /) -> None:  # noqa: ARG002  # the shape that grpc calls
+    def _call_ended(self, ctx: object, /) -> None:  # noqa: ARG002  # the signature that grpc calls
         self.leave()
-        if self._last_word is not None:
-            self._last_word.cancel()
+        if self._unread_end is not None:
+            self._unread_end.cancel()
 
     async def _run(self) -> None:
         with self._streams.running(self._runner):
-            end = await self._ended()
-            if self._left:
-                level, error = level_of(end.error), end.error and str(end.error)
-                _log.log(level, "session finished after its client left", error=error)
-                return
-            self._last_word = asyncio.create_task(self._end_unless_read(end))
-            await self._items.put(end)
+            end = await self._run_session()
+        if self._has_left:
+            level, error = level_of(end.error), end.error and str(end.error)
+            _log.log(level, "session finished after its client left", error=error)
+            return
+        self._runner.outbox.end(end)
+        self._unread_end = asyncio.create_task(self._end_if_unread(end))
 
-    async def _ended(self) -> ev.End:
+    async def _run_session(self) -> ev.End:
         try:
-            return await self._runner.run(self._send)
-        except Exception as error:  # noqa: BLE001  # whatever it is, a client must not wait for ever
+            return await self._runner.run()
+        except Exception as error:  # noqa: BLE001  # whatever it is, the client must not wait for ever
             _log.error("session failed", exc_info=error)
-            fault = f"a session's shell raised {type(error).__name__}"
+            fault = f"the session runner raised {type(error).__name__}"
             return ev.End(error=error if isinstance(error, GalleyError) else Broken(fault))
 
-    async def _send(self, item: Chunk | NumericsChanged) -> None:
-        if self._left:
-            return
-        if self._items.empty():
-            self._items.put_nowait(item)
-            return
-        try:
-            async with asyncio.timeout(self._client_s):
-                await self._items.put(item)
-        except TimeoutError:
-            raise self._unread() from None
-
-    def _unread(self) -> ClientStalled:
-        return ClientStalled(f"the stream was left unread for {self._client_s:g} s; resume to go on")
-
-    async def _left_unread(self) -> None:
-        """Return once nothing has been read for as long as a client may take."""
-        with suppress(TimeoutError):
-            while True:
-                self._handed.clear()
-                async with asyncio.timeout(self._client_s):
-                    await self._handed.wait()
-
-    async def _end_unless_read(self, end: ev.End) -> None:
-        """The session needs nobody any more, and its call must not wait for ever to say so.
-
-        It says why the session ended, if not well: a client that was fenced is not told to resume.
-        """
+    async def _end_if_unread(self, end: ev.End) -> None:
+        """End the call if its client does not read the end, with the status that the end would have had."""
         if not isinstance(end.error, ClientStalled):
-            await self._left_unread()
-        error = end.error or self._unread()
+            await self._runner.outbox.left_unread()
+        error = end.error or self._runner.outbox.stalled_error()
         log_internal(error)
         self._observer.failed(error)
         if self._handler is not None:

@@ -11,17 +11,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 from galley.common.logs import get_logger
-from galley.core.answer.answer import Chunk, NumericsChanged
-from galley.core.errors import Broken, Cancelled, ClientStalled, DeadlinePassed, GalleyError
+from galley.core.errors import Broken, Cancelled, ClientStalled, DeadlinePassed
 from galley.core.session import events as ev
 from galley.core.session.events import RoundEnded
 from galley.core.session.machine import Session
 from galley.core.session.ports import Clock, DraftPort, Replica, TargetPort, Verification
 from galley.core.store import CacheLocation, KvDirectory
 from services.gateway.clock import SECOND
+from services.gateway.session.outbox import Outbox
 from services.gateway.store.session_log import SessionLog
 from services.gateway.telemetry.observer import request_observer
 from services.gateway.timeouts import Timeouts
@@ -33,10 +32,6 @@ _DRAFT_SHARE = 0.8
 """Of the time that a proposal is waited for, what the draft is told that it has."""
 
 _log = get_logger(__name__)
-
-Item: TypeAlias = Chunk | NumericsChanged
-Send: TypeAlias = Callable[[Item], Awaitable[None]]
-"""Returns when the client's transport took the item; raises ClientStalled if it never will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +57,11 @@ class SessionRunner:
         """`deadline_ns` is a time of the clock port, None for none."""
         self.session = session
         self.log = log
+        self.outbox = Outbox(ports.clock, timeouts.client_ns, self.tell)
         self._ports = ports
         self._timeouts = timeouts
         self._deadline_ns = deadline_ns
         self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
-        self._outbox: asyncio.Queue[tuple[Item, ...] | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._observer = request_observer()
@@ -81,10 +76,8 @@ class SessionRunner:
         """Put an event before the machine; never blocks."""
         self._inbox.put_nowait(event)
 
-    async def run(self, send: Send) -> ev.End:
-        """Drive the session; returns how the stream ends once the client has all that belongs before."""
-        sender = asyncio.create_task(self._send_all(send))
-        sender.add_done_callback(self._on_unsent)
+    async def run(self) -> ev.End:
+        """Drive the session; return how the stream ends, once the client was sent all that precedes it."""
         try:
             self._watch_deadline()
             self._renewal = self._spawn(self._tell_result(self.log.keep_alive))
@@ -92,9 +85,9 @@ class SessionRunner:
             while self._end is None:
                 event = await self._inbox.get()
                 self._carry_out(self.session.step(event, self._now()))
-            return await self._finish_sending(sender, self._end)
+            return await self._flush(self._end)
         finally:
-            await self._stop(sender)
+            await self._stop()
 
     # ------------------------------------------------------------------------------- effects --
 
@@ -110,14 +103,13 @@ class SessionRunner:
                     self._spawn(self._tell_result(partial(self.log.finish, effect)))
                 case ev.Emit():
                     self._observer.emitted(effect.items)
-                    self._outbox.put_nowait(effect.items)
+                    self.outbox.put(effect.items)
                 case ev.SetTimer():
                     self._call_at(effect.at_ns, ev.TimerFired())
                 case RoundEnded():
                     self._observer.round_ended(effect, self._ports.draft.replica, self._holder)
                 case ev.End():
                     self._end = effect
-                    self._outbox.put_nowait(None)
 
     def _ask_pools(
         self, effect: ev.Propose | ev.CancelPropose | ev.Verify | ev.ExtendVerify | ev.CancelVerify
@@ -217,32 +209,13 @@ class SessionRunner:
         delay = max(0, at_ns - self._now()) / SECOND
         self._timers.append(asyncio.get_running_loop().call_later(delay, self.tell, event))
 
-    # ----------------------------------------------------------------------------- the client --
-
-    async def _send_all(self, send: Send) -> None:
-        while (items := await self._outbox.get()) is not None:
-            for item in items:
-                began_ns = self._now()
-                try:
-                    await send(item)
-                finally:
-                    self._observer.sent(self._now() - began_ns)
-                if isinstance(item, Chunk):
-                    self.tell(ev.Sent(item.index + len(item.tokens)))
-
-    def _on_unsent(self, sender: asyncio.Task[None]) -> None:
-        """No more reaches the client: the session is worked on no further."""
-        if not sender.cancelled() and (error := sender.exception()) is not None:
-            self.tell(ev.Interrupted(_fault_of(error, "sending")))
-
-    async def _finish_sending(self, sender: asyncio.Task[None], end: ev.End) -> ev.End:
-        """How the stream ends for the client, who may not have read what belongs before a good end."""
+    async def _flush(self, end: ev.End) -> ev.End:
+        """Return how the stream ends for a client that may stall before it has read the last tokens."""
         if end.error is None:
-            await asyncio.wait({sender})
-            error = sender.exception()
-            return end if error is None else ev.End(error=_fault_of(error, "sending"))
+            await self.outbox.flush()
+            return end if self.outbox.stalled is None else ev.End(error=self.outbox.stalled)
         if not isinstance(end.error, DeadlinePassed | Cancelled | ClientStalled):
-            await asyncio.wait({sender}, timeout=_SEND_GRACE_S)
+            await self.outbox.flush(_SEND_GRACE_S)
         return end
 
     # --------------------------------------------------------------------------------- tasks --
@@ -258,12 +231,13 @@ class SessionRunner:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a port raised", exc_info=error)
-            self.tell(ev.Interrupted(_fault_of(error, "a port")))
+            self.tell(ev.Interrupted(Broken(f"a port raised {type(error).__name__}")))
 
-    async def _stop(self, sender: asyncio.Task[None]) -> None:
+    async def _stop(self) -> None:
+        self.outbox.close()
         for timer in self._timers:
             timer.cancel()
-        tasks = {*self._tasks, sender}
+        tasks = set(self._tasks)
         for task in tasks:
             task.cancel()
         try:
@@ -272,10 +246,6 @@ class SessionRunner:
                 await self._verification.aclose()  # its task may have been cancelled before it began
         finally:
             self._observer.stopped(self.session, self._end)
-
-
-def _fault_of(error: BaseException, what: str) -> GalleyError:
-    return error if isinstance(error, ClientStalled) else Broken(f"{what} raised {type(error).__name__}")
 
 
 def _held(replica: Replica | None, length: int) -> CacheLocation | None:

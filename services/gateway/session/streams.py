@@ -124,7 +124,8 @@ class Streams:
         nonce = secrets.token_bytes(NONCE_BYTES)
         asked_ns = self._clock.now_ns()
         stored = await self._store_call("create", lambda: self._store.create(new, nonce), deadline_ns)
-        session = self._session(stored)
+        is_new = stored.ownership.epoch == 1  # so that what is stored is what was just encoded
+        session = self._session(stored, Answer(spec, self._decode) if is_new else self._answer(stored))
         observer.opened(session, stored, asked_ns)
         return self._runner(session, stored, asked_ns, deadline_ns)
 
@@ -140,7 +141,7 @@ class Streams:
         stored = await self._store_call(
             "claim", lambda: self._store.claim(session_id, principal, nonce), deadline_ns
         )
-        session = self._session(stored, next_index, seen_hash)
+        session = self._session(stored, self._answer(stored), next_index, seen_hash)
         longest = session.spec.max_position - stored.prompt_len
         if next_index > longest:
             raise InvalidField("next_index", f"must be <= the {longest} tokens that the answer may have")
@@ -212,8 +213,9 @@ class Streams:
     def _of(self, session_id: str) -> list[SessionRunner]:
         return [runner for runner in self._running if runner.session.spec.session_id == session_id]
 
-    def _session(self, stored: StoredSession, stream_from: int = 0, seen_hash: bytes = b"") -> Session:
-        answer = self._answer(stored)
+    def _session(
+        self, stored: StoredSession, answer: Answer, stream_from: int = 0, seen_hash: bytes = b""
+    ) -> Session:
         finished = decode_ending(stored.finish) if stored.state == "finished" else None
         return Session(
             answer,

@@ -19,9 +19,10 @@ from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import Ownership, StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.clock import MonotonicClock
+from services.gateway.clock import SECOND, MonotonicClock
+from services.gateway.session.outbox import Outbox
 from services.gateway.session.pump import Pump
-from services.gateway.session.runner import Send, SessionRunner
+from services.gateway.session.runner import SessionRunner
 from services.gateway.session.streams import Streams
 from services.gateway.telemetry.observer import RequestObservers
 from services.gateway.timeouts import Timeouts
@@ -35,7 +36,8 @@ CHUNKS = tuple(Chunk(index, (5,), "x", from_draft=False) for index in range(3))
 class Scripted:
     """A runner that sends `chunks` and ends; it stops once it is let."""
 
-    def __init__(self, chunks: Sequence[Chunk], end: ev.End) -> None:
+    def __init__(self, chunks: Sequence[Chunk], end: ev.End, client_s: float) -> None:
+        self.outbox = Outbox(MonotonicClock(), round(client_s * SECOND), lambda _: None)
         self.session = Session(Answer(SPEC, lambda tokens: "x" * len(tokens)), SessionLimits())
         self.owner = Ownership("s", 1, b"nonce")
         self.may_stop = asyncio.Event()
@@ -46,10 +48,10 @@ class Scripted:
     def tell(self, event: ev.Event) -> None:
         raise AssertionError(event)
 
-    async def run(self, send: Send) -> ev.End:
+    async def run(self) -> ev.End:
         try:
-            for chunk in self._chunks:
-                await send(chunk)
+            self.outbox.put(self._chunks)
+            await self.outbox.flush()
             return self._end
         finally:
             await self.may_stop.wait()
@@ -79,12 +81,11 @@ class Served:
     """One stream of a gateway."""
 
     def __init__(self, end: ev.End, client_s: float, chunks: Sequence[Chunk] = CHUNKS) -> None:
-        self.runner = Scripted(chunks, end)
+        self.runner = Scripted(chunks, end, client_s)
         self.call = Call()
         self.streams = Streams(
             MemoryStore(), MonotonicClock(), cast("Any", None), str, SessionLimits(), Timeouts(), 1
         )
-        self._client_s = client_s
 
     async def read(self, pause_s: float) -> int:
         """Read all, as the servicer does, with a client that takes so long over each message; how many."""
@@ -96,7 +97,7 @@ class Served:
         ):
             observer.opened(self.runner.session, StoredSession(self.runner.owner, "me", {}, 3, [1, 2, 3]), 0)
             runner = cast("SessionRunner", self.runner)
-            pump = Pump(runner, cast("Any", self.call), self.streams, place, self._client_s)
+            pump = Pump(runner, cast("Any", self.call), self.streams, place)
             try:
                 more = True
                 while more:

@@ -87,25 +87,36 @@ async def runner_of(
     targets: Targets,
     store: Store,
     deadline_ns: int | None = None,
+    client_ns: int = 60 * SECOND,
 ) -> SessionRunner:
     stored = await store.create(NewSession("s", "me", b"body", {}, SPEC.prompt))
     session = Session(
         Answer(SPEC, lambda tokens: "x" * len(tokens)), replace(SessionLimits(), credit=0, window=8)
     )
-    clock, timeouts = MonotonicClock(), Timeouts()
+    clock, timeouts = MonotonicClock(), Timeouts(client_ns=client_ns)
     log = SessionLog(store, stored, clock, timeouts, clock.now_ns(), deadline_ns)
     return SessionRunner(session, log, Ports(NoDraft(), targets, clock), timeouts, deadline_ns)
 
 
-async def nothing(_: object) -> None:
-    pass
+async def run(runner: SessionRunner) -> ev.End:
+    """Run it for a client that reads all."""
+
+    async def read() -> None:
+        while True:
+            await runner.outbox.next()
+
+    reader = asyncio.create_task(read())
+    try:
+        return await runner.run()
+    finally:
+        reader.cancel()
 
 
 async def test_an_item_is_given_up_though_its_client_went_before_its_task_began() -> None:
     targets = Targets()
     runner = await runner_of(targets, Store())
     runner.tell(ev.Interrupted(Cancelled("the client went away")))
-    end = await runner.run(nothing)
+    end = await run(runner)
     assert isinstance(end.error, Cancelled)
     [item] = targets.items
     assert item.closed
@@ -114,7 +125,7 @@ async def test_an_item_is_given_up_though_its_client_went_before_its_task_began(
 async def test_the_directory_names_the_replica_whose_answer_it_was() -> None:
     """Not the one that is asked next, which is chosen before the commit is on its way."""
     targets, store = Targets(), Store()
-    await (await runner_of(targets, store)).run(nothing)
+    await run(await runner_of(targets, store))
     told = [(said.target.replica, said.target.kv_len) for said in store.said if said.target is not None]
     assert told[0] == ("host:0", 3)
     assert len(targets.items) == 3
@@ -125,14 +136,13 @@ async def test_what_is_left_of_the_deadline_goes_with_each_verification() -> Non
     for left_ns in (5 * SECOND, 0, -SECOND):
         targets = Targets()
         runner = await runner_of(targets, Store(), MonotonicClock().now_ns() + left_ns)
-        await runner.run(nothing)
+        await run(runner)
         assert targets.remaining_ns
         assert all(told is not None and 0 < told <= max(1, left_ns) for told in targets.remaining_ns)
 
 
 async def test_a_client_that_does_not_read_ends_the_session_and_not_its_log() -> None:
-    async def unread(_: object) -> None:
-        raise ClientStalled("left unread")
-
-    end = await (await runner_of(Targets(), Store())).run(unread)
+    store = Store()
+    end = await (await runner_of(Targets(), store, client_ns=SECOND // 20)).run()
     assert isinstance(end.error, ClientStalled)
+    assert len(store.log("s")) == SPEC.max_position

@@ -17,7 +17,7 @@ from galley.core.session import events as ev
 from galley.core.session.machine import SessionLimits
 from galley.core.store import NewSession
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.clock import SECOND, MonotonicClock
+from services.gateway.clock import MonotonicClock
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import SPEC_FIELD, Streams
@@ -88,9 +88,7 @@ async def test_a_session_that_goes_on_keeps_its_place_though_only_its_generator_
     streams = Streams(
         store, clock, lambda _stored, _session: ports, lambda ids: "x" * len(ids), limits, Timeouts(), 1
     )
-    servicer = GenerationServicer(
-        streams, cast("Any", _Model), clock, b"secret", 60 * SECOND, RequestObservers(clock)
-    )
+    servicer = GenerationServicer(streams, cast("Any", _Model), clock, b"secret", RequestObservers(clock))
     events = servicer.Resume(pb.ResumeRequest(session_id=SESSION), cast("Any", Call()))
     assert (await anext(events)).event.HasField("started")
     await cast("Any", events).aclose()

