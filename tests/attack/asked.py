@@ -86,9 +86,6 @@ def some_metadata(random: Random) -> list[tuple[str, str | bytes]]:
     return random.choices(choices, k=random.choice((1, 1, 3)))
 
 
-# ------------------------------------------------------------------------------------------ gateway --
-
-
 def _generate(random: Random, known: Known) -> pb.GenerateRequest:
     request = pb.GenerateRequest(
         max_tokens=random.randint(1, 16),
@@ -131,9 +128,6 @@ def _resume(random: Random, known: Known) -> pb.ResumeRequest:
     return pb.ResumeRequest(
         session_id=random.choice(known.ids), next_index=random.randrange(4), seen_hash=seen
     )
-
-
-# ----------------------------------------------------------------------------------------- replicas --
 
 
 def _slice(random: Random, known: Known) -> pb.SessionSlice:
@@ -225,9 +219,6 @@ def _propose_stream(random: Random, known: Known) -> pb.ProposeStreamRequest:
     if random.random() < 0.2:
         request.cancelled.add(session_id=items[0].slice.session_id, request_id=items[0].slice.request_id)
     return request
-
-
-# ------------------------------------------------------------------------------------------- others --
 
 
 def _export(random: Random, known: Known) -> otlp.ExportTraceServiceRequest:

@@ -85,8 +85,6 @@ class Links:
                     return gateway
         raise LookupError(port)
 
-    # --------------------------------------------------------------------------------- the stack --
-
     def of(self, stack: Stack) -> None:
         """From now on they lead to its parts."""
         self._stack = stack

@@ -95,8 +95,6 @@ class Trial:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # ------------------------------------------------------------------------------ disturbances --
-
     async def disturb(self, disturbance: Disturbance) -> Measured:
         """Raises what went wrong with a stream, or TimeoutError if one hears nothing any more.
 
@@ -185,8 +183,6 @@ class Trial:
             await asyncio.sleep(disturbance.lasts_s)
         finally:
             link.mend()
-
-    # ----------------------------------------------------------------------------------- mending --
 
     def _mend(self, disturbance: Disturbance) -> None:
         """Start again, beside what comes next, who has died."""

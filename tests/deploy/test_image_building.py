@@ -89,8 +89,6 @@ def test_a_build_is_shown_where_this_machines_pip_takes_packages_from(tmp_path: 
     assert pip_settings.pip_conf("") == "[global]\n"
 
 
-# ------------------------------------------------------------------ the C module of a CUDA image --
-
 DRIVER = """
 #include <Python.h>
 #include "cuda.h"

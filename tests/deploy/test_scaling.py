@@ -116,9 +116,6 @@ def test_what_tells_a_release_apart_is_for_the_values_to_say() -> None:
         assert 'job="galley"' in query
 
 
-# ------------------------------------------------------------------------------- what they answer --
-
-
 def metric(prometheus: str) -> Metric:
     (found,) = (metric for metric in METRICS if metric.prometheus == prometheus)
     return found

@@ -78,8 +78,6 @@ class Link:
         """Wait until somebody is connected over it, with a server at the other end."""
         await self._used.wait()
 
-    # ------------------------------------------------------------------------------ for a relay --
-
     async def whole(self) -> None:
         """Wait until it is not cut."""
         await self._whole.wait()

@@ -190,8 +190,6 @@ class Pool:
     def later(self, delay_ns: int, call: Callable[..., None], *args: object) -> None:
         heapq.heappush(self._events, (self.now + delay_ns, next(self._order), call, args))
 
-    # ------------------------------------------------------------------------------ the draft --
-
     def draft(self, job: _Job) -> None:
         self._jobs.append(job)
         if not self._drafting:
@@ -216,8 +214,6 @@ class Pool:
                 self.drop(job)
                 self.later(self.scenario.hop_ns, job.stream.proposed, job)
         self._draft_step()
-
-    # ----------------------------------------------------------------------------- the target --
 
     def to_target(self, stream: _Stream, effect: ev.Verify | ev.ExtendVerify | ev.CancelVerify) -> None:
         match effect:

@@ -161,8 +161,6 @@ class _End(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._other.read_on()
 
-    # ---------------------------------------------------------------------------- the other end --
-
     def hold(self) -> None:
         """Read no more until `read_on`."""
         if self._transport is not None and not self._silent:
@@ -208,8 +206,6 @@ class _End(asyncio.Protocol):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             self._transport.abort()
         self._leave_link()
-
-    # ----------------------------------------------------------------------------------- the way --
 
     def _later(self, action: Callable[[], None]) -> None:
         """In order: nothing comes before what was sent before it."""

@@ -118,8 +118,6 @@ class World:
         self._session_type = session_type
         self.start()
 
-    # ---------------------------------------------------------------------------- gateways --
-
     def start(self) -> None:
         """A gateway takes the session over, from the log, for a client that has `seen`."""
         answer = Answer(self.spec, decode)
@@ -215,8 +213,6 @@ class World:
             assert self.finish_stored
             assert self.log == self.truth
             assert self.seen == self.truth[len(self.spec.prompt) :]
-
-    # ------------------------------------------------------------------------------- pools --
 
     @property
     def pool_waits(self) -> bool:
@@ -358,8 +354,6 @@ class World:
             logprobs=tuple(PositionLogprobs(-float(token)) for token in confirmed),
             more=not stopped and item.asked.credit > 0 and len(tokens) < end,
         )
-
-    # ------------------------------------------------------------------- store, client, time --
 
     def store(self) -> None:
         """The commit that waits, or the finish, takes effect and is answered."""

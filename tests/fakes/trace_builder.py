@@ -332,9 +332,6 @@ def event(name: str, at_ns: int, **attributes: Any) -> Event:
     return Event(name, at_ns, _keyed(attributes))
 
 
-# ---------------------------------------------------------------------------------------- as OTLP --
-
-
 def otlp(spans: Iterable[Span]) -> ExportTraceServiceRequest:
     """As an exporter would send them."""
     request = ExportTraceServiceRequest()

@@ -39,8 +39,6 @@ class Faults:
     def _later(self, delay_s: float, function: object, *args: object) -> None:
         asyncio.get_running_loop().call_later(delay_s, function, *args)  # type: ignore[arg-type]
 
-    # ------------------------------------------------------------------------------ processes --
-
     def _kill(self, fault: Fault) -> None:
         self._end_life(fault.where[0], silent=bool(fault.amount))
         self._later(fault.for_s, self._start_life, fault.where[0])
@@ -86,8 +84,6 @@ class Faults:
         gateway = next(it for it in self._world.gateways if it.address == fault.where[0])
         gateway.clock.ahead_ns += round(fault.amount * 1e9)
 
-    # ---------------------------------------------------------------------------- the network --
-
     def _cut(self, fault: Fault) -> None:
         one, other = fault.where
         self._world.network.cut(one, other, fault.for_s)
@@ -112,8 +108,6 @@ class Faults:
         one, other = fault.where
         self._world.network.break_between(one, other, "connection reset by peer")
 
-    # ------------------------------------------------------------------------------- the store --
-
     def _redis_crash(self, fault: Fault) -> None:
         redis = self._world.redis
         if redis.up:
@@ -127,8 +121,6 @@ class Faults:
     def _repeat(self, fault: Fault) -> None:
         self._world.redis.repeating = fault.amount
         self._later(fault.for_s, setattr, self._world.redis, "repeating", 0.0)
-
-    # ----------------------------------------------------------------------------- the clients --
 
     def _stall(self, fault: Fault) -> None:
         if client := self._world.clients.get(fault.where[0]):

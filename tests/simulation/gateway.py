@@ -133,8 +133,6 @@ class SimGateway:
         self._serve()
         self.ready = True
 
-    # ---------------------------------------------------------------------------- at the end --
-
     async def drain(self) -> None:
         """As the service does when it is told to stop."""
         self.ready = False

@@ -74,8 +74,6 @@ class Ledger:
         self._keep = keep
         self._hash = blake2b(digest_size=12)
 
-    # ---------------------------------------------------------------------------- the trace --
-
     def note(self, line: str) -> None:
         """Something happened."""
         self.events += 1
@@ -113,8 +111,6 @@ class Ledger:
     def drafted(self, session_id: str) -> None:
         """A draft was asked to propose for a session."""
         self.drafted_at[session_id] = asyncio.get_running_loop().time()
-
-    # -------------------------------------------------------------------------- the session --
 
     def opened(self, spec: SessionSpec) -> None:
         """There is to be a session of this request."""
@@ -212,8 +208,6 @@ class Ledger:
             book.builds.append(build)
         if len(book.log) != len(log):
             self.violate(f"{spec.session_id}: {len(log)} tokens in the log, records of {len(book.log)}")
-
-    # ----------------------------------------------------------------------------- the client --
 
     def streamed(self, session_id: str, index: int, tokens: Sequence[int], *, told: bool) -> None:
         """A gateway sends output tokens; `told` that another build computed these."""

@@ -84,8 +84,6 @@ class SimRedis:
         self._network = network
         self._ledger = ledger
 
-    # ---------------------------------------------------------------------------- its faults --
-
     def crash(self) -> None:
         """It is away, and its connections break."""
         self.up = False
@@ -98,8 +96,6 @@ class SimRedis:
             self.sessions.restore(state)
             self.leases.clear()
             self._ledger.rolled_back()
-
-    # ----------------------------------------------------------------------------- its calls --
 
     async def ask(self, caller: Process, work: Callable[[], T]) -> T:
         """One attempt: send it, wait for the reply as long as a call may take."""

@@ -58,9 +58,6 @@ def silence() -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------- the proof --
-
-
 def test_no_schedule_breaks_a_rule_though_much_goes_wrong() -> None:
     part = play(SEEDS)
     assert not part.violations
@@ -90,8 +87,6 @@ def test_a_mutant_is_found(mutant: Mutant) -> None:
     assert found is not None
     assert mutant.breaks in found[1]
 
-
-# --------------------------------------------------------------------------------------- a seed --
 
 _TRACES = """
 from tests.simulation.seeds import schedule_of
@@ -139,9 +134,6 @@ def test_parts_add_up() -> None:
     part = part_of(outcomes)
     assert part.schedules == 3
     assert part.events == sum(outcome.events for outcome in outcomes)
-
-
-# --------------------------------------------------------------------------------------- the loop --
 
 
 def test_the_loop_takes_no_time() -> None:

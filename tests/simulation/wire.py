@@ -150,8 +150,6 @@ class Call(Connection):
         self._status_sent = False
         context.finish = self._finish
 
-    # ------------------------------------------------------------------------- the near end --
-
     def begin(self) -> None:
         """Ask for it."""
         self.send(self._accept, forth=True)
@@ -207,8 +205,6 @@ class Call(Connection):
         """Each end learns of it by itself."""
         self._end_with(error_of(grpc.StatusCode.UNAVAILABLE, reason))
         self._cancel_handler()
-
-    # -------------------------------------------------------------------------- the far end --
 
     def _accept(self) -> None:
         server = self._servers.get(self.far)

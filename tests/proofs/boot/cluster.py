@@ -67,8 +67,6 @@ class Cluster:
         self._owners: dict[str, str] = {}
         self._groups: dict[str, str] = {}
 
-    # -------------------------------------------------------------------------------------- whole --
-
     async def __aenter__(self) -> Cluster:
         await self.node.open()
         await self._names.start(DNS_IP)
@@ -155,8 +153,6 @@ class Cluster:
                 return life.exception()
         return None
 
-    # ----------------------------------------------------------------------------------- workloads --
-
     async def deploy(self) -> None:
         """Make what the objects say, and wait until all of it is ready."""
         for manifest in self.objects.of("Service"):
@@ -233,8 +229,6 @@ class Cluster:
         finally:
             self._dirty.set()
             self._changed.changed()
-
-    # ------------------------------------------------------------------------------------ services --
 
     def _add_service(self, manifest: Manifest) -> None:
         namespace = self.objects.namespace_of(manifest)

@@ -43,8 +43,6 @@ class Kept:
                 stopping.cancel()
         return status
 
-    # ------------------------------------------------------------------------------------- probes --
-
     async def _watch(self) -> None:
         startup = self._probe("startupProbe")
         if startup is not None:
@@ -102,8 +100,6 @@ class Kept:
                 return problem
             await asyncio.sleep(max(0.0, asked + probe.period_s - time.monotonic()))
         return None
-
-    # ---------------------------------------------------------------------------------------- end --
 
     async def _stop_when(self, told_to_end: asyncio.Event) -> None:
         await told_to_end.wait()

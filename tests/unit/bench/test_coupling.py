@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from bench.coupling.closed_form import Heldout, agreement, match_chance, optimal_chance
 from galley.core.acceptance import match_probability, total_variation
 
-# ------------------------------------------------------------------------------------- closed form --
-
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12))
@@ -36,12 +34,3 @@ def test_measured_acceptance_agrees_within_its_sampling_interval_only() -> None:
     assert not agreement([Heldout((0.6,) * 400, (0.7,) * 400, right)]).agrees
     with pytest.raises(ValueError, match="guessed nothing"):
         agreement([])
-
-
-# -------------------------------------------------------------------------------------------- plan --
-
-
-# ------------------------------------------------------------------------------------------- goals --
-
-
-# ------------------------------------------------------------------------------------------ record --

@@ -17,8 +17,6 @@ from galley.bench.answers import LOOP_GRAM, Answer, loop_start
 from galley.bench.stats import Interval
 from galley.bench.workloads import PROMPT_SETS, load_prompts, prompt_hash
 
-# ----------------------------------------------------------------------------------------- prompts --
-
 
 @pytest.mark.parametrize("name", PROMPT_SETS)
 def test_a_set_has_enough_prompts_all_different(name: str) -> None:
@@ -33,9 +31,6 @@ def test_the_prompts_are_those_that_the_readme_names() -> None:
     readme = (BENCH / "prompts" / "README.md").read_text(encoding="utf-8")
     named = dict(re.findall(r"`(\w+)\.jsonl` \| `([0-9a-f]{64})`", readme))
     assert named == {name: prompt_hash(name) for name in PROMPT_SETS}
-
-
-# ------------------------------------------------------------------------------------------- loops --
 
 
 def test_an_answer_without_a_loop_counts_whole() -> None:
@@ -66,9 +61,6 @@ def test_the_counted_part_has_no_loop_and_the_answer_has_one_if_cut(tokens: list
     assert (cut < len(tokens)) == any(grams.count(gram) >= 3 for gram in grams)
 
 
-# ------------------------------------------------------------------------------------------ blocks --
-
-
 def answer(tokens: list[int], token_s: float = 0.5, cpu_s: float = 0.0) -> Answer:
     at_s = tuple(token_s * (at + 1) for at in range(len(tokens)))
     return Answer("p", 3, tuple(tokens), at_s, wall_s=token_s * len(tokens), cpu_s=cpu_s)
@@ -77,9 +69,6 @@ def answer(tokens: list[int], token_s: float = 0.5, cpu_s: float = 0.0) -> Answe
 def test_time_ends_with_the_last_counted_token() -> None:
     looping = answer([1, 2, *[7] * 18])
     assert (looping.counted, looping.counted_s) == (3, 1.5)
-
-
-# ------------------------------------------------------------------------------------------- goals --
 
 
 @pytest.mark.parametrize(
@@ -95,6 +84,3 @@ def test_at_least(*, median: float, low: float, met: bool) -> None:
 )
 def test_at_most(*, median: float, high: float, met: bool) -> None:
     assert at_most("g", "cost", Interval(median, 1.0, high, 7), 3.0).met is met
-
-
-# ------------------------------------------------------------------------------------------ record --

@@ -15,12 +15,6 @@ PAIRS = 7
 BLOCK_S = 10.0
 
 
-# -------------------------------------------------------------------------------------- what it asks --
-
-
-# -------------------------------------------------------------------------------------- how it judges --
-
-
 def test_growth_is_of_the_windows_medians() -> None:
     values = [100.0, 900.0, 100.0, 100.0, 100.0] + [100.0] * 15 + [104.0, 104.0, 1.0, 104.0, 104.0]
     assert growth(values).share == pytest.approx(0.04)
@@ -82,6 +76,3 @@ def test_back_is_when_the_next_half_minute_is_as_before() -> None:
     assert back_after_s(overload()) == 0
     assert back_after_s(overload(slump_s=20)) == pytest.approx(19, abs=1)
     assert back_after_s(overload(slump_s=90)) is None
-
-
-# -------------------------------------------------------------------------------------- what it leaves --
