@@ -1,16 +1,16 @@
-"""The Draft service: takes items by call and by stream, gives them to the loop, answers each."""
+"""Serve galley.v1.Draft: one generator a request, for the unary call and the stream."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from galley.common.metrics.registry import Registry
 from galley.common.registry.leases import draft_lease
-from galley.common.server.requests import answer_all, answer_or_status, answer_stream
+from galley.common.server.requests import failure_status, respond_all, respond_stream
 from galley.common.tracing.light_spans import SpanScope
 from galley.core.lru import RecentKeys
 from galley.core.routing.choice import DraftLease
@@ -23,7 +23,7 @@ from services.draft.spans import ProposeSpan
 
 
 class DraftService(rpc.DraftServicer):
-    """Serves one drafter; `incarnation` names this life of the process, whose caches end with it."""
+    """Serve one drafter; `incarnation` identifies this process, whose caches end with it."""
 
     grpc_services = ("galley.v1.Draft",)
 
@@ -48,8 +48,8 @@ class DraftService(rpc.DraftServicer):
         request: pb.ProposeRequest,
         context: Any,  # noqa: ARG002
     ) -> pb.ProposeResponse:
-        """Answer all items of one request."""
-        return pb.ProposeResponse(answers=await answer_all(request.items, self._answer))
+        """Answer all items of one message."""
+        return pb.ProposeResponse(answers=await respond_all(request.items, self._respond))
 
     async def ProposeStream(
         self,
@@ -57,64 +57,54 @@ class DraftService(rpc.DraftServicer):
         context: Any,  # noqa: ARG002
     ) -> AsyncIterator[pb.ProposeStreamResponse]:
         """Answer items as they complete."""
-        async for answers in answer_stream(request_iterator, self._answer, self._loop.draining):
-            yield pb.ProposeStreamResponse(answers=answers)
+        async with aclosing(respond_stream(request_iterator, self._respond, self._loop.draining)) as batches:
+            async for responses in batches:
+                yield pb.ProposeStreamResponse(answers=responses)
 
     async def GetDraftInfo(
         self,
         request: pb.GetDraftInfoRequest,  # noqa: ARG002
         context: Any,  # noqa: ARG002
     ) -> pb.GetDraftInfoResponse:
-        """Say what is offered here, and by which life of this process."""
+        """Return what this draft offers, and its incarnation."""
         return self._describe()
 
     def lease(self, address: str) -> DraftLease:
-        """What a lease says of this replica now; `address` is where gateways reach it."""
+        """Return the lease of this replica; `address` is where gateways reach it."""
         sessions = self._recent.count(time.monotonic_ns())
         return draft_lease(address, self._describe(), sessions=sessions, queue_depth=self._loop.queue_depth)
 
     async def drain(self) -> None:
-        """Refuse new items and answer those that are here."""
+        """Refuse new requests and answer the open ones."""
         await self._loop.drain()
 
     async def close(self) -> None:
         """End the loop and its thread."""
         await self._loop.close()
 
-    async def _answer(self, item: pb.ProposeItem) -> pb.ProposeAnswer:
-        span = ProposeSpan(self._spans, item)
+    async def _respond(self, item: pb.ProposeItem) -> AsyncGenerator[pb.ProposeAnswer]:
+        """Yield the one response to a request: validate, submit, await."""
+        span, strategy = ProposeSpan(self._spans, item), item.strategy or self._info.default_strategy
+        outcome = "cancelled"
         try:
-            return await answer_or_status(
-                self._propose(item, span),
-                lambda status: pb.ProposeAnswer(
-                    session_id=item.slice.session_id, request_id=item.slice.request_id, status=status
-                ),
-                item.slice.session_id,
-                span,
+            job = read_item(item, self._info)
+            span.asked(job)
+            self._recent.add(job.slice.key, time.monotonic_ns())
+            done = await self._loop.submit(job, item.slice.remaining_ns, span.span)
+            span.answered(job, done)
+            response = answer_of(item, done)
+            outcome = response.WhichOneof("outcome") or "error"
+        except Exception as error:  # noqa: BLE001  # one request must not fail the others
+            outcome, session_id = "error", item.slice.session_id
+            response = pb.ProposeAnswer(
+                session_id=session_id,
+                request_id=item.slice.request_id,
+                status=failure_status(error, session_id, span),
             )
         finally:
+            self._loop.meter.ended(strategy, outcome)
             span.end()
-
-    async def _propose(self, item: pb.ProposeItem, span: ProposeSpan) -> pb.ProposeAnswer:
-        meter, strategy = self._loop.meter, item.strategy or self._info.default_strategy
-        try:
-            answer = await self._proposed(item, span)
-        except asyncio.CancelledError:
-            meter.ended(strategy, "cancelled")
-            raise
-        except Exception:
-            meter.ended(strategy, "error")
-            raise
-        meter.ended(strategy, answer.WhichOneof("outcome") or "error")
-        return answer
-
-    async def _proposed(self, item: pb.ProposeItem, span: ProposeSpan) -> pb.ProposeAnswer:
-        job = read_item(item, self._info)
-        span.asked(job)
-        self._recent.add(job.slice.key, time.monotonic_ns())
-        done = await self._loop.submit(job, item.slice.remaining_ns, span.span)
-        span.answered(job, done)
-        return answer_of(item, done)
+        yield response
 
     def _describe(self) -> pb.GetDraftInfoResponse:
         return pb.GetDraftInfoResponse(

@@ -1,16 +1,17 @@
-"""The Target service: takes items by call and by stream, gives them to the loop, answers each."""
+"""Serve galley.v1.Target: one generator a request, for the unary call and the stream."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from galley.common.metrics.registry import Registry
-from galley.common.server.requests import answer_all, answer_or_status, answers_stream
+from galley.common.server.requests import failure_status, respond_all, respond_stream
 from galley.common.tracing.light_spans import SpanScope
 from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError
@@ -26,15 +27,17 @@ from services.target.metrics import CountingPassMeter, PassMeter
 from services.target.registration import Facts
 from services.target.spans import VerifySpan
 
-# Of the hashes of cached blocks that a lease names: those of the prompts that many sessions begin with.
-_TOLD_PREFIXES = 512
-# A session without an item for so long has ended, or waits for a client that will find another replica.
+_Tickets: TypeAlias = dict[tuple[str, int], Ticket]
+
+# Hashes of cached blocks in a lease: those of prefixes that many sessions share.
+_MAX_CACHED_PREFIXES = 512
+# A session without a request for this time has ended, or its gateway will find another replica.
 _QUIET_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a replica takes: draft tokens in an item, items that wait, sessions, rows of a pass, lingering."""
+    """The limits of a replica: draft tokens a request, waiting requests, sessions, rows a step, linger."""
 
     max_draft_tokens: int = 16
     max_waiting: int = 1024
@@ -44,7 +47,7 @@ class Limits:
 
 
 class TargetService(rpc.TargetServicer):
-    """Serves one engine; `incarnation` names this life of the process, whose caches end with it."""
+    """Serve one engine; `incarnation` identifies this process, whose caches end with it."""
 
     grpc_services = ("galley.v1.Target",)
 
@@ -80,8 +83,8 @@ class TargetService(rpc.TargetServicer):
         self._loop = StepLoop(engine, self._scheduler, spans, meter)
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:  # noqa: ARG002
-        """Answer all items of one request, each once: credit is for streams."""
-        return pb.VerifyResponse(answers=await answer_all(request.items, self._answer))
+        """Answer each item of one message once; credit is for streams."""
+        return pb.VerifyResponse(answers=await respond_all(request.items, self._respond))
 
     async def VerifyStream(
         self,
@@ -89,84 +92,80 @@ class TargetService(rpc.TargetServicer):
         context: Any,  # noqa: ARG002
     ) -> AsyncIterator[pb.VerifyStreamResponse]:
         """Answer items as their results come; the items end with the stream."""
-        stream = _VerifyStream(self)
+        tickets: _Tickets = {}
+        respond = partial(self._respond, tickets=tickets)
         async with aclosing(
-            answers_stream(request_iterator, stream.answers, self._loop.draining, stream.extend)
+            respond_stream(request_iterator, respond, self._loop.draining, partial(self._extend, tickets))
         ) as batches:
-            async for answers in batches:
-                yield pb.VerifyStreamResponse(answers=answers)
+            async for responses in batches:
+                yield pb.VerifyStreamResponse(answers=responses)
 
     async def GetTargetInfo(
         self,
         request: pb.GetTargetInfoRequest,  # noqa: ARG002
         context: Any,  # noqa: ARG002
     ) -> pb.GetTargetInfoResponse:
-        """Say what is served here, by which life of this process, and how it is doing."""
+        """Return what this target serves, its incarnation and its load."""
         return self._describe()
 
     def facts(self) -> Facts:
-        """What a lease says of this replica now."""
-        return Facts(self._describe(), self._table.cached_prefixes(_TOLD_PREFIXES))
+        """Return the facts for the lease of this replica."""
+        return Facts(self._describe(), self._table.cached_prefixes(_MAX_CACHED_PREFIXES))
 
     async def quiet(self) -> None:
-        """Return once the live sessions have ended by themselves."""
+        """Return once the live sessions have ended on their own."""
         await self._loop.quiet(_QUIET_S)
 
     async def drain(self) -> None:
-        """Refuse new items; those that are here end with their next result."""
+        """Refuse new requests; the open ones end with their next result."""
         await self._loop.drain()
 
     async def close(self) -> None:
         """End the loop and its thread."""
         await self._loop.close()
 
-    def asked(self, item: pb.VerifyItem) -> Asked:
-        """An item that has come; to be given to `end`."""
-        return Asked(item, VerifySpan(self._spans, item))
+    async def _respond(
+        self, item: pb.VerifyItem, tickets: _Tickets | None = None
+    ) -> AsyncGenerator[pb.VerifyAnswer]:
+        """Yield the responses to a request: validate, submit, await.
 
-    async def first_or_status(self, asked: Asked, *, credit: bool) -> pb.VerifyAnswer:
-        """Validate the item, give it to the loop, and say its first answer."""
-
-        async def first() -> pb.VerifyAnswer:
-            request = self._read(asked.item)
-            if not credit:
-                request = replace(request, credit=0)
-            asked.ticket = self._loop.submit(request, asked.span.span)
-            return await self._next_of(asked, asked.ticket)
-
-        return await asked.or_status(first())
-
-    async def next_or_status(self, asked: Asked, ticket: Ticket) -> pb.VerifyAnswer:
-        """The next answer of an item under way."""
-        return await asked.or_status(self._next_of(asked, ticket))
-
-    async def _next_of(self, asked: Asked, ticket: Ticket) -> pb.VerifyAnswer:
-        """Raises the outcome if it is an error."""
-        answer = await ticket.next()
-        asked.span.answered(answer)
-        return answer_of(asked.item, answer.outcome, self._engine.info.fingerprint)
-
-    def extend(self, ticket: Ticket, message: pb.Extension) -> None:
-        """Tell an item under way more; one that is told nonsense is closed with the status of that."""
+        `tickets` holds the running requests of a stream by id; without it there is no credit. Closing the
+        generator gives the request up.
+        """
+        span, ticket = VerifySpan(self._spans, item), None
+        request_key = (item.slice.session_id, item.slice.request_id)
         try:
-            told = read_extension(message, self._engine.info)
+            request = self._read(item)
+            if tickets is None:
+                request = replace(request, credit=0)
+            ticket = self._loop.submit(request, span.span)
+            if tickets is not None:
+                tickets[request_key] = ticket
+            while not ticket.ended:
+                result = await ticket.next()
+                span.answered(result)
+                yield answer_of(item, result.outcome, self._engine.info.fingerprint)
+        except Exception as error:  # noqa: BLE001  # one request must not fail the others
+            status = failure_status(error, item.slice.session_id, span)
+            yield pb.VerifyAnswer(session_id=request_key[0], request_id=request_key[1], status=status)
+        finally:
+            if ticket is not None:
+                self._loop.cancel(ticket)
+                if tickets is not None and tickets.get(request_key) is ticket:
+                    del tickets[request_key]
+            span.end()
+
+    def _extend(self, tickets: _Tickets, message: pb.Extension) -> None:
+        """Extend a running request, or end it with the status of an invalid extension."""
+        ticket = tickets.get((message.session_id, message.request_id))
+        if ticket is None:
+            return
+        try:
+            extension = read_extension(message, self._engine.info)
         except GalleyError as error:
             self._loop.refuse(ticket, error)
         else:
-            self._loop.extend(ticket, told)
-
-    def end(self, asked: Asked) -> None:
-        """Nothing more is wanted of it: give it up if it has begun and not ended."""
-        if asked.ticket is not None:
-            self._loop.cancel(asked.ticket)
-        asked.span.end()
-
-    async def _answer(self, item: pb.VerifyItem) -> pb.VerifyAnswer:
-        asked = self.asked(item)
-        try:
-            return await self.first_or_status(asked, credit=False)
-        finally:
-            self.end(asked)
+            self._loop.extend(ticket, extension)
 
     def _read(self, item: pb.VerifyItem) -> VerifyRequest:
         return read_item(
@@ -198,47 +197,3 @@ class TargetService(rpc.TargetServicer):
             queue_depth=self._scheduler.queue_depth,
             row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in self._times.points],
         )
-
-
-class Asked:
-    """An item that was asked for, its span, and its ticket once the loop has it."""
-
-    def __init__(self, item: pb.VerifyItem, span: VerifySpan) -> None:
-        self.item = item
-        self.span = span
-        self.ticket: Ticket | None = None
-
-    async def or_status(self, answer: Coroutine[Any, Any, pb.VerifyAnswer]) -> pb.VerifyAnswer:
-        """The answer, or the status of what it raises."""
-        return await answer_or_status(answer, self._refusal, self.item.slice.session_id, self.span)
-
-    def _refusal(self, status: pb.ItemStatus) -> pb.VerifyAnswer:
-        named = self.item.slice
-        return pb.VerifyAnswer(session_id=named.session_id, request_id=named.request_id, status=status)
-
-
-class _VerifyStream:
-    """The items of one VerifyStream by name, so that they can be told more."""
-
-    def __init__(self, service: TargetService) -> None:
-        self._service = service
-        self._asked: dict[tuple[str, int], Asked] = {}
-
-    async def answers(self, item: pb.VerifyItem) -> AsyncGenerator[pb.VerifyAnswer]:
-        """All answers of an item, as they come; given up when this is closed."""
-        name = (item.slice.session_id, item.slice.request_id)
-        asked = self._asked[name] = self._service.asked(item)
-        try:
-            yield await self._service.first_or_status(asked, credit=True)
-            while asked.ticket is not None and not asked.ticket.ended:
-                yield await self._service.next_or_status(asked, asked.ticket)
-        finally:
-            self._service.end(asked)
-            if self._asked.get(name) is asked:
-                del self._asked[name]
-
-    def extend(self, message: pb.Extension) -> None:
-        """Tell an item more; ignored if it has ended."""
-        asked = self._asked.get((message.session_id, message.request_id))
-        if asked is not None and asked.ticket is not None:
-            self._service.extend(asked.ticket, message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from galley.common.server.requests import answer_stream
+from galley.common.server.requests import respond_stream
 from galley.common.wire.codec import check_token_ids, logprobs_message, read_slice
 from galley.common.wire.status import item_status
 from galley.core.acceptance import confirm
@@ -453,10 +453,13 @@ class FakeDraft(Replica, rpc.DraftServicer):
     ) -> AsyncIterator[list[Any]]:
         """Of a stream, each as it comes about."""
         try:
-            async for answers in answer_stream(requests, self._answer, asyncio.Event()):
+            async for answers in respond_stream(requests, self._respond, asyncio.Event()):
                 yield answers
         except _Failure as failure:
             await context.abort(failure.code, "as told")
+
+    async def _respond(self, item: pb.ProposeItem) -> AsyncGenerator[pb.ProposeAnswer]:
+        yield await self._answer(item)
 
     async def _answer(self, item: pb.ProposeItem) -> pb.ProposeAnswer:
         await self._enter(item)

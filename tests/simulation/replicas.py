@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -202,6 +202,7 @@ class _NotedDraft(DraftService):
 
     world: World
 
-    async def _answer(self, item: Any) -> Any:
+    async def _respond(self, item: Any) -> AsyncGenerator[Any]:
         self.world.ledger.drafted(item.slice.session_id)
-        return await super()._answer(item)
+        async for response in super()._respond(item):
+            yield response
