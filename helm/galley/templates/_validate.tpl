@@ -1,6 +1,6 @@
 {{/*
-Combinations of values that cannot work, each with what to change. What a schema can say by itself (unknown keys,
-bounds, what an enabled part needs, GPUs that tensor parallelism does not divide) is in values.schema.json.
+Refuse combinations of values that cannot work, and say what to change. values.schema.json refuses unknown keys, values out
+of bounds, and missing requirements of an enabled part.
 */}}
 {{- define "galley.validate" -}}
 {{- include "galley.validateStore" . -}}
@@ -27,7 +27,7 @@ bounds, what an enabled part needs, GPUs that tensor parallelism does not divide
 {{- define "galley.validateStoreUrl" -}}
 {{- $url := .Values.redis.url -}}
 {{- if or (contains "@" $url) (contains "sentinel_password=" $url) -}}
-{{- fail "redis.url holds a user or a password, which would stand in manifests and in the release: put the URL into a Secret, and its name into redis.existingSecret.name" -}}
+{{- fail "redis.url: must hold no user or password, because manifests show it; put the URL into a Secret and name it in redis.existingSecret.name" -}}
 {{- end -}}
 {{- $policy := .Values.networkPolicy -}}
 {{- if and $url $policy.enabled -}}
@@ -35,7 +35,7 @@ bounds, what an enabled part needs, GPUs that tensor parallelism does not divide
 {{- range splitList "," (regexReplaceAll "^[^:]+://([^/?]*).*$" $url "${1}") -}}
 {{- $port := include "galley.portOf" (dict "address" . "default" $known) -}}
 {{- if not (has $port (splitList " " (join " " $policy.redis.ports))) -}}
-{{- fail (printf "redis.url is at port %s, which networkPolicy.redis.ports (%s) does not open" $port (join ", " $policy.redis.ports)) -}}
+{{- fail (printf "redis.url: port %s, which networkPolicy.redis.ports (%s) does not open; add it there" $port (join ", " $policy.redis.ports)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -44,10 +44,10 @@ bounds, what an enabled part needs, GPUs that tensor parallelism does not divide
 {{- define "galley.validateModels" -}}
 {{- $values := .Values -}}
 {{- if and $values.draft.enabled (not $values.draft.settings.model) (include "galley.isHubId" $values.model) -}}
-{{- fail "a draft without a model of its own takes the tokenizer from a directory: with a hub id as `model`, set draft.settings.model too, or draft.enabled=false" -}}
+{{- fail "model: must be a directory, because a draft without a model takes the tokenizer from it; or set draft.settings.model or draft.enabled=false" -}}
 {{- end -}}
 {{- if and $values.modelCache.download.enabled (not (include "galley.isHubId" $values.model)) (not (include "galley.isHubId" $values.draft.settings.model)) -}}
-{{- fail "modelCache.download.enabled: neither model nor draft.settings.model is a hub id, so that there is nothing to download" -}}
+{{- fail "modelCache.download.enabled: nothing to download, because neither model nor draft.settings.model is a hub id" -}}
 {{- end -}}
 {{- end -}}
 
@@ -58,23 +58,23 @@ bounds, what an enabled part needs, GPUs that tensor parallelism does not divide
 {{- $gpus := int $target.gpus -}}
 {{- $ofSeveral := eq $target.kind "leaderworkerset" -}}
 {{- if and $ofSeveral (lt $nodes 2) -}}
-{{- fail "target.kind leaderworkerset is for a replica of several pods: set target.nodes to 2 or more, or target.kind to statefulset" -}}
+{{- fail "target.kind: leaderworkerset needs several pods per replica; set target.nodes to 2 or more, or target.kind to statefulset" -}}
 {{- end -}}
 {{- if and (not $ofSeveral) (gt $nodes 1) -}}
-{{- fail (printf "target.nodes is %d: only target.kind leaderworkerset puts a replica on several nodes" $nodes) -}}
+{{- fail (printf "target.nodes: must be 1, got %d; only target.kind leaderworkerset uses several nodes" $nodes) -}}
 {{- end -}}
 {{- if mod $ranks $nodes -}}
-{{- fail (printf "target.tensorParallel %d is not divided by target.nodes %d: each node runs as many ranks" $ranks $nodes) -}}
+{{- fail (printf "target.tensorParallel: %d is not divided by target.nodes %d; every node runs the same number of ranks" $ranks $nodes) -}}
 {{- end -}}
 {{- if and $gpus (ne (mul $gpus $nodes) $ranks) -}}
-{{- fail (printf "target.gpus %d in each of %d pod(s) of a replica, but target.tensorParallel %d: a rank takes one GPU, so that %d of them would %s" $gpus $nodes $ranks (mul $gpus $nodes) (ternary "not do" "leave some idle" (lt (mul $gpus $nodes) $ranks))) -}}
+{{- fail (printf "target.gpus: %d in each of %d pod(s), but target.tensorParallel is %d; each rank takes one GPU, so %d of them would %s" $gpus $nodes $ranks (mul $gpus $nodes) (ternary "not do" "leave some idle" (lt (mul $gpus $nodes) $ranks))) -}}
 {{- end -}}
 {{- if and (eq $target.kind "rayservice") (lt (int $target.replicas) 1) -}}
-{{- fail "target.kind rayservice needs target.replicas of 1 or more" -}}
+{{- fail "target.kind: rayservice needs target.replicas of 1 or more" -}}
 {{- end -}}
 {{- $budget := $target.podDisruptionBudget -}}
 {{- if and (eq $target.kind "rayservice") (kindIs "string" ($budget.minAvailable | default $budget.maxUnavailable)) -}}
-{{- fail "target.podDisruptionBudget is a share: with target.kind rayservice Kubernetes knows no whole to take it of; set a number of pods" -}}
+{{- fail "target.podDisruptionBudget is a share; with target.kind rayservice set a number of pods, because Kubernetes does not know their total" -}}
 {{- end -}}
 {{- end -}}
 
@@ -84,14 +84,14 @@ bounds, what an enabled part needs, GPUs that tensor parallelism does not divide
 {{- $gpus := int $one.gpus -}}
 {{- $device := $one.settings.device | default "" -}}
 {{- if and $gpus (eq $device "cpu") -}}
-{{- fail (printf "%s.settings.device is cpu, but %s.gpus is %d" $role $role $gpus) -}}
+{{- fail (printf "%s.settings.device is cpu, but %s.gpus is %d; change one" $role $role $gpus) -}}
 {{- end -}}
 {{- if and (not $gpus) (hasPrefix "cuda" $device) -}}
-{{- fail (printf "%s.settings.device is %s, but %s.gpus is 0: pods without GPUs would not start" $role $device $role) -}}
+{{- fail (printf "%s.settings.device is %s, but %s.gpus is 0; pods without GPUs would not start" $role $device $role) -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.draft.enabled (int .Values.draft.gpus) (not .Values.draft.settings.model) -}}
-{{- fail "draft.gpus without draft.settings.model: what guesses from the session's own tokens computes on no GPU" -}}
+{{- fail "draft.gpus without draft.settings.model: a draft without a model uses no GPU" -}}
 {{- end -}}
 {{- end -}}
 
@@ -99,13 +99,13 @@ bounds, what an enabled part needs, GPUs that tensor parallelism does not divide
 {{- $keda := .Values.keda -}}
 {{- if $keda.enabled -}}
 {{- if and $keda.draft.enabled .Values.draft.autoscaling.enabled -}}
-{{- fail "keda.draft.enabled and draft.autoscaling.enabled would both scale the draft pool: switch one off" -}}
+{{- fail "keda.draft.enabled and draft.autoscaling.enabled would both scale the draft pool; disable one" -}}
 {{- end -}}
 {{- if eq .Values.monitoring.scrape "none" -}}
-{{- fail "keda.enabled asks Prometheus, but monitoring.scrape is none: it would know nothing" -}}
+{{- fail "monitoring.scrape: must not be none with keda.enabled; KEDA queries Prometheus, which would know nothing" -}}
 {{- end -}}
 {{- if and $keda.target.enabled (eq .Values.target.kind "rayservice") -}}
-{{- fail "keda.target.enabled cannot scale target.kind rayservice, which has no scale subresource: set keda.target.enabled=false" -}}
+{{- fail "keda.target.enabled: cannot scale target.kind rayservice, which has no scale subresource; set keda.target.enabled=false" -}}
 {{- end -}}
 {{- range $role := list "draft" "target" -}}
 {{- $one := index $keda $role -}}
@@ -129,11 +129,11 @@ bounds, what an enabled part needs, GPUs that tensor parallelism does not divide
 {{- if $values.gatewayApi.enabled }}{{ $outside = append $outside "gatewayApi.enabled" }}{{ end -}}
 {{- if ne $values.gateway.service.type "ClusterIP" }}{{ $outside = append $outside (printf "gateway.service.type %s" $values.gateway.service.type) }}{{ end -}}
 {{- if and $outside $values.networkPolicy.enabled (not $values.networkPolicy.clients) -}}
-{{- fail (printf "%s lets callers in from elsewhere, but networkPolicy.clients is empty, which means this namespace alone: name them (the namespace of the ingress controller, or an ipBlock)" (join " and " $outside)) -}}
+{{- fail (printf "networkPolicy.clients: must name callers with %s; empty admits this namespace only. Name the ingress controller's namespace or an ipBlock" (join " and " $outside)) -}}
 {{- end -}}
 {{- $jwt := $values.auth.jwt -}}
 {{- if and $jwt.enabled $jwt.jwksUrl $jwt.jwksConfigMap.name -}}
-{{- fail "auth.jwt: set one of jwksUrl and jwksConfigMap.name, or neither, for OIDC discovery" -}}
+{{- fail "auth.jwt: set jwksUrl or jwksConfigMap.name, or neither for OpenID Connect discovery" -}}
 {{- end -}}
 {{- range $role := list "gateway" "draft" "target" -}}
 {{- $one := index $values $role -}}
