@@ -167,7 +167,7 @@ async def _build(
         opened.push_async_callback(store.close)
         until_ns = _CLOCK.now_ns() + int(settings.startup_timeout_s * SECOND)
         await retry("ping", store.ping, until_ns, _CLOCK)
-        model = _served_model(settings, tokenizer, targets, drafts)
+        model = _served_model(settings, tuning, tokenizer, targets, drafts)
         streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
         observers = RequestObservers(_CLOCK)
         if (registry := parts.metrics) is not None:
@@ -291,7 +291,7 @@ def _timeouts(settings: GatewaySettings, tuning: Tuning) -> Timeouts:
 
 
 def _served_model(
-    settings: GatewaySettings, tokenizer: Tokenizer, targets: TargetPool, drafts: DraftPool
+    settings: GatewaySettings, tuning: Tuning, tokenizer: Tokenizer, targets: TargetPool, drafts: DraftPool
 ) -> ServedModel:
     max_draft_tokens = min(MAX_DRAFT_TOKENS, targets.info.max_draft_tokens)
     name = settings.model_name or targets.info.model
@@ -305,5 +305,5 @@ def _served_model(
         limits=limits,
         max_sessions=settings.max_sessions,
         default_k=k,
-        default_strategy=settings.strategy,
+        default_strategy=tuning.strategy,
     )

@@ -1,4 +1,4 @@
-"""How a gateway is configured: flags, or GALLEY_GATEWAY_* in the environment."""
+"""Settings of the gateway: flags, or GALLEY_GATEWAY_* in the environment."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from services.gateway.auth.settings import JWT_LEEWAY_S, TokenSettings
 
 MAX_DRAFT_TOKENS = 64
 """The largest number of draft tokens in a round; targets and drafts have limits of their own."""
+_CONNECTION_AGE_S = 600.0
 _CONNECTION_IDLE_S = 900.0
 NO_DRAFT = "none"
-"""In place of a draft's address: there is none."""
+"""The value of `draft` for no drafts."""
 
 
 class Tuning(NamedTuple):
@@ -28,6 +29,8 @@ class Tuning(NamedTuple):
     """Tokens that a session may be ahead of its log."""
     verify_timeout_s: float = 120.0
     """Longest time for one verification, the prefill of a long prompt included."""
+    strategy: str = ""
+    """Draft strategy in mode AUTO; empty means the draft's default."""
     lookup_fallback: bool = True
     """Draft by lookup in the session's own tokens while no draft replica is available."""
     slow_round_ms: float = 250.0
@@ -46,97 +49,116 @@ class GatewaySettings(TokenSettings):
 
     target: str = Field(
         "",
-        description="Addresses of targets, host:port, with commas; empty: those that register at the store.",
+        description="Target addresses, host:port, comma-separated. Empty: the targets in the registry.",
     )
     draft: str = Field(
         "",
-        description="Addresses of drafts, host:port, with commas; empty: those that register at the store; "
-        "`none` decodes plainly.",
+        description="Draft addresses, host:port, comma-separated. Empty: the drafts in the registry. "
+        "`none`: no drafts.",
     )
     redis_url: RedisUrlSetting = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
         description="Session store: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// "
         "(docs/operate/redis.md); with a password, by environment or by file.",
     )
-    redis_url_file: str = Field("", description="File that holds it instead.")
+    redis_url_file: str = Field("", description="File that holds the value of --redis-url.")
     redis_wait_replicas: int = Field(
-        0, ge=0, description="Replicas of the store that must have a commit before its tokens leave."
+        0, ge=0, description="Redis replicas that must have a commit before its tokens are sent. 0: none."
     )
     peer_ca_file: str = Field(
         "",
-        description="PEM of the authorities of targets and drafts, which are spoken to over TLS then; "
-        "empty: plainly.",
+        description="PEM file of authorities for targets and drafts, which are then called over TLS. "
+        "Empty: no TLS.",
     )
-    peer_cert_file: str = Field("", description="PEM of the certificate that targets and drafts are shown.")
-    peer_key_file: str = Field("", description="PEM of its key.")
+    peer_cert_file: str = Field(
+        "", description="PEM file of the certificate that targets and drafts are shown."
+    )
+    peer_key_file: str = Field("", description="PEM file of the key of --peer-cert-file.")
     target_tls_name: str = Field(
-        "", description="Name that targets' certificates must bear; empty: the host of the address."
+        "", description="Name that certificates of targets must have. Empty: the host of the address."
     )
     draft_tls_name: str = Field(
-        "", description="Name that drafts' certificates must bear; empty: the host of the address."
+        "", description="Name that certificates of drafts must have. Empty: the host of the address."
     )
-    model: str = Field(DEFAULT_MODEL, description="Where the target's tokenizer is: a directory or a hub id.")
-    model_name: str = Field(
-        "", description="Name under which clients ask for the model; empty: the target's."
-    )
-    strategy: str = Field("", description="Draft strategy of AUTO; empty: the draft's default.")
+    model: str = Field(DEFAULT_MODEL, description="Model whose tokenizer is loaded: a directory or a hub id.")
+    model_name: str = Field("", description="Name of the model for clients. Empty: the target's.")
     k: int = Field(
-        16, ge=0, le=MAX_DRAFT_TOKENS, description="The most draft tokens a round under AUTO; as many as pay."
+        16,
+        ge=0,
+        le=MAX_DRAFT_TOKENS,
+        description="Most draft tokens a round in mode AUTO, which uses as many as pay.",
     )
     max_sessions: int = Field(
-        64, ge=1, description="Open streams; more are refused. No more than the target keeps sessions."
+        64,
+        ge=1,
+        description="Most open streams; further ones are rejected. At most as many as the targets keep "
+        "sessions.",
     )
     api_keys_file: str = Field(
         "",
-        description="File of API keys and limits (docs/operate/principals.md). Without it and an issuer of "
-        "tokens everyone is the same caller.",
+        description="Principals file with API keys and limits (docs/operate/principals.md). Empty, and no "
+        "JWT issuer: all callers are one principal.",
     )
     credit: int = Field(
-        32, ge=0, description="Tokens that the target may confirm unasked; 0: it is asked for each round."
+        32,
+        ge=0,
+        description="Tokens that the target may decode without a new request. 0: one request a round.",
     )
-    buffer: int = Field(256, ge=1, description="Tokens a session may be ahead of its client.")
-    store_timeout_s: float = Field(10.0, gt=0, description="How long streams wait for the store.")
+    buffer: int = Field(256, ge=1, description="Most tokens that a session may be ahead of its client.")
+    store_timeout_s: float = Field(
+        10.0, gt=0, description="Longest time that streams wait for the store, in seconds."
+    )
     target_timeout_s: float = Field(
-        10.0, gt=0, description="How long streams wait for a target that refuses, fails or is away."
+        10.0,
+        gt=0,
+        description="Longest time that streams wait for a target that rejects, fails or is missing, in "
+        "seconds.",
     )
     hedge_quantile: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="A first verdict later than this share of those before it is asked of a second target "
-        "of the build that holds the prompt; 0: never.",
+        description="Quantile of response times after which a first verification is also sent to a second "
+        "target that caches the prompt. 0: never.",
     )
-    draft_timeout_s: float = Field(0.5, gt=0, description="How long a round waits for the draft.")
+    draft_timeout_s: float = Field(
+        0.5, gt=0, description="Longest time that a round waits for the draft, in seconds."
+    )
     client_timeout_s: float = Field(
-        60.0, gt=0, description="How long a client may leave its stream unread before it ends, resumable."
+        60.0,
+        gt=0,
+        description="Longest time that a client may leave its stream unread, in seconds. The stream then "
+        "ends and can be resumed.",
     )
     round_spans: Literal["all", "slow", "none"] = Field(
-        "all", description="Which rounds of a traced request become spans (docs/observe/telemetry.md)."
+        "all", description="Rounds of a traced request that become spans (docs/observe/telemetry.md)."
     )
-    trace_content: bool = Field(
-        False, description="Whether traces hold prompts, answers and stop strings. Nothing else ever does."
+    trace_content: bool = Field(False, description="Include prompts, answers and stop strings in traces.")
+    startup_timeout_s: float = Field(
+        120.0, gt=0, description="Longest time to wait for a target and the store at start, in seconds."
     )
-    startup_timeout_s: float = Field(120.0, gt=0, description="How long to wait for a target at start.")
-    session_ttl_s: float = Field(SESSION_TTL_S, gt=0, description="How long an idle session is kept.")
-    finished_ttl_s: float = Field(FINISHED_TTL_S, gt=0, description="How long a finished session is kept.")
+    session_ttl_s: float = Field(
+        SESSION_TTL_S, gt=0, description="Time for which an idle session is kept, in seconds."
+    )
+    finished_ttl_s: float = Field(
+        FINISHED_TTL_S, gt=0, description="Time for which a finished session is kept, in seconds."
+    )
     id_secret: SecretStr = Field(
         SecretStr(""),
-        description="Key of the HMAC that makes session ids of idempotency keys; the same at all gateways. "
-        "By environment or by file.",
+        description="HMAC key that derives session ids from idempotency keys, the same at all gateways. "
+        "Set it by environment or file.",
     )
-    id_secret_file: str = Field("", description="File that holds it instead.")
-    max_connection_age_s: float = Field(
-        600.0,
-        ge=0,
-        description="Age at which a connection takes no more calls, in seconds, so that clients find new "
-        "gateways. Open streams continue. 0 sets no limit.",
-    )
+    id_secret_file: str = Field("", description="File that holds the value of --id-secret.")
 
     def server_limits(self) -> ServerLimits:
-        """Return the limits of this server; connections without calls close after 15 minutes."""
+        """Return the limits of this server.
+
+        Connections without calls close after 15 minutes. After 10 minutes a connection takes no more calls,
+        so that clients find new gateways; its open streams continue.
+        """
         return replace(
             super().server_limits(),
-            max_connection_age_s=self.max_connection_age_s,
+            max_connection_age_s=_CONNECTION_AGE_S,
             max_connection_idle_s=_CONNECTION_IDLE_S,
         )
 
