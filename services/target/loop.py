@@ -181,7 +181,7 @@ class StepLoop:
             took_ns, queue_times_ns = await self._run_step(plan, batch), self._scheduler.queue_times_ns
             confirmed = self._deliver()
             if took_ns is not None:
-                self._meter.passed(plan, confirmed, took_ns, queue_times_ns)
+                self._meter.count(plan, confirmed, took_ns, queue_times_ns)
         finally:
             if batch is not None:
                 batch.end()

@@ -1,4 +1,4 @@
-"""What a target replica counts of its passes, its queue and its KV pool."""
+"""Metrics of a target replica's steps, its queue and its KV pool."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ _SECOND = 1e9
 
 
 class PassMeter:
-    """Hears of each pass; this one counts nothing."""
+    """Receives each step's counts; this one ignores them."""
 
-    def passed(self, plan: StepPlan, confirmed: int, took_ns: int, waits_ns: Sequence[int]) -> None:
-        """A pass confirmed so many tokens; `waits_ns` is how long items waited that it was the first of."""
+    def count(
+        self, plan: StepPlan, confirmed: int, duration_ns: int, queue_times_ns: Sequence[int]
+    ) -> None:
+        """Count a step that confirmed `confirmed` tokens in `duration_ns`.
+
+        `queue_times_ns` are those of the requests that started in it.
+        """
 
 
 class CountingPassMeter(PassMeter):
-    """Counts them in a registry; what the scheduler and its table count themselves is read from there."""
+    """Counts steps in a registry, which reads the scheduler's and the table's own counts when scraped."""
 
     def __init__(self, registry: Registry, scheduler: Scheduler, table: KvTable) -> None:
         self._sessions = registry.distribute(catalogue.BATCH_SESSIONS).at()
@@ -42,19 +47,21 @@ class CountingPassMeter(PassMeter):
         registry.observe(catalogue.EVICTIONS, lambda: [((), table.evicted_blocks)])
         registry.observe(catalogue.OUT_OF_BLOCKS, lambda: [((), counts.out_of_blocks)])
 
-    def passed(self, plan: StepPlan, confirmed: int, took_ns: int, waits_ns: Sequence[int]) -> None:
-        """See `PassMeter`."""
-        rows, wanted = plan.rows, sum(chunk.want_logits for chunk in plan.chunks)
-        drawing = sum(chunk.want_logits > 0 for chunk in plan.chunks)
+    def count(
+        self, plan: StepPlan, confirmed: int, duration_ns: int, queue_times_ns: Sequence[int]
+    ) -> None:
+        """Count a step in the registry."""
+        rows, logit_rows = plan.rows, sum(chunk.want_logits for chunk in plan.chunks)
+        sampled_chunks = sum(chunk.want_logits > 0 for chunk in plan.chunks)
         self._sessions.observe(len(plan.chunks))
         self._rows.observe(rows)
         self._tokens.observe(confirmed)
-        self._duration.observe(took_ns / _SECOND)
-        # Of each chunk that draws, one row is the last confirmed token, and the others are drafts.
-        self._draft_rows.value += wanted - drawing
-        self._prefill_rows.value += rows - wanted
-        for wait_ns in waits_ns:
-            self._age.observe(wait_ns / _SECOND)
+        self._duration.observe(duration_ns / _SECOND)
+        # One logit row of each sampled chunk is the last confirmed token; the others are draft tokens.
+        self._draft_rows.value += logit_rows - sampled_chunks
+        self._prefill_rows.value += rows - logit_rows
+        for queue_time_ns in queue_times_ns:
+            self._age.observe(queue_time_ns / _SECOND)
 
 
 def _blocks(table: KvTable) -> list[tuple[tuple[str], float]]:

@@ -1,6 +1,6 @@
-"""What a target says to a trace: a span of each item, one of each pass that links to those, one of each rank.
+"""Spans of a target: one a request, one a step that links to its requests, one a rank.
 
-Nothing is made of an item, or of a pass, that nobody traces.
+Requests and steps that are not traced make none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POOL = "target"
 
 
 class VerifySpan(ItemSpan):
-    """Of an item to verify: it counts what came of it."""
+    """The span of a request; counts its results."""
 
     def __init__(self, spans: SpanScope | None, item: pb.VerifyItem) -> None:
         super().__init__(spans, names.VERIFY, item.slice.traceparent, item.slice.session_id)
@@ -45,7 +45,7 @@ class VerifySpan(ItemSpan):
         self._reused = 0
 
     def answered(self, answer: Response) -> None:
-        """One more answer; what it raises as an error is for `failed`."""
+        """Count a response; errors are for `failed`."""
         if self.span is None:
             return
         outcome = answer.outcome
@@ -69,7 +69,7 @@ class VerifySpan(ItemSpan):
             self.outcome = RESULT
 
     def end(self) -> None:
-        """It stands no more."""
+        """Close the span when the request ends."""
         if self.span is not None:
             self.close(self._set_attributes)
 
@@ -85,38 +85,38 @@ class VerifySpan(ItemSpan):
 
 
 class BatchSpans:
-    """Which of the items that stand are traced, and the spans of the passes that they take part in."""
+    """The traced requests that are open, and the spans of the steps that they take part in."""
 
     def __init__(self, spans: SpanScope | None) -> None:
-        """`spans` is None where no item is traced."""
+        """`spans` is None if nothing is traced."""
         self._spans = spans
         self._items: dict[int, LightSpan] = {}
 
     def joins(self, item: int, span: LightSpan | None) -> None:
-        """An item stands; this is its span, if it has one."""
+        """Add an open request with its span, if it has one."""
         if span is not None:
             self._items[item] = span
 
     def leaves(self, item: int) -> None:
-        """It stands no more."""
+        """Remove a request that has ended."""
         if self._items:
             self._items.pop(item, None)
 
     def begin(self, scheduler: Scheduler) -> Batch | None:
-        """Of the pass that is under way; None where no item in it is traced."""
+        """Return the span of the planned step; None if no request in it is traced."""
         if self._spans is None or not self._items:
             return None
         facts = scheduler.current_batch
         items = [span for item in facts.request_ids if (span := self._items.get(item)) is not None]
-        # A trace of its own, as it belongs to several.
+        # A trace of its own, since it belongs to several requests.
         return Batch(self._spans.root(names.VERIFY_BATCH, time.time_ns()), items, facts) if items else None
 
 
 class Batch:
-    """The span of a pass; `packed` is its name in messages."""
+    """The span of a step; `packed` names it in messages."""
 
     def __init__(self, span: LightSpan, items: Sequence[LightSpan], facts: BatchInfo) -> None:
-        """`items` are the spans of those that are traced."""
+        """`items` are the spans of its traced requests."""
         self.packed = packed(span.trace_id, span.span_id)
         self.watch = StepTrace(self.packed)
         self._span = span
@@ -126,17 +126,17 @@ class Batch:
         self._ended_ns: int | None = None
 
     def ran(self) -> None:
-        """On the thread of the pass: it is over."""
+        """Note the end of the step, on the thread that ran it."""
         self._ended_ns = time.time_ns()
         self._rank_ns = self.watch.rank_ns()
 
     def failed(self, error: GalleyError) -> trace.Span:
-        """The pass came to nothing; this is what its sessions are told. Its span, for the log."""
+        """Note that the step failed with the error that its sessions get; return the span, for the log."""
         tell_failure(self._span, error)
         return self._span
 
     def end(self) -> None:
-        """Close the span, at the time at which the pass was over."""
+        """Close the span, at the time at which the step ended."""
         self._span.completer = self._set_attributes
         self._span.end(self._ended_ns)
 
@@ -160,8 +160,8 @@ class Batch:
             span.attributes[names.RANK_FORWARD_NS] = tuple(self._rank_ns)
 
 
-def tell_rank(spans: SpanScope | None, rank: int, watch: StepTrace) -> None:
-    """A span of what a rank other than the first did in the pass of this watch, which is over."""
+def record_rank(spans: SpanScope | None, rank: int, watch: StepTrace) -> None:
+    """Record the span of a rank other than 0 in the step of `watch`, which has ended."""
     batch = unpacked(watch.span)
     if spans is None or not batch.is_valid:
         return

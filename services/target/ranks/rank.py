@@ -18,7 +18,7 @@ from galley.common.server.process import die_with_parent, limit_threads
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core.errors import GalleyError
 from services.target.settings import TargetSettings
-from services.target.spans import tell_rank
+from services.target.spans import record_rank
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel
@@ -119,7 +119,7 @@ def _follow(spec: RankSpec, rank: int, address: str, telemetry: Telemetry) -> No
         rank, spec.size, device=spec.device, meeting=Meeting(address=address), timeout_s=spec.timeout_s
     )
     model, _ = load_rank(spec, group, agree(group, rank, 0))
-    follow(model, group, partial(tell_rank, telemetry.scope(__name__), rank))
+    follow(model, group, partial(record_rank, telemetry.scope(__name__), rank))
     group.close()
 
 

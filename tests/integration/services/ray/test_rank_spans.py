@@ -22,7 +22,7 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.paged import PagedEngine
 from services.target.ranks.sharded import ShardedModel, follow
 from services.target.servicer import Limits
-from services.target.spans import tell_rank
+from services.target.spans import record_rank
 from tests.fakes.tiny_model import load_tiny_model, save_tiny_model
 from tests.fakes.tracing import Kept, attributes_of, context_of, parent_of
 from tests.fakes.verify_items import slice_of
@@ -76,7 +76,7 @@ async def ranks_of(
             args=(
                 cast("CausalModel", other),
                 hub.ends[rank],
-                partial(tell_rank, traces[rank].scope, rank),
+                partial(record_rank, traces[rank].scope, rank),
             ),
         )
         for rank, other in enumerate(others, start=1)
