@@ -32,11 +32,11 @@ from galley.client.options import GenerateOptions
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.common.models.tokenizer import Tokenizer
 from galley.engine.load.resolve import resolve_model
-from galley.engine.load.truncate import truncate_model
 from tests.e2e.matrix import Answer, Case, accepted_per_round, all_cases, ask_all, pairwise_cases
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.reference import Reference
 from tests.e2e.stacks import DRAFT_LAYERS, Clients, running_clients
+from tests.fakes.truncated_model import truncate_model
 
 PLAIN = Case("off", 0, 8)
 ALONE = Case("off", 0, 1)

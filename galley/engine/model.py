@@ -7,7 +7,8 @@ safe for two threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +29,6 @@ from galley.engine.load.draft_directory import ReducedHead
 from galley.engine.paged import pool_for
 from galley.engine.pages import Span
 from galley.engine.parallel.ranks import ALONE, Ranks
-from galley.engine.step_timing import watched
 
 __all__ = ["CausalModel", "KvPool", "ModelInfo", "Rows", "SessionCache"]
 
@@ -159,7 +159,7 @@ class CausalModel:
         if watch is None:
             logits = self._run(chunks, copies)
         else:
-            logits = watched(lambda: self._run(chunks, copies), self._ranks, watch)
+            logits = _watched(lambda: self._run(chunks, copies), self._ranks, watch)
         return logits if self.head is None else self.head.spread(logits)
 
     @torch.inference_mode()
@@ -266,3 +266,16 @@ def _pieces(chunks: Sequence[StepChunk], max_rows: int) -> Iterator[list[_Piece]
                 pieces, room = [], max_rows
     if pieces:
         yield pieces
+
+
+def _watched(forward: Callable[[], Tensor], ranks: Ranks, watch: StepTrace) -> Tensor:
+    """Return the result of `forward` once the device has finished it; write the times into `watch`."""
+    start_ns = time.perf_counter_ns()
+    with ranks.waits() as waits:
+        logits = forward()
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)
+    watch.forward_ns = time.perf_counter_ns() - start_ns
+    own_ns = max(0, watch.forward_ns - waits.ns)
+    watch.rank_ns = lambda: (own_ns,)
+    return logits

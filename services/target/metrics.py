@@ -16,9 +16,7 @@ _SECOND = 1e9
 class PassMeter:
     """Receives each step's counts; this one ignores them."""
 
-    def count(
-        self, plan: StepPlan, confirmed: int, duration_ns: int, queue_times_ns: Sequence[int]
-    ) -> None:
+    def count(self, plan: StepPlan, confirmed: int, duration_ns: int, queue_times_ns: Sequence[int]) -> None:
         """Count a step that confirmed `confirmed` tokens in `duration_ns`.
 
         `queue_times_ns` are those of the requests that started in it.
@@ -47,9 +45,7 @@ class CountingPassMeter(PassMeter):
         registry.observe(catalogue.EVICTIONS, lambda: [((), table.evicted_blocks)])
         registry.observe(catalogue.OUT_OF_BLOCKS, lambda: [((), counts.out_of_blocks)])
 
-    def count(
-        self, plan: StepPlan, confirmed: int, duration_ns: int, queue_times_ns: Sequence[int]
-    ) -> None:
+    def count(self, plan: StepPlan, confirmed: int, duration_ns: int, queue_times_ns: Sequence[int]) -> None:
         """Count a step in the registry."""
         rows, logit_rows = plan.rows, sum(chunk.want_logits for chunk in plan.chunks)
         sampled_chunks = sum(chunk.want_logits > 0 for chunk in plan.chunks)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from galley.engine.load.truncate import truncate_model
 from tests.e2e.reference import Reference
 from tests.e2e.stacks import DRAFT_LAYERS, Clients, running_clients
+from tests.fakes.truncated_model import truncate_model
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from galley.engine import attention
 from galley.engine.cpu.int8 import Int8Linear
 from galley.engine.errors import UnsupportedModel
-from galley.engine.load.weights import refuse_weights
+from galley.engine.load.support import refuse_weights
 
 KEY = "galley_draft"
 FORMAT = 1

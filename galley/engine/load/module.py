@@ -15,8 +15,7 @@ from galley.engine import attention
 from galley.engine.cpu import packing
 from galley.engine.errors import UnsupportedModel
 from galley.engine.load.draft_directory import ReducedHead, draft_format, load_draft
-from galley.engine.load.support import refuse_config, refuse_files
-from galley.engine.load.weights import read_weights
+from galley.engine.load.support import read_weights, refuse_config, refuse_files
 from galley.engine.parallel import sharding
 from galley.engine.parallel.ranks import ALONE, Ranks
 

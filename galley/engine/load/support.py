@@ -6,8 +6,11 @@ Weights must be safetensors, which hold numbers only. A pickle is a program and 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from galley.common.models.files import code_asked_for, foreign_file
 from galley.engine.errors import UnsupportedModel
@@ -20,6 +23,8 @@ _ADAPTER = "adapter_config.json"
 _INDEX = "*.safetensors.index.json"
 # Rotary embeddings that depend on the longest sequence of the step, so on other sessions.
 _SHIFTING_ROPE = {"dynamic", "longrope"}
+# Weights that an error names.
+_NAMED = 3
 
 
 def refuse_raw_config(config: dict[str, Any]) -> None:
@@ -104,3 +109,36 @@ def _refuse_index(index: Path) -> None:
             raise UnsupportedModel(f"{index}: must name safetensors files beside it, got {name!r}")
         if not (index.parent / name).is_file():
             raise UnsupportedModel(f"{index}: {name!r} does not exist")
+
+
+def read_weights(model_class: Any, directory: Path, **arguments: Any) -> Any:
+    """Load a transformers class (or auto class) from the safetensors in `directory`.
+
+    Raises UnsupportedModel if a weight is missing, which transformers itself would fill with random numbers,
+    or has another shape, or if a file is not a safetensors file.
+    """
+    try:
+        module, report = model_class.from_pretrained(
+            directory,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **arguments,
+        )
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedModel(f"{directory}: its weights cannot be read: {error}") from error
+    mismatched = {name for name, *_ in report["mismatched_keys"]}
+    refuse_weights(directory, sorted({*report["missing_keys"], *mismatched}))
+    return module
+
+
+def refuse_weights(directory: Path, wrong: Sequence[str]) -> None:
+    """Raise UnsupportedModel if there are names of weights that are missing or have another shape."""
+    if wrong:
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise UnsupportedModel(
+            f"{directory}: weights are missing or do not have the shape of config.json: "
+            f"{', '.join(wrong[:_NAMED])}{more}"
+        )

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from galley.engine.load.truncate import truncate_model
 from tests.deploy.matrix import SWITCHES, laid_over
 from tests.deploy.render import Manifest
 from tests.fakes.certificates import Authority, Certificate
+from tests.fakes.truncated_model import truncate_model
 from tests.proofs.boot.objects import secret
 from tests.proofs.boot.plan import Plan
 

@@ -23,8 +23,8 @@ from galley.engine.load import resolve as prepare
 from galley.engine.load.cache_directory import cache_dir, file_digest
 from galley.engine.load.module import default_dtype, eos_token_ids, load_config, parse_dtype
 from galley.engine.load.resolve import resolve_model
-from galley.engine.load.truncate import main as truncate_main
 from galley.engine.model import CausalModel, Rows
+from tests.fakes.truncated_model import truncate_model
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50,
@@ -326,19 +326,15 @@ def test_dtypes_have_names() -> None:
         parse_dtype("int8", "cpu")
 
 
-def test_a_truncated_model_keeps_the_named_layers(
-    make_model: Callable[[Any], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_truncated_model_keeps_the_named_layers(make_model: Callable[[Any], Path], tmp_path: Path) -> None:
     directory = make_model(transformers.LlamaConfig(**SMALL))
-    out = tmp_path / "shallow"
-    assert truncate_main([str(directory), "--layers", "0,3", "--out", str(out)]) == 0
-    assert capsys.readouterr().out.strip() == str(out)
+    out = truncate_model(directory, [0, 3], tmp_path / "shallow")
     model = CausalModel.load(out, dtype=torch.float32, device="cpu")
     assert model.info.tokenizer_hash == tokenizer_hash(directory)
     assert len(model.forward([Rows(model.new_cache(), [1, 2], 1)])) == 1
     assert load_config(out).num_hidden_layers == 2
     with pytest.raises(UnsupportedModel, match="layers: must be"):
-        truncate_main([str(directory), "--layers", "4", "--out", str(out)])
+        truncate_model(directory, [4], out)
 
 
 # --- the default model

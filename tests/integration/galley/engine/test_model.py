@@ -12,9 +12,9 @@ import transformers
 from galley.core.errors import Broken
 from galley.engine.cpu import packing
 from galley.engine.fingerprint import fingerprint
-from galley.engine.load.truncate import truncate_model
 from galley.engine.model import MAX_ROWS, CausalModel, Rows
 from tests.fakes.model_configs import CONFIGS, VOCAB, load, tokens_of, whole
+from tests.fakes.truncated_model import truncate_model
 
 
 def ragged(

@@ -1,11 +1,7 @@
-"""Write a shallower model made of some of a model's layers: a cheap, untrained draft for tests.
-
-`python -m galley.engine.load.truncate DIRECTORY --layers 0,1 --out DIRECTORY` prints the new directory.
-"""
+"""A shallower model made of some of a model's layers: a cheap, untrained draft."""
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,19 +40,3 @@ def truncate_model(directory: Path, layers: Sequence[int], out: Path) -> Path:
     for path in {path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)}:
         shutil.copyfile(path, out / path.name)
     return out
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Truncate the model named on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m galley.engine.load.truncate", description=__doc__)
-    parser.add_argument("directory", type=Path, help="directory of the whole model")
-    parser.add_argument("--layers", required=True, help="layers to keep, such as 0,1")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    arguments = parser.parse_args(argv)
-    layers = [int(layer) for layer in arguments.layers.split(",")]
-    print(truncate_model(arguments.directory, layers, arguments.out))  # noqa: T201  # a command
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
