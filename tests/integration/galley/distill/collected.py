@@ -18,7 +18,7 @@ class Collected:
     """`kill_at`: a stage, and the share of it after which the run is killed."""
 
     kill_at: tuple[str, float] | None = None
-    told: list[tuple[str, int]] = field(default_factory=list)
+    reports: list[tuple[str, int]] = field(default_factory=list)
     _stage: tuple[str, int] = ("", 0)
 
     def stage(self, name: str, total: int) -> None:
@@ -26,7 +26,7 @@ class Collected:
 
     def done(self, units: int, note: str = "") -> None:
         name, total = self._stage
-        self.told.append((name, units))
+        self.reports.append((name, units))
         if self.kill_at is not None and name == self.kill_at[0] and units >= self.kill_at[1] * total:
             raise Killed
 
@@ -35,4 +35,4 @@ class Collected:
 
     def first_of(self, stage: str) -> int:
         """What the stage began with."""
-        return next(units for name, units in self.told if name == stage)
+        return next(units for name, units in self.reports if name == stage)

@@ -130,10 +130,10 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(
         file.write('{"place": 3, "dig')
     with (again.work / "curve.jsonl").open("a") as file:
         file.write('{"seen": 2, "acc')
-    told = Collected()
-    found = distil(again, told)
-    assert [point["seen"] // 8_000 for point in found.curve] == [1, 2, 3, 4]
-    assert told.first_of(stage) > 0
+    collected = Collected()
+    result = distil(again, collected)
+    assert [point["seen"] // 8_000 for point in result.curve] == [1, 2, 3, 4]
+    assert collected.first_of(stage) > 0
     whole, resumed = (load_file(folder.out / "model.safetensors") for folder in (options, again))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -144,10 +144,10 @@ def test_a_corpus_does_in_place_of_prompts(options: Options, tmp_path: Path) -> 
     short = replace(
         options, out=tmp_path / "draft", work=tmp_path / "work", prompts=(), corpus=(corpus,), tokens=600
     )
-    found = distil(short, Collected()).acceptance
-    assert found["all"].tokens > 0
+    result = distil(short, Collected()).acceptance
+    assert result["all"].tokens > 0
     held_out = replace(short, work=tmp_path / "other", held_out=options.work / "heldout.npz")
-    assert distil(held_out, Collected()).acceptance["all"].tokens != found["all"].tokens
+    assert distil(held_out, Collected()).acceptance["all"].tokens != result["all"].tokens
 
 
 @pytest.mark.usefixtures("distilled")
@@ -164,8 +164,8 @@ def test_the_head_is_the_most_frequent_tokens(options: Options) -> None:
 def test_training_goes_on_from_a_draft_with_a_layer_more(options: Options, distilled: Distilled) -> None:
     folder = options.out.parent
     grown = replace(options, start=options.out, layers=2, tokens=6_000, rate=0.001, out=folder / "grown")
-    found = distil(replace(grown, work=folder / "grown.work"), Collected()).acceptance["all"]
-    assert found.greedy >= distilled.acceptance["all"].greedy
+    result = distil(replace(grown, work=folder / "grown.work"), Collected()).acceptance["all"]
+    assert result.greedy >= distilled.acceptance["all"].greedy
     assert json.loads((grown.out / "config.json").read_text())["num_hidden_layers"] == 2
 
 

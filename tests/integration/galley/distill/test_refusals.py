@@ -62,7 +62,7 @@ def test_an_option_out_of_its_bounds(options: Options, field: str, value: Any) -
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "problem"),
     [
         ("{", "must be JSON"),
         ("[]", "must be a JSON object"),
@@ -72,11 +72,11 @@ def test_an_option_out_of_its_bounds(options: Options, field: str, value: Any) -
         ('{"prompt": "w4", "workload": 1}', "workload must be a name"),
     ],
 )
-def test_a_line_that_is_no_prompt(options: Options, tmp_path: Path, line: str, said: str) -> None:
+def test_a_line_that_is_no_prompt(options: Options, tmp_path: Path, line: str, problem: str) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(json.dumps({"prompt": "w5"}) + "\n" + line + "\n")
     options.work.mkdir()
-    with pytest.raises(InvalidField, match=rf"prompts: .*log\.jsonl:2.*{said}"):
+    with pytest.raises(InvalidField, match=rf"prompts: .*log\.jsonl:2.*{problem}"):
         gather(replace(options, prompts=(path,), dtype="float32"), Collected())
 
 
@@ -101,7 +101,7 @@ def test_a_corpus_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "problem"),
     [
         ({"offsets": np.array([0, 4, 9])}, "offsets must cover"),
         ({"prompt_len": np.array([2, 6])}, "must not be empty"),
@@ -109,10 +109,10 @@ def test_a_corpus_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"workload": np.array([0, 1])}, "must be in workload_names"),
     ],
 )
-def test_a_corpus_whose_arrays_do_not_fit(tmp_path: Path, broken: dict[str, Any], said: str) -> None:
+def test_a_corpus_whose_arrays_do_not_fit(tmp_path: Path, broken: dict[str, Any], problem: str) -> None:
     path = tmp_path / "corpus.npz"
     write_corpus(replace(corpus(), **broken), path)
-    with pytest.raises(InvalidField, match=f"corpus: .*{said}"):
+    with pytest.raises(InvalidField, match=f"corpus: .*{problem}"):
         read_corpus(path)
 
 
@@ -207,10 +207,10 @@ def test_a_run_is_not_taken_up_with_other_options(options: Options, stage: str) 
         "self_prompts": 3,
     }  # fmt: skip
     for name, value in others.items():
-        told = Collected()
+        collected = Collected()
         with pytest.raises(InvalidField, match=rf"work: .* {name} was {SHORT.get(name, '')}"):
-            distil(replace(short, **{name: value}), told)
-        assert told.told == [], "nothing was done"
+            distil(replace(short, **{name: value}), collected)
+        assert collected.reports == [], "nothing was done"
     distil(replace(short, threads=2, evaluate_every=32), Collected())
 
 
@@ -246,11 +246,11 @@ def test_a_run_that_was_refused_for_its_prompts_may_begin_again(options: Options
 def test_what_does_not_fit_the_target_is_refused_before_any_work(
     options: Options, field: str, value: Any
 ) -> None:
-    told = Collected()
+    collected = Collected()
     with pytest.raises(InvalidField) as refused:
-        distil(replace(options, **{**SHORT, field: value}), told)
+        distil(replace(options, **{**SHORT, field: value}), collected)
     assert refused.value.field == field
-    assert told.told == []
+    assert collected.reports == []
     assert not options.work.exists()
 
 

@@ -35,9 +35,9 @@ class Draft:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def told(self) -> dict[str, Any]:
-        told: dict[str, Any] = self.config["galley_draft"]
-        return told
+    def section(self) -> dict[str, Any]:
+        section: dict[str, Any] = self.config["galley_draft"]
+        return section
 
     def save(self, directory: Path) -> Path:
         directory.mkdir()
@@ -71,15 +71,15 @@ def draft_of(target: Path, *, own: bool = False, int8: bool = True) -> Draft:
 
 def _config(target: Path, head_vocab: int, *, own: bool) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((target / "config.json").read_text())
-    told = {
+    section = {
         "format": 1,
         "tokenizer_hash": tokenizer_hash(target),
         "head_vocab": head_vocab,
         "embeddings": "own" if own else "target",
     }
     if not own:
-        told["embeddings_sha256"] = embeddings_sha256(read_embedding(target))
-    return config | {"num_hidden_layers": LAYERS, "tie_word_embeddings": False, "galley_draft": told}
+        section["embeddings_sha256"] = embeddings_sha256(read_embedding(target))
+    return config | {"num_hidden_layers": LAYERS, "tie_word_embeddings": False, "galley_draft": section}
 
 
 def load_draft(

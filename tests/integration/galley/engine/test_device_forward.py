@@ -80,8 +80,8 @@ def _run(model: CausalModel, rng: random.Random) -> list[Tensor]:
         for i in chosen:
             rows = 40 if step % 11 == 0 else rng.choice([1, 1, 3, 5])
             lengths[i] = 0 if lengths[i] + rows > 6 * BLOCK_TOKENS else lengths[i]
-            wanted = 0 if step % 5 == 1 else rng.choice([1, rows])
-            chunks.append(StepChunk(lengths[i], tokens_of(rng, rows), blocks[i], wanted))
+            logit_rows = 0 if step % 5 == 1 else rng.choice([1, rows])
+            chunks.append(StepChunk(lengths[i], tokens_of(rng, rows), blocks[i], logit_rows))
             lengths[i] += rows
         answers.append(model.run(chunks))
     return answers
@@ -135,10 +135,10 @@ class Unable:
     """Records nothing, as CUDA where a pass waits for the host."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.attempts = 0
 
     def record(self, body: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        self.asked += 1
+        self.attempts += 1
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
@@ -148,7 +148,7 @@ def test_a_pass_that_cannot_be_recorded_runs_as_it_is() -> None:
     for number in range(6):
         packed = torch.full((3,), number, dtype=torch.int32)
         assert torch.equal(graphs.run("shape", packed, lambda buffer: buffer + 1), packed + 1)
-    assert recorder.asked == 1, "it is not tried again"
+    assert recorder.attempts == 1, "it is not tried again"
     assert len(graphs) == 0
 
 

@@ -25,7 +25,7 @@ from galley.engine.sampling import torch_noise
 from galley.engine.sampling.layout import Floats
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-ASKED: list[dict[str, Any]] = [
+PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 0.3},
@@ -58,8 +58,8 @@ def _logits(rng: np.random.Generator, rows: int, vocab: int) -> torch.Tensor:
 
 
 def _draw(rng: random.Random, vocab: int) -> Draw:
-    asked = rng.choice(ASKED)
-    params = replace(SamplingParams(), seed=rng.choice([0, 7, 2**64 - 1, rng.getrandbits(64)]), **asked)
+    chosen = rng.choice(PARAMS)
+    params = replace(SamplingParams(), seed=rng.choice([0, 7, 2**64 - 1, rng.getrandbits(64)]), **chosen)
     history = tuple(rng.randrange(vocab) for _ in range(rng.randint(1, 6)))
     return Draw(
         params,
@@ -147,10 +147,10 @@ def test_noise_that_cannot_be_compiled_is_the_same_uncompiled(
 def test_memory_that_has_run_out_is_said_and_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [torch.OutOfMemoryError("CUDA out of memory")]
 
-    def fail_once(*asked: Any) -> torch.Tensor:
+    def fail_once(*chosen: Any) -> torch.Tensor:
         if failures:
             raise failures.pop()
-        return torch_noise.row_words(*asked)
+        return torch_noise.row_words(*chosen)
 
     def refuse(*_: object) -> torch.Tensor:
         raise AssertionError("it was given up")

@@ -178,17 +178,23 @@ def test_a_pass_without_logits_and_one_of_many_parts(directory: Path, target: Pa
 
 
 SPOILT: dict[str, tuple[Callable[[Draft], object], str]] = {
-    "another format": (lambda d: d.told.update(format=2), r"format must be 1, got 2"),
+    "another format": (lambda d: d.section.update(format=2), r"format must be 1, got 2"),
     "no format": (lambda d: d.config.update(galley_draft="yes"), r"format must be 1, got 'yes'"),
     "tied": (lambda d: d.config.update(tie_word_embeddings=True), "tie_word_embeddings false"),
     "another family": (lambda d: d.config.update(model_type="qwen2"), "must be a llama"),
-    "no tokenizer": (lambda d: d.told.pop("tokenizer_hash"), "tokenizer_hash must be a hash"),
-    "whose embeddings": (lambda d: d.told.update(embeddings="mine"), "embeddings must be"),
-    "which embeddings": (lambda d: d.told.pop("embeddings_sha256"), "embeddings_sha256 must be a hash"),
-    "other embeddings": (lambda d: d.told.update(embeddings_sha256="0" * 64), "trained for another target"),
-    "a head too large": (lambda d: d.told.update(head_vocab=VOCAB + 1), r"head_vocab must be in \[1, 97\]"),
+    "no tokenizer": (lambda d: d.section.pop("tokenizer_hash"), "tokenizer_hash must be a hash"),
+    "whose embeddings": (lambda d: d.section.update(embeddings="mine"), "embeddings must be"),
+    "which embeddings": (lambda d: d.section.pop("embeddings_sha256"), "embeddings_sha256 must be a hash"),
+    "other embeddings": (
+        lambda d: d.section.update(embeddings_sha256="0" * 64),
+        "trained for another target",
+    ),
+    "a head too large": (
+        lambda d: d.section.update(head_vocab=VOCAB + 1),
+        r"head_vocab must be in \[1, 97\]",
+    ),
     "a head of another size": (
-        lambda d: d.told.update(head_vocab=5),
+        lambda d: d.section.update(head_vocab=5),
         r"must be int32 \[5\], got torch.int32",
     ),
     "a larger vocabulary": (lambda d: d.config.update(vocab_size=VOCAB + 1), r"needs embeddings \[98, 64\]"),

@@ -70,16 +70,16 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
 
 def test_a_hub_id_is_downloaded_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = model_files(tmp_path / "m", {"model_type": "llama"})
-    asked: list[tuple[str, str | None, list[str]]] = []
+    downloads: list[tuple[str, str | None, list[str]]] = []
 
     def download(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.append((hub_id, revision, allow_patterns))
+        downloads.append((hub_id, revision, allow_patterns))
         return str(directory)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_model("someone/model") == resolve_model(f"someone/model@{'c0ffee' * 6}1234") == directory
-    (*_, patterns), _ = asked
-    assert [(hub_id, revision) for hub_id, revision, _ in asked] == [
+    (*_, patterns), _ = downloads
+    assert [(hub_id, revision) for hub_id, revision, _ in downloads] == [
         ("someone/model", None),
         ("someone/model", f"{'c0ffee' * 6}1234"),
     ]

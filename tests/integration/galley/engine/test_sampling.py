@@ -112,8 +112,8 @@ def cases(draw: st.DrawFn) -> Case:
     )
     prompt, output = draw(st.lists(token, min_size=1, max_size=5)), draw(st.lists(token, max_size=5))
     stops = draw(st.lists(token, max_size=2)) if vocab > 2 else []
-    asked = draw_of(params, prompt, output, stops, draw(st.integers(0, 8)))
-    return Case(rows, asked, _guesses(rows, asked, spoil=draw(st.booleans())))
+    case_draw = draw_of(params, prompt, output, stops, draw(st.integers(0, 8)))
+    return Case(rows, case_draw, _guesses(rows, case_draw, spoil=draw(st.booleans())))
 
 
 def _guesses(rows: NDArray[np.float32], draw: Draw, *, spoil: bool) -> list[int]:

@@ -40,11 +40,11 @@ class End:
     def share(self, number: int) -> Callable[[], Sequence[int]]:
         self._hub.numbers[self._rank] = number
 
-        def told() -> Sequence[int]:
+        def exchanged() -> Sequence[int]:
             self._hub.met.wait(_TIMEOUT_S)
-            found = list(self._hub.numbers)
+            numbers = list(self._hub.numbers)
             # Nobody writes the next one before all have read.
             self._hub.met.wait(_TIMEOUT_S)
-            return found
+            return numbers
 
-        return told
+        return exchanged

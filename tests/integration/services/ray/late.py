@@ -31,10 +31,10 @@ def main() -> None:
             os.close(say_over)
             _be_late(_join(1, meeting), over)
             os._exit(0)
-        found = _wait_for_it(_join(0, meeting))
+        results = _wait_for_it(_join(0, meeting))
         os.close(say_over)
         os.wait()
-    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write(json.dumps(results) + "\n")
 
 
 def _join(rank: int, meeting: Meeting) -> ProcessGroup:
@@ -50,13 +50,13 @@ def _be_late(group: ProcessGroup, over: int) -> None:
 def _wait_for_it(group: ProcessGroup) -> dict[str, str]:
     group.wait_at_most(_SHORT_S)
     group.wait_at_most(_LONG_S)
-    found = {"long": str(group.add(torch.ones(1)).item())}
+    results = {"long": str(group.add(torch.ones(1)).item())}
     group.wait_at_most(_SHORT_S)
     try:
         group.add(torch.ones(1))
     except RankLost as error:
-        found["short"] = str(error)
-    return found
+        results["short"] = str(error)
+    return results
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Run the ranks of a test or a proof; the arguments are SIZE MEETING WORK OUT.
 
 Imports once and forks: ranks start together, and cost their own work alone. All of them make the same calls;
-rank 0 writes what it found to the file OUT.
+rank 0 writes the results to the file OUT.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def main() -> None:
         die_with_parent(parent)
     torch.set_num_threads(1)
     group = join(rank, size, device="cpu", meeting=Meeting(file=meeting))
-    found = [run(Work(**told), group) for told in json.loads(sys.argv[3])]
+    results = [run(Work(**arguments), group) for arguments in json.loads(sys.argv[3])]
     group.close()
     if rank == 0:
-        torch.save(found, sys.argv[4])
+        torch.save(results, sys.argv[4])
         failed = [pid for pid in followers if os.waitpid(pid, 0)[1] != 0]
         raise SystemExit(len(failed))
 

@@ -20,7 +20,7 @@ def run_ranks(size: int, works: Sequence[Work], folder: Path, timeout_s: float =
     """What rank 0 of `size` found, work by work; raises AssertionError, with the output, if a rank failed."""
     folder.mkdir()
     out = folder / "found.pt"
-    told = json.dumps([asdict(work) for work in works])
+    arguments = json.dumps([asdict(work) for work in works])
     done = subprocess.run(
         [
             sys.executable,
@@ -28,7 +28,7 @@ def run_ranks(size: int, works: Sequence[Work], folder: Path, timeout_s: float =
             "tests.integration.services.ray.program",
             str(size),
             str(folder / "meeting"),
-            told,
+            arguments,
             str(out),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
@@ -39,5 +39,5 @@ def run_ranks(size: int, works: Sequence[Work], folder: Path, timeout_s: float =
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    found: list[dict[str, Any]] = torch.load(out, weights_only=True)
-    return found
+    results: list[dict[str, Any]] = torch.load(out, weights_only=True)
+    return results

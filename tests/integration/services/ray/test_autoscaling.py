@@ -10,7 +10,7 @@ from services.target.ray.autoscaling import ReplicaLoad, replicas_for, scale_tar
 
 
 @pytest.mark.parametrize(
-    ("loads", "running", "wanted"),
+    ("loads", "running", "expected"),
     [
         ([], 2, 2),
         ([(0, 0.9)], 1, 1),
@@ -21,8 +21,8 @@ from services.target.ray.autoscaling import ReplicaLoad, replicas_for, scale_tar
         ([(0, 0.4), (0, 0.5)], 2, 2),
     ],
 )
-def test_replicas_for(loads: list[tuple[float, float]], running: int, wanted: int) -> None:
-    assert replicas_for([ReplicaLoad(*load) for load in loads], running) == wanted
+def test_replicas_for(loads: list[tuple[float, float]], running: int, expected: int) -> None:
+    assert replicas_for([ReplicaLoad(*load) for load in loads], running) == expected
 
 
 def test_serve_is_answered_from_what_replicas_report() -> None:

@@ -40,8 +40,8 @@ def test_the_committed_config_is_read_by_serve_and_by_us() -> None:
     assert deployment.name == ray_app.DEPLOYMENT
     args = ray_app.AppArgs.model_validate(application.args)
     TargetSettings(**args.settings)
-    told = DeploySettings(redis_url=SecretStr("unix:///nowhere"), max_replicas=4)
-    ours = ray_app.schema_of(args, Deployment(told).scale)
+    settings = DeploySettings(redis_url=SecretStr("unix:///nowhere"), max_replicas=4)
+    ours = ray_app.schema_of(args, Deployment(settings).scale)
     assert raw["applications"][0]["deployments"] == ours["applications"][0]["deployments"]
     assert f"{autoscaling.__name__}:{autoscaling.scale_targets.__name__}" == ray_app.AUTOSCALING_POLICY
 
@@ -72,20 +72,20 @@ def test_ray_is_not_told_the_stores_url(tmp_path: Path, monkeypatch: pytest.Monk
     file.write_text(url)
     settings = DeploySettings.model_validate({"redis_url_file": str(file)})
     assert settings.redis_url.get_secret_value() == url
-    told = deploy._args(settings)
-    assert "canary" not in told.model_dump_json()
-    assert "redis" not in told.model_dump_json()
+    args = deploy._args(settings)
+    assert "canary" not in args.model_dump_json()
+    assert "redis" not in args.model_dump_json()
     monkeypatch.setenv(REDIS_URL_FILE, str(file))
     assert ray_replica._redis_url() == url
-    assert ray_replica._settings_here(told.settings).redis_url.get_secret_value() == ""
+    assert ray_replica._settings_here(args.settings).redis_url.get_secret_value() == ""
     monkeypatch.setenv(REDIS_URL, "unix:///other")
     assert ray_replica._redis_url() == "unix:///other"
 
 
 async def test_ranks_that_do_not_divide_are_refused_before_ray_is_started(default_model_dir: Path) -> None:
-    told = DeploySettings(
+    settings = DeploySettings(
         model=str(default_model_dir), redis_url=SecretStr("unix:///nowhere"), tensor_parallel=2
     )
     with pytest.raises(UnsupportedModel, match="2 ranks cannot share num_attention_heads = 9 evenly"):
-        await Deployment(told).run()
+        await Deployment(settings).run()
     assert not ray.is_initialized()

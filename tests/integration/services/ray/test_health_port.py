@@ -37,10 +37,10 @@ async def test_the_second_replica_of_a_node_tells_its_health_at_another_port() -
     leaders = [Quick(settings, spec_of(settings, 1), "", lambda: None) for _ in range(2)]
     for leader in leaders:
         await leader.serve(None)
-    told = [leader.running.health_address for leader in leaders]
-    assert told[0] == f"127.0.0.1:{settings.health_port}"
-    assert told[1] != told[0]
-    for address in told:
+    addresses = [leader.running.health_address for leader in leaders]
+    assert addresses[0] == f"127.0.0.1:{settings.health_port}"
+    assert addresses[1] != addresses[0]
+    for address in addresses:
         assert await asyncio.to_thread(problem_of, address) is None
     for leader in leaders:
         await leader.stop()

@@ -96,7 +96,7 @@ async def ranks_of(
             await asyncio.to_thread(follower.join)
 
 
-async def ask(target: rpc.TargetAsyncStub, *, sampled: bool) -> list[pb.VerifyAnswer]:
+async def verify_once(target: rpc.TargetAsyncStub, *, sampled: bool) -> list[pb.VerifyAnswer]:
     async with stream_of(target) as stream:
         item = slice_of(PROMPT, traceparent=parent_of(0xABC, sampled=sampled))
         await stream.send(pb.VerifyItem(slice=item, credit=2))
@@ -106,14 +106,14 @@ async def ask(target: rpc.TargetAsyncStub, *, sampled: bool) -> list[pb.VerifyAn
 async def test_each_rank_tells_its_part_of_a_pass_and_the_pass_what_all_took(tiny: Path) -> None:
     traces = [Kept() for _ in range(SIZE)]
     async with ranks_of(tiny, traces) as (target, _):
-        answers = await ask(target, sampled=True)
+        answers = await verify_once(target, sampled=True)
     batches = traces[0].named(BATCH)
     assert len(batches) == len(answers) > 1
     for batch in batches:
-        told = attributes_of(batch)
-        own_ns, *others_ns = told["galley.batch.rank_forward_ns"]
+        attributes = attributes_of(batch)
+        own_ns, *others_ns = attributes["galley.batch.rank_forward_ns"]
         assert others_ns == [MS, 2 * MS]
-        assert 0 < own_ns <= told["galley.batch.forward_ns"]
+        assert 0 < own_ns <= attributes["galley.batch.forward_ns"]
     for rank in range(1, SIZE):
         spans = traces[rank].named(RANK)
         assert [context_of(batch)[0] for batch in batches] == [context_of(span)[0] for span in spans]
@@ -130,6 +130,6 @@ async def test_each_rank_tells_its_part_of_a_pass_and_the_pass_what_all_took(tin
 async def test_nothing_is_measured_or_told_of_a_pass_that_nobody_traces(tiny: Path) -> None:
     traces = [Kept() for _ in range(SIZE)]
     async with ranks_of(tiny, traces) as (target, others):
-        answers = await ask(target, sampled=False)
+        answers = await verify_once(target, sampled=False)
     assert [(other.ran, other.watched) for other in others] == [(len(answers), 0)] * (SIZE - 1)
     assert not any(kept.named(name) for kept in traces for name in (BATCH, RANK))

@@ -30,10 +30,10 @@ def agree(ours: dict[str, Any], alone: dict[str, Any]) -> None:
     assert alone["greedy"] == ours["greedy"]
 
 
-def keeps_bits(found: dict[str, Any]) -> None:
-    assert found["deterministic"]
-    assert found["rows"] > 0
-    assert found["differing"] == 0, found["trials"]
+def keeps_bits(results: dict[str, Any]) -> None:
+    assert results["deterministic"]
+    assert results["rows"] > 0
+    assert results["differing"] == 0, results["trials"]
 
 
 def _wide(config: Any) -> Any:
@@ -59,9 +59,9 @@ def test_three_ranks_agree_with_one_and_keep_their_bits(
 ) -> None:
     real = Work(str(default_model_dir), longest=40, passes=2)
     small = [Work(str(nine_heads), dtype, passes=25) for dtype in ("float32", "bfloat16")]
-    found = run_ranks(3, [real, *small], tmp_path / "three")
-    agree(found[0], run(real, ALONE))
-    for one in found:
+    results = run_ranks(3, [real, *small], tmp_path / "three")
+    agree(results[0], run(real, ALONE))
+    for one in results:
         keeps_bits(one)
 
 
@@ -73,9 +73,9 @@ def test_a_rank_may_be_late_while_all_load_and_is_given_up_when_they_serve() -> 
         timeout=120,
         check=True,
     )
-    found = json.loads(done.stdout)
-    assert found["long"] == "2.0"
-    assert found["short"].startswith("rank 0 lost another rank")
+    results = json.loads(done.stdout)
+    assert results["long"] == "2.0"
+    assert results["short"].startswith("rank 0 lost another rank")
 
 
 def test_ranks_that_do_not_divide_are_refused_with_the_numbers(default_model_dir: Path) -> None:
@@ -86,7 +86,7 @@ def test_ranks_that_do_not_divide_are_refused_with_the_numbers(default_model_dir
 
 
 @pytest.mark.parametrize(
-    ("config", "size", "said"),
+    ("config", "size", "problem"),
     [
         (
             LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2),
@@ -106,6 +106,6 @@ def test_ranks_that_do_not_divide_are_refused_with_the_numbers(default_model_dir
         ),
     ],
 )
-def test_what_cannot_be_cut_is_refused(config: Any, size: int, said: str) -> None:
-    with pytest.raises(UnsupportedModel, match=said):
+def test_what_cannot_be_cut_is_refused(config: Any, size: int, problem: str) -> None:
+    with pytest.raises(UnsupportedModel, match=problem):
         refuse_ranks(config, size)

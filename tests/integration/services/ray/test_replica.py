@@ -58,10 +58,10 @@ async def ended(process: asyncio.subprocess.Process) -> int:
 async def start(
     model: Path, *flags: str, environment: Mapping[str, str] | None = None, ready_fd: int | None = None
 ) -> asyncio.subprocess.Process:
-    told = () if ready_fd is None else ("--ready-fd", str(ready_fd))
+    ready = () if ready_fd is None else ("--ready-fd", str(ready_fd))
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.target", "--die-with-parent", "--model", str(model)),
-        *("--tensor-parallel", str(SIZE), "--dtype", "float32", "--kv-memory-mb", "8", *told, *flags),
+        *("--tensor-parallel", str(SIZE), "--dtype", "float32", "--kv-memory-mb", "8", *ready, *flags),
         pass_fds=() if ready_fd is None else (ready_fd,),
         env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
     )
@@ -92,8 +92,8 @@ async def running(
 def address_told(read_fd: int) -> str:
     with os.fdopen(read_fd) as lines:
         for line in lines:
-            if (told := json.loads(line))["stage"] == "ready":
-                return str(told["address"])
+            if (message := json.loads(line))["stage"] == "ready":
+                return str(message["address"])
     raise RuntimeError("the replica did not start")
 
 
@@ -129,8 +129,8 @@ async def test_each_rank_sends_its_spans_at_its_end(tiny: Path, tmp_path: Path) 
             "OTEL_BSP_SCHEDULE_DELAY": "600000",
         }
         async with running(tiny, environment=environment) as replica:
-            asked = slice_of(PROMPT, traceparent=parent_of(0xABC))
-            (answer,) = await verify(replica.target, pb.VerifyItem(slice=asked))
+            prompt_slice = slice_of(PROMPT, traceparent=parent_of(0xABC))
+            (answer,) = await verify(replica.target, pb.VerifyItem(slice=prompt_slice))
             replica.process.terminate()
             assert await replica.ended() == 0
         span_of = {span.name: span for span in collector.spans}
@@ -140,12 +140,12 @@ async def test_each_rank_sends_its_spans_at_its_end(tiny: Path, tmp_path: Path) 
     assert answer.result.batch_span == batch.trace_id + batch.span_id
     assert [(link.trace_id, link.span_id) for link in batch.links] == [(item.trace_id, item.span_id)]
     assert (rank.trace_id, rank.parent_span_id) == (batch.trace_id, batch.span_id)
-    told = {entry.key: entry.value for span in (batch, rank) for entry in span.attributes}
-    computed_ns = [value.int_value for value in told["galley.batch.rank_forward_ns"].array_value.values]
+    attributes = {entry.key: entry.value for span in (batch, rank) for entry in span.attributes}
+    computed_ns = [value.int_value for value in attributes["galley.batch.rank_forward_ns"].array_value.values]
     assert len(computed_ns) == SIZE
-    assert 0 < computed_ns[0] < told["galley.batch.forward_ns"].int_value
+    assert 0 < computed_ns[0] < attributes["galley.batch.forward_ns"].int_value
     # The follower's own clock has the same to say as what rank 0 was told.
-    waited_ns = told["galley.rank.waited_ns"].int_value
+    waited_ns = attributes["galley.rank.waited_ns"].int_value
     assert waited_ns > 0
     assert computed_ns[1] == rank.end_time_unix_nano - rank.start_time_unix_nano - waited_ns
 

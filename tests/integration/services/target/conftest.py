@@ -46,7 +46,7 @@ class Recording:
     def __init__(self, engine: PagedEngine) -> None:
         self.engine = engine
         self.passes: list[StepPlan] = []
-        self.begun = threading.Semaphore(0)
+        self.started = threading.Semaphore(0)
         self.gate = threading.Event()
         self.gate.set()
         self.failure: Exception | None = None
@@ -63,7 +63,7 @@ class Recording:
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         self.passes.append(plan)
-        self.begun.release()
+        self.started.release()
         if not self.gate.wait(10):
             raise TimeoutError
         if self.failure is not None:

@@ -244,8 +244,8 @@ class FuzzWorld:
             drafts = (*session.tokens[position:], *self._drafts(session.tokens))
             hint = Hint(position, digest, drafts, self._survival(len(drafts)))
         limit = len(session.tokens) + self._random.randint(0, 12)
-        told = Extend(limit, hint, hint_due=self._random.random() < 0.3)
-        self._scheduler.extend(session.item, told, self._now)
+        extension = Extend(limit, hint, hint_due=self._random.random() < 0.3)
+        self._scheduler.extend(session.item, extension, self._now)
         if session.request is not None:
             self.counts.happened["extended"] += 1
 
@@ -383,15 +383,15 @@ class FuzzWorld:
         )
         expected = fresh_tokens(self._fresh, draw)
         if expected != tokens:
-            said = f"confirmed {tokens}, a fresh run says {expected}"
-            raise AssertionError(f"after {session.tokens}: {said}")
+            problem = f"confirmed {tokens}, a fresh run says {expected}"
+            raise AssertionError(f"after {session.tokens}: {problem}")
         self.counts.tokens_checked += len(tokens)
 
     # -------------------------------------------------------------------------------- randomness --
 
-    def _pick(self, wanted: Callable[[_Session], bool]) -> _Session | None:
-        found = [session for session in self._sessions.values() if wanted(session)]
-        return self._random.choice(found) if found else None
+    def _pick(self, fits: Callable[[_Session], bool]) -> _Session | None:
+        sessions = [session for session in self._sessions.values() if fits(session)]
+        return self._random.choice(sessions) if sessions else None
 
     def _some(self, count: int) -> list[int]:
         return [self._random.randrange(2, self._size.vocab - 1) for _ in range(count)]

@@ -95,7 +95,7 @@ class InvarianceTrial:
         sequence.done = length
 
     def _pass(self, company: list[_Sequence]) -> None:
-        chunks, wanted = [], []
+        chunks, fed_chunks = [], []
         for sequence in company:
             count = min(self._random.choice(_CHUNKS), len(sequence.tokens) - sequence.done)
             drafts = self._some(self._random.choice((0, 0, 1, 4, _MAX_DRAFTS)))
@@ -104,7 +104,7 @@ class InvarianceTrial:
             fed = [*sequence.tokens[sequence.done : sequence.done + count], *drafts]
             want = self._random.choice((0, len(fed), len(fed), min(len(fed), 1 + len(drafts))))
             chunks.append(StepChunk(sequence.done, fed, list(sequence.blocks), want))
-            wanted.append((sequence, sequence.done, count, len(fed) - want))
+            fed_chunks.append((sequence, sequence.done, count, len(fed) - want))
             self.counts.drafts_fed += len(drafts)
             sequence.done += count
         logits = self._model.run(chunks, self._copies)
@@ -112,7 +112,7 @@ class InvarianceTrial:
         self._copies = []
         self.counts.passes += 1
         row = 0
-        for (sequence, start, count, skipped), chunk in zip(wanted, chunks, strict=True):
+        for (sequence, start, count, skipped), chunk in zip(fed_chunks, chunks, strict=True):
             mine = logits[row : row + chunk.want_logits]
             row += chunk.want_logits
             self._compare(sequence, mine[: max(0, count - skipped)], start + skipped)

@@ -42,13 +42,13 @@ async def first_pass_held(
     engine.gate.clear()
     async with stream_of(target) as stream:
         await stream.send(*items)
-        await begun(engine)
+        await started(engine)
         yield stream
 
 
-async def begun(engine: Recording) -> None:
+async def started(engine: Recording) -> None:
     """Until a pass has."""
-    assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
+    assert await asyncio.to_thread(engine.started.acquire, timeout=10)
 
 
 async def test_it_goes_on_until_its_credit_is_used_up(target: rpc.TargetAsyncStub, answer: list[int]) -> None:
@@ -104,11 +104,11 @@ async def test_a_hint_keeps_its_worth_when_it_comes_late(
         await stream.send(item(credit=0))
         await stream.until_last()
         engine.gate.clear()
-        while engine.begun.acquire(blocking=False):
+        while engine.started.acquire(blocking=False):
             pass
         tokens = [*PROMPT, *answer[:2]]
         await stream.send(pb.VerifyItem(slice=slice_of(tokens), credit=20))
-        await begun(engine)
+        await started(engine)
         await stream.send(extensions=[extension(known, answer[3 - late : 7])])
         await stream.heard()
         engine.gate.set()

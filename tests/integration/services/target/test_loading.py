@@ -44,7 +44,7 @@ def test_the_context_window_is_what_the_pool_holds(loaded: CausalModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("values", "problem"),
     [
         ({"tensor_parallel": 3, "hosts": 2, "ranks_address": "leader:1"}, "--hosts 2"),
         ({"tensor_parallel": 4, "hosts": 2}, "--ranks-address"),
@@ -52,9 +52,9 @@ def test_the_context_window_is_what_the_pool_holds(loaded: CausalModel) -> None:
         ({"host_index": 1}, "--host-index: must be < --hosts 1"),
     ],
 )
-def test_hosts_that_cannot_share_the_ranks_are_refused(told: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        TargetSettings(**told)
+def test_hosts_that_cannot_share_the_ranks_are_refused(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        TargetSettings(**values)
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,13 @@ async def test_the_others_go_on_beside_it(target: rpc.TargetAsyncStub, engine: R
     await verify(target, item(SHORT, "short"))
     engine.gate.clear()
     long = asyncio.ensure_future(verify(target, item(LONG, "long", (3, 3))))
-    assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
-    assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
+    assert await asyncio.to_thread(engine.started.acquire, timeout=10)
+    assert await asyncio.to_thread(engine.started.acquire, timeout=10)
     other = asyncio.ensure_future(verify(target, item(OTHER, "other", arrival_ns=2)))
-    told = asyncio.ensure_future(verify(target, item(SHORT, "short", arrival_ns=3)))
+    short = asyncio.ensure_future(verify(target, item(SHORT, "short", arrival_ns=3)))
     await until_here(target, 3)
     engine.gate.set()
-    answers = [(await asked)[0].result for asked in (long, other, told)]
+    answers = [(await asked)[0].result for asked in (long, other, short)]
 
     assert [answer.tokens[0] for answer in answers] == [
         greedy(tiny, prompt, 1)[0] for prompt in (LONG, OTHER, SHORT)
@@ -64,7 +64,7 @@ async def test_a_prompt_given_up_midway_is_taken_up_where_it_stands(
 ) -> None:
     engine.gate.clear()
     asked = asyncio.ensure_future(verify(target, item(LONG, "long")))
-    assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
+    assert await asyncio.to_thread(engine.started.acquire, timeout=10)
     asked.cancel()
     await asyncio.wait({asked})
     # A short item behind it shows that the cancelled one is out of the queue.

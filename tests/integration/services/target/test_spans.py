@@ -45,27 +45,29 @@ def span_bytes(span: ReadableSpan) -> bytes:
 async def test_an_item_is_a_span_while_it_stands_and_every_pass_links_to_it_and_back(
     target: rpc.TargetAsyncStub, kept: Kept
 ) -> None:
-    asked = item_of(PROMPT)
-    asked.draft_tokens.append(1)
-    asked.credit = 2
+    request = item_of(PROMPT)
+    request.draft_tokens.append(1)
+    request.credit = 2
     async with stream_of(target) as stream:
-        await stream.send(asked)
+        await stream.send(request)
         answers = await stream.until_last()
     (item,) = kept.named(ITEM)
     assert item.parent is not None
     assert (item.parent.trace_id, item.parent.span_id, item.kind) == (TRACE, 0xDEF, SpanKind.SERVER)
-    told = attributes_of(item)
+    attributes = attributes_of(item)
     results = [answer.result for answer in answers]
-    assert {name: told[f"galley.{name}"] for name in ("session.id", "credit", "verdicts", "outcome")} == {
+    assert {
+        name: attributes[f"galley.{name}"] for name in ("session.id", "credit", "verdicts", "outcome")
+    } == {
         "session.id": "s",
         "credit": 2,
         "verdicts": len(answers),
         "outcome": "result",
     }
-    assert told["galley.confirmed"] == sum(len(result.tokens) for result in results)
-    assert told["galley.verified"] == sum(result.verified for result in results)
-    assert told["galley.accepted"] == sum(result.accepted for result in results)
-    assert told["galley.kv.reused"] == 0
+    assert attributes["galley.confirmed"] == sum(len(result.tokens) for result in results)
+    assert attributes["galley.verified"] == sum(result.verified for result in results)
+    assert attributes["galley.accepted"] == sum(result.accepted for result in results)
+    assert attributes["galley.kv.reused"] == 0
     batches = kept.named(BATCH)
     assert len(batches) == len(answers) > 1
     for batch, result in zip(batches, results, strict=True):
@@ -93,10 +95,10 @@ async def test_a_pass_says_what_it_consisted_of_and_what_it_took(
     (batch,) = kept.named(BATCH)
     assert links_of(batch) == {context_of(item) for item in kept.named(ITEM)}
     assert {trace_id for trace_id, _ in links_of(batch)} == {TRACE, TRACE + 1}
-    told = dict(attributes_of(batch))
-    forward_ns = told.pop("galley.batch.forward_ns")
-    (rank_ns,) = told.pop("galley.batch.rank_forward_ns")
-    assert told == {
+    attributes = dict(attributes_of(batch))
+    forward_ns = attributes.pop("galley.batch.forward_ns")
+    (rank_ns,) = attributes.pop("galley.batch.rank_forward_ns")
+    assert attributes == {
         "galley.batch.sessions": 3,
         "galley.batch.rows": 4 + 3 + 2 + 1,
         "galley.batch.draft_rows": 1,
@@ -168,7 +170,7 @@ async def test_an_item_that_is_overtaken_or_given_up_says_so(
     engine.gate.clear()
     async with stream_of(target) as stream:
         await stream.send(item_of(PROMPT, session_id="busy"))
-        assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
+        assert await asyncio.to_thread(engine.started.acquire, timeout=10)
         await stream.send(item_of(PROMPT, session_id="a"), item_of([*PROMPT, 1], session_id="a"))
         await stream.send(item_of(PROMPT, session_id="b"))
         await stream.send(cancelled=[pb.ItemRef(session_id="b", request_id=7)])
@@ -192,7 +194,7 @@ async def test_a_preempted_session_is_named_by_its_item_and_by_the_pass(
     engine.gate.clear()
     async with stream_of(target) as stream:
         await stream.send(young)
-        assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
+        assert await asyncio.to_thread(engine.started.acquire, timeout=10)
         await stream.send(item_of(PROMPT[:2], session_id="old", arrival_ns=1))
         await stream.heard()
         engine.gate.set()

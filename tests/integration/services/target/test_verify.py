@@ -190,7 +190,7 @@ async def test_an_item_that_comes_during_the_pass_of_its_session_runs_after_it(
 ) -> None:
     engine.gate.clear()
     under_way = asyncio.ensure_future(verify(target, pb.VerifyItem(slice=slice_of(PROMPT))))
-    assert await asyncio.to_thread(engine.begun.acquire, timeout=10)
+    assert await asyncio.to_thread(engine.started.acquire, timeout=10)
     longer = [*PROMPT, answer[0]]
     next_one = asyncio.ensure_future(verify(target, pb.VerifyItem(slice=slice_of(longer, start=5))))
     await target.GetTargetInfo(pb.GetTargetInfoRequest())
@@ -330,7 +330,7 @@ async def test_a_cancelled_call_is_dropped_before_the_next_step(
 ) -> None:
     engine.gate.clear()
     under_way = asyncio.ensure_future(verify(target, pb.VerifyItem(slice=slice_of(PROMPT, session_id="a"))))
-    await asyncio.to_thread(engine.begun.acquire)
+    await asyncio.to_thread(engine.started.acquire)
     given_up = asyncio.ensure_future(verify(target, pb.VerifyItem(slice=slice_of(PROMPT, session_id="b"))))
     late = target.Verify(
         pb.VerifyRequest(items=[pb.VerifyItem(slice=slice_of(PROMPT, session_id="c"))]), timeout=0.05
