@@ -21,7 +21,7 @@ from galley.core.scheduler.messages import Confirmed, Extend, Response, VerifyRe
 from galley.core.scheduler.scheduler import Linger, Scheduler
 from galley.core.step import StepOutcome, StepPlan
 from services.target.engine.protocol import TargetEngine
-from services.target.metrics import PassMeter
+from services.target.metrics import StepMeter
 from services.target.spans import Batch, BatchSpans
 
 
@@ -57,13 +57,13 @@ class StepLoop:
         engine: TargetEngine,
         scheduler: Scheduler,
         spans: SpanScope | None,
-        meter: PassMeter | None = None,
+        meter: StepMeter | None = None,
     ) -> None:
         """`spans` is None if traces are off."""
         self._engine = engine
         self._scheduler = scheduler
         self._batches = BatchSpans(spans)
-        self._meter = meter or PassMeter()
+        self._meter = meter or StepMeter()
         self._tickets: dict[int, Ticket] = {}
         self._changed = asyncio.Event()
         self._arrived = asyncio.Event()

@@ -13,7 +13,7 @@ from galley.core.step import StepPlan
 _SECOND = 1e9
 
 
-class PassMeter:
+class StepMeter:
     """Receives each step's counts; this one ignores them."""
 
     def count(self, plan: StepPlan, confirmed: int, duration_ns: int, queue_times_ns: Sequence[int]) -> None:
@@ -23,7 +23,7 @@ class PassMeter:
         """
 
 
-class CountingPassMeter(PassMeter):
+class CountingStepMeter(StepMeter):
     """Counts steps in a registry, which reads the scheduler's and the table's own counts when scraped."""
 
     def __init__(self, registry: Registry, scheduler: Scheduler, table: KvTable) -> None:

@@ -23,7 +23,7 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.protocol import TargetEngine
 from services.target.items import answer_of, read_extension, read_item
 from services.target.loop import StepLoop, Ticket
-from services.target.metrics import CountingPassMeter, PassMeter
+from services.target.metrics import CountingStepMeter, StepMeter
 from services.target.registration import Facts
 from services.target.spans import VerifySpan
 
@@ -59,9 +59,9 @@ class TargetService(rpc.TargetServicer):
         limits: Limits,
         metrics: Registry | None = None,
     ) -> None:
-        """`times` is what a pass of the engine costs, and `spans` is None where traces are off.
+        """`times` are the engine's measured step times; `spans` is None if traces are off.
 
-        To be made within the running event loop.
+        Make it within the running event loop.
         """
         info = engine.info
         self._engine = engine
@@ -77,9 +77,9 @@ class TargetService(rpc.TargetServicer):
             max_waiting=limits.max_waiting,
             max_linger_ns=round(limits.max_linger_ms * 1e6),
         )
-        meter = PassMeter()
+        meter = StepMeter()
         if metrics is not None:
-            meter = CountingPassMeter(metrics, self._scheduler, self._table)
+            meter = CountingStepMeter(metrics, self._scheduler, self._table)
         self._loop = StepLoop(engine, self._scheduler, spans, meter)
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:  # noqa: ARG002
