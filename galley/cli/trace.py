@@ -13,7 +13,7 @@ from rich.text import Text
 
 from galley.cli.errors import fail
 from galley.trace.read.build import stories_of
-from galley.trace.read.library import Found, NotFound, find, index_of
+from galley.trace.read.library import NotFound, Selection, find, index_of
 from galley.trace.read.model import Story
 from galley.trace.read.otlp_file import BadTraceFile, Lines
 from galley.trace.read.places import newest_file, trace_dir
@@ -75,7 +75,7 @@ def _list(lines: Lines, console: Console) -> None:
     )
 
 
-def _tell(found: Found, console: Console, html: Path | None, *, everything: bool) -> None:
+def _tell(found: Selection, console: Console, html: Path | None, *, everything: bool) -> None:
     stories = stories_of(found.spans, found.session_id, found.index.sessions_of, cut=found.cut)
     if html is not None:
         _write_private(html, page(_only(stories), everything=everything))

@@ -1,4 +1,4 @@
-"""Runs the collector of `galley up --trace`: `python -m galley.trace --file traces.jsonl`."""
+"""Run the collector of `galley up --trace`: `python -m galley.trace --file traces.jsonl`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 from galley.common.server.server import run_main
 from galley.trace.collector import CollectorSettings, build
 
-_DESCRIPTION = "A small OTLP collector: takes spans by gRPC and appends them to a file, as JSON lines."
+_DESCRIPTION = "A small OTLP collector: receives spans by gRPC and appends them to a file as JSON lines."
 
 
 def main() -> None:
-    """Serve until told to stop."""
-    # It would trace the calls that bring traces.
+    """Serve until SIGTERM or SIGINT."""
+    # Otherwise the collector would trace the calls that export traces.
     os.environ["OTEL_SDK_DISABLED"] = "true"
     run_main(CollectorSettings, "tracing", _DESCRIPTION, build)
 

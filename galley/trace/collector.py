@@ -1,7 +1,7 @@
-"""A small OTLP collector: takes spans by gRPC and appends them to a file.
+"""A small OTLP collector that receives spans by gRPC and appends them to a file.
 
-A request is answered once it is written. What waits for that is bounded; beyond it a request is refused with
-RESOURCE_EXHAUSTED and a time to come back, as OTLP asks for, and the exporter sends it again.
+An export is answered once it is written. The bytes that wait to be written are bounded: beyond the bound an
+export is refused with RESOURCE_EXHAUSTED and a retry time, as OTLP requires, and the exporter sends it again.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class CollectorSettings(ServiceSettings):
 
     model_config = settings_config("GALLEY_TRACING_")
 
-    file: Path = Field(description="The file to append to; an older half of its size lies beside it, as .1.")
+    file: Path = Field(description="File to append to; the previous file is kept beside it as .1.")
     max_file_mb: int = Field(
-        default=DEFAULT_MAX_BYTES // 2**20, ge=1, le=4096, description="Largest size of each of the two."
+        default=DEFAULT_MAX_BYTES // 2**20, ge=1, le=4096, description="Largest size of either file, in MiB."
     )
-    # What OTLP's specification recommends for a request is 20 MiB; the SDK's batches are well below 4.
+    # OTLP recommends up to 20 MiB a request; the SDK's batches are well below 4.
     max_message_bytes: int = Field(
         default=16 * 2**20, ge=1024, le=64 * 2**20, description="Largest request message accepted, in bytes."
     )
 
 
 class Collector(otlp_rpc.TraceServiceServicer):
-    """Serves OTLP's trace service; one thread of its own encodes and writes."""
+    """Serve OTLP's trace service; one thread of its own encodes and writes."""
 
     grpc_services = (SERVICE,)
 
@@ -58,7 +58,7 @@ class Collector(otlp_rpc.TraceServiceServicer):
     async def Export(  # noqa: N802  # the name of the RPC
         self, request: otlp.ExportTraceServiceRequest, _context: grpc.aio.ServicerContext[Any, Any]
     ) -> otlp.ExportTraceServiceResponse:
-        """Write it. Raises Overloaded."""
+        """Write the spans of one export. Raises Overloaded."""
         size = request.ByteSize()
         if self._waiting_bytes and self._waiting_bytes + size > self._max_waiting_bytes:
             raise Overloaded("too many spans wait to be written", _RETRY_AFTER_S)
@@ -72,10 +72,10 @@ class Collector(otlp_rpc.TraceServiceServicer):
         return _response(dropped)
 
     async def drain(self) -> None:
-        """What is under way is a moment's work, and the server waits for it."""
+        """Return at once; the server waits for exports that are being written."""
 
     async def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Write the waiting exports and close the file."""
         await asyncio.to_thread(self._writer.shutdown)
         self._file.close()
 
@@ -91,7 +91,7 @@ def _response(dropped: int) -> otlp.ExportTraceServiceResponse:
 
 
 def build(settings: CollectorSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Service]]:
-    """How to build the collector of these settings."""
+    """Return the function that builds the collector."""
 
     async def build_collector(server: grpc.aio.Server, _parts: Parts) -> Service:
         file = await asyncio.to_thread(OtlpFile, settings.file, settings.max_file_mb * 2**20)

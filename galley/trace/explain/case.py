@@ -1,4 +1,4 @@
-"""A round that is to be explained, beside what the others of its story are like."""
+"""One round to explain, and the medians of the other rounds of its story."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Interval = tuple[int, int]
 
 
 class Part(enum.Enum):
-    """What a client waits for."""
+    """The parts of the time that a client waits for a round's tokens."""
 
     BEFORE = "before"
     DRAFT = "draft"
@@ -26,7 +26,7 @@ class Part(enum.Enum):
 
 
 class Cause(enum.StrEnum):
-    """Why a round was slow."""
+    """The causes of a slow round."""
 
     NO_VERDICT = "no verdict"
     STALLED_CLIENT = "stalled client"
@@ -47,7 +47,7 @@ class Cause(enum.StrEnum):
 
 
 def times_of(one: Round) -> Mapping[Part, int]:
-    """What each part took of a round, in nanoseconds."""
+    """Return the nanoseconds of each part of a round."""
     return {
         Part.BEFORE: one.idle_ns,
         Part.DRAFT: one.parts.draft_ns,
@@ -58,8 +58,8 @@ def times_of(one: Round) -> Mapping[Part, int]:
     }
 
 
-class Usual:
-    """What rounds are like: medians, in nanoseconds; 0 where there are none."""
+class Medians:
+    """Medians over rounds, in nanoseconds; 0 if there are no rounds."""
 
     def __init__(
         self, felt_ns: float = 0.0, times: Mapping[Part, float] | None = None, rounds: int = 0
@@ -69,62 +69,62 @@ class Usual:
         self._times = times or {}
 
     def of(self, part: Part) -> float:
-        """What this part usually takes."""
+        """Return the median of a part."""
         return self._times.get(part, 0.0)
 
 
-def usual(rounds: Collection[Round]) -> Usual:
-    """Of these."""
+def medians_of(rounds: Collection[Round]) -> Medians:
+    """Return the medians over `rounds`."""
     if not rounds:
-        return Usual()
+        return Medians()
     times = [times_of(one) for one in rounds]
-    medians = {part: median(found[part] for found in times) for part in Part}
-    return Usual(median(one.felt_ns for one in rounds), medians, len(rounds))
+    medians = {part: median(of_round[part] for of_round in times) for part in Part}
+    return Medians(median(one.felt_ns for one in rounds), medians, len(rounds))
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`round` of `request`, beside what is `usual`."""
+    """`round` of `request`, and the medians of the other rounds."""
 
     story: Story
     request: Request
     round: Round
-    usual: Usual
+    medians: Medians
 
     @property
     def part(self) -> Part:
-        """The one that exceeds what it usually is by most; of equals, the first."""
+        """Return the part that exceeds its median by most; of equals, the first."""
         times = times_of(self.round)
-        return max(Part, key=lambda part: times[part] - self.usual.of(part))
+        return max(Part, key=lambda part: times[part] - self.medians.of(part))
 
     @property
     def lost_ns(self) -> int:
-        """How long that part took."""
+        """Return the nanoseconds of that part."""
         return times_of(self.round)[self.part]
 
-    def happened(self, name: str, pool: str = "") -> Event | None:
-        """The last event of this name, of this pool if one is named."""
-        found = (
+    def last_event(self, name: str, pool: str = "") -> Event | None:
+        """Return the last event of this name, and of `pool` if given."""
+        matches = (
             e for e in reversed(self.round.events) if e.name == name and pool in ("", e.text(names.POOL))
         )
-        return next(found, None)
+        return next(matches, None)
 
     @property
-    def evicted(self) -> bool:
-        """Had the session lost KV blocks to others while it was idle before?"""
+    def is_evicted(self) -> bool:
+        """Return True if other sessions took the session's KV blocks before this round."""
         events = (event for request in self.story.requests for event in request.events)
         return any(e.name == names.KV_EVICTED and e.time_ns <= self.round.span.end_ns for e in events)
 
     def stalled_ns(self) -> int:
-        """For how much of its time its client had left the stream unread."""
+        """Return the nanoseconds of the round during which the client left the stream unread."""
         return self._within(self._stalls())
 
     def committing_ns(self) -> int:
-        """For how much of its time something of the same session was being logged."""
+        """Return the nanoseconds of the round during which a commit of the session was under way."""
         return self._within(self._commits())
 
     def longest_commit_ns(self) -> int:
-        """Of those that took some of its time."""
+        """Return the nanoseconds of the longest commit that overlaps the round."""
         start, end = self._window
         times = [e - s for s, e in self._commits() if s < end and e > start]
         return max(times, default=0)
@@ -147,24 +147,24 @@ class Case:
             yield one.span.end_ns, one.span.end_ns + one.commit_ns
 
     def _within(self, intervals: Iterator[Interval]) -> int:
-        """How much of its time they cover together."""
+        """Return how much of the round's time the intervals cover together."""
         start, end = self._window
         covered, reached = 0, start
-        for begun, ended in sorted(intervals):
-            begun, ended = max(begun, reached), min(ended, end)  # noqa: PLW2901  # cut to the window
-            if ended > begun:
-                covered += ended - begun
-                reached = ended
+        for first, last in sorted(intervals):
+            first, last = max(first, reached), min(last, end)  # noqa: PLW2901  # cut to the window
+            if last > first:
+                covered += last - first
+                reached = last
         return covered
 
     def store_calls_ns(self) -> int:
-        """How long the request's other calls to the store took, that were made before its first round."""
+        """Return the nanoseconds of store calls other than commits before the round."""
         calls = (call.span for call in self.request.calls if call.operation and call.operation != COMMIT)
         return sum(span.duration_ns for span in calls if span.start_ns < self.round.span.start_ns)
 
     @property
     def missing_tokens(self) -> int | None:
-        """Confirmed tokens before it that the target did not find in its cache; None if that is not known."""
+        """Return the confirmed tokens that were not in the target's cache; None if unknown."""
         reused = self.round.reused
         if reused is None:
             return None

@@ -1,8 +1,8 @@
-"""Why a request's slowest round was slow, in one sentence; what became of the request, in a few more.
+"""Explain a session's slowest round in one sentence, and the session in a few more.
 
-The slowest round is the one of which a client may have felt most: the time before it, its own, and until its
-tokens were logged. Of these times the one that most exceeds what it usually is in this story is to be
-explained, by the first rule of `causes.py` that holds.
+The slowest round is the one that a client waited for longest: the time before it, its duration, and the time
+until its tokens were logged. The part that most exceeds its median in this story is explained by the first
+rule of `causes.py` that applies.
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from galley.core import names
-from galley.trace.explain.case import Case, Cause, Part, Usual, usual
+from galley.trace.explain.case import Case, Cause, Medians, Part, medians_of
 from galley.trace.explain.causes import cause_of
 from galley.trace.explain.thresholds import THRESHOLDS
 from galley.trace.read.model import Request, Round, Story
 from galley.trace.read.spans import Event
 from galley.trace.show.summary import count, duration, ms, one_line, percent
 
-_SHOWN_MOVES = 3
+_MOST_MOVES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`round` and `cause` are None where no round is in the trace."""
+    """One sentence; `round` and `cause` are None if the trace has no rounds."""
 
     sentence: str
     cause: Cause | None = None
     round: Round | None = None
-    stands_out: bool = False
+    is_slow: bool = False
 
 
 def explain(story: Story) -> Explanation:
-    """The slowest round of all, in one sentence."""
-    found = _slowest(story)
-    return explain_round(story, *found) if found else Explanation(_without_rounds(story))
+    """Explain the slowest round of all requests."""
+    slowest = _slowest(story)
+    return explain_round(story, *slowest) if slowest else Explanation(_without_rounds(story))
 
 
-def _slowest(story: Story, but: Round | None = None) -> tuple[Request, Round] | None:
-    rounds = ((request, one) for request in story.requests for one in request.rounds if one is not but)
-    return max(rounds, key=lambda found: found[1].felt_ns, default=None)
+def _slowest(story: Story, except_for: Round | None = None) -> tuple[Request, Round] | None:
+    rounds = ((request, one) for request in story.requests for one in request.rounds if one is not except_for)
+    return max(rounds, key=lambda pair: pair[1].felt_ns, default=None)
 
 
 def explain_round(story: Story, request: Request, one: Round) -> Explanation:
-    """This round, in one sentence."""
-    others = usual([other for other in story.rounds if other is not one])
+    """Explain one round in one sentence."""
+    others = medians_of([other for other in story.rounds if other is not one])
     compared = others.rounds >= THRESHOLDS.few_rounds
     slow = compared and one.felt_ns >= THRESHOLDS.slow * others.felt_ns
-    case = Case(story, request, one, others if slow else Usual())
-    found = cause_of(case)
-    head = f"{_head(case)}{_times(one.felt_ns, others) if compared else ''}: {found.clause}."
+    case = Case(story, request, one, others if slow else Medians())
+    finding = cause_of(case)
+    head = f"{_head(case)}{_times(one.felt_ns, others) if compared else ''}: {finding.clause}."
     if compared and not slow:
-        return Explanation(f"No round stands out; {head}", found.cause, one)
-    return Explanation(head[0].upper() + head[1:], found.cause, one, stands_out=slow)
+        return Explanation(f"No round is much slower than the others; {head}", finding.cause, one)
+    return Explanation(head[0].upper() + head[1:], finding.cause, one, is_slow=slow)
 
 
 def _head(case: Case) -> str:
@@ -65,14 +65,14 @@ def _head(case: Case) -> str:
     of = f" of request {number}" if len(requests) > 1 else ""
     name = f"round {one.index}{of} ({token}{target})"
     if case.part is Part.BEFORE:
-        return f"before {name} no round was open for {ms(one.idle_ns)} ms, {ms(one.felt_ns)} in all"
+        return f"{name} began {ms(one.idle_ns)} ms after the round before it, {ms(one.felt_ns)} ms in all"
     if case.part is Part.LOG:
-        logged = f"were logged {ms(one.commit_ns)} ms after its verdict"
-        return f"the tokens of {name} {logged}, {ms(one.felt_ns)} in all"
+        logged = f"were logged {ms(one.commit_ns)} ms after they were confirmed"
+        return f"the tokens of {name} {logged}, {ms(one.felt_ns)} ms in all"
     return f"{name} took {ms(one.duration_ns)} ms"
 
 
-def _times(felt_ns: int, others: Usual) -> str:
+def _times(felt_ns: int, others: Medians) -> str:
     return (
         f" ({felt_ns / others.felt_ns:.1f} times the median of {ms(others.felt_ns)})"
         if others.felt_ns
@@ -81,13 +81,13 @@ def _times(felt_ns: int, others: Usual) -> str:
 
 
 def _without_rounds(story: Story) -> str:
-    """From the figures that the request itself keeps."""
+    """Name the slowest round from the figures on the request's span."""
     slowest = max(story.requests, key=lambda request: request.integer(names.SLOWEST_ROUND_NS))
     took_ns = slowest.integer(names.SLOWEST_ROUND_NS)
     if not took_ns:
-        return "No round is in the trace."
+        return "The trace has no rounds."
     return (
-        f"No round is in the trace; the slowest was at position "
+        f"The trace has no rounds; the slowest was at position "
         f"{slowest.integer(names.SLOWEST_ROUND_POSITION)} and took {ms(took_ns)} ms."
     )
 
@@ -96,7 +96,7 @@ def _without_rounds(story: Story) -> str:
 
 
 def summary(story: Story, slowest: Explanation) -> tuple[str, ...]:
-    """What became of it, where its time went, and what its trace does not show."""
+    """Return sentences on how it ended, where its time went, and what the trace lacks."""
     return (
         *_later(story, slowest.round),
         *_ends(story),
@@ -109,24 +109,24 @@ def summary(story: Story, slowest: Explanation) -> tuple[str, ...]:
 
 
 def _later(story: Story, slowest: Round | None) -> Iterator[str]:
-    """The slowest of the others, where the slowest had a prompt to read: that is another matter."""
-    found = _slowest(story, but=slowest)
-    if slowest is None or slowest.index or found is None:
+    """Explain the slowest later round if the slowest one read the prompt."""
+    other = _slowest(story, except_for=slowest)
+    if slowest is None or slowest.index or other is None:
         return
-    told = explain_round(story, *found)
-    if told.stands_out:
-        yield f"After the prompt: {told.sentence}"
+    later = explain_round(story, *other)
+    if later.is_slow:
+        yield f"After the prompt: {later.sentence}"
 
 
 def _ends(story: Story) -> Iterator[str]:
     for number, request in enumerate(story.requests, 1):
         which = f"Request {number} of {len(story.requests)}" if len(story.requests) > 1 else "It"
         if request.span is None:
-            yield f"{which} has no span of its own: its gateway was killed, or it is under way."
+            yield f"{which} has no span of its own: its gateway was killed, or it has not ended."
         elif request.failed:
             why = one_line(request.text(names.ERROR_TYPE)) or "an error"
-            said = f" ({one_line(request.span.problem, 160)})" if request.span.problem else ""
-            yield f"{which} ended with {why}{said}."
+            problem = f" ({one_line(request.span.problem, 160)})" if request.span.problem else ""
+            yield f"{which} ended with {why}{problem}."
 
 
 def _spent(story: Story) -> Iterator[str]:
@@ -135,10 +135,10 @@ def _spent(story: Story) -> Iterator[str]:
     if whole:
         yield (
             f"Of {duration(whole)} in rounds, "
-            f"{percent(sum(p.draft_ns for p in parts), whole)} went on waiting for drafts, "
+            f"{percent(sum(p.draft_ns for p in parts), whole)} were spent waiting for drafts, "
             f"{percent(sum(p.queue_ns for p in parts), whole)} in the target's queue, "
-            f"{percent(sum(p.compute_ns for p in parts), whole)} on computing, "
-            f"{percent(sum(p.wire_ns for p in parts), whole)} on the way and in the gateway."
+            f"{percent(sum(p.compute_ns for p in parts), whole)} computing, "
+            f"{percent(sum(p.wire_ns for p in parts), whole)} on the network and in the gateway."
         )
 
 
@@ -152,7 +152,7 @@ def _speculation(story: Story) -> Iterator[str]:
 
 
 def drafts_of(story: Story) -> tuple[int, int, int]:
-    """(drafted, verified, accepted), by the requests, or else by the rounds that are there."""
+    """Return (drafted, verified, accepted) from the requests' spans, else from the rounds."""
     keys = (names.DRAFTED, names.VERIFIED, names.ACCEPTED)
     drafted, verified, accepted = (sum(request.integer(key) for request in story.requests) for key in keys)
     if not drafted:
@@ -164,14 +164,14 @@ def drafts_of(story: Story) -> tuple[int, int, int]:
 
 def _moves(story: Story) -> Iterator[str]:
     moves = [event for event in _events(story) if event.name == names.SESSION_MOVED]
-    for event in moves[:_SHOWN_MOVES]:
+    for event in moves[:_MOST_MOVES]:
         yield f"It {moved(event)}."
-    if len(moves) > _SHOWN_MOVES:
-        yield f"It moved {len(moves) - _SHOWN_MOVES:,} times more."
+    if len(moves) > _MOST_MOVES:
+        yield f"It moved {len(moves) - _MOST_MOVES:,} more times."
 
 
 def moved(event: Event) -> str:
-    """What a `session.moved` says."""
+    """Describe a `session.moved` event."""
     pool, reason = one_line(event.text(names.POOL)) or "replica", one_line(event.text(names.REASON))
     source = one_line(event.text(names.SOURCE)) or "one"
     to = one_line(event.text(names.TO)) or "another"
@@ -179,11 +179,11 @@ def moved(event: Event) -> str:
 
 
 def _stalls(story: Story) -> Iterator[str]:
-    told = sum(request.integer(names.CLIENT_STALLED_NS) for request in story.requests)
-    seen = sum(
+    on_requests = sum(request.integer(names.CLIENT_STALLED_NS) for request in story.requests)
+    in_events = sum(
         event.integer(names.STALLED_NS) for event in _events(story) if event.name == names.CLIENT_STALLED
     )
-    if stalled_ns := told or seen:
+    if stalled_ns := on_requests or in_events:
         yield f"Its client left the stream unread for {duration(stalled_ns)} in all."
 
 
@@ -191,14 +191,14 @@ def _gaps(story: Story) -> Iterator[str]:
     if missing := sum(request.missing_rounds for request in story.requests):
         yield f"{count(missing, 'round')} of it {'is' if missing == 1 else 'are'} not in the trace."
     if story.cut:
-        yield "The trace is too large: only a part of its spans was read."
+        yield "The trace is too large: only part of its spans was read."
     for shift in story.shifts:
         yield (
             f"The clock of {one_line(shift.process.service)} {one_line(shift.process.instance, 8)} was off: "
             f"{ms(abs(shift.offset_ns))} ms were "
-            f"{'added to' if shift.offset_ns > 0 else 'taken from'} its times, "
-            f"judged by {count(shift.calls, 'call')} from {one_line(shift.against.service)}"
-            + (f"; {shift.unfit:,} of them end too late even so." if shift.unfit else ".")
+            f"{'added to' if shift.offset_ns > 0 else 'subtracted from'} its times, "
+            f"estimated from {count(shift.calls, 'call')} from {one_line(shift.against.service)}"
+            + (f"; {shift.unfit:,} of them still end too late." if shift.unfit else ".")
         )
 
 

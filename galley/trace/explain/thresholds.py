@@ -1,4 +1,4 @@
-"""Where one explanation gives way to another: every number that decides, in one place."""
+"""The thresholds that choose between explanations."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Of `galley.trace.explain.causes`."""
+    """The thresholds of the rules in `galley.trace.explain.causes`."""
 
-    # From how many times the median on a round is called slow; with fewer other rounds there is no median.
+    # A round is slow from this multiple of the median on; fewer other rounds give no median.
     slow: float = 1.5
     few_rounds: int = 3
-    # What a cause must account for, of the time that is to be explained.
+    # The least share of the lost time that a cause must account for.
     share: float = 0.5
-    # A target that lacked fewer tokens than a KV block of its cache was not cold.
+    # A cache that lacks fewer tokens than one KV block is not cold.
     cold_tokens: int = 32
-    # From which share on prompts of others made a pass slow.
+    # Prompts of other sessions make a step slow from this share of its rows on.
     prefill_share: float = 0.25
-    # From how many sessions on a pass was full.
+    # A step is full from this number of sessions on.
     full_sessions: int = 4
-    # How much longer than the median of the others a rank took that held up the pass.
+    # A rank holds up a step if it takes this multiple of the others' median.
     rank_skew: float = 1.5
 
 

@@ -1,4 +1,4 @@
-"""Makes stories of spans: who is whose child, one clock, which pass served which round."""
+"""Build stories from spans: parents and children, one clock, and which step served which round."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def stories_of(
     *,
     cut: bool = False,
 ) -> tuple[Story, ...]:
-    """The stories that the spans tell, or that of `session_id` alone; none if they are of other systems.
+    """Return the stories in the spans, or only that of `session_id`; none if the spans are of other systems.
 
-    `sessions_of` names the sessions that have requests in a trace.
+    `sessions_of` returns the sessions that have requests in a trace.
     """
     aligned, shifts = _aligned(spans)
     tree = _Tree(aligned)
@@ -36,25 +36,25 @@ def stories_of(
     return tuple(
         Story(
             name,
-            _with_evictions(told, tree.evictions.get(name, ())),
-            _concerning(shifts, told),
+            _with_evictions(requests_of, tree.evictions.get(name, ())),
+            _concerning(shifts, requests_of),
             cut,
-            _company(told, sessions_of),
+            _company(requests_of, sessions_of),
         )
-        for name, told in by_session.items()
-        if told
+        for name, requests_of in by_session.items()
+        if requests_of
     )
 
 
 def _aligned(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Shift, ...]]:
-    unique = {span.key: span for span in spans}  # what an exporter sent twice is there twice
+    unique = {span.key: span for span in spans}  # an exporter may send a span twice
     gateways = dict.fromkeys(span.process for span in unique.values() if span.is_request)
     rounds = dict.fromkeys(span.process for span in unique.values() if span.name == names.ROUND)
     return align(list(unique.values()), unique, [*gateways, *rounds])
 
 
 class _Tree:
-    """Who is whose child."""
+    """The spans by key, and the children of each."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = spans
@@ -73,11 +73,11 @@ class _Tree:
                     self.evictions[event.attributes.get(names.SESSION_ID)].append(event)
 
     def children(self, key: SpanKey) -> Sequence[Span]:
-        """In no order."""
+        """Return the children of a span, in no order."""
         return self._children.get(key, ())
 
     def calls_of(self, key: SpanKey) -> tuple[Call, ...]:
-        """Those that the span of this key made, in order."""
+        """Return the calls that a span made, in order."""
         made = [span for span in self.children(key) if span.kind == CLIENT]
         made.sort(key=lambda span: span.start_ns)
         return tuple(Call(span, self._served(span)) for span in made)
@@ -86,7 +86,7 @@ class _Tree:
         return next((span for span in self.children(call.key) if span.kind == SERVER), None)
 
     def batch_of(self, span: Span) -> Batch | None:
-        """The pass that a round is linked with, if it is there."""
+        """Return the step that a round links to, if the trace has it."""
         linked = (link.key for link in span.links if link.attributes.get(names.LINK) == names.LINK_BATCH)
         found = next((self.by_key[key] for key in linked if key in self.by_key), None)
         if found is None:
@@ -96,7 +96,7 @@ class _Tree:
 
 
 def _requests(tree: _Tree) -> Iterable[Request]:
-    """Those whose span is there, and those of which there are only rounds."""
+    """Yield all requests, those without a span of their own included."""
     rounds: dict[SpanKey, list[Span]] = defaultdict(list)
     for span in tree.spans:
         if span.name == names.ROUND:
@@ -121,7 +121,7 @@ def _request(key: SpanKey, span: Span | None, spans: list[Span], tree: _Tree) ->
 
 
 def _idle(spans: Sequence[Span], began_ns: int | None) -> Iterable[int]:
-    """How long before each round none was open; 0 where the round before is not there."""
+    """Yield the idle time before each round; 0 if the round before is missing."""
     expected, last_end_ns = 0, began_ns
     for span in spans:
         index = span.integer(names.ROUND_INDEX)
@@ -131,7 +131,7 @@ def _idle(spans: Sequence[Span], began_ns: int | None) -> Iterable[int]:
 
 
 def _seen_elsewhere(rounds: Iterable[Round], calls: Iterable[Call], session_id: str) -> Iterable[Event]:
-    """What replicas saw while they served the request; of a pass, what does not concern other sessions."""
+    """Yield the events on replicas' spans, without those of other sessions in a step."""
     for call in [*calls, *(call for one in rounds for call in one.calls)]:
         if call.served is not None:
             yield from call.served.events
@@ -145,9 +145,9 @@ def _seen_elsewhere(rounds: Iterable[Round], calls: Iterable[Call], session_id: 
 def _placed(
     rounds: Sequence[Round], own: Iterable[Event], elsewhere: Iterable[Event]
 ) -> tuple[list[Round], list[Event]]:
-    """The rounds with the events of their time, and those that are of none's.
+    """Return the rounds with the events in their time, and the remaining events.
 
-    What the gateway tells of a round, a replica need not tell again.
+    A replica's event is dropped if the gateway has the same event in that round.
     """
     ends = [one.span.end_ns for one in rounds]
     placed = [list(one.events) for one in rounds]
@@ -173,7 +173,7 @@ def _placed(
 
 
 def _with_evictions(requests: Sequence[Request], evictions: Iterable[Event]) -> tuple[Request, ...]:
-    """Each with those that came after it and before the next: passes of others evict who is idle."""
+    """Add evictions between requests to the earlier one: steps of other sessions evict idle ones."""
     found = list(requests)
     known = {id(event) for one in _holders(requests) for event in one.events}
     for event in evictions:
@@ -195,7 +195,7 @@ def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:
 
 
 def _session_of(request: Request, tree: _Tree) -> str:
-    """Its own, or that of the request which continues it."""
+    """Return the request's session, or that of the request that continues it."""
     if request.session_id:
         return request.session_id
     missing = request.trace_id, request.rounds[0].span.parent_id if request.rounds else ""
@@ -204,7 +204,7 @@ def _session_of(request: Request, tree: _Tree) -> str:
 
 
 def _concerning(shifts: Sequence[Shift], requests: Iterable[Request]) -> tuple[Shift, ...]:
-    """The shifts of processes that had to do with these requests."""
+    """Return the shifts of the processes that served these requests."""
     processes = set()
     for request in requests:
         if request.span is not None:
@@ -222,20 +222,20 @@ def _company(
     ours = {request.trace_id for request in requests}
 
     def company(batch: Batch) -> Collection[str]:
-        """Sessions, or the trace where it is not known which of its sessions it was."""
+        """Return the other sessions of a step, or their trace if it holds several sessions."""
         found: dict[str, None] = {}
         for link in batch.span.links:
             if link.trace_id in ours or link.attributes.get(names.LINK) != names.LINK_ITEM:
                 continue
-            told = sorted(sessions_of(link.trace_id))
-            found[told[0] if len(told) == 1 else f"one of trace {link.trace_id}"] = None
+            others = sorted(sessions_of(link.trace_id))
+            found[others[0] if len(others) == 1 else f"one of trace {link.trace_id}"] = None
         return tuple(found)
 
     return company
 
 
 def _parts_of(span: Span) -> RoundParts:
-    """As the span tells them; they sum to its duration, whatever it tells."""
+    """Return the parts from the span's attributes, limited so that they sum to its duration."""
     left_ns = span.duration_ns
     compute_ns = min(span.integer(names.COMPUTE_PART), left_ns)
     left_ns -= compute_ns

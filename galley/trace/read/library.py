@@ -1,7 +1,7 @@
-"""Finding a session or a trace in a file of traces.
+"""Find a session or a trace in a file of traces.
 
-The file is read as often as it takes (the requests in it; the spans asked for; the ranks of their passes), so
-that no more is kept than what is asked for. Lines that cannot hold it are not even parsed.
+The file is read several times (for its requests, the wanted spans, the ranks of their steps), so that only
+the wanted spans are kept. Lines that cannot hold them are not parsed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _TRACE_ID = re.compile(rb'"traceId":\s*"([0-9a-fA-F]{32})"')
 
 
 class NotFound(Exception):
-    """Nothing, or more than one thing, goes by the id that was given."""
+    """No session or trace has the id, or several have it as a prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A request that the file holds; one that was refused has no session."""
+    """A request in the file; a rejected one has no session."""
 
     session_id: str
     trace_id: str
@@ -42,15 +42,15 @@ class Entry:
 
     @property
     def traces(self) -> tuple[str, ...]:
-        """Its own, and those of the requests that it continues."""
+        """Return its trace and those of the requests that it continues."""
         return self.trace_id, *(trace_id for trace_id, _ in self.continues)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Spans of some traces, those of the passes that served them, and who else is in the file.
+class Selection:
+    """The spans of some traces and of the steps that served them, and the index of the file.
 
-    `cut`: there are more than MAX_SPANS, and the rest was left out.
+    `cut` is True if spans beyond MAX_SPANS were left out.
     """
 
     spans: Sequence[Span]
@@ -60,7 +60,7 @@ class Found:
 
 
 class Index:
-    """The requests that a file holds."""
+    """The requests of a file."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.entries = tuple(entries)
@@ -70,33 +70,33 @@ class Index:
                 self._sessions.setdefault(entry.trace_id, set()).add(entry.session_id)
 
     def sessions_of(self, trace_id: str) -> Collection[str]:
-        """The sessions whose requests are of this trace."""
+        """Return the sessions with requests in this trace."""
         return self._sessions.get(trace_id, ())
 
     def latest(self, count: int) -> Sequence[Entry]:
-        """The newest requests, the newest first."""
+        """Return the newest requests, newest first."""
         return sorted(self.entries, key=lambda entry: entry.start_ns, reverse=True)[:count]
 
     def sessions_from(self, trace_id: str) -> set[str]:
-        """The sessions that have a request in this trace, or continue one of it that never ended."""
+        """Return the sessions with a request in this trace, or that continue an unfinished one of it."""
         return {entry.session_id for entry in self.entries if entry.session_id and trace_id in entry.traces}
 
     def traces_of_session(self, session_id: str) -> set[str]:
-        """Of its requests, and of those that they continue."""
+        """Return the traces of its requests and of those that they continue."""
         return {
             trace_id for entry in self.entries if entry.session_id == session_id for trace_id in entry.traces
         }
 
 
 def index_of(lines: Lines) -> Index:
-    """All requests. Raises BadTraceFile."""
+    """Read all requests. Raises BadTraceFile."""
     mark = names.PROVIDER.encode()
     found = _spans(lines, lambda raw: mark in raw, _may_be_request)
     return Index(_entry(span) for span in found if span.is_request)
 
 
-def find(lines: Lines, wanted: str) -> Found:
-    """The session or the trace whose id is `wanted` or begins so; raises NotFound and BadTraceFile."""
+def find(lines: Lines, wanted: str) -> Selection:
+    """Find the session or trace whose id is or starts with `wanted`. Raises NotFound, BadTraceFile."""
     index = index_of(lines)
     sessions = {entry.session_id for entry in index.entries} - {""}
     traces = {entry.trace_id for entry in index.entries}
@@ -104,13 +104,13 @@ def find(lines: Lines, wanted: str) -> Found:
     if kind == "trace":
         of_trace = index.sessions_from(name)
         if len(of_trace) != 1:
-            return Found(*_collect(lines, {name}), index)
+            return Selection(*_collect(lines, {name}), index)
         name = of_trace.pop()
-    return Found(*_collect(lines, index.traces_of_session(name), name), index, name)
+    return Selection(*_collect(lines, index.traces_of_session(name), name), index, name)
 
 
 def _the_one(wanted: str, sessions: set[str], traces: set[str]) -> tuple[str, str] | None:
-    """("session" or "trace", its id); None if no request goes by it."""
+    """Return ("session" or "trace", id); None if no request matches."""
     if wanted in sessions:
         return "session", wanted
     if wanted.lower() in traces:
@@ -123,7 +123,7 @@ def _the_one(wanted: str, sessions: set[str], traces: set[str]) -> tuple[str, st
 
 
 def _trace_by_prefix(lines: Lines, wanted: str) -> str:
-    """A trace without a request of ours: of another system, or of a gateway that was killed."""
+    """Find a trace without our requests: of another system, or of a killed gateway."""
     prefix = wanted.lower()
     found: set[str] = set()
     if re.fullmatch("[0-9a-f]{1,32}", prefix):
@@ -131,7 +131,7 @@ def _trace_by_prefix(lines: Lines, wanted: str) -> str:
             ids = (match.decode().lower() for match in _TRACE_ID.findall(line.raw))
             found |= {trace_id for trace_id in ids if trace_id.startswith(prefix)}
     if not found:
-        raise NotFound(f"no session and no trace {wanted!r} in {lines.path}")
+        raise NotFound(f"no session or trace {wanted!r} in {lines.path}")
     if len(found) > 1:
         raise _ambiguous(wanted, [f"trace {trace_id}" for trace_id in found])
     return found.pop()
@@ -164,19 +164,19 @@ def _collect(lines: Lines, traces: set[str], session_id: str = "") -> tuple[list
 
 
 def _first(spans: Iterator[Span]) -> Iterator[Span]:
-    """One more than there may be, so that it can be told."""
+    """Return one span more than allowed, so that the excess is noticed."""
     for _, span in zip(range(MAX_SPANS + 1), spans, strict=False):
         yield span
 
 
 def _any_of(traces: Collection[str]) -> Callable[[bytes], bool]:
-    """Does a line hold one of these ids, in either case?"""
+    """Return a test whether a line holds one of these ids, in either case."""
     pattern = re.compile(b"|".join(re.escape(one.encode()) for one in sorted(traces)), re.IGNORECASE)
     return lambda raw: pattern.search(raw) is not None
 
 
 def _concerns(span: Any, traces: Collection[str], session_id: str) -> bool:
-    """Is it of these traces, or linked with one of them, or did something in it befall the session?"""
+    """Return True if a span belongs to these traces, links to one, or has an event of the session."""
     if _trace_id(span) in traces or any(_trace_id(link) in traces for link in span.get("links") or ()):
         return True
     events = span.get("events") or () if session_id else ()
@@ -224,5 +224,5 @@ def _entry(span: Span) -> Entry:
 
 
 def is_continuation(link: Link) -> bool:
-    """Is the link to the request that began the session?"""
+    """Return True if the link leads to the request that created the session."""
     return link.attributes.get(names.LINK) == names.LINK_CONTINUES

@@ -1,8 +1,7 @@
 """The file of traces: OTLP's JSON encoding, one request a line (OpenTelemetry's "OTLP File Exporter").
 
-It is bounded: before it outgrows its size it becomes `<name>.1`, in the place of the one before. Its last
-line may be torn, if its writer was killed or is just writing it. What cannot be written leaves it as it was:
-the next request is tried anew.
+It is bounded: a full file is renamed to `<name>.1`, replacing the previous one. Its last line may be
+incomplete if its writer was killed or is writing. A failed write leaves the file as it was.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_LINE_BYTES = 16 * 2**20
 DEFAULT_MAX_BYTES = 64 * 2**20
-# A private file: with --trace-content, prompts and answers are in it.
+# Private: with --trace-content it holds prompts and answers.
 _MODE = 0o600
 
 
@@ -31,14 +30,10 @@ class BadTraceFile(Exception):
 
 
 class OtlpFile:
-    """Appends requests. Not for several writers at once."""
+    """Append export requests. Only one writer at a time."""
 
     def __init__(self, path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        """Go on with the file if there is one; what a writer that was killed left of its last line is cut
-        off.
-
-        Raises OSError.
-        """
+        """Open or create the file, and cut off an incomplete last line. Raises OSError."""
         self.path = path
         self._max_bytes = max_bytes
         self._file = _opened(path)
@@ -46,9 +41,9 @@ class OtlpFile:
         self._size = self._file.seek(0, 2)
 
     def append(self, request: ExportTraceServiceRequest) -> int:
-        """Write the request; returns how many spans were left out: without ids, or longer than a line may be.
+        """Write the request; return the number of spans left out (without ids, or too long for a line).
 
-        Raises OSError if it cannot be written; what was written of it by then may stay.
+        Raises OSError if it cannot be written; complete lines written before stay.
         """
         lines, dropped = _lines_of(request)
         for line in lines:
@@ -58,11 +53,11 @@ class OtlpFile:
         return dropped
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Close the file; nothing is appended afterwards."""
         self._file.close()
 
     def _write(self, line: bytes) -> None:
-        """All of it, or nothing: half a line would make those after it unreadable."""
+        """Write a whole line or nothing: half a line would make the next one unreadable."""
         left = memoryview(line)
         try:
             while left:
@@ -75,8 +70,8 @@ class OtlpFile:
         self._size += len(line)
 
     def _rotate(self) -> None:
-        """The one there is stays open until there is another: where this fails, it is tried again."""
-        with suppress(FileNotFoundError):  # it was moved by a try that failed after that, or taken away
+        """Start a new file. The full one stays open until then, so that a failure can be retried."""
+        with suppress(FileNotFoundError):  # an earlier try moved it, or somebody deleted it
             self.path.replace(rotated(self.path))
         full, self._file = self._file, _opened(self.path)
         self._size = 0
@@ -84,18 +79,18 @@ class OtlpFile:
 
 
 def rotated(path: Path) -> Path:
-    """Where the older half of the traces is."""
+    """Return the path of the previous file."""
     return path.with_name(f"{path.name}.1")
 
 
 def _opened(path: Path) -> FileIO:
-    """Private to its user, made if there is none."""
+    """Open the file, private to its user; create it if needed."""
     path.touch(mode=_MODE)
     return path.open("r+b", buffering=0)
 
 
 def _end_of_lines(file: FileIO) -> int:
-    """Where the last whole line ends."""
+    """Return the offset at which the last complete line ends."""
     end = file.seek(0, 2)
     while end:
         start = max(0, end - 2**16)
@@ -108,7 +103,7 @@ def _end_of_lines(file: FileIO) -> int:
 
 
 def _lines_of(request: ExportTraceServiceRequest) -> tuple[list[bytes], int]:
-    """As one line; as several, of half of the spans each, where one would be too long."""
+    """Serialize to one line, or to several with half of the spans each if too long."""
     lines, dropped = [], drop_malformed(request)
     waiting = deque([document_of(request)])
     while waiting:
@@ -124,7 +119,7 @@ def _lines_of(request: ExportTraceServiceRequest) -> tuple[list[bytes], int]:
 
 
 def _halves(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Two documents that hold all spans of this one; none if it holds at most one."""
+    """Split a document into two halves; none if it holds at most one span."""
     flat = [
         (resource, scope, span)
         for resource in document.get("resourceSpans", ())
@@ -144,16 +139,16 @@ def _document(flat: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]])
 
 
 class Lines:
-    """The lines of a file and of the rotated one before it, the older first; may be read more than once."""
+    """The lines of the previous file and of this one; may be iterated several times."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BadTraceFile if there is no such file."""
+        """Check that the file exists. Raises BadTraceFile."""
         if not path.is_file():
             raise BadTraceFile(f"{path}: no such file")
         self.path = path
 
     def __iter__(self) -> Iterator[Line]:
-        """Raises BadTraceFile for a line that is too long or of another kind of file, and OSError."""
+        """Yield all lines. Raises OSError, and BadTraceFile for a line that is too long or not OTLP."""
         older = rotated(self.path)
         if older.is_file():
             yield from _lines(older)
@@ -161,14 +156,14 @@ class Lines:
 
 
 class Line:
-    """One line, parsed when its document is asked for."""
+    """One line, parsed on demand."""
 
     def __init__(self, path: Path, number: int, raw: bytes) -> None:
         self._where = f"{path}:{number}"
         self.raw = raw
 
     def document(self) -> Any:
-        """The JSON object; empty for a torn last line. Raises BadTraceFile."""
+        """Parse the JSON object; empty for an incomplete last line. Raises BadTraceFile."""
         try:
             return json.loads(self.raw)
         except (ValueError, RecursionError) as error:
@@ -177,7 +172,7 @@ class Line:
             raise BadTraceFile(f"{self._where}: is not JSON ({error})") from error
 
     def fault(self, problem: Malformed) -> BadTraceFile:
-        """What to raise where its document does not hold spans."""
+        """Return the error to raise if the document does not hold spans."""
         return BadTraceFile(f"{self._where}: {problem}")
 
 

@@ -25,7 +25,7 @@ _LONGEST_INTERNED = 64
 
 
 class Malformed(ValueError):
-    """What was read is not a span in OTLP's JSON encoding."""
+    """The input is not a span in OTLP's JSON encoding."""
 
 
 # ---------------------------------------------------------------------------------------- writing --
@@ -147,7 +147,7 @@ def _string(found: Mapping[str, Any], name: str) -> str:
 
 
 def _encodable(text: str) -> str:
-    """Without halves of surrogate pairs, which JSON may hold and no file or terminal takes."""
+    """Replace lone surrogates, which JSON may hold and no file or terminal accepts."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 

@@ -1,4 +1,4 @@
-"""Where this machine's traces lie: a few files of this user's own; one mostly wants the newest."""
+"""Find this user's trace files on this machine; the newest is the default."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Shift:
 
 @dataclass(slots=True)
 class _Edge:
-    """What the calls from one process to another say of what to add to the other's clock."""
+    """The bounds that calls between two processes put on the offset of the other's clock."""
 
     least_ns: float = -math.inf
     calls: int = 0
@@ -59,7 +59,7 @@ class _Edge:
 
     @property
     def unfit(self) -> int:
-        """How many contradict the first bound."""
+        """Return the number of calls that contradict the first bound."""
         return sum(most < self.least_ns for most in self.most_ns)
 
     def offset_ns(self, untouched_ns: int) -> int:
@@ -88,7 +88,7 @@ def align(
 def _offsets(
     edges: Mapping[tuple[Process, Process], _Edge], roots: Sequence[Process]
 ) -> tuple[Mapping[Process, int], list[Shift]]:
-    """Of each process, from the roots on along the calls, whichever way they went."""
+    """Return each process's offset, following calls from the roots in both directions."""
     beside: dict[Process, list[tuple[Process, _Edge, int]]] = defaultdict(list)
     for (parent, child), edge in edges.items():
         beside[parent].append((child, edge, 1))

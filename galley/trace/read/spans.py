@@ -22,7 +22,7 @@ ERROR = 2
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Who wrote a span: a service, and which process of it (`service.instance.id`, a random name)."""
+    """The process that wrote a span: its service and `service.instance.id`, a random name."""
 
     service: str
     instance: str = ""
@@ -55,7 +55,7 @@ class Link:
 
     @property
     def key(self) -> SpanKey:
-        """Of the span that it is to."""
+        """Return the key of the linked span."""
         return self.trace_id, self.span_id
 
 
@@ -84,7 +84,7 @@ class Span:
 
     @property
     def duration_ns(self) -> int:
-        """At least 0."""
+        """Return the duration, at least 0."""
         return max(0, self.end_ns - self.start_ns)
 
     def text(self, key: str) -> str:
@@ -114,7 +114,7 @@ class Span:
 
     @property
     def is_request(self) -> bool:
-        """Is it of a request to one of our gateways?"""
+        """Return True if it is a request to one of our gateways."""
         return self.attributes.get(names.PROVIDER) == names.GALLEY and names.OPERATION in self.attributes
 
     def texts(self, key: str) -> tuple[str, ...]:

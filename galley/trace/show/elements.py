@@ -1,4 +1,4 @@
-"""HTML as a tree, so that whatever stands in it is escaped."""
+"""Build HTML as a tree, so that all text is escaped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from galley.common.printable import printable
 
 
 def element(tag: str, *content: str | Element, **attributes: str) -> Element:
-    """An element; `class_` is its class. What a terminal or a parser might obey in its text is replaced."""
+    """Make an element; `class_` is its class. Control characters in its text are replaced."""
     made = Element(tag, {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()})
     last: Element | None = None
     for part in content:
@@ -23,5 +23,5 @@ def element(tag: str, *content: str | Element, **attributes: str) -> Element:
 
 
 def markup(tree: Element) -> str:
-    """The tree, written out."""
+    """Serialize the tree as HTML."""
     return tostring(tree, encoding="unicode", method="html")

@@ -1,4 +1,4 @@
-"""What a story is, in a few words and figures."""
+"""Describe a story in a few words and figures."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ NO_SESSION = "(not in the trace)"
 
 
 def about(story: Story) -> str:
-    """Which model was asked for what, how long it is, how it ended."""
+    """Return operation, model, workload, tokens and finish reason."""
     first = next((request for request in story.requests if request.span), story.requests[0])
     operation = one_line(first.text(names.OPERATION)) or "request"
     workload = one_line(first.text(names.WORKLOAD))
     output = count(output_tokens(story), "token")
     prompt = story.prompt_tokens
-    told = [f"{operation} {_model_of(first)}"]
-    told += [f"workload {workload}"] if workload else []
-    told += [output if prompt is None else f"{prompt:,} + {output}"]
-    told += [f"ended by {reason}" for reason in _reasons(story)[-1:]]
-    return " · ".join(told)
+    facts = [f"{operation} {_model_of(first)}"]
+    facts += [f"workload {workload}"] if workload else []
+    facts += [output if prompt is None else f"{prompt:,} + {output}"]
+    facts += [f"ended by {reason}" for reason in _reasons(story)[-1:]]
+    return " · ".join(facts)
 
 
 def figures(story: Story) -> Iterator[str]:
-    """How long it took, and what speculation did."""
+    """Yield duration, time to first token, time a token, rounds and acceptance rate."""
     yield duration(story.end_ns - story.start_ns)
     first_token_ns = story.requests[0].integer(names.TTFT_NS)
     if first_token_ns:
@@ -43,13 +43,13 @@ def figures(story: Story) -> Iterator[str]:
 
 
 def output_tokens(story: Story) -> int:
-    """Of the whole answer, as far as it is in the trace."""
-    told = max((request.integer(names.OUTPUT_TOKENS) for request in story.requests), default=0)
-    return told or sum(one.confirmed for one in story.rounds)
+    """Return the number of output tokens, as far as the trace has them."""
+    reported = max((request.integer(names.OUTPUT_TOKENS) for request in story.requests), default=0)
+    return reported or sum(one.confirmed for one in story.rounds)
 
 
 def tokens_of(story: Story, one: Round) -> str:
-    """Which tokens of the answer a round confirmed; of the whole, where the prompt's length is not known."""
+    """Return the range of output tokens of a round; of positions if the prompt's length is unknown."""
     index = story.output_index(one.position)
     first = one.position if index is None else index
     return f"{first}-{first + one.confirmed - 1}" if one.confirmed > 1 else str(first)
@@ -62,5 +62,5 @@ def _model_of(request: Request) -> str:
 
 
 def _reasons(story: Story) -> list[str]:
-    told = (request.span.texts(names.FINISH_REASONS) for request in story.requests if request.span)
-    return [one_line(reason) for reasons in told for reason in reasons]
+    lists = (request.span.texts(names.FINISH_REASONS) for request in story.requests if request.span)
+    return [one_line(reason) for reasons in lists for reason in reasons]

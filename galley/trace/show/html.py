@@ -1,8 +1,8 @@
-"""A story as one self-contained page: no script, nothing from elsewhere, whoever's words are in it.
+"""Render a story as one self-contained page without scripts or external resources.
 
 Details open by the browser's own means (`details`, hover, focus), so that the page's policy can forbid
-scripts altogether: a prompt that gets past the escaping still cannot run. Only the page's own style is let
-in, by its hash.
+scripts: a prompt that gets past the escaping still cannot run. The policy allows only the page's own style,
+by its hash.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOKENS_OF_ROUND = 512
 
 
 def page(story: Story, *, everything: bool = False) -> str:
-    """The page; shortened in the middle unless `everything` is wanted."""
+    """Render the page; long stories are shortened in the middle unless `everything` is set."""
     style = (_HERE / "page.css").read_text(encoding="utf-8")
     digest = b64encode(sha256(style.encode()).digest()).decode("ascii")
     template = Template((_HERE / "page.html").read_text(encoding="utf-8"))
@@ -47,18 +47,18 @@ def page(story: Story, *, everything: bool = False) -> str:
 
 
 def _body(story: Story, limits: Limits) -> Element:
-    found = explain(story)
+    explanation = explain(story)
     requests = story.requests[:_MAX_REQUESTS]
     rows = [rows_of(request, limits) for request in requests]
     flat = [row for of_one in rows for row in of_one]
     rounds = [row for row in flat if isinstance(row, Round)]
     ids = {id(one): f"round-{number}" for number, one in enumerate(rounds)}
-    made = RoundRows(story, longest_of(flat), found.round, ids)
+    made = RoundRows(story, longest_of(flat), explanation.round, ids)
     return element(
         "main",
         *_header(story),
-        element("p", found.sentence, class_="slowest-sentence"),
-        element("ul", *(element("li", said) for said in summary(story, found)), class_="summary"),
+        element("p", explanation.sentence, class_="slowest-sentence"),
+        element("ul", *(element("li", line) for line in summary(story, explanation)), class_="summary"),
         *_strip(story, rounds),
         element("h2", "Tokens"),
         *_tokens(story, flat, ids),
@@ -76,7 +76,7 @@ def _header(story: Story) -> Iterator[Element]:
 
 
 def _strip(story: Story, rounds: Sequence[Round]) -> Iterator[Element]:
-    """All that is shown in its true time, with a mark for each event."""
+    """Draw all shown rounds on one time line, with a mark for each event."""
     whole_ns = max(1, story.end_ns - story.start_ns)
     units_per_ns = BAR_UNITS / whole_ns
     strip = element(
@@ -112,14 +112,14 @@ def _rows(
         if len(requests) > 1:
             what = "resumed" if request.resumed else "began"
             at = ms(request.start_ns - story.start_ns)
-            told = f"request {number} of {len(story.requests)} {what} at {at} ms"
-            yield element("div", told, class_="request")
+            label = f"request {number} of {len(story.requests)} {what} at {at} ms"
+            yield element("div", label, class_="request")
         for row in of_one:
             yield made.of(row)
 
 
 def _tokens(story: Story, rows: Sequence[Row], ids: dict[int, str]) -> Iterator[Element]:
-    """Each token by its origin, as text where it was traced, else as a box; they lead to their rounds."""
+    """Show each token by its origin, as text if traced, else as a box; each links to its round."""
     rounds = [row for row in rows if isinstance(row, Round)]
     with_text = any(one.text for one in rounds)
     items = [
@@ -150,5 +150,5 @@ def _token(one: Round, at: int, number: int, row_id: str) -> Element:
         class_=f"token {origin}",
         href=f"#{row_id}",
         title=f"token {number}, round {one.index}",
-        tabindex="-1",  # by key one goes from round to round
+        tabindex="-1",  # the keyboard moves between rounds, not tokens
     )

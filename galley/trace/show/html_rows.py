@@ -1,6 +1,6 @@
-"""The rounds of a page: a row each, with a bar.
+"""Render the rounds of a page, one row with a bar each.
 
-Its parts show by hover or focus, its details open by click or key.
+Hover or focus shows the parts of a bar; a click or key opens the details.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from galley.trace.explain.case import Part, times_of
 from galley.trace.read.model import Batch, Call, Round, Story
 from galley.trace.show.elements import element
 from galley.trace.show.headline import tokens_of
-from galley.trace.show.rows import SHOWN_EVENTS, Gap, Row, said_of, said_of_gap
+from galley.trace.show.rows import SHOWN_EVENTS, Gap, Row, describe_event, describe_gap
 from galley.trace.show.summary import count, ms, one_line, percent
 
 BAR_UNITS = 1000
 MEANINGS = {
-    Part.BEFORE: "no round was open",
+    Part.BEFORE: "no round under way",
     Part.DRAFT: "waiting for a draft",
     Part.QUEUE: "in the target's queue",
     Part.COMPUTE: "computing",
-    Part.WIRE: "on the way, and in the gateway",
-    Part.LOG: "until its tokens were logged",
+    Part.WIRE: "on the network and in the gateway",
+    Part.LOG: "until the tokens were logged",
 }
 _SHOWN_COMPANY = 32
 _SHOWN_CALLS = 20
 
 
 class RoundRows:
-    """Makes the rows of a story; all bars have one scale."""
+    """Render the rows of a story; all bars have one scale."""
 
     def __init__(self, story: Story, longest_ns: int, slowest: Round | None, ids: dict[int, str]) -> None:
-        """`ids` names each round's row, by `id()` of the round."""
+        """Set the scale; `ids` names each round's row by `id()` of the round."""
         self._story = story
         self._longest_ns = max(1, longest_ns)
         self._slowest = slowest
         self._ids = ids
 
     def of(self, row: Row) -> Element:
-        """A round, an event or a gap."""
+        """Render a round, an event or a gap."""
         match row:
             case Round():
                 return self._round(row)
             case Gap():
-                return element("div", f"… {said_of_gap(row)}", class_="gap")
+                return element("div", f"… {describe_gap(row)}", class_="gap")
             case _:
-                return element("div", f"! {said_of(row)}", class_="event")
+                return element("div", f"! {describe_event(row)}", class_="event")
 
     def _round(self, one: Round) -> Element:
         slowest = one is self._slowest
@@ -64,7 +64,8 @@ class RoundRows:
             element("div", "\n".join(_tip(one)), class_="tip", role="tooltip"),
         )
         events = [
-            element("div", f"! {said_of(event)}", class_="event") for event in one.events[:SHOWN_EVENTS]
+            element("div", f"! {describe_event(event)}", class_="event")
+            for event in one.events[:SHOWN_EVENTS]
         ]
         row_class = "round slowest" if slowest else "round"
         return element(
@@ -87,28 +88,28 @@ class RoundRows:
     def _detail(self, one: Round) -> Element:
         pairs = [pair for facts in (_facts(one), self._batch(one), _calls(one)) for pair in facts]
         listed = element("dl")
-        for name, said in pairs:
+        for name, value in pairs:
             listed.append(element("dt", name))
-            listed.append(element("dd", said))
+            listed.append(element("dd", value))
         return element("div", listed, class_="detail")
 
     def _batch(self, one: Round) -> Iterator[tuple[str, str]]:
         if one.batch is None:
             if one.sessions:
-                yield "pass", count(one.sessions, "session")
+                yield "step", count(one.sessions, "session")
             return
-        yield "pass", ", ".join(_pass(one.batch, one.sessions))
+        yield "step", ", ".join(_step(one.batch, one.sessions))
         for rank, took_ns in enumerate(one.batch.rank_ns[:_SHOWN_COMPANY]):
             yield f"rank {rank}", f"{ms(took_ns)} ms"
         company = [one_line(name) for name in self._story.company(one.batch)]
         if company:
             more = len(company) - _SHOWN_COMPANY
-            told = ", ".join(company[:_SHOWN_COMPANY]) + (f" and {more:,} more" if more > 0 else "")
-            yield "in its company", told
+            names_shown = ", ".join(company[:_SHOWN_COMPANY]) + (f" and {more:,} more" if more > 0 else "")
+            yield "other sessions in the step", names_shown
 
 
 def bar_pieces(one: Round, start: float, units_per_ns: float, height: int) -> Iterator[Element]:
-    """The parts of a round from `start` on, as rectangles."""
+    """Draw the parts of a round from `start` on, as rectangles."""
     for part, time_ns in times_of(one).items():
         width = time_ns * units_per_ns
         if width > 0:
@@ -129,22 +130,22 @@ def _tip(one: Round) -> Iterator[str]:
     if one.target:
         yield f"target {one_line(one.target)}"
     if one.sessions:
-        yield f"in a pass of {count(one.sessions, 'session')}"
+        yield f"in a step of {count(one.sessions, 'session')}"
     for event in one.events[:3]:
-        yield said_of(event)
+        yield describe_event(event)
 
 
 def _facts(one: Round) -> Iterator[tuple[str, str]]:
     yield "position", f"{one.position:,}, {count(one.confirmed, 'token')} confirmed"
-    asked = one.span.integer(names.ROUND_K)
+    k = one.span.integer(names.ROUND_K)
     yield (
         "draft tokens",
-        f"{asked:,} asked for, {one.drafted:,} sent, {one.verified:,} verified, {one.accepted:,} accepted",
+        f"k = {k:,}, {one.drafted:,} drafted, {one.verified:,} verified, {one.accepted:,} accepted",
     )
     if one.strategy:
         yield "strategy", one_line(one.strategy)
     if overlap := one.span.text(names.ROUND_OVERLAP):
-        yield "drafted in time", one_line(overlap)
+        yield "drafting", one_line(overlap)
     for name, replica in (("target", one.target), ("draft", one.draft)):
         if replica:
             yield name, one_line(replica)
@@ -159,7 +160,7 @@ def _facts(one: Round) -> Iterator[tuple[str, str]]:
         yield "target lingered", f"{ms(linger_ns)} ms for a draft"
 
 
-def _pass(batch: Batch, sessions: int) -> Iterator[str]:
+def _step(batch: Batch, sessions: int) -> Iterator[str]:
     yield count(batch.sessions or sessions, "session")
     if batch.rows:
         yield count(batch.rows, "row")
@@ -193,5 +194,5 @@ def _call(call: Call, since_ns: int) -> Iterator[str]:
 
 
 def longest_of(rows: Sequence[Row]) -> int:
-    """Of the rounds among them, what a client may have felt of the longest, in nanoseconds."""
+    """Return the longest client wait among the rounds, in nanoseconds."""
     return max((row.felt_ns for row in rows if isinstance(row, Round)), default=0)

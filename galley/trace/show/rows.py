@@ -1,4 +1,4 @@
-"""What is shown of a request, line by line: its rounds, what happened between them, and what is left out.
+"""Select what is shown of a request: rounds, events between them, and gaps.
 
 A long request is shortened in the middle; its slowest rounds, and those in which something happened, stay.
 """
@@ -25,7 +25,7 @@ _NS = "_ns"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much is shown of a request; `events` are those that are no round's."""
+    """How much of a request is shown; `events` are those outside rounds."""
 
     head: int = 16
     tail: int = 12
@@ -52,7 +52,7 @@ Row = Round | Event | Gap
 
 
 def rows_of(request: Request, limits: Limits) -> list[Row]:
-    """In the order of time."""
+    """Return the rows in the order of time."""
     kept = _kept(request.rounds, limits)
     loose = list(request.events[: limits.events])
     rows: list[Row] = []
@@ -91,9 +91,9 @@ def _gap(rounds: Sequence[Round]) -> Gap:
 
 
 def cells_of(one: Round, ns_per_cell: float) -> Mapping[Part, int]:
-    """A bar: of each part as many cells as it took time, at least one in all.
+    """Return the cells of each part of a bar in proportion to its time, at least one in all.
 
-    Cells that rounding leaves go where most was cut off.
+    Cells lost by rounding go to the parts that lost most.
     """
     times = times_of(one)
     exact = {part: time / ns_per_cell if ns_per_cell > 0 else 0.0 for part, time in times.items()}
@@ -104,8 +104,8 @@ def cells_of(one: Round, ns_per_cell: float) -> Mapping[Part, int]:
     return cells
 
 
-def said_of_gap(gap: Gap) -> str:
-    """What is left out, in words."""
+def describe_gap(gap: Gap) -> str:
+    """Describe the rounds or events that are left out."""
     if not gap.rounds:
         return count(gap.events, "more event")
     return (
@@ -114,12 +114,12 @@ def said_of_gap(gap: Gap) -> str:
     )
 
 
-def said_of(event: Event) -> str:
-    """An event in words, on one line."""
+def describe_event(event: Event) -> str:
+    """Describe an event on one line."""
     if event.name == names.SESSION_MOVED:
         return f"{event.name}: {moved(event)}"
-    told = list(event.attributes.items())[:_SHOWN_ATTRIBUTES]
-    facts = ", ".join(f"{_label(key)} {_value(key, value)}" for key, value in told)
+    shown = list(event.attributes.items())[:_SHOWN_ATTRIBUTES]
+    facts = ", ".join(f"{_label(key)} {_value(key, value)}" for key, value in shown)
     return one_line(event.name) + (f": {facts}" if facts else "")
 
 

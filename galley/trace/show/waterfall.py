@@ -1,6 +1,6 @@
-"""A story in the terminal: what it is, why its slowest round was slow, and its rounds as bars.
+"""Render a story for the terminal: what it is, why its slowest round was slow, and its rounds as bars.
 
-Colours are never all that tells parts apart: without them each part has its letter.
+Without colours each part has a letter.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from galley.trace.show.rows import (
     Limits,
     Row,
     cells_of,
+    describe_event,
+    describe_gap,
     rows_of,
-    said_of,
-    said_of_gap,
 )
 from galley.trace.show.summary import count, ms, one_line
 
@@ -45,11 +45,11 @@ _LETTERS = {
     Part.LOG: "L",
 }
 _MEANINGS = {
-    Part.BEFORE: "no round",
+    Part.BEFORE: "idle",
     Part.DRAFT: "draft wait",
     Part.QUEUE: "queue",
     Part.COMPUTE: "compute",
-    Part.WIRE: "wire and gateway",
+    Part.WIRE: "network and gateway",
     Part.LOG: "log",
 }
 _BLOCK = "\N{FULL BLOCK}"
@@ -59,21 +59,21 @@ _NARROWEST = 20
 
 
 def show(story: Story, console: Console, *, everything: bool = False) -> None:
-    """Print it; shortened in the middle unless `everything` is wanted."""
+    """Print a story; long ones are shortened in the middle unless `everything` is set."""
     for line in _lines(story, console, EVERYTHING if everything else Limits()):
         console.print(line)
 
 
 def _lines(story: Story, console: Console, limits: Limits) -> Iterator[Text]:
     yield from _header(story)
-    found = explain(story)
+    explanation = explain(story)
     yield Text()
-    yield from _hanging(console, Text("Slowest  ", style="bold"), found.sentence)
-    for said in summary(story, found):
-        yield from _hanging(console, Text(" " * 9), said)
+    yield from _hanging(console, Text("Slowest  ", style="bold"), explanation.sentence)
+    for line in summary(story, explanation):
+        yield from _hanging(console, Text(" " * 9), line)
     requests = story.requests[:_MAX_REQUESTS]
     rows = [rows_of(request, limits) for request in requests]
-    drawn = _Rows(console, story, found.round, [row for of_one in rows for row in of_one])
+    drawn = _Rows(console, story, explanation.round, [row for of_one in rows for row in of_one])
     if story.rounds:
         yield Text()
         yield drawn.legend()
@@ -95,9 +95,9 @@ def _header(story: Story) -> Iterator[Text]:
     yield Text(" · ".join(figures(story)))
 
 
-def _hanging(console: Console, lead: Text, said: str, style: str = "") -> Iterator[Text]:
-    """`said` beside `lead`, on as many lines as it takes."""
-    wrapped = Text(said, style=style).wrap(console, max(_NARROWEST, console.width - len(lead)))
+def _hanging(console: Console, lead: Text, text: str, style: str = "") -> Iterator[Text]:
+    """Wrap `text` beside `lead` with a hanging indent."""
+    wrapped = Text(text, style=style).wrap(console, max(_NARROWEST, console.width - len(lead)))
     for number, line in enumerate(wrapped):
         line.rstrip()
         yield Text.assemble(Text(" " * len(lead)) if number else lead, line)
@@ -106,12 +106,12 @@ def _hanging(console: Console, lead: Text, said: str, style: str = "") -> Iterat
 def _request_line(story: Story, request: Request, number: int) -> Text:
     at = ms(request.start_ns - story.start_ns)
     what = "resumed" if request.resumed else "began"
-    told = f"  request {number} of {len(story.requests)} {what} at {at} ms, trace {request.trace_id}"
-    return Text(told, style="bold")
+    line = f"  request {number} of {len(story.requests)} {what} at {at} ms, trace {request.trace_id}"
+    return Text(line, style="bold")
 
 
 class _Rows:
-    """How rows are drawn on this console, all bars at one scale."""
+    """Draw rows on this console, all bars at one scale."""
 
     def __init__(self, console: Console, story: Story, slowest: Round | None, rows: Iterable[Row]) -> None:
         self._console = console
@@ -122,19 +122,19 @@ class _Rows:
         self._ns_per_cell = longest_ns / max(8, console.width - len(_HEADINGS))
 
     def of(self, row: Row) -> Iterator[Text]:
-        """The lines of a row."""
+        """Yield the lines of a row."""
         match row:
             case Round():
                 yield self._round(row)
                 for event in row.events[:SHOWN_EVENTS]:
                     yield from self._event(event)
             case Gap():
-                yield Text(f"  {'...':>5} {said_of_gap(row)}", style="dim")
+                yield Text(f"  {'...':>5} {describe_gap(row)}", style="dim")
             case _:
                 yield from self._event(row)
 
     def legend(self) -> Text:
-        """What the parts look like."""
+        """Return the legend of the parts."""
         legend = Text()
         for part, meaning in _MEANINGS.items():
             legend.append(*self._drawn(part, 1)).append(f" {meaning}  ", "dim")
@@ -154,7 +154,7 @@ class _Rows:
         return Text.assemble((figures, "bold" if slowest else ""), *bar)
 
     def _event(self, event: Event) -> Iterator[Text]:
-        return _hanging(self._console, Text("        ! ", style="yellow"), said_of(event), "yellow")
+        return _hanging(self._console, Text("        ! ", style="yellow"), describe_event(event), "yellow")
 
     def _drawn(self, part: Part, cells: int) -> tuple[str, str]:
         return (_BLOCK * cells, _COLOURS[part]) if self._colours else (_LETTERS[part] * cells, "")

@@ -53,7 +53,7 @@ def answer(story: Story, cause: Cause) -> tuple[Explanation, Span]:
     """The sentence, and the round that it is about."""
     found = explain(story)
     assert found.cause is cause, found.sentence
-    assert found.stands_out, found.sentence
+    assert found.is_slow, found.sentence
     assert found.round is not None
     assert "\n" not in found.sentence
     return found, found.round.span

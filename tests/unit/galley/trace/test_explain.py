@@ -57,7 +57,7 @@ def test_a_slow_draft() -> None:
     assert found.cause is Cause.SLOW_DRAFT
     assert found.sentence == (
         f"Round 6 (token 18, position 118, target {TARGET_AT}) took 210 ms (6.8 times the median of 31.0): "
-        f"180 ms of it went on waiting for draft {DRAFT_AT}, which computed for 171 ms."
+        f"it waited 180 ms for draft {DRAFT_AT}, which computed for 171 ms."
     )
 
 
@@ -65,15 +65,15 @@ def test_a_draft_that_was_slow_to_begin_and_was_left_alone() -> None:
     degraded = event(names.DRAFT_DEGRADED, 0, to="ngram", reason="breaker open")
     found = explained(lambda r: r.round(draft=180, draft_compute_ns=ns(9), events=[degraded]))
     assert found.cause is Cause.SLOW_DRAFT
-    assert "computed for only 9.0 ms: the rest is its queue, or the way to it" in found.sentence
-    assert "then drafting fell back to ngram (breaker open)" in found.sentence
+    assert "computed for only 9.0 ms; the rest is its queue or the network" in found.sentence
+    assert "drafting then fell back to ngram (breaker open)" in found.sentence
 
 
 def test_a_full_batch() -> None:
     found = explained(lambda r: r.round(compute=142, batch={"sessions": 16, "rows": 71}))
     assert found.cause is Cause.FULL_BATCH
     assert f"target {TARGET_AT}" in found.sentence
-    assert "it computed for 142 ms, in a pass of 16 sessions and 71 rows" in found.sentence
+    assert "it computed for 142 ms in a step of 16 sessions and 71 rows" in found.sentence
 
 
 def test_prompts_of_others_in_the_same_batch() -> None:
@@ -86,7 +86,9 @@ def test_prompts_of_others_in_the_same_batch() -> None:
 def test_a_cold_cache() -> None:
     found = explained(lambda r: r.round(compute=260, kv_reused=32))
     assert found.cause is Cause.COLD_CACHE
-    assert "the target's cache had 32 of 118 tokens, and reading the other 86 took 260 ms" in found.sentence
+    assert (
+        "the target's cache held 32 of 118 tokens, and recomputing the other 86 took 260 ms" in found.sentence
+    )
 
 
 def test_a_prompt_that_was_not_cached() -> None:
@@ -96,14 +98,14 @@ def test_a_prompt_that_was_not_cached() -> None:
     found = explain(scene.story())
     assert found.cause is Cause.PROMPT
     assert found.sentence.startswith("Round 0 (token 0, position 182, target ")
-    assert "it read the prompt, of which the cache had 0 of 182 tokens" in found.sentence
+    assert "it read the prompt, of which the cache held 0 of 182 tokens" in found.sentence
 
 
 def test_a_moved_session_whose_new_target_reads_it_all_again() -> None:
     found = explained(lambda r: r.round(compute=260, kv_reused=0, target=OTHER_TARGET_AT, events=moved(r)))
     assert found.cause is Cause.COLD_CACHE
     assert f"target {OTHER_TARGET_AT}) took 262 ms" in found.sentence
-    assert f"after the session's move from target {TARGET_AT} (late) the target's cache had 0 of 118" in (
+    assert f"after the session moved from target {TARGET_AT} (late), the target's cache held 0 of 118" in (
         found.sentence
     )
 
@@ -114,17 +116,17 @@ def test_a_moved_session_whose_old_target_was_waited_for() -> None:
     )
     assert found.cause is Cause.LOST_REPLICA
     assert (
-        f"900 ms passed until target {TARGET_AT} was given up (late) and target {OTHER_TARGET_AT} asked"
+        f"900 ms passed until the session moved from target {TARGET_AT} to target {OTHER_TARGET_AT} (late)"
         in (found.sentence)
     )
-    assert "which read 118 tokens again in 60.0 ms" in found.sentence
+    assert "which recomputed 118 tokens in 60.0 ms" in found.sentence
 
 
 def test_a_target_that_was_asked_again() -> None:
     again = event(names.REQUEST_RETRIED, 0, pool="target", reason="unavailable")
     found = explained(lambda r: r.round(wire=450, events=[again]))
     assert found.cause is Cause.LOST_REPLICA
-    assert "450 ms passed until the target was asked again (unavailable)" in found.sentence
+    assert "450 ms passed until the request to the target was retried (unavailable)" in found.sentence
 
 
 def test_a_slow_store_that_logs_a_round_late() -> None:
@@ -133,8 +135,8 @@ def test_a_slow_store_that_logs_a_round_late() -> None:
     assert found.sentence.startswith(
         f"The tokens of round 6 (token 18, position 118, target {TARGET_AT}) were "
     )
-    assert "were logged 640 ms after its verdict" in found.sentence
-    assert "the store took 640 ms for the commit, after it had to be asked again" in found.sentence
+    assert "were logged 640 ms after they were confirmed" in found.sentence
+    assert "the session store took 640 ms for the commit after a retry" in found.sentence
 
 
 @pytest.mark.parametrize("part", ["queue", "wire"])
@@ -146,7 +148,7 @@ def test_a_slow_store_that_holds_up_the_next_round(part: str) -> None:
 
     found = explained(make)
     assert found.cause is Cause.SLOW_STORE
-    assert "for 800 ms of it a commit to the store was under way (it took 800 ms)" in found.sentence
+    assert "a commit to the session store was under way for 800 ms of it (it took 800 ms)" in found.sentence
 
 
 def test_a_slow_store_by_its_spans_alone() -> None:
@@ -171,16 +173,14 @@ def test_a_stalled_client(part: str) -> None:
 def test_a_stalled_client_between_two_rounds() -> None:
     found = explained(lambda r: r.idle(900).event(names.CLIENT_STALLED, stalled_ns=ns(880)))
     assert found.cause is Cause.STALLED_CLIENT
-    assert found.sentence.startswith("Before round 6 (token 18, position 118, target ")
-    assert "no round was open for 900 ms" in found.sentence
+    assert found.sentence.startswith("Round 6 (token 18, position 118, target ")
+    assert "began 900 ms after the round before it" in found.sentence
 
 
 def test_queueing_for_blocks() -> None:
     found = explained(lambda r: r.round(queue=330, batch={"free_blocks": 0, "queue_depth": 3}))
     assert found.cause is Cause.NO_BLOCKS
-    assert "it queued for 330 ms at the target, for it waited for KV blocks, of which 0 were free" in (
-        found.sentence
-    )
+    assert "it queued for 330 ms at the target because KV blocks were short (0 were free)" in (found.sentence)
 
 
 def test_a_preempted_session() -> None:
@@ -190,31 +190,31 @@ def test_a_preempted_session() -> None:
 
     found = explained(make)
     assert found.cause is Cause.NO_BLOCKS
-    assert "an older session took its KV blocks" in found.sentence
+    assert "an older session had taken its KV blocks" in found.sentence
 
 
 def test_a_plain_queue() -> None:
     found = explained(lambda r: r.round(queue=90, batch={"queue_depth": 7}))
     assert found.cause is Cause.QUEUE
-    assert "it queued for 90.0 ms at the target, where 6 items waited" in found.sentence
+    assert "it queued for 90.0 ms at the target with 6 other requests" in found.sentence
 
 
 def test_a_slow_rank() -> None:
     found = explained(lambda r: r.round(compute=200, batch={"ranks": (40, 198, 41)}))
     assert found.cause is Cause.SLOW_RANK
-    assert "rank 1 took 198 ms for its part of the pass, the others 40.5 ms" in found.sentence
+    assert "rank 1 took 198 ms for its part of the step, the others 40.5 ms" in found.sentence
 
 
 def test_a_slow_wire() -> None:
     found = explained(lambda r: r.round(wire=77))
     assert found.cause is Cause.WIRE
-    assert "77.0 ms of it went on the way between gateway and target, or in the gateway" in found.sentence
+    assert "77.0 ms of it passed on the network to the target, or in the gateway" in found.sentence
 
 
 def test_a_slow_pass_for_no_reason() -> None:
     found = explained(lambda r: r.round(compute=120))
     assert found.cause is Cause.COMPUTE
-    assert "its pass computed for 120 ms, and nothing else was in its way" in found.sentence
+    assert "its step computed for 120 ms, and nothing else delayed it" in found.sentence
 
 
 def test_after_a_slow_prompt_the_slowest_of_the_others_is_told_too() -> None:
@@ -223,7 +223,7 @@ def test_after_a_slow_prompt_the_slowest_of_the_others_is_told_too() -> None:
     usual_rounds(request).round(draft=70, draft_compute_ns=ns(66)).end()
     assert explain(scene.story()).cause is Cause.PROMPT
     assert "After the prompt: Round 7 (token 21, position 921, target " in told_of(scene.story())
-    assert "70.0 ms of it went on waiting for draft" in told_of(scene.story())
+    assert "it waited 70.0 ms for draft" in told_of(scene.story())
     scene = Scene()
     usual_rounds(scene.request(prompt=900).round(compute=800, kv_reused=0)).end()
     assert "After the prompt" not in told_of(scene.story())
@@ -248,7 +248,7 @@ def test_a_round_without_a_verdict() -> None:
     found = explain(scene.story())
     assert found.cause is Cause.NO_VERDICT
     assert found.sentence.startswith("Round 6 (token 18, position 118) took 10,000 ms")
-    assert found.sentence.endswith(": no verdict came (unavailable).")
+    assert found.sentence.endswith(": the target sent no response (unavailable).")
 
 
 def test_a_slow_beginning() -> None:
@@ -259,15 +259,15 @@ def test_a_slow_beginning() -> None:
     usual_rounds(scene.request().store("create", 250).store("claim", 30).idle(5)).end()
     found = explain(scene.story())
     assert found.cause is Cause.SLOW_STORE
-    assert "the store took 280 ms of it to begin the session" in found.sentence
+    assert "creating the session in the store took 280 ms of it" in found.sentence
 
 
 def test_where_nothing_stands_out_it_says_so() -> None:
     scene = Scene()
     usual_rounds(scene.request()).round(compute=30).end()
     found = explain(scene.story())
-    assert found.sentence.startswith("No round stands out; round 6 (token 18,")
-    assert "took 32.0 ms (1.1 times the median of 31.0): its pass computed for 30.0 ms" in found.sentence
+    assert found.sentence.startswith("No round is much slower than the others; round 6 (token 18,")
+    assert "took 32.0 ms (1.1 times the median of 31.0): its step computed for 30.0 ms" in found.sentence
 
 
 def test_a_single_round_is_explained_by_what_took_longest() -> None:
@@ -283,7 +283,7 @@ def test_without_rounds_the_requests_own_figures_tell() -> None:
     scene.request(attributes={names.SLOWEST_ROUND_NS: ns(212), names.SLOWEST_ROUND_POSITION: 131}).end()
     found = explain(scene.story())
     assert found.round is None
-    assert found.sentence == ("No round is in the trace; the slowest was at position 131 and took 212 ms.")
+    assert found.sentence == ("The trace has no rounds; the slowest was at position 131 and took 212 ms.")
 
 
 def test_a_stall_elsewhere_does_not_explain_a_slow_pass() -> None:
@@ -301,7 +301,7 @@ def test_the_summary_tells_of_failure_moves_stalls_and_what_is_missing() -> None
     request.end(error="unavailable", problem="no verdict from the target")
     said = told_of(scene.story())
     assert "It ended with unavailable (no verdict from the target)." in said
-    assert "Of 210 ms in rounds, 0 % went on waiting for drafts, 3 % in the target's queue" in said
+    assert "Of 210 ms in rounds, 0 % were spent waiting for drafts, 3 % in the target's queue" in said
     assert "Of 28 draft tokens, 28 were verified and 14 accepted (50 % of those)." in said
     assert f"It moved from target {TARGET_AT} to {OTHER_TARGET_AT} (unavailable)." in said
     assert "Its client left the stream unread for 1.50 s in all." in said

@@ -99,11 +99,11 @@ def test_a_trace_of_another_system_is_found_as_it_is(scene: Scene, tmp_path: Pat
 def test_what_is_not_there_or_not_one_thing_is_refused(scene: Scene, tmp_path: Path) -> None:
     scene.request(session="5e99" + "0" * 28).round().end()
     lines = Lines(write(scene, tmp_path / "t.jsonl"))
-    with pytest.raises(NotFound, match=r"no session and no trace 'dead' in .*t\.jsonl"):
+    with pytest.raises(NotFound, match=r"no session or trace 'dead' in .*t\.jsonl"):
         find(lines, "dead")
     with pytest.raises(NotFound, match=r"'5e' begins several ids: session 5e55a0de.*, session 5e990000"):
         find(lines, "5e")
-    with pytest.raises(NotFound, match=r"no session and no trace '\.\*'"):
+    with pytest.raises(NotFound, match=r"no session or trace '\.\*'"):
         find(lines, ".*")
 
 
@@ -132,7 +132,7 @@ def test_more_spans_than_may_be_are_cut_off_and_that_is_said(
     assert found.cut
     assert len(found.spans) == 10
     (story,) = stories_of(found.spans, found.session_id, cut=found.cut)
-    assert "only a part of its spans was read" in told_of(story)
+    assert "only part of its spans was read" in told_of(story)
 
 
 def test_only_a_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

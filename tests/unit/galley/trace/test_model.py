@@ -227,7 +227,7 @@ def test_a_clock_that_is_off_is_put_right_and_said(skew_ms: float) -> None:
         (call,) = one.calls
         assert call.served is not None
         assert call.span.start_ns <= call.served.start_ns <= call.served.end_ns <= call.span.end_ns
-    assert "judged by 3 calls from galley-gateway" in told_of(story)
+    assert "estimated from 3 calls from galley-gateway" in told_of(story)
 
 
 def test_a_rank_whose_clock_is_the_gateways_is_left_alone_though_its_targets_is_off() -> None:
@@ -282,7 +282,9 @@ def test_a_clock_that_jumped_is_said_not_to_fit() -> None:
     request.round(calls=True).end()
     (shift,) = scene.story().shifts
     assert (shift.calls, shift.unfit) == (2, 1)
-    assert "judged by 2 calls from galley-gateway; 1 of them end too late even so" in told_of(scene.story())
+    assert "estimated from 2 calls from galley-gateway; 1 of them still end too late" in told_of(
+        scene.story()
+    )
 
 
 def test_what_an_exporter_sent_twice_counts_once() -> None:
