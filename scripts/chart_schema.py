@@ -1,4 +1,4 @@
-"""Writes each role's settings into the chart's schema: `python -m scripts.chart_schema FILE`.
+"""Write each role's settings into the chart's schema: `python -m scripts.chart_schema FILE`.
 
 They are the fields of services/<role>/settings.py, with their types and bounds, but for those that the chart
 decides itself and those that mean nothing in a cluster. The rest of the file stays as it is.
@@ -17,7 +17,7 @@ from galley.common.config.settings import ServiceSettings
 
 ROLES = ("gateway", "draft", "target")
 NOT_IN_A_CLUSTER = frozenset({"die_with_parent", "ready_fd", "oracle_answers", "oracle_spoil"})
-"""For tests, and for whoever starts processes itself."""
+"""Settings for tests and for programs that start the services themselves."""
 _WIRING = {"advertise", "draft", "host", "log_format", "port", "redis_url", "redis_url_file", "target"}
 _OWN_VALUES = {"drain_timeout_s", "health_port", "log_level", "metrics_port", "model", "startup_timeout_s"}
 _RANKS = {"host_index", "hosts", "ranks_address", "ranks_timeout_s", "tensor_parallel"}
@@ -29,7 +29,7 @@ _CALLERS = {
     "jwt_principal_claim",
 }
 DECIDED = frozenset(_WIRING | _OWN_VALUES | _RANKS | _TLS | _PEERS | _CALLERS | {"tokenizer"})
-"""What the chart sets by itself, from values with a place of their own."""
+"""Settings that the chart derives from other values."""
 # The draft's model is the draft's alone, so that it has no other place.
 _OFFERED = {"draft": {"model"}}
 _KEPT_WORDS = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength")
@@ -37,7 +37,7 @@ _WIDTH = 128
 
 
 def settings_of(role: str) -> type[ServiceSettings]:
-    """The one class of services.<role>.settings that a server is configured by."""
+    """Return the settings class in services.<role>.settings."""
     module = import_module(f"services.{role}.settings")
     (found,) = (
         value
@@ -50,23 +50,23 @@ def settings_of(role: str) -> type[ServiceSettings]:
 
 
 def offered(role: str) -> dict[str, dict[str, Any]]:
-    """The settings that a role's `settings` may hold, each with what its value must be."""
-    told = settings_of(role).model_json_schema()["properties"]
+    """Return the settings that the chart offers for a role, each with its JSON Schema."""
+    fields = settings_of(role).model_json_schema()["properties"]
     kept_back = (DECIDED - _OFFERED.get(role, set())) | NOT_IN_A_CLUSTER
-    return {name: _value_of(told[name]) for name in sorted(set(told) - kept_back)}
+    return {name: _value_of(fields[name]) for name in sorted(set(fields) - kept_back)}
 
 
-def _value_of(told: Mapping[str, Any]) -> dict[str, Any]:
+def _value_of(field: Mapping[str, Any]) -> dict[str, Any]:
     """Return a field's JSON Schema without title, default and the like."""
-    merged = dict(told)
-    for option in told.get("anyOf", ()):
+    merged = dict(field)
+    for option in field.get("anyOf", ()):
         if option.get("type") != "null":
             merged |= option
     return {word: merged[word] for word in _KEPT_WORDS if word in merged}
 
 
 def text_of(value: Any, indent: int = 0, taken: int = 0) -> str:
-    """JSON with whatever fits into a line in one."""
+    """Return JSON in which every value that fits into a line stands in one."""
     line = json.dumps(value, ensure_ascii=False)
     if not value or not isinstance(value, dict | list) or len(line) + indent + taken <= _WIDTH:
         return line
@@ -81,7 +81,7 @@ def text_of(value: Any, indent: int = 0, taken: int = 0) -> str:
 
 
 def main() -> int:
-    """Write the file anew; 2 unless one is named."""
+    """Rewrite the file; return 2 if none is named."""
     if len(sys.argv) != 2:
         sys.stderr.write("usage: python -m scripts.chart_schema FILE\n")
         return 2

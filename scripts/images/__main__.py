@@ -1,4 +1,4 @@
-"""`make images`: builds the images without a daemon, or says why that cannot be done on this machine.
+"""Build the images without a daemon, or print why this machine cannot: `make images`.
 
 python -m scripts.images [--device cpu|cuda] [--roles target,draft,gateway] [--build-arg NAME=VALUE]...
 """
@@ -15,7 +15,7 @@ from scripts.images.host import lacking
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 if a build failed, 2 if none can be made here."""
+    """Return 1 if a build failed, 2 if this machine cannot build images."""
     parser = argparse.ArgumentParser(prog="python -m scripts.images")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--roles", default=",".join(ORDER), help="with commas; default: %(default)s")

@@ -1,4 +1,4 @@
-"""Builds images by buildah, from a base by debootstrap: no daemon, no registry, no name but ours.
+"""Build images with buildah, from a base made by debootstrap, without a daemon or a registry.
 
 Everything lies below one folder: the store of images (vfs, which any file system will do for;
 STORAGE_DRIVER=overlay is quicker where there is one), and the pip.conf that the builds are shown. What
@@ -33,14 +33,14 @@ _NAMESPACE = ("unshare", "--mount", "--propagation", "private")
 
 
 def revision() -> str:
-    """The commit that is checked out, for the images' labels."""
+    """Return the commit that is checked out, for the images' labels."""
     command = ("git", "rev-parse", "HEAD")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603  # fixed
     return done.stdout.strip() or "unknown"
 
 
 def image(role: str, device: str = "cpu") -> str:
-    """The name under which a role's image is kept."""
+    """Return the name of a role's image."""
     suffix = "" if device == "cpu" or role == "gateway" else f"-{device}"
     return f"localhost/galley-{role}:{__version__}{suffix}"
 
@@ -76,12 +76,12 @@ class Workshop:
 
     def config(self, name: str) -> Mapping[str, Any]:
         """Return an image's configuration: Entrypoint, Env, User, Healthcheck and so on."""
-        told = json.loads(self.buildah("inspect", "--type", "image", name))
-        config: Mapping[str, Any] = told["Docker"]["config"]
+        inspected = json.loads(self.buildah("inspect", "--type", "image", name))
+        config: Mapping[str, Any] = inspected["Docker"]["config"]
         return config
 
     def make_bases(self) -> None:
-        """A Debian with Python, and the same with pip's bootstrap, unless they are there."""
+        """Build the base images, with Python and with pip's bootstrap, unless they exist."""
         if self.has(BASE) and self.has(BUILD_BASE):
             return
         context = self.folder / "base"
@@ -97,18 +97,18 @@ class Workshop:
         shutil.rmtree(context)
 
     def build(self, role: str, device: str, revision: str, arguments: Sequence[str] = ()) -> str:
-        """The image of a role, by its Dockerfile alone; its name. `arguments`: further NAME=VALUE."""
+        """Build the image of a role and return its name; `arguments` are further NAME=VALUE."""
         conf = self.folder / "pip.conf"
         conf.write_text(pip_settings.pip_conf(pip_settings.here()))
-        shown = [f"{conf.absolute()}:/etc/pip.conf:ro"]
-        shown += [f"{path}:{path}:ro" for path in pip_settings.folders(conf.read_text())]
+        mounts = [f"{conf.absolute()}:/etc/pip.conf:ro"]
+        mounts += [f"{path}:{path}:ro" for path in pip_settings.folders(conf.read_text())]
         given = [f"BASE={BASE}", f"BUILD_BASE={BUILD_BASE}", f"REVISION={revision}"]
         given += [] if role == "target" else [f"TARGET_IMAGE={image('target', device)}"]
         given += [] if role == "gateway" else [f"DEVICE={device}"]
         # The CUDA build is PyPI's.
         given += ["TORCH_INDEX="] if device == "cuda" and role != "gateway" else []
         name = image(role, device)
-        options = [word for path in shown for word in ("--volume", path)]
+        options = [word for path in mounts for word in ("--volume", path)]
         options += [word for argument in (*given, *arguments) for word in ("--build-arg", argument)]
         self._bud(ROOT / "services" / role / "Dockerfile", name, *options, ".")
         return name
@@ -119,10 +119,10 @@ class Workshop:
         self.buildah(*command, *more, apart=True)
 
     def unpack(self, name: str) -> tuple[str, Path]:
-        """A container of the image `name`: its id and its root folder, until `remove`."""
+        """Create a container of the image `name`; return its id and its root folder. End it by `remove`."""
         container = self.buildah("from", "--pull-never", name).strip()
         return container, Path(self.buildah("mount", container).strip())
 
     def remove(self, container: str) -> None:
-        """Drop what `unpack` made."""
+        """Remove a container that `unpack` created."""
         self.buildah("rm", container)

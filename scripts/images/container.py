@@ -1,4 +1,4 @@
-"""Runs what an image says that it runs, as it says, without a container runtime: see contain.sh."""
+"""Run an image's commands as its configuration says, without a container runtime (contain.sh)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Container:
 
     @property
     def probe(self) -> tuple[str, ...]:
-        """The command of its HEALTHCHECK."""
+        """Return the command of the HEALTHCHECK."""
         form, *command = self.config["Healthcheck"]["Test"]
         if form != "CMD":
-            raise ValueError(f"a HEALTHCHECK of the form CMD is wanted, not {form}")
+            raise ValueError(f"HEALTHCHECK: must have the form CMD, got {form}")
         return tuple(command)
 
     @contextmanager
@@ -56,7 +56,7 @@ class Container:
     def run(
         self, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """`command` in a container of its own, to its end."""
+        """Run `command` to its end in a container of its own."""
         return subprocess.run(  # noqa: S603  # ours or the image's own words
             self._command(command),
             env=self._environment(environment or {}),
@@ -71,7 +71,7 @@ class Container:
         return [*_NAMESPACES, str(_CONTAIN), *where, *command]
 
     def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
-        """Nothing of this machine's."""
+        """Return the image's environment; nothing of this machine."""
         return dict(line.split("=", 1) for line in self.config["Env"]) | dict(more)
 
 
@@ -82,7 +82,7 @@ class Running:
     process: subprocess.Popen[bytes]
 
     def stop(self, patience_s: float) -> int:
-        """Ask its first process to end, as a runtime does; its exit status. Raises TimeoutExpired."""
+        """Send SIGTERM to the first process and return its exit status. Raises TimeoutExpired."""
         (first,) = psutil.Process(self.process.pid).children()
         first.send_signal(signal.SIGTERM)
         return self.process.wait(patience_s)

@@ -16,24 +16,24 @@ _GB = 10**9
 
 
 def lacking(folder: Path, device: str) -> str | None:
-    """The first reason why images of `device` cannot be built here, below `folder`; None if they can."""
+    """Return the first reason why images for `device` cannot be built below `folder`, or None."""
     return next(_reasons(folder, device), None)
 
 
 def _reasons(folder: Path, device: str) -> Iterator[str]:
     system = f"{platform.system()} {platform.machine()}"
     if system != "Linux x86_64":
-        yield f"what the images hold is locked for Linux x86_64, and this is {system}"
+        yield f"must run on Linux x86_64, got {system}"
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         yield f"{' and '.join(missing)} not found (Debian: apt-get install buildah debootstrap util-linux)"
     if os.geteuid() != 0:
-        yield "debootstrap and buildah's chroot isolation want root"
+        yield "debootstrap and buildah's chroot isolation need root"
     command = ("unshare", "--mount", "true")
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # fixed words
     if done.returncode != 0:
-        yield f"this root may not mount: {done.stderr.strip()}"
+        yield f"root cannot mount here: {done.stderr.strip()}"
     folder.mkdir(parents=True, exist_ok=True)
-    free, wanted = shutil.disk_usage(folder).free / _GB, _FREE_GB[device]
-    if free < wanted:
-        yield f"{wanted} GB of disk are wanted below {folder}, {free:.0f} are free"
+    free, needed = shutil.disk_usage(folder).free / _GB, _FREE_GB[device]
+    if free < needed:
+        yield f"{folder}: must have {needed} GB of free disk space, got {free:.0f} GB"

@@ -27,16 +27,16 @@ for folder in sys.argv[1:]:
         print(folder, "written")
     except OSError as error:
         print(folder, error.strerror)
-wanted = ("Uid", "Gid", "Groups", "CapEff", "CapBnd", "NoNewPrivs")
+shown = ("Uid", "Gid", "Groups", "CapEff", "CapBnd", "NoNewPrivs")
 for line in open("/proc/self/status"):
     name, _, value = line.partition(":")
-    if name in wanted:
+    if name in shown:
         print(name, " ".join(value.split()))
 """
 
 
 def contents(container: Container) -> dict[str, Any]:
-    """Sizes, and what should not be there: compilers, pip, files that change who runs them, others' files."""
+    """Return sizes, and what should not be there: compilers, pip, set-uid files, writable files."""
     root = container.root
     return {
         "megabytes": _megabytes(root),
@@ -54,11 +54,11 @@ def contents(container: Container) -> dict[str, Any]:
 
 
 def privileges(container: Container, folders: Sequence[str]) -> dict[str, str]:
-    """For each folder whether its user may write there, by what it says; and what the user is, by /proc."""
+    """Return for each folder whether the image's user can write there, and that user's capabilities."""
     done = container.run(("python", "-c", _TRY, *folders))
     done.check_returncode()
-    told = (line.partition(" ") for line in done.stdout.splitlines())
-    return {name: value for name, _, value in told}
+    lines = (line.partition(" ") for line in done.stdout.splitlines())
+    return {name: value for name, _, value in lines}
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -68,7 +68,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _megabytes(folder: Path) -> float:
     """Return the megabytes of all files, hard links counted once."""
-    found = {(told.st_dev, told.st_ino): told.st_size for told in map(os.lstat, _files(folder))}
+    found = {(info.st_dev, info.st_ino): info.st_size for info in map(os.lstat, _files(folder))}
     return round(sum(found.values()) / _MB, 1)
 
 
@@ -90,8 +90,8 @@ def _set_uid(folder: Path) -> Iterator[Path]:
 def _writable(folder: Path) -> Iterator[Path]:
     """Return files that root does not own or that anybody may write."""
     for path in _files(folder):
-        told = path.lstat()
-        if told.st_uid != 0 or (not stat.S_ISLNK(told.st_mode) and told.st_mode & stat.S_IWOTH):
+        info = path.lstat()
+        if info.st_uid != 0 or (not stat.S_ISLNK(info.st_mode) and info.st_mode & stat.S_IWOTH):
             yield path
 
 

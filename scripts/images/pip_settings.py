@@ -20,7 +20,7 @@ def here() -> str:
 
 
 def pip_conf(listed: str) -> str:
-    """A pip.conf of the same sources as `listed`; what stands later there, the environment, counts more."""
+    """Return a pip.conf with the sources in `listed`, of which later lines (the environment) win."""
     settings = {name: str(ast.literal_eval(value)) for name, value in _LINE.findall(listed)}
     lines = [f"{name} = {' '.join(settings[name].split())}" for name in _TAKEN if name in settings]
     return "\n".join(["[global]", *lines, ""])

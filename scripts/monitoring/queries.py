@@ -1,4 +1,4 @@
-"""PromQL over the catalogue, so that no query can name a metric or a label that there is not."""
+"""PromQL over the catalogue of metrics; a query with an unknown metric or label is an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EVERYWHERE = frozenset({"instance", "le"})
 
 
 def _selected(metric: Metric, series: str, where: str = "") -> str:
-    """The series in the namespaces that are looked at; `where` is a further matcher of its own labels."""
+    """Return the selector of a series in the chosen namespaces; `where` is a further label matcher."""
     if where:
         _check(metric, where.split("=", maxsplit=1)[0].rstrip("!"))
     return series + '{namespace=~"$namespace"' + (f", {where}" if where else "") + "}"
@@ -27,49 +27,49 @@ def _sum(expr: str, by: tuple[str, ...]) -> str:
 
 
 def rate(metric: Metric, *by: str, where: str = "") -> str:
-    """Of a counter, a second; of a histogram, how many observations."""
+    """Return the rate per second of a counter, or of a histogram's observations."""
     _check(metric, *by)
     series = metric.prometheus + ("_count" if metric.kind is Kind.HISTOGRAM else "_total")
     return _sum(f"rate({_selected(metric, series, where)}[{WINDOW}])", by)
 
 
 def gauge(metric: Metric, *by: str, where: str = "") -> str:
-    """Of all replicas together; of an info, how many say so."""
+    """Return the sum of a gauge over all replicas; for an info metric, the number of replicas."""
     _check(metric, *by)
     return _sum(_selected(metric, metric.series[0], where), by)
 
 
 def largest(metric: Metric, *by: str) -> str:
-    """The gauge's largest value of each."""
+    """Return the largest value of a gauge."""
     _check(metric, *by)
     return f"max by ({', '.join(by)}) ({_selected(metric, metric.prometheus)})"
 
 
 def left_s(metric: Metric, *by: str) -> str:
-    """How long the first of the moments that a gauge tells is away."""
+    """Return the seconds until the earliest of the times that a gauge holds."""
     _check(metric, *by)
     return f"min by ({', '.join(by)}) ({_selected(metric, metric.prometheus)}) - time()"
 
 
 def ratio(part: str, whole: str) -> str:
-    """Of two rates."""
+    """Return the ratio of two expressions."""
     return f"{part} / {whole}"
 
 
 def mean(metric: Metric, *by: str) -> str:
-    """Of what a histogram has observed."""
+    """Return the mean of a histogram's observations."""
     _check(metric, *by)
     total = _sum(f"rate({_selected(metric, f'{metric.prometheus}_sum')}[{WINDOW}])", by)
     return ratio(total, rate(metric, *by))
 
 
 def quantile(share: float, metric: Metric, *by: str) -> str:
-    """Of a histogram."""
+    """Return a quantile of a histogram; `share` lies between 0 and 1."""
     _check(metric, *by)
     buckets = f"rate({_selected(metric, f'{metric.prometheus}_bucket')}[{WINDOW}])"
     return f"histogram_quantile({share}, {_sum(buckets, (*by, 'le'))})"
 
 
 def heatmap(metric: Metric) -> str:
-    """Observations by bucket."""
+    """Return the increase of a histogram by bucket."""
     return _sum(f"increase({_selected(metric, f'{metric.prometheus}_bucket')}[{WINDOW}])", ("le",))
