@@ -1,4 +1,4 @@
-"""What the log keeps of each output token besides its id.
+"""Records of output tokens: what the log keeps of each besides its id.
 
 One record per token, in order: a flags byte (1: proposed by the draft, 2: logprobs follow, 4: a fingerprint
 follows, because another target build computes from here on). Then, as flagged, the fingerprint (length byte,

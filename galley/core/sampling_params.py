@@ -18,7 +18,7 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How logits become tokens; field names and order of application as in the proto."""
+    """Parameters that turn logits into tokens; names and order of application as in the proto."""
 
     temperature: float = 1.0
     top_p: float = 1.0

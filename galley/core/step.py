@@ -16,7 +16,7 @@ from galley.core.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How the tokens after a chunk are sampled.
+    """Sampling of the tokens after a chunk.
 
     `history` is all confirmed tokens from absolute position 0; the first `prompt_len` are the prompt. Row i
     of the logits is for position len(history) + i, given draft_tokens[:i]. `logprobs` is how many of the

@@ -34,7 +34,7 @@ DRAINING = "draining"
 
 @dataclass(slots=True)
 class _Account:
-    """What one principal holds and has used."""
+    """The streams that one principal holds, and what it has used."""
 
     limits: PrincipalLimits
     bucket: TokenBucket | None

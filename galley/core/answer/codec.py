@@ -1,4 +1,4 @@
-"""How the store keeps a session's request and its ending: one JSON object each.
+"""The stored form of a session's request and of its ending: one JSON object each.
 
 The request is stored without id and prompt (key and log hold them) and without fields at their default, to
 keep a session small. The defaults of SessionSpec and SamplingParams are therefore part of the stored format:

@@ -20,7 +20,7 @@ _REPLACEMENT = "�"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one token added to the text; `stop` is the stop string that it completed, cut from the text."""
+    """The text that one token added; `stop` is the stop string that it completed, cut from the text."""
 
     text: str
     stop: str | None = None

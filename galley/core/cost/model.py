@@ -1,4 +1,4 @@
-"""What speculation costs and gains: the arithmetic behind `galley plan` and the choice of k.
+"""The cost and the gain of speculation: the arithmetic behind `galley plan` and the choice of k.
 
 The unit of cost is one plain decoding step of the target over one session (a *target step*). The *draft cost
 ratio* is the number of draft steps that cost as much; infinity means that drafts are free, as prompt lookup

@@ -23,7 +23,7 @@ LOAD_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLease:
-    """What a replica of either pool has registered; valid as long as the lease lasts.
+    """A replica's registration, valid as long as the lease lasts.
 
     `incarnation` names one life of its process. `queue_depth` counts the sessions with work to do. A replica
     that is `draining` takes no new sessions.

@@ -79,7 +79,7 @@ class VerdictTimes:
 
 
 class VerdictTimeout:
-    """How long one session waits for a verdict before it looks for another replica."""
+    """The time that one session waits for a verdict before it looks for another replica."""
 
     def __init__(self, factor: float) -> None:
         """Let a verdict take `factor` times as long as expected."""

@@ -15,7 +15,7 @@ from galley.core.step import Draw, StepChunk, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """What the results of one step share; `Confirmed` explains them. Draft rows added `drafts_ns`."""
+    """The part that all results of one step share; `Confirmed` explains it. Draft rows added `drafts_ns`."""
 
     sessions: int
     rows: int
@@ -112,7 +112,7 @@ def chunk_for(grant: Grant, blocks: Sequence[int]) -> StepChunk:
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """What the scheduler of a replica has counted since its start.
+    """Counts of a replica's scheduler since its start.
 
     `prompt_tokens` came with sessions that held no blocks here; `reused_tokens` of them were cached. `missed`
     requests named a prefix that is not cached. `preempted` requests lost their blocks to older sessions or

@@ -1,4 +1,4 @@
-"""What the target has learned of a session's hints: how good they are, and when they come."""
+"""Statistics of a session's hints at the target: how good they are, and when they arrive."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class AcceptanceEstimate:
 
 
 class HintTiming:
-    """How long after a result a session's hints arrive, how long they are, and whether they arrive at all.
+    """Timing of a session's hints: their delay after a result, their length, and whether they arrive at all.
 
     `delay_ns` is the mean delay, `deviation_ns` the mean deviation from it. A session starts with the timing
     of all sessions, `overall`. Its first hint does not count: the draft had to read the prompt first.

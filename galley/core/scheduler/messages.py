@@ -1,4 +1,4 @@
-"""What the target's scheduler takes and returns: plain values, without the wire."""
+"""Inputs and outputs of the target's scheduler: plain values, without the wire."""
 
 from __future__ import annotations
 

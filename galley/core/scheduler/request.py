@@ -15,7 +15,7 @@ _ANCHORS = 8
 
 
 class SessionStatistics:
-    """What outlives the requests of a session: how good its drafts are, and how late."""
+    """Statistics that outlive the requests of a session: how good its drafts are, and how late."""
 
     __slots__ = ("acceptance", "hint_timing")
 
@@ -80,7 +80,7 @@ class ActiveRequest:
 
     @property
     def room(self) -> int:
-        """How many draft tokens can be verified without reaching the limit."""
+        """The number of draft tokens that can be verified without reaching the limit."""
         room = self.limit - self.position - 1
         return min(room, self.message.max_verified) if self.message.max_verified else room
 

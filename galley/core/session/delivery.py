@@ -1,4 +1,4 @@
-"""How much of an answer the log holds, and how much the client was sent.
+"""Delivery of an answer: how much of it the log holds, and how much the client was sent.
 
 Confirmed tokens are committed, one commit at a time. Tokens are emitted once, after the log holds them.
 """

@@ -106,7 +106,7 @@ def _mean(before: float, seen: float, weight: float) -> float:
 
 
 class SharedStatistics:
-    """What the sessions of a gateway learn together: drafts by workload, and the load of the target.
+    """Statistics that the sessions of a gateway share: drafts by workload, and the load of the target.
 
     `step_ns` is the time of a target step now, `share_ns` each session's share of it, `row_ns` what one more
     draft token adds, and `confirmed_per_step` how many tokens a session gets from a step. `latency_ns` is the

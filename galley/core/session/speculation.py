@@ -1,4 +1,4 @@
-"""How many draft tokens a session requests: what they are worth, as measured, against what they cost.
+"""Choose how many draft tokens a session requests: their measured worth against their cost.
 
 A draft token is worth the chance that it is accepted times what a token costs the target now: the session's
 share of a step. It costs the target a row, which delays all tokens of the step, and the request costs a
