@@ -110,14 +110,12 @@ class Bench:
         return self.finish_as(plan, b"")
 
     def finish_as(self, plan: StepPlan, batch_span: bytes) -> list[Response]:
-        """As a pass that has this span."""
         self.now += self.times(plan.rows)
         self.scheduler.conclude(plan, self.engine.run(plan), self.now, batch_span)
         self.table.check()
         return self.scheduler.take_responses()
 
     def step(self) -> list[Response]:
-        """One pass; all answers since the last."""
         return self.finish(self.begin())
 
     def results(self) -> dict[int, list[Confirmed]]:
@@ -131,7 +129,6 @@ class Bench:
 
 
 def result_of(answer: Response) -> Confirmed:
-    """Its outcome, which is tokens."""
     assert isinstance(answer.outcome, Confirmed), answer
     return answer.outcome
 
@@ -197,7 +194,6 @@ class Gateway:
         self.limit = asked.limit
 
     def draft(self, position: int, rng: random.Random) -> tuple[int, ...]:
-        """Some tokens from `position` on, often true for a while, then not."""
         true = self.true[position : position + rng.choice([0, 1, 2, 4, 8])]
         return tuple(token if rng.random() < 0.8 else (token + 1) % VOCAB for token in true)
 

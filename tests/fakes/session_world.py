@@ -27,7 +27,6 @@ MS = 1_000_000
 
 
 def true_next(tokens: Sequence[int]) -> int:
-    """What the target says after `tokens`; the stop token is rare."""
     byte = blake2b(bytes(tokens), digest_size=2).digest()
     return STOP_TOKEN if byte[0] < 6 else byte[1] % STOP_TOKEN
 
@@ -77,7 +76,6 @@ class TargetItem:
             self.hint = Hint(len(tokens), prefix_hash(tokens), self.asked.draft_tokens)
 
     def guesses(self, tokens: list[int]) -> tuple[int, ...]:
-        """Of the hint, if its anchor and its first tokens are what was confirmed."""
         hint = self.hint
         if hint is None or hint.position > len(tokens):
             return ()
@@ -236,7 +234,6 @@ class World:
         self.tell(ev.Failed(effect.request_id, "away") if fail else self._propose(effect, spoil_at, lie))
 
     def target_answers(self, *, fail: bool = False) -> None:
-        """All that is on the way arrives, and one answer, if there is one, is heard."""
         while self.to_target:
             self.deliver()
         if self.item is not None and not self.answers:
@@ -260,7 +257,6 @@ class World:
         return self.item is not None and self.item.asked.request_id == request_id
 
     def target_passes(self, at_most: int | None = None) -> None:
-        """One pass, which checks `at_most` draft tokens."""
         item = self.item
         assert item is not None
         if item.tokens is None:
@@ -280,7 +276,6 @@ class World:
         self._close(ev.Failed(self.item.asked.request_id, "away"))
 
     def target_preempts(self, keep: int) -> None:
-        """Its blocks go to another session, but for the first `keep` tokens."""
         assert self.item is not None
         self.target.held = self.target.held[:keep]
         have = len(self.target.held)
@@ -414,7 +409,6 @@ class World:
         return self.session.phase is Phase.ENDED
 
     def run_to_end(self, *, spoil_at: int | None = None, lie: str = "", max_steps: int = 10_000) -> None:
-        """Everything answers at once, until the stream ends."""
         for _ in range(max_steps):
             if self.over:
                 return

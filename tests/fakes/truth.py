@@ -26,7 +26,6 @@ _END_CHANCE = 2  # in 256
 
 
 def true_next(tokens: Sequence[int], seed: int = SEED, banned: Set[int] = frozenset()) -> int:
-    """What the target says after `tokens`."""
     begun = _rest_of_character(tokens)
     if begun is not None and begun not in banned:
         return begun

@@ -67,18 +67,15 @@ class SimClient:
         self.process.spawn(self._run())
 
     def go_elsewhere(self) -> None:
-        """Its connections break."""
         self._world.network.break_all(self.process.name, "the client's network changed")
 
     def leave(self) -> None:
-        """It goes, and does not come back."""
         self.done = self.left = True
         if self._stream is not None:
             self._stream.cancel()
         self.process.crash()
 
     def abort(self) -> None:
-        """End the session for good."""
         self._world.ledger.aborting(self.spec.session_id)
         self.process.spawn(self._abort())
 
@@ -113,7 +110,6 @@ class SimClient:
         return self._client.resume(point.session_id, point.next_index, timeout_s=wanted.within_s)
 
     async def _attempt(self) -> float:
-        """One stream, to its end; seconds to wait before the next."""
         self._finished = None
         stream = self._stream = self._open()
         try:
@@ -132,7 +128,6 @@ class SimClient:
         return 0.0
 
     async def _linger(self) -> None:
-        """It reads at its own pace."""
         now_s = asyncio.get_running_loop().time()
         pause_s = max(self.stalled_until - now_s, self.wanted.pause_s)
         if pause_s > 0.0:
@@ -174,7 +169,6 @@ class SimClient:
             ledger.violate(f"{name}: logprobs {told} of {chunk.token_ids}")
 
     def _contradicted(self, what: str) -> None:
-        """What is made anew after all was lost may be another answer; the client sees it, and gives up."""
         self._world.data_lost(self, what)
         self.go_elsewhere()
         self.done = True

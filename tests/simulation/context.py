@@ -12,7 +12,6 @@ import grpc
 def error_of(
     code: grpc.StatusCode, details: str, trailing: Iterable[tuple[str, Any]] = ()
 ) -> grpc.aio.AioRpcError:
-    """What a client is raised."""
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details=details)
 
 
@@ -28,11 +27,9 @@ class SimContext:
         self._callbacks: list[Callable[[object], None]] = []
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        """What came with the call."""
         return self._metadata
 
     def time_remaining(self) -> float | None:
-        """Seconds until its deadline."""
         if self._until_s is None:
             return None
         return max(0.0, self._until_s - asyncio.get_running_loop().time())
@@ -42,7 +39,6 @@ class SimContext:
         self._callbacks.append(callback)
 
     def ended(self, _handler: object) -> None:
-        """The handler has."""
         for callback in self._callbacks:
             callback(self)
 

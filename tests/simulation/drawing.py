@@ -18,7 +18,6 @@ FAULTS_END_S = 2.5
 
 
 def plain(seed: int, rng: random.Random) -> Schedule:
-    """Everything by itself."""
     principals = _principals(rng)
     wanted = [wanted_of(rng, i, principals) for i in range(rng.choice([1, 1, 2, 2, 3, 4]))]
     targets, drafts = rng.choice([1, 2, 2, 3]), rng.choice([0, 1, 1, 2])
@@ -56,7 +55,6 @@ def _time_of(fault: Fault) -> float:
 
 
 def _principals(rng: random.Random) -> tuple[Principal, ...]:
-    """Some with limits of their own."""
     return tuple(Principal(name, _limits(rng)) for name in rng.choice([("me",), ("me", "you")]))
 
 
@@ -133,7 +131,6 @@ class Drawer:
         ]
 
     def fault(self) -> Fault:
-        """Any."""
         weights = [weight for weight, _ in self._kinds]
         [(_, draw)] = self._rng.choices(self._kinds, weights)
         return draw(self._rng.uniform(0.0, FAULTS_END_S))

@@ -28,7 +28,6 @@ class Faults:
             loop.call_later(before_s, self._remember, fault)
 
     def _remember(self, fault: Fault) -> None:
-        """What a crash will leave of the store."""
         self._world.snapshots[fault] = self._world.redis.sessions.state()
 
     def _do(self, fault: Fault) -> None:
@@ -140,6 +139,5 @@ class Faults:
             self._world.add_client(f"{fault.where[0]}-rival", client.wanted, yields=True)
 
     def _leave(self, fault: Fault) -> None:
-        """Its client goes and does not come back: an orphan, which must be resumable."""
         if client := self._world.clients.get(fault.where[0]):
             client.leave()

@@ -45,7 +45,6 @@ class SimClock:
         self.ahead_ns = 0
 
     def now_ns(self) -> int:
-        """See `galley.core.session.ports.Clock`."""
         return round(asyncio.get_running_loop().time() * SECOND) + self.ahead_ns
 
 
@@ -109,7 +108,6 @@ class SimGateway:
         return Ports(draft, target, self.clock)
 
     def _serve(self) -> None:
-        """From now on; nobody tokenizes, for prompts come as tokens."""
         tokenizer: Any = None
         limits = Limits(default_max_tokens=1, max_draft_tokens=MOST_DRAFT_TOKENS)
         places = self._world.schedule.places
@@ -122,7 +120,6 @@ class SimGateway:
         self._world.servers[self.address] = Server(self.process, behind(self._world, self.process, servicer))
 
     async def _get_ready(self) -> None:
-        """As a supervisor does: start again until there is a target."""
         while True:
             try:
                 await self.targets.start(5.0)
@@ -134,11 +131,9 @@ class SimGateway:
         self.ready = True
 
     async def drain(self) -> None:
-        """As the service does when it is told to stop."""
         self.ready = False
         await GatewayService(self.streams, AsyncExitStack(), DRAIN_S).drain()
 
     async def close(self) -> None:
-        """As the service closes once it has drained."""
         await self.targets.close()
         await self.drafts.close()

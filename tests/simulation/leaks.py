@@ -22,7 +22,6 @@ def replicas_rest(world: World) -> bool:
 
 
 async def check_leaks(world: World) -> None:
-    """Closes the gateways; raises Violation."""
     for target in world.targets.values():
         target.service._table.check()
     for gateway in world.gateways:

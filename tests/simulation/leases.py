@@ -24,20 +24,17 @@ class Leases:
         return self._births
 
     def publish(self, pool: str, lease: ReplicaLease, born: int) -> None:
-        """Raises Replaced."""
         if born < self._latest.get((pool, lease.address), 0):
             raise Replaced(lease.address)
         self._latest[pool, lease.address] = born
         self._held[pool, lease.address] = lease, self._clock() + self._lease_s
 
     def withdraw(self, pool: str, address: str, incarnation: str) -> None:
-        """Of that life alone."""
         held = self._held.get((pool, address))
         if held is not None and held[0].incarnation == incarnation:
             del self._held[pool, address]
 
     def read(self, pool: str) -> list[ReplicaLease]:
-        """By address."""
         now_s = self._clock()
         return [
             lease
@@ -46,6 +43,5 @@ class Leases:
         ]
 
     def clear(self) -> None:
-        """All is lost."""
         self._held.clear()
         self._latest.clear()

@@ -48,7 +48,6 @@ class _Book:
         self.changes = {index for index in self.changes if index < output}
 
     def held(self, index: int, tokens: Sequence[int]) -> bool:
-        """Whether the log says so, or ever did."""
         start = len(self.spec.prompt) + index
         end = start + len(tokens)
         return any(log[start:end] == list(tokens) for log in (self.log, *self.former))
@@ -75,7 +74,6 @@ class Ledger:
         self._hash = blake2b(digest_size=12)
 
     def note(self, line: str) -> None:
-        """Something happened."""
         self.events += 1
         stamped = f"{asyncio.get_running_loop().time():9.6f} {line}"
         self._hash.update(stamped.encode())
@@ -84,7 +82,6 @@ class Ledger:
 
     @property
     def trace(self) -> str:
-        """Of all that has happened."""
         return self._hash.hexdigest()
 
     def violate(self, rule: str) -> NoReturn:
@@ -137,7 +134,6 @@ class Ledger:
             book.latest = 0
 
     def owned(self, stored: StoredSession, by: str) -> None:
-        """Somebody has claimed a session."""
         owner = stored.ownership
         book = self._books[owner.session_id]
         self.owned_at[owner.session_id] = asyncio.get_running_loop().time()
@@ -222,11 +218,9 @@ class Ledger:
             self.violate(f"{session_id}: another build from {changed}, told at {index}: {told}")
 
     def aborting(self, session_id: str) -> None:
-        """Its client ends it: it may be cut anywhere."""
         self._books[session_id].aborted = True
 
     def was_aborted(self, session_id: str) -> bool:
-        """Whether its client ended it."""
         return self._books[session_id].aborted
 
     def has_ended(self, session_id: str, seen: Sequence[int], *, aborted: bool) -> None:

@@ -49,7 +49,6 @@ class _VirtualTime:
 
 @contextmanager
 def virtual_time() -> Iterator[None]:
-    """Within, the shells' clocks are the loop's, and so is what they draw at random."""
     with ExitStack() as patches:
         patches.enter_context(mock.patch("galley.client.streams.random", random.Random(0)))
         for name in _CLOCKED:
@@ -85,7 +84,6 @@ class Process:
             _CURRENT.reset(before)
 
     def call(self, function: Callable[..., T], *args: object) -> T:
-        """As one of its own calls."""
         before = _CURRENT.set(self)
         try:
             return function(*args)
@@ -93,7 +91,6 @@ class Process:
             _CURRENT.reset(before)
 
     def crash(self) -> None:
-        """Everything of it ends; who is not alive sends and stores nothing, whatever its tasks still do."""
         self.alive = False
         for task in list(self.tasks.values()):
             task.cancel()
@@ -121,7 +118,6 @@ class _NoSelector:
         self._loop = loop
 
     def select(self, timeout: float | None) -> list[object]:
-        """Jump to the next timer."""
         self._loop.turn(timeout)
         return []
 
@@ -139,11 +135,9 @@ class SimLoop(asyncio.BaseEventLoop):
         self.set_task_factory(self._make_task)
 
     def time(self) -> float:
-        """Seconds since the schedule began."""
         return self._now_s
 
     def turn(self, timeout: float | None) -> None:
-        """Nothing is ready for `timeout` seconds; None: ever."""
         self.turns += 1
         if timeout is None:
             raise Deadlock

@@ -95,7 +95,6 @@ class NoiseByRound(SimEngine):
 
 
 def _trusting_length(session: KvSession, tokens: Sequence[int]) -> None:
-    """As many tokens as are cached of a session are its first."""
     session.truncate(min(len(session.tokens), max(0, len(tokens) - 1)))
 
 
@@ -138,7 +137,6 @@ class Mutant:
 
     @contextmanager
     def put_in(self) -> Iterator[None]:
-        """Within, the product has this fault."""
         with ExitStack() as stack:
             for name, replacement in self.patches.items():
                 stack.enter_context(mock.patch(name, replacement))

@@ -48,13 +48,11 @@ class Connection:
             deliver()
 
     def give_up(self, reason: str) -> None:
-        """It is broken for both ends."""
         if not self.broken:
             self.close()
             self.broke(reason)
 
     def close(self) -> None:
-        """Nothing goes through it any more."""
         self.broken = True
         self._network.connections.pop(id(self), None)
 
@@ -81,7 +79,6 @@ class Network:
         return max(at_s, self._frozen_until.get(receiver, 0.0))
 
     def link(self, sender: str, receiver: str) -> random.Random:
-        """The generator of this link."""
         key = (sender, receiver)
         if key not in self._links:
             self._links[key] = random.Random(crc32(f"{self._seed} {sender} {receiver}".encode()))
@@ -92,7 +89,6 @@ class Network:
         return (0.0002 + self.link(sender, receiver).expovariate(1.0 / _MEAN_DELAY_S)) * slow
 
     def cut(self, one: str, other: str, for_s: float) -> None:
-        """Nothing passes between them for a while."""
         loop = asyncio.get_running_loop()
         ends = frozenset((one, other))
         self._cut_until[ends] = max(self._cut_until.get(ends, 0.0), loop.time() + for_s)
@@ -100,18 +96,15 @@ class Network:
             loop.call_later(KEEPALIVE_S, self.break_between, one, other, "keepalive ping timed out")
 
     def freeze(self, node: str, for_s: float) -> None:
-        """It neither sends nor takes anything for a while."""
         loop = asyncio.get_running_loop()
         self._frozen_until[node] = max(self._frozen_until.get(node, 0.0), loop.time() + for_s)
         if for_s > KEEPALIVE_S:
             loop.call_later(KEEPALIVE_S, self.break_all, node, "keepalive ping timed out")
 
     def slow(self, node: str, factor: float) -> None:
-        """From now on its messages take so many times as long."""
         self._slow[node] = factor
 
     def break_between(self, one: str, other: str, reason: str) -> None:
-        """Their connections end at once."""
         for connection in list(self.connections.values()):
             if {connection.near.name, connection.far} == {one, other}:
                 connection.give_up(reason)
@@ -124,7 +117,6 @@ class Network:
                 connection.give_up("keepalive ping timed out")
 
     def break_all(self, node: str, reason: str) -> None:
-        """All of a node's connections end at once."""
         for connection in list(self.connections.values()):
             if node in {connection.near.name, connection.far}:
                 connection.give_up(reason)

@@ -32,7 +32,6 @@ class Sessions(MemoryStore):
     """The scripts' rules; with `state` and `restore`, a server that comes back as it was before."""
 
     def holds(self, session_id: str) -> bool:
-        """Whether there is such a session."""
         return self._find(session_id) is not None
 
     def held(self, session_id: str) -> tuple[list[int], bytes]:
@@ -41,21 +40,17 @@ class Sessions(MemoryStore):
         return record.tokens, record.meta
 
     def is_finished(self, session_id: str) -> bool:
-        """Whether its end is stored."""
         record = self._find(session_id)
         return record is not None and record.state == "finished"
 
     def state(self) -> object:
-        """All that the server holds, as it is now."""
         return deepcopy(self._records)
 
     def restore(self, state: Any) -> None:
-        """It is as it was."""
         self._records = deepcopy(state)
 
 
 def at_once(work: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns that never waits: a server carries out one command at a time."""
     try:
         work.send(None)
     except StopIteration as done:
@@ -85,12 +80,10 @@ class SimRedis:
         self._ledger = ledger
 
     def crash(self) -> None:
-        """It is away, and its connections break."""
         self.up = False
         self._network.break_all(REDIS, "connection reset")
 
     def come_back(self, state: object | None) -> None:
-        """With all that it had, or as it was when `state` was taken; leases go with it."""
         self.up = True
         if state is not None:
             self.sessions.restore(state)
@@ -98,7 +91,6 @@ class SimRedis:
             self._ledger.rolled_back()
 
     async def ask(self, caller: Process, work: Callable[[], T]) -> T:
-        """One attempt: send it, wait for the reply as long as a call may take."""
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[T] = loop.create_future()
         for _ in range(self._copies(caller)):
@@ -110,7 +102,6 @@ class SimRedis:
             raise StoreUnavailable("the session store does not answer", "timeout") from None
 
     def _copies(self, caller: Process) -> int:
-        """How often what it sends now arrives."""
         if not caller.alive or self._is_lost(caller.name, REDIS):
             return 0
         return 1 + (self._network.link(caller.name, "repeat").random() < self.repeating)

@@ -60,7 +60,6 @@ class SimEngine:
         self._kv: dict[int, list[int]] = {}
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
-        """See `services.target.engine.protocol.TargetEngine`."""
         if self.failing:
             raise OSError("the device is lost")
         self.passes += 1
@@ -94,7 +93,6 @@ class SimEngine:
         return Sampled(tuple(tokens), tuple(PositionLogprobs(-float(t)) for t in tokens) if asked else ())
 
     def token(self, seed: int, position: int, history: Sequence[int]) -> int:
-        """The target's own token."""
         return true_token(self.info.fingerprint, seed, position, history)
 
 
@@ -111,7 +109,6 @@ class HalfRight:
         self._failing = failing
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
-        """See `Strategy.begin`."""
         if asyncio.get_running_loop().time() < self._failing.until_s:
             raise OSError("the device is lost")
         return [self._guess(job) for job in jobs]
@@ -155,7 +152,6 @@ class SimTarget:
         world.servers[self.address] = Server(process, self.service)
 
     async def drain(self) -> None:
-        """As it does when it is told to stop."""
         await self.registration.drain()
         await self.service.drain()
 
@@ -192,7 +188,6 @@ class SimDraft:
         world.servers[self.address] = Server(process, self.service)
 
     async def drain(self) -> None:
-        """As it does when it is told to stop."""
         await self.registration.drain()
         await self.service.drain()
 

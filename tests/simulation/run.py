@@ -47,7 +47,6 @@ def play(seeds: range) -> Part:
 
 
 def part_of(outcomes: list[Outcome]) -> Part:
-    """All of these together."""
     met: Counter[str] = Counter()
     for outcome in outcomes:
         met.update(outcome.met)

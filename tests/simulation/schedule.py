@@ -51,7 +51,6 @@ class Wanted:
 
     @property
     def client(self) -> str:
-        """The name of who asks."""
         return self.name.replace("session", "client")
 
     def options(self) -> GenerateOptions:
@@ -112,9 +111,7 @@ class Schedule:
         return max((fault.at_s + fault.for_s for fault in self.faults), default=0.0)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Schedule:
-        """The same with other faults."""
         return replace(self, faults=faults)
 
     def with_sessions(self, sessions: tuple[Wanted, ...]) -> Schedule:
-        """The same with other sessions."""
         return replace(self, sessions=sessions)

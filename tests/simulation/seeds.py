@@ -51,7 +51,6 @@ def _failing_draft(drawn: Schedule, rng: random.Random) -> Schedule:
 
 
 def _crowd(drawn: Schedule, rng: random.Random) -> Schedule:
-    """Many short sessions at one gateway, with more than one target of one build: where hedging pays."""
     principals = without_limits(drawn.principals)
     wanted = [wanted_of(rng, i, principals) for i in range(8)]
     short = [replace(it, spec=_short(it.spec), at_s=rng.uniform(0.0, 3.0)) for it in wanted]

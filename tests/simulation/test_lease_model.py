@@ -28,7 +28,6 @@ class _Leases(Leases):
         self._born: dict[tuple[str, str], int] = {}
 
     def hear(self, lease: TargetLease) -> None:
-        """Of a life that is born with its first word."""
         life = (lease.address, lease.incarnation)
         if life not in self._born:
             self._born[life] = self.bear()
@@ -73,7 +72,6 @@ async def test_leases_are_kept_as_by_the_scripts(server: Server, client: redis_a
 async def _same(
     rng: random.Random, model: _Leases, registry: ReplicaRegistry, client: redis_asyncio.Redis
 ) -> bool:
-    """One call of both; whether it was refused, by both."""
     address = rng.choice(_ADDRESSES)
     lease = _lease(rng, address)
     match rng.choice(["publish", "publish", "publish", "withdraw", "end"]):

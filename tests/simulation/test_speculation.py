@@ -219,7 +219,6 @@ def test_a_workload_that_collapses_is_soon_noticed_by_its_sessions_and_its_retur
 
 
 def test_rows_ahead_of_a_guess_are_spent_only_if_it_comes_true() -> None:
-    """What is drafted there is worth it at the price that rows have then, however doubtful the guess."""
     session = taught(SharedStatistics(), 0.8, pass_ms=20, token_ms=1, row_ms=12)
     assert session.tokens_to_draft(0, 1.0, 60, 0) > 0
     assert session.tokens_to_draft(1, 0.5, 60, 0) > 0
@@ -245,7 +244,6 @@ def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
 
 
 def test_where_drafts_are_of_no_use_few_sessions_have_their_prompts_read() -> None:
-    """Of many short answers, one now and again finds out for all whether drafts have become good."""
     book = SharedStatistics()
     taught(book, 0.0, pass_ms=20, token_ms=1).record_proposal(4, 500, 205 * MS, 204 * MS, 1)
     asked = 0

@@ -109,7 +109,6 @@ class Recorded(Sessions):
         return result
 
     def expires_s(self, session_id: str) -> float:
-        """How long a session has to live; below 0 if there is none."""
         record = self._records.get(session_id)
         return -1.0 if record is None else record.expires_s - self._clock()
 
@@ -124,7 +123,6 @@ class Recorded(Sessions):
 
 
 async def _outcome(call: Coroutine[Any, Any, T]) -> tuple[object, T | GalleyError]:
-    """What a call answers, as far as it must be the same everywhere; and what it returned or raised."""
     try:
         result = await call
     except GalleyError as error:
@@ -143,7 +141,6 @@ class Real:
         self._remembered: dict[int, dict[Any, tuple[int, Any]]] = {}
 
     async def ask(self, asked: Asked) -> object:
-        """Its answer to the same."""
         match asked.name:
             case "begin":
                 await self.client.flushall()
@@ -192,8 +189,6 @@ async def test_what_schedules_ask_is_answered_as_by_the_scripts(server: Server) 
 
 
 def asked_in(seed: int) -> list[Asked]:
-    """All that the store is asked in a schedule."""
-
     class Once(Recorded):
         asked: ClassVar[list[Asked]] = []
 
@@ -243,7 +238,6 @@ class Random:
         self._length = 2
 
     def ask(self) -> Asked:
-        """One more."""
         rng = self._rng
         match rng.choice(_CALLS):
             case "create":
@@ -291,7 +285,6 @@ class Random:
         return bytes([self._rng.randrange(4)]) * 16
 
     def _owner(self) -> Ownership:
-        """Mostly the latest there was."""
         if not self._owners:
             return Ownership(self._name(), 1, b"?" * 16)
         return self._owners[-1] if self._rng.random() < 0.7 else self._rng.choice(self._owners)

@@ -19,12 +19,10 @@ def true_token(build: str, seed: int, position: int, history: Sequence[int]) -> 
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """Letters, one a token."""
     return "".join(chr(ord("A") + token) for token in tokens)
 
 
 def text_of(spec: SessionSpec, index: int, tokens: Sequence[int]) -> str:
-    """What output tokens from `index` on add to the text: a stop token that ends the answer nothing."""
     said = [
         token
         for i, token in enumerate(tokens, index)
@@ -34,7 +32,6 @@ def text_of(spec: SessionSpec, index: int, tokens: Sequence[int]) -> str:
 
 
 def is_over(spec: SessionSpec, tokens: Sequence[int]) -> bool:
-    """Whether an answer of these tokens, prompt included, has ended."""
     output = len(tokens) - len(spec.prompt)
     return len(tokens) >= spec.max_position or (
         output > spec.min_tokens and tokens[-1] in spec.stop_token_ids

@@ -56,7 +56,6 @@ class _Keys:
         self._known = {principal.name: principal for principal in world.schedule.principals}
 
     async def authenticate(self, credentials: Credentials) -> Principal:
-        """See `services.gateway.auth.interceptor.Authenticator`."""
         return self._known[credentials.key]
 
 
@@ -68,7 +67,6 @@ class _Watch(WrappingInterceptor):
         self._process = process
 
     def wrap(self, handler: Handler, method: str) -> Handler:
-        """Look on."""
         return wrap_handler(handler, unary=self._unary, stream=self._stream)
 
     def _unary(self, behavior: Behavior) -> Behavior:
@@ -120,7 +118,6 @@ class _Sent:
         self._told: int | None = None
 
     def check(self, event: pb.StreamEvent) -> None:
-        """What comes next."""
         match event.WhichOneof("event"):
             case "started":
                 self.session_id = event.started.session_id
@@ -160,7 +157,6 @@ class CountedStreams(Streams):
     """Counts the sessions that went on without their client, and checks places."""
 
     def watch(self, ledger: Ledger, address: str) -> None:
-        """Before any stream is admitted."""
         self._ledger, self._address = ledger, address
         for name in ("_admission", "_aborts"):
             checked = CheckedAdmission(getattr(self, name)._places)
@@ -173,7 +169,6 @@ class CountedStreams(Streams):
 
     @property
     def left(self) -> str:
-        """What is open that should not be; empty where nothing is."""
         held, aborting, running = self._admission.held, self._aborts.held, len(self._running)
         return f"{held} places, {aborting} aborts, {running} sessions" if held or aborting or running else ""
 

@@ -151,7 +151,6 @@ class Call(Connection):
         context.finish = self._finish
 
     def begin(self) -> None:
-        """Ask for it."""
         self.send(self._accept, forth=True)
 
     async def write(self, request: object) -> None:
@@ -161,11 +160,9 @@ class Call(Connection):
         self.ask(request)
 
     def ask(self, request: object) -> None:
-        """Send a request."""
         self.send(lambda: self._requests.put_nowait(request), forth=True)
 
     def expire(self) -> None:
-        """Its deadline has passed."""
         if self._end is None:
             self.send(self._cancel_handler, forth=True)
             self._end_with(error_of(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))

@@ -115,7 +115,6 @@ class World:
         await check_leaks(self)
 
     def add_client(self, name: str, wanted: Wanted, *, yields: bool = False) -> SimClient:
-        """One more, which asks at once; one that `yields` leaves the session to whoever takes it from it."""
         client = SimClient(self, name, replace(wanted, at_s=0.0, within_s=None), yields=yields)
         if name not in self.clients:
             self.clients[name] = client
@@ -146,14 +145,12 @@ class World:
 
     @property
     def _unread_s(self) -> float:
-        """Who takes a message as often is not said to leave its stream unread; a little for the network."""
         return 0.9 * self.schedule.client_s
 
     def _only(self, kinds: frozenset[str]) -> bool:
         return all(fault.kind in kinds for fault in self.schedule.faults)
 
     def _orphans_ended(self) -> bool:
-        """What goes on without its client has come to its end, where nothing kept it from that."""
         if not self._only(_LEAVE_ALONE):
             return True
         return all(
@@ -203,7 +200,6 @@ class World:
                     self.ledger.violate(f"{session_id} was not drafted for again since {since_s:.3f} s")
 
     async def _audit(self) -> None:
-        """All is healed: whoever asks now has the whole answer, be it finished or left in the middle."""
         auditors = [
             self.add_client(f"auditor of {wanted.name}", replace(wanted, pause_s=0.0, checks_seen=True))
             for wanted in self.schedule.sessions
@@ -225,7 +221,6 @@ def run_schedule(schedule: Schedule, kinds: Kinds | None = None, *, keep: bool =
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within, the shells log nothing."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:

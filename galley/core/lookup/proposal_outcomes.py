@@ -25,8 +25,8 @@ class _Proposal:
             of_proposed = self.right - len(self.ahead)
             if of_proposed >= len(self.proposed):
                 return False
-            guess = self.ahead[self.right] if of_proposed < 0 else self.proposed[of_proposed]
-            accepted = guess == confirmed[position]
+            token = self.ahead[self.right] if of_proposed < 0 else self.proposed[of_proposed]
+            accepted = token == confirmed[position]
             if of_proposed >= 0:
                 self.record(of_proposed, accepted)
             if not accepted:

@@ -146,49 +146,49 @@ def _draft_rank(candidate: DraftCandidate) -> tuple[int, int, str]:
 
 
 def choose_target(
-    wanted: RoutingRequest, candidates: Sequence[TargetCandidate], avoid: Collection[str] = ()
+    request: RoutingRequest, candidates: Sequence[TargetCandidate], avoid: Collection[str] = ()
 ) -> TargetCandidate | None:
     """Return the best target that can serve the session, or None; never one that is draining.
 
     While a healthy one has the session's own fingerprint, the choice is among those, whatever their load
     (rule 3 of the design). An address in `avoid` is chosen only if there is no other.
     """
-    able = [c for c in candidates if not c.lease.draining and c.lease.context_window >= wanted.max_position]
+    able = [c for c in candidates if not c.lease.draining and c.lease.context_window >= request.max_position]
     able = [c for c in able if c.is_healthy] or able
-    if wanted.fingerprint:
-        able = [c for c in able if c.lease.fingerprint == wanted.fingerprint] or able
+    if request.fingerprint:
+        able = [c for c in able if c.lease.fingerprint == request.fingerprint] or able
     able = [c for c in able if c.lease.address not in avoid] or able
     if len(able) < 2:  # no need to hash for a single replica
         return able[0] if able else None
-    return max(able, key=lambda candidate: _rank(wanted, candidate))
+    return max(able, key=lambda candidate: _rank(request, candidate))
 
 
-def cached_tokens(wanted: RoutingRequest, lease: TargetLease) -> int:
+def cached_tokens(request: RoutingRequest, lease: TargetLease) -> int:
     """Return how many of the first tokens the replica need not compute; it always computes the last."""
-    held = wanted.cached_at
+    held = request.cached_at
     known = 0
     if held is not None and (held.replica, held.incarnation) == (lease.address, lease.incarnation):
         known = held.kv_len
-    cached = _cached_prefix(wanted, lease)
-    return min(max(known, cached), max(0, len(wanted.tokens) - 1))
+    cached = _cached_prefix(request, lease)
+    return min(max(known, cached), max(0, len(request.tokens) - 1))
 
 
-def score(wanted: RoutingRequest, candidate: TargetCandidate) -> int:
+def score(request: RoutingRequest, candidate: TargetCandidate) -> int:
     """Return the worth of the replica to the session, in tokens of prefill."""
-    saved = cached_tokens(wanted, candidate.lease)
-    return saved - LOAD_TOKENS * candidate.load - _short_tokens(wanted, candidate.lease, saved)
+    saved = cached_tokens(request, candidate.lease)
+    return saved - LOAD_TOKENS * candidate.load - _short_tokens(request, candidate.lease, saved)
 
 
-def _rank(wanted: RoutingRequest, candidate: TargetCandidate) -> tuple[int, int, int, str]:
+def _rank(request: RoutingRequest, candidate: TargetCandidate) -> tuple[int, int, int, str]:
     """Order by score, then less load, then more free blocks; the address makes the order total."""
     lease = candidate.lease
-    return score(wanted, candidate), -candidate.load, lease.kv_blocks_free, lease.address
+    return score(request, candidate), -candidate.load, lease.kv_blocks_free, lease.address
 
 
-def _cached_prefix(wanted: RoutingRequest, lease: TargetLease) -> int:
+def _cached_prefix(request: RoutingRequest, lease: TargetLease) -> int:
     if not lease.cached_prefixes or lease.kv_block_tokens < 1:
         return 0
-    hashes = block_hashes(wanted.tenant_salt, wanted.tokens, lease.kv_block_tokens)
+    hashes = block_hashes(request.tenant_salt, request.tokens, lease.kv_block_tokens)
     # A block's hash stands for all before it, so the last known one is the answer.
     for count in range(len(hashes), 0, -1):
         if hashes[count - 1] in lease.cached_prefixes:
@@ -196,9 +196,9 @@ def _cached_prefix(wanted: RoutingRequest, lease: TargetLease) -> int:
     return 0
 
 
-def _short_tokens(wanted: RoutingRequest, lease: TargetLease, saved: int) -> int:
+def _short_tokens(request: RoutingRequest, lease: TargetLease, saved: int) -> int:
     """Return the tokens in blocks that others must give up; 0 if the replica reports no blocks."""
     if lease.kv_block_tokens < 1:
         return 0
-    needed = -(-(len(wanted.tokens) - saved) // lease.kv_block_tokens)
+    needed = -(-(len(request.tokens) - saved) // lease.kv_block_tokens)
     return max(0, needed - lease.kv_blocks_free) * lease.kv_block_tokens

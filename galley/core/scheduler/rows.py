@@ -32,13 +32,13 @@ def grant_rows(requests: Sequence[ActiveRequest], step_ns: StepNs, max_rows: int
     Every request whose KV reaches its position gets one row, whatever the budget. Draft rows come next, as
     many as pay by `step_ns`. Prefill takes what is left, but at least a quarter of the budget.
     """
-    standing = sum(request.uncomputed == 1 for request in requests)
+    verifying = sum(request.uncomputed == 1 for request in requests)
     demand = sum(request.uncomputed for request in requests if request.uncomputed > 1)
     reserved = min(demand, max_rows // _PREFILL_SHARE)
-    prefill = min(demand, max(max_rows - standing, reserved))
+    prefill = min(demand, max(max_rows - verifying, reserved))
     offering = _reaching(requests, prefill)
-    counts = _draft_counts(offering, standing + prefill, max_rows - standing - reserved, step_ns)
-    used = standing + sum(counts.values())
+    counts = _draft_counts(offering, verifying + prefill, max_rows - verifying - reserved, step_ns)
+    used = verifying + sum(counts.values())
     return _grants(requests, counts, max(max_rows - used, reserved))
 
 

@@ -268,11 +268,11 @@ class Scheduler:
         message = request.message
         return self._table.open(request.key, message.arrival_ns, request.tokens, message.priority)
 
-    def _reserve(self, wanted: Sequence[Grant]) -> tuple[dict[SessionKey, Grant], list[tuple[int, int]]]:
+    def _reserve(self, requested: Sequence[Grant]) -> tuple[dict[SessionKey, Grant], list[tuple[int, int]]]:
         """Reserve blocks for the grants, oldest first; respond to the requests that get none."""
         grants: dict[SessionKey, Grant] = {}
         copies: list[tuple[int, int]] = []
-        for grant in wanted:
+        for grant in requested:
             request = grant.request
             if self._active.get(request.key) is not request:
                 continue  # preempted by an older one
@@ -370,7 +370,7 @@ class Scheduler:
         """Handle one session's outcome. An error costs only that session what the step computed."""
         request = grant.request
         if grant.is_final and (outcome is None or (isinstance(outcome, Sampled) and not outcome.tokens)):
-            outcome = Broken("the engine drew no token where one was wanted")
+            outcome = Broken("the engine drew no token where the plan has one")
         if isinstance(outcome, GalleyError):
             self._table.roll_back(request.key)
             self._respond(request, outcome)

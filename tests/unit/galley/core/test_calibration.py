@@ -1,4 +1,4 @@
-"""Chances from measured acceptance: between belief and verdicts, nearer to these the more there are."""
+"""Calibration: a chance lies between its prior and the verdicts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galley.core.lookup.calibration import MEMORY, Calibration
-from galley.core.lru import LruCache
 
 CHANCES = st.floats(0, 1)
 VERDICTS = st.lists(st.booleans(), max_size=200)
@@ -50,16 +49,6 @@ def test_it_comes_to_what_is_measured_and_follows_a_change(period: int) -> None:
 def test_nonsense_is_refused(buckets: int, prior: list[float], strength: float) -> None:
     with pytest.raises(ValueError, match=r"prior|strength"):
         Calibration(buckets, prior, strength)
-
-
-def test_the_last_used_are_kept() -> None:
-    recent: LruCache[str, list[str]] = LruCache(list, 2)
-    recent.get("a").append("1")
-    recent.get("b")
-    assert recent.get("a") == ["1"]
-    recent.get("c")
-    assert len(recent) == 2
-    assert recent.get("a") == ["1"]
 
 
 def test_a_new_kind_begins_with_what_is_known_of_the_others() -> None:

@@ -75,7 +75,6 @@ def test_rows_beyond_the_budget_take_further_passes() -> None:
 
 
 def test_a_full_target_gives_no_more_however_many_sessions_it_has() -> None:
-    """All of its rows are in use: more sessions share the same tokens a second."""
     cold = dataclasses.replace(LOAD, cached_share=0)
     full = dataclasses.replace(TARGET, row_costs=RowCostCurve(((1, 1.0), (40, 4.0))), max_rows=10)
     few, many = (point(cold, full, NO_DRAFT, sessions) for sessions in (4, 40))
@@ -141,7 +140,6 @@ def test_more_load_never_needs_less(load: Load, draft: DraftSize, more: float) -
 
 @given(load=loads, draft=drafts)
 def test_a_draft_never_makes_it_slower(load: Load, draft: DraftSize) -> None:
-    """For k = 0 is always there to be taken."""
     for sessions in (1, 8, 16):
         assert (
             point(load, SIZE, draft, sessions).time_per_output_token_ms

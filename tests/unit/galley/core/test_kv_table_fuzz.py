@@ -155,7 +155,6 @@ class Lives(RuleBasedStateMachine):
         return True
 
     def must_refuse(self, key: SessionKey, length: int, kept: set[int]) -> bool:
-        """Whether not even all that may be taken would have been enough."""
         own = self.table.blocks_of(key)
         first = len(self.table.tokens_of(key)) // BLOCK_TOKENS
         need = max(0, -(-length // BLOCK_TOKENS) - len(own)) + (first < len(own) and own[first] in kept)

@@ -29,7 +29,6 @@ def test_what_a_replica_does_not_say_or_says_wrongly_predicts_nothing(
 
 
 def test_verdicts_that_take_longer_than_predicted_are_expected_to() -> None:
-    """As on a machine that others use too; one that was quick does not take patience away."""
     times = VerdictTimes(CURVE)
     predicted = times.predicted_ns(1)
     for _ in range(100):

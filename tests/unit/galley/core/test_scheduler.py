@@ -97,7 +97,6 @@ def test_a_hint_that_is_wrong_twice_running_is_dropped() -> None:
 
 
 def test_where_hints_recover_from_refused_tokens_more_of_the_rest_is_verified() -> None:
-    """What follows a refused token is at first seldom worth a row; where it proves right, it is."""
     times = StepTimes.measured([(rows, (10 + 2 * rows) * MS) for rows in range(1, 64)])
     bench = Bench(times=times)
     item = bench.submit(request(PROMPT, credit=30))

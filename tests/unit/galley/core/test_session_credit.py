@@ -20,7 +20,6 @@ def world(k: int = 4, credit: int = 32, length: int = 57, **limits: int) -> Worl
 
 
 def told(here: World) -> list[ev.ExtendVerify]:
-    """What the target was told since the item, and not yet delivered."""
     return [message for message in here.to_target if isinstance(message, ev.ExtendVerify)]
 
 

@@ -38,7 +38,6 @@ def finishing() -> World:
 
 
 def test_an_abort_that_comes_while_the_end_is_being_stored_leaves_the_word_to_the_store() -> None:
-    """What the store took first is what every resume will say; so the stream must say it too."""
     world = finishing()
     world.tell(ev.Aborted())
     assert not world.over

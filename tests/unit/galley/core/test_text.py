@@ -11,7 +11,6 @@ from galley.core.answer.text import TextStream
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """One token a byte, as the worst byte-level tokenizer would."""
     return bytes(tokens).decode("utf-8", errors="replace")
 
 

@@ -35,7 +35,6 @@ def seconds() -> float:
 
 
 def text(service: Service, scrape: int) -> str:
-    """What it said at the first scrape (0) and the second (1)."""
     return (FOLDER / f"{service.name}.{scrape}.prom").read_text()
 
 

@@ -77,7 +77,6 @@ def test_names_are_no_markup() -> None:
 
 
 def test_the_picture_in_the_docs_is_of_the_sample() -> None:
-    """`make top-picture` draws it anew."""
     assert picture.PATH.read_text() == picture.picture()
     assert "http" not in picture.PATH.read_text().replace("http://www.w3.org/2000/svg", "").replace(
         "https://www.textualize.io", ""

@@ -26,7 +26,6 @@ def longest(followed: list[int], texts: Sequence[list[int]]) -> int:
 
 
 def is_of(place: Place, followed: list[int], match: Match) -> bool:
-    """Does a text go on there, after tokens that were just followed?"""
     before = place.tokens[place.end - place.length : place.end].tolist()
     return (
         place.length <= match.length
