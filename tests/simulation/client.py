@@ -12,7 +12,7 @@ from galley.client.errors import GalleyRpcError
 from galley.client.streams import TokenStream
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.simulation.loop import Process
-from tests.simulation.schedule import Wanted
+from tests.simulation.schedule import PlannedSession
 from tests.simulation.truth import text_of
 from tests.simulation.wire import SimChannel
 
@@ -46,18 +46,18 @@ def client_of(world: World, process: Process, principal: str) -> AsyncClient:
 class SimClient:
     """Wants an answer; the schedule tells it to stall, to leave, to abort, to go elsewhere."""
 
-    def __init__(self, world: World, name: str, wanted: Wanted, *, yields: bool = False) -> None:
+    def __init__(self, world: World, name: str, planned: PlannedSession, *, yields: bool = False) -> None:
         self.process = Process(name)
-        self.spec = wanted.spec
+        self.spec = planned.spec
         self.seen: list[int] = []
         self.done = False
         self.left = False
         self.refused = False
         self.stalled_until = 0.0
-        self.wanted = wanted
+        self.planned = planned
         self._yields = yields
         self._world = world
-        self._client = client_of(world, self.process, wanted.principal)
+        self._client = client_of(world, self.process, planned.principal)
         self._stream: TokenStream | None = None
         self._finished: pb.Finished | None = None
         self._at = 0
@@ -80,7 +80,7 @@ class SimClient:
         self.process.spawn(self._abort())
 
     async def _abort(self) -> None:
-        client = client_of(self._world, self.process, self.wanted.principal)
+        client = client_of(self._world, self.process, self.planned.principal)
         while not self.done:
             try:
                 await client.abort(self.spec.session_id)
@@ -99,15 +99,15 @@ class SimClient:
                 await asyncio.sleep(max(pause_s, wait_s))
 
     def _open(self) -> TokenStream:
-        wanted, before = self.wanted, self._stream
+        planned, before = self.planned, self._stream
         if before is None or not before.session_id:
             self._at = 0
-            return self._client.generate(wanted.spec.prompt, **wanted.options())
+            return self._client.generate(planned.spec.prompt, **planned.options())
         point = before.resume_from()
         self._at = point.next_index
-        if wanted.checks_seen:
-            return self._client.resume_stream(before, timeout_s=wanted.within_s)
-        return self._client.resume(point.session_id, point.next_index, timeout_s=wanted.within_s)
+        if planned.checks_seen:
+            return self._client.resume_stream(before, timeout_s=planned.within_s)
+        return self._client.resume(point.session_id, point.next_index, timeout_s=planned.within_s)
 
     async def _attempt(self) -> float:
         self._finished = None
@@ -129,7 +129,7 @@ class SimClient:
 
     async def _linger(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        pause_s = max(self.stalled_until - now_s, self.wanted.pause_s)
+        pause_s = max(self.stalled_until - now_s, self.planned.pause_s)
         if pause_s > 0.0:
             await asyncio.sleep(pause_s)
 
@@ -145,7 +145,7 @@ class SimClient:
                 self._take_chunk(event.chunk)
             case "finished":
                 self._finished = event.finished
-                if self.wanted.breaks_off:
+                if self.planned.breaks_off:
                     self.go_elsewhere()
             case _:
                 pass

@@ -10,7 +10,7 @@ from galley.core.admission.principal import Principal, PrincipalLimits
 from galley.core.answer.answer import SessionSpec
 from galley.core.sampling_params import SamplingParams
 from services.gateway.request.session_id import session_id_for
-from tests.simulation.schedule import ID_SECRET, MOST_K, Fault, Schedule, Wanted
+from tests.simulation.schedule import ID_SECRET, MOST_K, Fault, PlannedSession, Schedule
 from tests.simulation.truth import STOP, VOCAB
 
 FAULTS_END_S = 2.5
@@ -19,11 +19,11 @@ FAULTS_END_S = 2.5
 
 def plain(seed: int, rng: random.Random) -> Schedule:
     principals = _principals(rng)
-    wanted = [wanted_of(rng, i, principals) for i in range(rng.choice([1, 1, 2, 2, 3, 4]))]
+    planned = [plan_session(rng, i, principals) for i in range(rng.choice([1, 1, 2, 2, 3, 4]))]
     targets, drafts = rng.choice([1, 2, 2, 3]), rng.choice([0, 1, 1, 2])
     long = drafts > 0 and rng.random() < 0.15
     if long:
-        wanted[0], principals = long_of(wanted[0]), without_limits(principals)
+        planned[0], principals = lengthened(planned[0]), without_limits(principals)
     mixed = targets > 1 and not long and rng.random() < 0.25
     whole = Schedule(
         seed=seed,
@@ -39,7 +39,7 @@ def plain(seed: int, rng: random.Random) -> Schedule:
         hedge_quantile=rng.choice([0.0, 0.5, 0.9]),
         looks_up=rng.random() < 0.7,
         principals=principals,
-        sessions=tuple(wanted),
+        sessions=tuple(planned),
         faults=(),
     )
     return whole.with_faults(faults_of(whole, rng, rng.choice([1, 2, 3, 4, 6, 8])))
@@ -68,7 +68,7 @@ def without_limits(principals: tuple[Principal, ...]) -> tuple[Principal, ...]:
     return tuple(Principal(principal.name) for principal in principals)
 
 
-def wanted_of(rng: random.Random, number: int, principals: tuple[Principal, ...]) -> Wanted:
+def plan_session(rng: random.Random, number: int, principals: tuple[Principal, ...]) -> PlannedSession:
     prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 10, 30])))
     stops = frozenset({STOP}) if rng.random() < 0.7 else frozenset()
     name, principal = f"session-{number}", rng.choice(principals).name
@@ -89,15 +89,15 @@ def wanted_of(rng: random.Random, number: int, principals: tuple[Principal, ...]
     within_s = rng.uniform(1.2, 4.0) if rng.random() < 0.15 else None
     pause_s = rng.choice([0.0, 0.0, 0.0, 0.0, 0.05, 0.4])
     at_s, checks_seen, breaks_off = rng.uniform(0.0, 1.0), rng.random() < 0.8, rng.random() < 0.2
-    return Wanted(name, principal, spec, at_s, checks_seen, within_s, pause_s, breaks_off)
+    return PlannedSession(name, principal, spec, at_s, checks_seen, within_s, pause_s, breaks_off)
 
 
-def long_of(wanted: Wanted) -> Wanted:
+def lengthened(planned: PlannedSession) -> PlannedSession:
     """A session that outlasts all faults, and wants drafts whatever they cost."""
-    spec = wanted.spec
+    spec = planned.spec
     length = len(spec.prompt) + 100
     spec = replace(spec, max_position=length, stop_token_ids=frozenset(), k=4, auto=False)
-    return replace(wanted, spec=spec, within_s=None, pause_s=0.0, long=True)
+    return replace(planned, spec=spec, within_s=None, pause_s=0.0, long=True)
 
 
 class Drawer:
@@ -108,7 +108,7 @@ class Drawer:
         self._gateways = [f"gateway-{i}" for i in range(schedule.gateways)]
         self._targets = [f"target-{i}" for i in range(len(schedule.builds))]
         self._drafts = [f"draft-{i}" for i in range(schedule.drafts)]
-        self._clients = [wanted.client for wanted in schedule.sessions]
+        self._clients = [planned.client for planned in schedule.sessions]
         self._replicas = self._targets + self._drafts
         self._kinds: list[tuple[int, Callable[[float], Fault]]] = [
             (6, self._kill),

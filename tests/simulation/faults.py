@@ -136,7 +136,7 @@ class Faults:
     def _rival(self, fault: Fault) -> None:
         """Another client of the same session, at the same time."""
         if client := self._world.clients.get(fault.where[0]):
-            self._world.add_client(f"{fault.where[0]}-rival", client.wanted, yields=True)
+            self._world.add_client(f"{fault.where[0]}-rival", client.planned, yields=True)
 
     def _leave(self, fault: Fault) -> None:
         if client := self._world.clients.get(fault.where[0]):

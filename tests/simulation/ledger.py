@@ -22,7 +22,7 @@ class Violation(Exception):
     """A rule does not hold."""
 
 
-class _Book:
+class _SessionRecord:
     """Of one session: its log as it is, with the build of each output token, and as it ever was.
 
     After a roll-back another build may say something else; until then nothing that was logged changes.
@@ -69,7 +69,7 @@ class Ledger:
         self.forgotten: set[str] = set()
         self.violation: str | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._books: dict[str, _Book] = {}
+        self._records: dict[str, _SessionRecord] = {}
         self._keep = keep
         self._hash = blake2b(digest_size=12)
 
@@ -111,34 +111,34 @@ class Ledger:
 
     def opened(self, spec: SessionSpec) -> None:
         """There is to be a session of this request."""
-        self._books[spec.session_id] = _Book(spec)
+        self._records[spec.session_id] = _SessionRecord(spec)
 
     def rolled_back(self) -> None:
         """The store has lost its last moments: epochs may come again."""
         self.roll_backs += 1
         self.met["roll-back"] += 1
         self.note("redis rolled back")
-        for book in self._books.values():
-            book.epochs.clear()
-            book.latest = 0
+        for session in self._records.values():
+            session.epochs.clear()
+            session.latest = 0
 
     def made(self, session_id: str) -> None:
         """The store has made a session that it does not hold: epochs begin anew."""
-        book = self._books[session_id]
-        if book.epochs or len(book.log) > len(book.spec.prompt):
+        session = self._records[session_id]
+        if session.epochs or len(session.log) > len(session.spec.prompt):
             self.met["made again"] += 1
             self.forgotten.add(session_id)
-            book.cut(len(book.spec.prompt))
-            book.meta_bytes = 0
-            book.epochs.clear()
-            book.latest = 0
+            session.cut(len(session.spec.prompt))
+            session.meta_bytes = 0
+            session.epochs.clear()
+            session.latest = 0
 
     def owned(self, stored: StoredSession, by: str) -> None:
         owner = stored.ownership
-        book = self._books[owner.session_id]
+        session = self._records[owner.session_id]
         self.owned_at[owner.session_id] = asyncio.get_running_loop().time()
         self.note(f"{by} owns {owner.session_id} epoch {owner.epoch} at {len(stored.tokens)}")
-        book.latest = max(book.latest, owner.epoch)
+        session.latest = max(session.latest, owner.epoch)
         self._has_one_owner(owner)
         self._is_true(owner.session_id, stored.tokens, stored.meta)
 
@@ -153,81 +153,81 @@ class Ledger:
         self.note(f"finish {owner.session_id} epoch {owner.epoch} at {len(log)}")
         self._may_write(owner)
         self._is_true(owner.session_id, log, meta)
-        if not is_over(self._books[owner.session_id].spec, log):
+        if not is_over(self._records[owner.session_id].spec, log):
             self.violate(f"{owner.session_id} was finished at {len(log)}, before its end")
 
     def _may_write(self, owner: Ownership) -> None:
         self._has_one_owner(owner)
-        if owner.epoch < self._books[owner.session_id].latest:
+        if owner.epoch < self._records[owner.session_id].latest:
             self.violate(f"{owner.session_id}: epoch {owner.epoch} wrote after a later claim")
 
     def _has_one_owner(self, owner: Ownership) -> None:
-        epochs = self._books[owner.session_id].epochs
+        epochs = self._records[owner.session_id].epochs
         if epochs.setdefault(owner.epoch, owner.nonce) != owner.nonce:
             self.violate(f"{owner.session_id}: two owners in epoch {owner.epoch}")
 
     def _is_true(self, session_id: str, log: Sequence[int], meta: bytes) -> None:
         """The log is a prefix of the one true answer; what was checked before is not computed again."""
-        book = self._books[session_id]
-        same = common_prefix_len(book.log, log)
-        if same < len(book.log):
+        session = self._records[session_id]
+        same = common_prefix_len(session.log, log)
+        if same < len(session.log):
             if not self.roll_backs:
                 self.violate(f"{session_id}: the log has lost or changed what it held")
-            book.cut(max(same, len(book.spec.prompt)))
-            book.meta_bytes = 0
-        if len(log) == len(book.log):
+            session.cut(max(same, len(session.spec.prompt)))
+            session.meta_bytes = 0
+        if len(log) == len(session.log):
             self.met["commit or claim of what is there"] += 1
         else:
             self.grew_at[session_id] = asyncio.get_running_loop().time()
-            self._extend(book, log, meta)
-        book.meta_bytes = len(meta)
+            self._extend(session, log, meta)
+        session.meta_bytes = len(meta)
 
-    def _extend(self, book: _Book, log: Sequence[int], meta: bytes) -> None:
+    def _extend(self, session: _SessionRecord, log: Sequence[int], meta: bytes) -> None:
         """Check and take the tokens that are new."""
-        spec, prompt_len = book.spec, len(book.spec.prompt)
-        records = decode_records(meta[book.meta_bytes :])
-        new = records[len(records) - (len(log) - len(book.log)) :]
+        spec, prompt_len = session.spec, len(session.spec.prompt)
+        records = decode_records(meta[session.meta_bytes :])
+        new = records[len(records) - (len(log) - len(session.log)) :]
         for record in new:
-            position = len(book.log)
-            if position > prompt_len and is_over(spec, book.log):
+            position = len(session.log)
+            if position > prompt_len and is_over(spec, session.log):
                 self.violate(f"{spec.session_id}: the log goes on after its end at {position}")
             if record.fingerprint is not None:
-                self.met["another build"] += bool(book.builds)
-                book.changes.add(len(book.builds))
-            build = record.fingerprint or (book.builds[-1] if book.builds else "none")
-            token = true_token(build, spec.sampling.seed, position, book.log)
+                self.met["another build"] += bool(session.builds)
+                session.changes.add(len(session.builds))
+            build = record.fingerprint or (session.builds[-1] if session.builds else "none")
+            token = true_token(build, spec.sampling.seed, position, session.log)
             if token != log[position]:
                 self.violate(
                     f"{spec.session_id}: position {position} says {log[position]}, the truth is {token}"
                 )
-            book.log.append(token)
-            book.builds.append(build)
-        if len(book.log) != len(log):
-            self.violate(f"{spec.session_id}: {len(log)} tokens in the log, records of {len(book.log)}")
+            session.log.append(token)
+            session.builds.append(build)
+        if len(session.log) != len(log):
+            self.violate(f"{spec.session_id}: {len(log)} tokens in the log, records of {len(session.log)}")
 
     def streamed(self, session_id: str, index: int, tokens: Sequence[int], *, told: bool) -> None:
         """A gateway sends output tokens; `told` that another build computed these."""
-        book = self._books[session_id]
+        session = self._records[session_id]
         end = index + len(tokens)
         self.was_streamed.add(session_id)
         self.note(f"stream {session_id} [{index}, {end})")
-        if not book.held(index, tokens):
+        if not session.held(index, tokens):
             self.violate(f"{session_id}: streamed [{index}, {end}), which the log never held")
-        changed = [change for change in book.changes if max(index, 1) <= change < end]
-        if not book.former and changed != [index] * told:
+        changed = [change for change in session.changes if max(index, 1) <= change < end]
+        if not session.former and changed != [index] * told:
             self.violate(f"{session_id}: another build from {changed}, told at {index}: {told}")
 
     def aborting(self, session_id: str) -> None:
-        self._books[session_id].aborted = True
+        self._records[session_id].aborted = True
 
     def was_aborted(self, session_id: str) -> bool:
-        return self._books[session_id].aborted
+        return self._records[session_id].aborted
 
     def has_ended(self, session_id: str, seen: Sequence[int], *, aborted: bool) -> None:
         """A client was told that the answer has ended."""
-        book = self._books[session_id]
+        session = self._records[session_id]
         if aborted:
-            if not book.aborted:
+            if not session.aborted:
                 self.violate(f"{session_id} was aborted by nobody")
-        elif not is_over(book.spec, [*book.spec.prompt, *seen]):
+        elif not is_over(session.spec, [*session.spec.prompt, *seen]):
             self.violate(f"{session_id} is said to have ended after {len(seen)} tokens")

@@ -31,7 +31,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PlannedSession:
     """One session: its request, when it is asked for, and how its client is.
 
     `within_s` is the deadline of each of its streams, `pause_s` the time that it takes to read an event. Who
@@ -93,7 +93,7 @@ class Schedule:
     hedge_quantile: float
     looks_up: bool
     principals: tuple[Principal, ...]
-    sessions: tuple[Wanted, ...]
+    sessions: tuple[PlannedSession, ...]
     faults: tuple[Fault, ...]
 
     def __str__(self) -> str:
@@ -113,5 +113,5 @@ class Schedule:
     def with_faults(self, faults: tuple[Fault, ...]) -> Schedule:
         return replace(self, faults=faults)
 
-    def with_sessions(self, sessions: tuple[Wanted, ...]) -> Schedule:
+    def with_sessions(self, sessions: tuple[PlannedSession, ...]) -> Schedule:
         return replace(self, sessions=sessions)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from galley.core.answer.answer import SessionSpec
-from tests.simulation.drawing import Drawer, faults_of, long_of, plain, wanted_of, without_limits
+from tests.simulation.drawing import Drawer, faults_of, lengthened, plain, plan_session, without_limits
 from tests.simulation.schedule import Fault, Schedule
 
 _THEMED = 0.2
@@ -31,7 +31,7 @@ def _wandering(drawn: Schedule, rng: random.Random) -> Schedule:
         credit=rng.choice([4, 8, 16]),
         pass_s=0.25,
         principals=without_limits(drawn.principals),
-        sessions=(long_of(drawn.sessions[0]),),
+        sessions=(lengthened(drawn.sessions[0]),),
     )
     return whole.with_faults(tuple(Drawer(rng, whole).partings()))
 
@@ -44,7 +44,7 @@ def _failing_draft(drawn: Schedule, rng: random.Random) -> Schedule:
         drafts=1,
         pass_s=0.25,
         principals=without_limits(drawn.principals),
-        sessions=(long_of(drawn.sessions[0]), *drawn.sessions[1:]),
+        sessions=(lengthened(drawn.sessions[0]), *drawn.sessions[1:]),
     )
     failing = Fault(rng.uniform(0.3, 1.5), "draft-fails", ("draft-0",), rng.uniform(1.0, 2.5))
     return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1, 2])), failing))
@@ -52,8 +52,8 @@ def _failing_draft(drawn: Schedule, rng: random.Random) -> Schedule:
 
 def _crowd(drawn: Schedule, rng: random.Random) -> Schedule:
     principals = without_limits(drawn.principals)
-    wanted = [wanted_of(rng, i, principals) for i in range(8)]
-    short = [replace(it, spec=_short(it.spec), at_s=rng.uniform(0.0, 3.0)) for it in wanted]
+    planned = [plan_session(rng, i, principals) for i in range(8)]
+    short = [replace(it, spec=_short(it.spec), at_s=rng.uniform(0.0, 3.0)) for it in planned]
     whole = replace(
         drawn,
         gateways=1,
@@ -76,9 +76,9 @@ def _short(spec: SessionSpec) -> SessionSpec:
 
 def _orphans(drawn: Schedule, rng: random.Random) -> Schedule:
     """Clients go, and their sessions are to go on without them."""
-    wanted = [replace(it, spec=replace(it.spec, continue_without_client=True)) for it in drawn.sessions]
-    whole = replace(drawn, sessions=tuple(wanted))
-    leaving = tuple(Fault(it.at_s + rng.uniform(0.1, 0.8), "leave", (it.client,)) for it in wanted)
+    planned = [replace(it, spec=replace(it.spec, continue_without_client=True)) for it in drawn.sessions]
+    whole = replace(drawn, sessions=tuple(planned))
+    leaving = tuple(Fault(it.at_s + rng.uniform(0.1, 0.8), "leave", (it.client,)) for it in planned)
     return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1, 3])), *leaving))
 
 
@@ -111,15 +111,15 @@ def _taken_over(drawn: Schedule, rng: random.Random) -> Schedule:
 
 def _standing_still(drawn: Schedule, rng: random.Random) -> Schedule:
     """Clients take nothing for longer than a session lives that nobody renews."""
-    wanted = [replace(long_of(it), long=False) for it in drawn.sessions]
+    planned = [replace(lengthened(it), long=False) for it in drawn.sessions]
     whole = replace(
         drawn,
         client_s=30.0,
         pass_s=0.05,
         principals=without_limits(drawn.principals),
-        sessions=tuple(wanted),
+        sessions=tuple(planned),
     )
-    stalls = [Fault(it.at_s + rng.uniform(0.1, 0.5), "stall", (it.client,), 9.0) for it in wanted]
+    stalls = [Fault(it.at_s + rng.uniform(0.1, 0.5), "stall", (it.client,), 9.0) for it in planned]
     return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1])), *stalls))
 
 

@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Call:
     """A call of the store, or a moment of the server's life, and what the model answered."""
 
     name: str
@@ -59,14 +59,14 @@ class Asked:
 
 
 class Recorded(Sessions):
-    """The model, which notes in `asked` all that it is asked and answers; nothing expires soon."""
+    """The model, which records every call and its answer in `calls`; nothing expires soon."""
 
-    asked: ClassVar[list[Asked]] = []
+    calls: ClassVar[list[Call]] = []
 
     def __init__(self, _ttl_s: float, _finished_ttl_s: float, **options: Any) -> None:
         super().__init__(_TTL_S, _FINISHED_TTL_S, **options)
         self._states = 0
-        self.asked.append(Asked("begin"))
+        self.calls.append(Call("begin"))
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
         return await self._noted("create", super().create(new, nonce), new, nonce)
@@ -103,7 +103,7 @@ class Recorded(Sessions):
 
     async def _noted(self, name: str, call: Coroutine[Any, Any, T], *arguments: Any) -> T:
         answer, result = await _outcome(call)
-        self.asked.append(Asked(name, arguments, answer))
+        self.calls.append(Call(name, arguments, answer))
         if isinstance(result, GalleyError):
             raise result
         return result
@@ -114,11 +114,11 @@ class Recorded(Sessions):
 
     def state(self) -> object:
         self._states += 1
-        self.asked.append(Asked("remember", (self._states,)))
+        self.calls.append(Call("remember", (self._states,)))
         return self._states, super().state()
 
     def restore(self, state: Any) -> None:
-        self.asked.append(Asked("roll back", (state[0],)))
+        self.calls.append(Call("roll back", (state[0],)))
         super().restore(state[1])
 
 
@@ -140,21 +140,21 @@ class Real:
         self.client = client
         self._remembered: dict[int, dict[Any, tuple[int, Any]]] = {}
 
-    async def ask(self, asked: Asked) -> object:
-        match asked.name:
+    async def run(self, call: Call) -> object:
+        match call.name:
             case "begin":
                 await self.client.flushall()
             case "remember":
-                self._remembered[asked.arguments[0]] = {
+                self._remembered[call.arguments[0]] = {
                     key: (await self.client.pttl(key), await self.client.dump(key))
                     for key in await self.client.keys()
                 }
             case "roll back":
                 await self.client.flushall()
-                for key, (lives_ms, dumped) in self._remembered[asked.arguments[0]].items():
+                for key, (lives_ms, dumped) in self._remembered[call.arguments[0]].items():
                     await self.client.restore(key, lives_ms, dumped)
             case name:
-                return (await _outcome(getattr(self._store, name)(*asked.arguments)))[0]
+                return (await _outcome(getattr(self._store, name)(*call.arguments)))[0]
         return None
 
 
@@ -180,22 +180,22 @@ async def test_what_schedules_ask_is_answered_as_by_the_scripts(server: Server) 
     refusals: set[object] = set()
     async with real_at(server) as real:
         for seed in _SCHEDULES:
-            for number, asked in enumerate(await asyncio.to_thread(asked_in, seed)):
-                assert await real.ask(asked) == asked.answer, (seed, number, asked)
-                names.add(asked.name)
-                refusals.update(asked.answer[:1] if isinstance(asked.answer, tuple) else ())
+            for number, call in enumerate(await asyncio.to_thread(calls_of, seed)):
+                assert await real.run(call) == call.answer, (seed, number, call)
+                names.add(call.name)
+                refusals.update(call.answer[:1] if isinstance(call.answer, tuple) else ())
     assert names >= {"create", "claim", "commit", "finish", "renew", "recreate", "abort", "roll back"}
     assert refusals >= {Fenced, SessionEnded, UnknownSession}
 
 
-def asked_in(seed: int) -> list[Asked]:
+def calls_of(seed: int) -> list[Call]:
     class Once(Recorded):
-        asked: ClassVar[list[Asked]] = []
+        calls: ClassVar[list[Call]] = []
 
     with quiet():
         outcome = run_schedule(_schedule(seed), Kinds(sessions=Once))
     assert outcome.violation is None
-    return Once.asked
+    return Once.calls
 
 
 async def test_random_calls_are_answered_as_by_the_scripts_and_expire_as_there(server: Server) -> None:
@@ -203,12 +203,12 @@ async def test_random_calls_are_answered_as_by_the_scripts_and_expire_as_there(s
     async with real_at(server) as real:
         for seed in range(_RANDOM_RUNS):
             model = Random(seed)
-            await real.ask(Asked("begin"))
+            await real.run(Call("begin"))
             for _ in range(60):
-                asked = model.ask()
-                assert await real.ask(asked) == asked.answer, (seed, asked)
+                call = model.next_call()
+                assert await real.run(call) == call.answer, (seed, call)
                 await _expires_alike(real, model)
-                refusals.update(asked.answer[:1] if isinstance(asked.answer, tuple) else ())
+                refusals.update(call.answer[:1] if isinstance(call.answer, tuple) else ())
     assert refusals == {ClaimLost, Fenced, SessionEnded, LogBehind, LogLost, KeyReused, UnknownSession}
 
 
@@ -237,7 +237,7 @@ class Random:
         self._owners: list[Ownership] = []
         self._length = 2
 
-    def ask(self) -> Asked:
+    def next_call(self) -> Call:
         rng = self._rng
         match rng.choice(_CALLS):
             case "create":
@@ -265,7 +265,7 @@ class Random:
                 self.store.restore(rng.choice(self._states))
             case _:
                 self._states.append(self.store.state())
-        return self.store.asked[-1]
+        return self.store.calls[-1]
 
     def _do(self, call: Coroutine[Any, Any, Any]) -> None:
         _, result = at_once(_outcome(call))

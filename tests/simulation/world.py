@@ -20,7 +20,7 @@ from tests.simulation.loop import Deadlock, Livelock, SimLoop, virtual_time
 from tests.simulation.network import Network
 from tests.simulation.redis import Sessions, SimRedis
 from tests.simulation.replicas import SimDraft, SimEngine, SimTarget
-from tests.simulation.schedule import Fault, Schedule, Wanted
+from tests.simulation.schedule import Fault, PlannedSession, Schedule
 from tests.simulation.wire import Server
 
 TTL_S = 6.0
@@ -97,11 +97,11 @@ class World:
         faults = Faults(self)
         for fault in self.schedule.faults:
             faults.plan(fault)
-        for wanted in self.schedule.sessions:
-            self.ledger.opened(wanted.spec)
-            client = SimClient(self, wanted.client, wanted)
-            self.clients[wanted.client] = client
-            loop.call_later(wanted.at_s, client.start)
+        for planned in self.schedule.sessions:
+            self.ledger.opened(planned.spec)
+            client = SimClient(self, planned.client, planned)
+            self.clients[planned.client] = client
+            loop.call_later(planned.at_s, client.start)
         self.healed_s = loop.time() + self.schedule.healed_s
         await asyncio.sleep(self.schedule.healed_s)
         await self._until(self._all_answered, _HEALED_S, "an answer never came")
@@ -114,8 +114,8 @@ class World:
         )
         await check_leaks(self)
 
-    def add_client(self, name: str, wanted: Wanted, *, yields: bool = False) -> SimClient:
-        client = SimClient(self, name, replace(wanted, at_s=0.0, within_s=None), yields=yields)
+    def add_client(self, name: str, planned: PlannedSession, *, yields: bool = False) -> SimClient:
+        client = SimClient(self, name, replace(planned, at_s=0.0, within_s=None), yields=yields)
         if name not in self.clients:
             self.clients[name] = client
             client.start()
@@ -127,7 +127,7 @@ class World:
         It has no owner once a call has ended at its deadline, was left unread, or found no place; nor where
         one broke while its client stalled.
         """
-        owned = client.wanted.within_s is None and not client.refused and not self.ledger.roll_backs
+        owned = client.planned.within_s is None and not client.refused and not self.ledger.roll_backs
         read = all(fault.kind != "stall" or fault.for_s < self._unread_s for fault in self.schedule.faults)
         if owned and read and self._only(_LEAVE_OWNERS):
             self.ledger.violate(f"{client.process.name}: its session has expired")
@@ -135,7 +135,7 @@ class World:
     def told_unread(self, gateway: str, session_id: str, began_s: float) -> None:
         """A gateway says that a stream was left unread, which it had begun then."""
         kinds = {fault.kind for fault in self.schedule.faults}
-        slowest_s = max(wanted.pause_s for wanted in self.schedule.sessions)
+        slowest_s = max(planned.pause_s for planned in self.schedule.sessions)
         if not kinds & _DELAY_READERS and slowest_s < self._unread_s:
             self.ledger.violate(f"{gateway} ended a stream that was read in time")
         owned_s = self.ledger.owned_at[session_id]
@@ -158,7 +158,7 @@ class World:
             for client in self.clients.values()
             if client.left
             and client.spec.continue_without_client
-            and client.wanted.within_s is None
+            and client.planned.within_s is None
             and client.spec.session_id in self.ledger.was_streamed
         )
 
@@ -189,20 +189,20 @@ class World:
 
     def _check_drafts(self) -> None:
         """A stream that goes on for long after the last fault uses drafts again, if it wants any."""
-        for wanted in self.schedule.sessions if self.drafts else ():
-            session_id = wanted.spec.session_id
+        for planned in self.schedule.sessions if self.drafts else ():
+            session_id = planned.spec.session_id
             owned_s = self.ledger.owned_at.get(session_id, 0.0)
             since_s = max(self.healed_s, owned_s, self.ledger.rests_until_s) + _MENDED_S
             grew_s = self.ledger.grew_at.get(session_id, 0.0)
-            if wanted.long and grew_s > since_s + _LONG_S:
+            if planned.long and grew_s > since_s + _LONG_S:
                 self.ledger.met["drafts again"] += 1
                 if self.ledger.drafted_at.get(session_id, 0.0) < since_s:
                     self.ledger.violate(f"{session_id} was not drafted for again since {since_s:.3f} s")
 
     async def _audit(self) -> None:
         auditors = [
-            self.add_client(f"auditor of {wanted.name}", replace(wanted, pause_s=0.0, checks_seen=True))
-            for wanted in self.schedule.sessions
+            self.add_client(f"auditor of {planned.name}", replace(planned, pause_s=0.0, checks_seen=True))
+            for planned in self.schedule.sessions
         ]
         await self._until(lambda: all(it.done for it in auditors), _HEALED_S, "cannot be resumed")
 

@@ -16,7 +16,7 @@ PROMPT = (1, 2, 3)
 
 
 @dataclass
-class Judge:
+class Observer:
     can_recover: bool
     seen: list[bool] = field(default_factory=list)
     shaken: list[bool] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Judge:
         self.shaken.append(right)
 
 
-def drafting(judge: Judge) -> tuple[Drafting, Answer]:
+def drafting(judge: Observer) -> tuple[Drafting, Answer]:
     """Tokens 4 to 9 have been proposed, and more is asked for after them."""
     here = Drafting(1, 1, judge)
     answer = Answer(SessionSpec("s", PROMPT, SamplingParams(), 100, 100), lambda tokens: "x" * len(tokens))
@@ -54,7 +54,7 @@ def offered(here: Drafting, answer: Answer) -> tuple[int, ...]:
 
 
 def test_a_wrong_token_ends_a_hint_and_what_was_asked_after_it() -> None:
-    judge = Judge(can_recover=False)
+    judge = Observer(can_recover=False)
     here, answer = drafting(judge)
     given_up = confirm(here, answer, 4, 55)
     assert given_up is not None
@@ -63,7 +63,7 @@ def test_a_wrong_token_ends_a_hint_and_what_was_asked_after_it() -> None:
 
 
 def test_where_drafts_recover_what_is_left_of_it_stays() -> None:
-    judge = Judge(can_recover=True)
+    judge = Observer(can_recover=True)
     here, answer = drafting(judge)
     assert confirm(here, answer, 4, 55) is None
     assert here.hint is not None
@@ -76,12 +76,12 @@ def test_where_drafts_recover_what_is_left_of_it_stays() -> None:
 
 
 def test_it_is_learnt_whether_they_do_from_hints_that_were_dropped_too() -> None:
-    judge = Judge(can_recover=False)
+    judge = Observer(can_recover=False)
     here, answer = drafting(judge)
     confirm(here, answer, 4, 55)
     confirm(here, answer, 6)
     assert judge.shaken == [True]
-    judge = Judge(can_recover=True)
+    judge = Observer(can_recover=True)
     here, answer = drafting(judge)
     confirm(here, answer, 4, 55)
     confirm(here, answer, 66)
@@ -90,7 +90,7 @@ def test_it_is_learnt_whether_they_do_from_hints_that_were_dropped_too() -> None
 
 
 def test_a_hint_that_is_used_up_is_forgotten_and_what_was_asked_after_it_is_not() -> None:
-    judge = Judge(can_recover=False)
+    judge = Observer(can_recover=False)
     here, answer = drafting(judge)
     asked = here.pending
     assert asked is not None
@@ -103,7 +103,7 @@ def test_a_hint_that_is_used_up_is_forgotten_and_what_was_asked_after_it_is_not(
 
 
 def test_what_is_asked_for_tokens_that_are_confirmed_by_now_is_given_up() -> None:
-    here, answer = drafting(Judge(can_recover=True))
+    here, answer = drafting(Observer(can_recover=True))
     given_up = confirm(here, answer, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)
     assert given_up is not None
     assert here.pending is None
