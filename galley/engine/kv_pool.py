@@ -19,7 +19,7 @@ _COLUMNS = 32
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one rank stores a position; `kv_heads` are its own."""
+    """The keys and values that one rank stores a position; `kv_heads` are its own."""
 
     layers: int
     kv_heads: int

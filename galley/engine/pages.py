@@ -32,7 +32,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a layer attends: query scale, window of keys (None: all), and cap of the scores."""
+    """A layer's attention: query scale, window of keys (None: all), and cap of the scores."""
 
     scale: float
     window: int | None = None

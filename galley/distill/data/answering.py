@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """How answers are sampled: half of them greedily, chosen by each prompt's hash."""
+    """The sampling of answers: half of them greedy, chosen by each prompt's hash."""
 
     max_tokens: int = 200
     temperature: float = 0.8

@@ -19,7 +19,7 @@ from galley.distill.training.student import Llama
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast: `answer_tokens` to see in all; the rate falls over the last part of them."""
+    """Length and rate of a training: `answer_tokens` to see; the rate falls over the last part of them."""
 
     answer_tokens: int
     batch_tokens: int = 2048

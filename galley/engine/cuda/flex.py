@@ -74,7 +74,7 @@ def works(device: torch.device, shape: KvShape) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a kernel is compiled for: how a layer attends, and its tiles of `slots` queries.
+    """The parameters that a kernel is compiled for: how a layer attends, and `slots` queries a tile.
 
     `options`: fix the kernel's own tiles too, since torch's choice of them would depend on the step.
     """

@@ -1,6 +1,7 @@
-"""Which models this engine serves: decoder-only ones whose only sequence state is attention KV.
+"""Refuse models that this engine does not serve, and read the weights of those that it does.
 
-Weights must be safetensors, which hold numbers only. A pickle is a program and is never opened.
+Served are decoder-only models whose only sequence state is attention KV. Weights must be safetensors, which
+hold numbers only. A pickle is a program and is never opened.
 """
 
 from __future__ import annotations

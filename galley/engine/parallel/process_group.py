@@ -38,7 +38,7 @@ class RankLost(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks meet: `address` (host:port) of rank 0's store, or `file` on one machine."""
+    """The meeting point of the ranks: `address` (host:port) of rank 0's store, or `file` on one machine."""
 
     address: str = ""
     file: str = ""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Waits:
-    """How long a rank has waited for the others, in ns."""
+    """The time that a rank has waited for the others, in ns."""
 
     ns: int = 0
 

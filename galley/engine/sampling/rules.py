@@ -1,4 +1,4 @@
-"""Which rules of a draw apply, for the CPU's and the CUDA device's sampling alike."""
+"""The rules of a draw that the CPU's and the CUDA device's sampling share."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What all ranks of a replica must agree on; `model` is a directory, or resolves to one."""
+    """The values that all ranks of a replica share; `model` is a directory, or resolves to one."""
 
     model: str
     dtype: str

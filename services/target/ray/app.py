@@ -54,7 +54,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 
 class Scale(BaseModel):
-    """How many replicas run: `replicas`, or from there up to `max_replicas` as the load needs."""
+    """The number of replicas: `replicas`, or from there up to `max_replicas` as the load needs."""
 
     model_config = ConfigDict(frozen=True)
 

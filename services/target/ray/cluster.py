@@ -94,7 +94,7 @@ def running_replicas() -> int:
 
 
 def last_line(trace: str) -> str:
-    """Of a trace, what was raised."""
+    """Return the line of a stack trace that names the error."""
     return next(
         (line.strip() for line in reversed(trace.splitlines()) if line.strip()), "Serve gave no reason"
     )

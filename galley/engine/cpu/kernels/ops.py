@@ -1,4 +1,4 @@
-"""What numba lacks: fused multiply-add, bit casts, and products of small register tiles.
+"""Operations that numba lacks: fused multiply-add, bit casts, and products of small register tiles.
 
 Every operation here is one IEEE operation per lane, in the order written. The compiler may not reorder them,
 so a result's bits depend on its operands alone, however many results are computed side by side. bfloat16 is
