@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from bench.coupling.closed_form import Heldout, match_chance, optimal_chance
 from galley.bench.answers import Answer, Prompt
-from galley.bench.gateway import Ask, GatewaySide
+from galley.bench.gateway import GatewaySide, Request
 from galley.core.content import prefix_hash
 from galley.core.names import MODEL
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -32,7 +32,7 @@ async def answers_at_one(
 ) -> list[Answer]:
     """An answer to each prompt at temperature 1; seeds go up by one. Speculation changes no token of it."""
     return [
-        await side.answer("auto", Ask(replace(prompt, label="heldout"), 1.0, seed + at, max_tokens))
+        await side.answer("auto", Request(replace(prompt, label="heldout"), 1.0, seed + at, max_tokens))
         for at, prompt in enumerate(prompts)
     ]
 

@@ -1,7 +1,7 @@
-"""Answers of a gateway as a benchmark sees them, and how much of each counts.
+"""Answers of a gateway as a benchmark sees them.
 
-An answer counts up to its first loop (`loop_start`): a small greedy model that repeats itself flatters
-whoever copies. The share that was cut is reported.
+An answer counts up to its first loop (`loop_start`): a small greedy model that repeats itself would favour
+drafts that copy. The share that was cut is reported.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ LOOP_TIMES = 3
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One user turn; `label` is the workload under which the gateway counts, and the draft learns.
+    """One user turn.
 
-    `max_tokens` bounds its answer; 0: as the load says.
+    `label` is the workload under which the gateway counts acceptance and the draft learns. `max_tokens`
+    bounds its answer; 0: the bound of the load.
     """
 
     id: str
@@ -28,10 +29,10 @@ class Prompt:
 
 
 def loop_start(tokens: Sequence[int]) -> int:
-    """Where the answer's first loop begins; len(tokens) if it has none.
+    """Return the index at which the answer's first loop begins; len(tokens) if it has none.
 
-    A loop is there once some LOOP_GRAM-gram is seen for the LOOP_TIMES-th time (occurrences may overlap). It
-    begins where that gram came for the second time: from there on the answer repeats itself.
+    An answer loops once an n-gram of LOOP_GRAM tokens occurs LOOP_TIMES times (occurrences may overlap). The
+    loop begins at the second occurrence.
     """
     second: dict[tuple[int, ...], int] = {}
     seen: Counter[tuple[int, ...]] = Counter()
@@ -47,7 +48,7 @@ def loop_start(tokens: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """What the gateway counted of its rounds over a whole answer; `*_at` by position in the proposal."""
+    """The gateway's counts of the rounds of one answer; `*_at` by position in the proposal."""
 
     rounds: int = 0
     proposed: int = 0

@@ -1,9 +1,8 @@
-"""Which blocks a measurement of speculation is made of, and in which order.
+"""The blocks of a measurement of speculation, and their order.
 
-Nobody may gain by having been asked before. Prefixes are kept by the target: so prompts carry the tag of
-their pair, and a block that does not count puts them into the cache for all arms alike; all arms of a pair
-answer the very same texts. Answers are learnt from by the draft, within a workload's label: so each arm has
-labels of its own in each cell and pair. What a label begins with is therefore never better than in service.
+No arm may gain from earlier blocks. The target caches prefixes, so prompts carry a tag of their pair, and a
+block that does not count puts them into the cache for all arms; all arms of a pair answer the same texts. The
+draft learns from answers under a workload's label, so each arm has labels of its own in each cell and pair.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from galley.bench.gateway import OFF
 from galley.bench.workloads import Workload
 
 _SEEDS_A_PAIR = 1000
-# Labels are of these characters, and at most so many of them.
+# The characters that labels may not have, and their greatest length.
 _NOT_IN_LABELS = re.compile(r"[^A-Za-z0-9_.:/-]")
 _LABEL_CHARS = 64
 _NAME_CHARS = 24
 _PRIMING = "prime"
-# Of several streams' answers, the shortest is this share of what is asked for, the longest as much longer;
-# multiples of the golden section lie evenly between.
+# With several streams, answers are 0.5 to 1.5 times as long as requested, spread by the golden section.
 _SHORTEST = 0.5
 _GOLDEN = 0.6180339887498949
 
@@ -33,7 +31,7 @@ _GOLDEN = 0.6180339887498949
 class Cell:
     """One workload at one number of streams and one temperature, answered by each of `arms`.
 
-    `index` is the workload's among those of the run: names that are cut to the same are told apart by it.
+    `index` is the workload's index in the run; it distinguishes names that are cut to the same label.
     """
 
     workload: Workload
@@ -45,9 +43,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large blocks are: a block asks `prompts` prompts, and at more than one stream `turns` a stream.
+    """The size of a block: `prompts` prompts, and with several streams at least `turns` a stream.
 
-    `nonce` stands in every tag and label: a gateway that was measured before knows neither.
+    `nonce` is part of every tag and label, so that an earlier run against the same gateway has no effect.
     """
 
     prompts: int
@@ -58,16 +56,16 @@ class Sizes:
 
 
 def pair_loads(cell: Cell, pair: int, sizes: Sizes) -> list[Load]:
-    """The blocks of one pair of a cell, side by side; whose is first rotates with the pair.
+    """Return the blocks of one pair of a cell, a block an arm; the first arm rotates with the pair.
 
-    All arms get the same prompts, tags and seeds, the next pair the prompts after them under another tag.
+    All arms get the same prompts, tags and seeds. The next pair gets the next prompts under another tag.
     """
     shift = pair % len(cell.arms)
     return [_load(cell, pair, arm, sizes) for arm in cell.arms[shift:] + cell.arms[:shift]]
 
 
 def priming(cell: Cell, pair: int, sizes: Sizes) -> Load:
-    """A block that does not count, before those of a pair: it has the target keep their prompts."""
+    """Return the block that puts the prompts of a pair into the target's cache, and does not count."""
     load = _load(cell, pair, _PRIMING, sizes)
     prompts = tuple(replace(prompt, max_tokens=1) for prompt in load.prompts)
     return replace(load, pair=WARM_UP, arm=OFF, max_tokens=1, prompts=prompts)
@@ -94,27 +92,27 @@ def _prompts(cell: Cell, pair: int, arm: str, sizes: Sizes) -> tuple[Prompt, ...
         prompt = given[((pair + 1) * count + at) % len(given)]
         copy = at // len(given)
         label = _label(cell, f"{arm}/{pair + 1}.{copy}", sizes.nonce)
-        asked = replace(prompt, label=label, max_tokens=_length(at, cell, sizes))
-        picked.append(tagged(asked, f"{sizes.nonce}.{pair + 1:02}.{copy}"))
+        labelled = replace(prompt, label=label, max_tokens=_length(at, cell, sizes))
+        picked.append(tagged(labelled, f"{sizes.nonce}.{pair + 1:02}.{copy}"))
     return tuple(picked)
 
 
 def _length(at: int, cell: Cell, sizes: Sizes) -> int:
-    """Answers that are all as long end together, and the next prompts share a pass: in service none do."""
+    # Answers of one length would end together, and their successors would share a prefill.
     if cell.streams == 1:
         return sizes.max_tokens
     return max(1, round(sizes.max_tokens * (_SHORTEST + at * _GOLDEN % 1)))
 
 
 def _label(cell: Cell, of: str, nonce: str) -> str:
-    """The workload's name, cut where there is no room for it, and what makes the label this block's own."""
+    """Return the workload's name, cut to fit, and a suffix of this block's own."""
     own = f"/{cell.index}/{cell.streams}/{cell.temperature:g}/{of}/{nonce}"
     name = _NOT_IN_LABELS.sub("_", cell.workload.name)
     return name[: max(0, min(_NAME_CHARS, _LABEL_CHARS - len(own)))] + own
 
 
 def loads(cells: Sequence[Cell], pairs: int, sizes: Sizes) -> Iterator[Load]:
-    """A warm-up of every arm in its largest cell, then pair by pair every cell, its prompts cached first."""
+    """Yield a warm-up of every arm in its largest cell, then every cell pair by pair, after its priming."""
     warm_ups: dict[str, Cell] = {}
     for cell in sorted(cells, key=lambda cell: cell.streams):
         warm_ups |= dict.fromkeys(cell.arms, cell)

@@ -1,7 +1,7 @@
-"""Answers through a real gateway, with what it counted of its rounds.
+"""Answers of a real gateway, with its counts of their rounds.
 
-An arm is how to speculate: `off` (also `plain`), `auto` (the gateway chooses) or `<strategy>-<k>`, as
-`ngram-4`.
+An arm is a way of speculating: `off` (also `plain`), `auto` (the gateway chooses) or `<strategy>-<k>`, such
+as `ngram-4`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ OFF, PLAIN, AUTO = "off", "plain", "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """How a prompt is put; the same to every arm."""
+class Request:
+    """One prompt and its options, the same for every arm."""
 
     prompt: Prompt
     temperature: float
@@ -29,31 +29,31 @@ class Ask:
 
 
 def speculation_of(arm: str) -> Speculation:
-    """`off` is speculation off, `ngram-4` that strategy at that k; ValueError if it is no arm."""
+    """Return the request's speculation for an arm. Raises ValueError if it is no arm."""
     if arm in {OFF, PLAIN}:
         return Speculation(off=True)
     if arm == AUTO:
         return Speculation()
     strategy, dash, k = arm.rpartition("-")
     if not (strategy and dash and k.isdigit()):
-        raise ValueError(f"no arm {arm!r}: {OFF}, {AUTO} or <strategy>-<k>")
+        raise ValueError(f"arm: must be {OFF}, {AUTO} or <strategy>-<k>, got {arm!r}")
     return Speculation(k=int(k), strategy=strategy)
 
 
 def no_clock() -> float:
-    """CPU seconds where nobody counts them."""
+    """Return 0 CPU seconds, where they are not measured."""
     return 0.0
 
 
 class GatewaySide:
-    """A gateway, asked through its client; `cpu_s` says the CPU seconds that its stack has taken so far."""
+    """A gateway behind its client; `cpu_s` returns the CPU seconds that its stack has used so far."""
 
     def __init__(self, client: AsyncClient, cpu_s: Callable[[], float] = no_clock) -> None:
         self._client = client
         self._cpu_s = cpu_s
 
-    async def answer(self, arm: str, ask: Ask) -> Answer:
-        """Stream one answer; raises GalleyRpcError where the stream does."""
+    async def answer(self, arm: str, request: Request) -> Answer:
+        """Return one streamed answer. Raises GalleyRpcError."""
         tokens: list[int] = []
         at_s: list[float] = []
         from_draft: list[bool] = []
@@ -62,11 +62,11 @@ class GatewaySide:
         cpu_before = self._cpu_s()
         began = time.perf_counter()
         stream = self._client.generate(
-            [Message("user", ask.prompt.text)],
-            max_tokens=ask.max_tokens,
-            temperature=ask.temperature,
-            seed=ask.seed,
-            workload=ask.prompt.label,
+            [Message("user", request.prompt.text)],
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            workload=request.prompt.label,
             speculation=speculation_of(arm),
         )
         async for event in stream:
@@ -84,9 +84,9 @@ class GatewaySide:
                     pass
         wall_s = time.perf_counter() - began
         if finished is None:
-            raise RuntimeError(f"{arm} ended {ask.prompt.id} without saying so")
+            raise RuntimeError(f"{arm}: {request.prompt.id} ended without a reason")
         return Answer(
-            prompt_id=ask.prompt.id,
+            prompt_id=request.prompt.id,
             prompt_tokens=prompt_tokens,
             tokens=tuple(tokens),
             at_s=tuple(at_s),
@@ -116,7 +116,7 @@ def _rounds(stats: pb.SpeculationStats) -> Rounds:
 
 
 class GatewayLoop:
-    """Closed loops through a gateway, as `speculation` says (None: as the load's arm does)."""
+    """Closed loops through a gateway, with the speculation of an arm (None: of the load's arm)."""
 
     def __init__(
         self, client: AsyncClient, cpu_s: Callable[[], float] = no_clock, speculation: str | None = None
@@ -126,16 +126,16 @@ class GatewayLoop:
         self._speculation = speculation
 
     async def run(self, load: Load) -> LoopBlock:
-        """Stream every answer of the load; the CPU seconds are of the whole block."""
+        """Run the load; the CPU seconds are of the whole block."""
         arm = load.arm if self._speculation is None else self._speculation
 
         async def answer(prompt: Prompt, seed: int) -> Answer:
             return await self._side.answer(
-                arm, Ask(prompt, load.temperature, seed, prompt.max_tokens or load.max_tokens)
+                arm, Request(prompt, load.temperature, seed, prompt.max_tokens or load.max_tokens)
             )
 
         cpu_before, began_s = self._cpu_s(), time.perf_counter()
-        came = await in_streams(load, answer)
+        looped = await in_streams(load, answer)
         wall_s = time.perf_counter() - began_s
         cpu_s = self._cpu_s() - cpu_before
-        return LoopBlock(load, came.answers, wall_s, cpu_s, came.asked_s, came.busy_s)
+        return LoopBlock(load, looped.answers, wall_s, cpu_s, looped.requested_s, looped.busy_s)

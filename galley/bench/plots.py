@@ -1,4 +1,4 @@
-"""A measurement of speculation as one PNG of six panels. Needs matplotlib."""
+"""Draw a measurement of speculation as one PNG of six panels. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draw(
     predicted: Mapping[Row, tuple[float, int | None]],
     baseline: str,
 ) -> None:
-    """Speed, ratio and times by streams; acceptance by position; waste; predicted against measured."""
+    """Draw speed, ratio and times by streams, acceptance by position, waste, and the predictions."""
     figure = Figure(figsize=(16, 9), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, 3).flat
@@ -43,7 +43,7 @@ def _median(row: Row) -> float:
 def _by_streams(
     axes: Axes, rows: Sequence[Row], value: Callable[[Row], float], title: str, ylabel: str
 ) -> None:
-    """One line an arm, the mean over workloads and temperatures."""
+    """Draw one line an arm, the mean over workloads and temperatures."""
     for arm in _arms(rows):
         mine = [row for row in rows if row.arm == arm]
         at = sorted({row.streams for row in mine})
@@ -68,7 +68,6 @@ def _times(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _stream_ticks(axes: Axes, rows: Sequence[Row]) -> None:
-    """Equal steps for 1, 8, 16 ... streams would need a scale of its own: a logarithm of base 2 will do."""
     at = sorted({row.streams for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(at, [str(streams) for streams in at])
@@ -86,7 +85,7 @@ def _acceptance(axes: Axes, acceptance: Mapping[tuple[str, str], Speculated]) ->
 
 
 def _waste(axes: Axes, acceptance: Mapping[tuple[str, str], Speculated]) -> None:
-    """Of the tokens that the draft proposed: accepted, verified in vain, never verified."""
+    """Draw the proposed tokens: accepted, verified and not accepted, never verified."""
     names = [f"{workload}\n{arm}" for workload, arm in acceptance]
     kinds = {
         "accepted": [of.accepted for of in acceptance.values()],
@@ -115,7 +114,6 @@ def _predicted(axes: Axes, rows: Sequence[Row], predicted: Mapping[Row, tuple[fl
 
 
 def _legend(axes: Axes, size: int) -> None:
-    """Where there is anything to name."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=size)
 

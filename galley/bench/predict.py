@@ -1,8 +1,8 @@
-"""What the cost model (galley/core/cost/model.py) says of a measured run, beside what it came to.
+"""Predict the speed-up of a measured run by the cost model (galley/core/cost/model.py).
 
-The model knows the target's passes (as the target timed them in this very run), the draft's computing and the
-acceptance; it knows nothing of queues, hops, prefill or of what overlaps. Where a measured speed-up falls
-short of it, orchestration or a busy host took the rest; where it is above, drafting was hidden.
+The model knows the target's steps, as timed in this run, the draft's compute time and the acceptance. It does
+not know queues, network, prefill and overlap. A measured speed-up below the prediction is lost to
+orchestration or a busy host; one above it had drafting overlap with the target.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from galley.core.cost.model import StepTimes, best_k
 
 
 def pass_times(blocks: Sequence[LoopBlock]) -> StepTimes | None:
-    """What the target's passes took by their rows, from the rounds of these blocks; None without any.
+    """Return the time of the target's steps by rows, from the rounds of these blocks; None without rounds.
 
-    The rows of a round are the streams, each with one token and its verified draft tokens.
+    The rows of a round are one token and the verified draft tokens of each stream.
     """
     groups: dict[tuple[int, str], list[LoopBlock]] = defaultdict(list)
     for block in blocks:
@@ -32,15 +32,15 @@ def pass_times(blocks: Sequence[LoopBlock]) -> StepTimes | None:
     if not measured:
         return None
     points = [(rows, sum(took) // len(took)) for rows, took in sorted(measured.items())]
-    # Where no load has so few rows, a smaller pass is taken to cost as much as the smallest seen.
+    # A step smaller than any measured is taken to cost as much as the smallest.
     return StepTimes.measured(points if points[0][0] == 1 else [(1, points[0][1]), *points])
 
 
 def predicted_gain(of: Speculated, streams: int, times: StepTimes) -> float:
-    """How many times as fast as plain decoding these rounds should have been; 1 where nothing was verified.
+    """Return the predicted speed of these rounds relative to plain decoding; 1 if nothing was verified.
 
-    Tokens a round times the plain pass, over the round: the draft's computing, then the verifying pass
-    (Leviathan, Kalman, Matias, arXiv 2211.17192, section 3.3, with measured passes for their constant ones).
+    It is tokens a round x plain step / (draft compute + verifying step): Leviathan, Kalman, Matias, arXiv
+    2211.17192, section 3.3, with measured steps in place of constant ones.
     """
     if not of.verified:
         return 1.0
@@ -49,7 +49,7 @@ def predicted_gain(of: Speculated, streams: int, times: StepTimes) -> float:
 
 
 def predicted_best_k(of: Speculated, streams: int, times: StepTimes, max_k: int) -> int | None:
-    """The k at which the model's gain peaks for this acceptance of the first draft token; None if unknown."""
+    """Return the k of the highest predicted gain for this acceptance rate of first draft tokens, or None."""
     if not (of.verified_at and of.verified_at[0] and of.proposed):
         return None
     alpha = of.accepted_at[0] / of.verified_at[0] if of.accepted_at else 0.0

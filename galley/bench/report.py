@@ -1,4 +1,4 @@
-"""All that a measurement of speculation says: rows, acceptance, predictions, and the sentence at its end."""
+"""The report of a measurement: rows, acceptance, predictions and the conclusion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_K = 16
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the blocks came to; `predicted` is by row: (speed-up, best k) of the cost model."""
+    """The results of all blocks; `predicted` is (speed-up, best k) of the cost model, by row."""
 
     baseline: str
     rows: tuple[Row, ...]
@@ -28,7 +28,7 @@ class Report:
 
 
 def report_of(blocks: Sequence[LoopBlock], baseline: str, pair: str) -> Report:
-    """Sum the blocks up; `pair` names the models in the last sentence."""
+    """Return the report of the blocks; `pair` names the models in the conclusion."""
     rows = tuple(rows_of(blocks, baseline))
     times = pass_times(blocks)
     predicted = (
@@ -54,16 +54,16 @@ def report_of(blocks: Sequence[LoopBlock], baseline: str, pair: str) -> Report:
 
 
 def _acceptance(blocks: Sequence[LoopBlock]) -> dict[tuple[str, str], Speculated]:
-    """By (workload, arm), of those that had anything verified."""
+    """Return the sums by (workload, arm), without those that verified nothing."""
     groups: dict[tuple[str, str], list[LoopBlock]] = defaultdict(list)
     for block in blocks:
         groups[block.load.workload, block.load.arm].append(block)
     sums = {of: speculated(mine) for of, mine in groups.items()}
-    return {of: found for of, found in sums.items() if found.verified}
+    return {of: total for of, total in sums.items() if total.verified}
 
 
 def as_dict(report: Report) -> dict[str, Any]:
-    """For JSON."""
+    """Return the report for JSON."""
     return {
         "baseline": report.baseline,
         "percentiles": PERCENTS,
@@ -79,10 +79,10 @@ def as_dict(report: Report) -> dict[str, Any]:
 
 def _row(report: Report, row: Row) -> dict[str, Any]:
     gain, best = report.predicted.get(row, (None, None))
-    found = asdict(row)
-    del found["speculated"]
+    figures = asdict(row)
+    del figures["speculated"]
     return {
-        **found,
+        **figures,
         "predicted_ratio": gain,
         "predicted_best_k": best,
         "speculation": _figures(row.speculated),

@@ -1,4 +1,4 @@
-"""The statistics of a paired comparison: medians, and how far they may be trusted."""
+"""The statistics of a paired comparison: medians and their confidence intervals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The median of `count` values, and the bootstrap interval [low, high] in which it lies with 95 %."""
+    """The median of `count` values, and its 95 % bootstrap interval [low, high]."""
 
     median: float
     low: float
@@ -25,7 +25,7 @@ class Interval:
 
 
 def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
-    """The median of `values` and its percentile bootstrap interval (Efron 1979). ValueError if none."""
+    """Return the median and its percentile bootstrap interval (Efron 1979). Raises ValueError if empty."""
     if not values:
         raise ValueError("no values to take a median of")
     given = np.asarray(values, dtype=np.float64)
@@ -37,15 +37,15 @@ def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
 
 
 def ratio_interval(ours: Sequence[float], base: Sequence[float], seed: int = 0) -> Interval:
-    """The median of ours[i] / base[i] over the pairs; pairs whose base is 0 say nothing and are left out.
+    """Return the median of ours[i] / base[i] over the pairs; pairs with a base of 0 are left out.
 
-    ValueError unless there are as many of both, and one pair to count.
+    Raises ValueError if the lengths differ or no pair is left.
     """
     return median_interval([a / b for a, b in zip(ours, base, strict=True) if b], seed)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the nearest two; ValueError if there are no values."""
+    """Return a percentile, interpolated between the nearest two values. Raises ValueError if empty."""
     if not values:
         raise ValueError("no values to take a percentile of")
     return float(np.percentile(np.asarray(values, dtype=np.float64), percent))

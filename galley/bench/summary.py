@@ -1,4 +1,4 @@
-"""From the blocks of closed loops to what speculation did: speed, acceptance, waste. No I/O."""
+"""Summarize the blocks of closed loops: speed, acceptance, waste."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PERCENTS = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
-    """What the gateway counted of the rounds of some answers, summed; times in nanoseconds.
+    """The gateway's counts of the rounds of some answers, summed; times in nanoseconds.
 
-    The draft `proposed` tokens, the target was sent those `drafted`; `cancelled` proposals were given up.
-    `accepted_at[i]` counts the rounds in which draft token i was accepted, `verified_at[i]` those in which it
-    was verified. For `exposed_draft_ns` the target was held up by the draft.
+    The draft `proposed` tokens, of which `drafted` were sent to the target; `cancelled` proposals were given
+    up. `accepted_at[i]` counts the rounds in which draft token i was accepted, `verified_at[i]` those in
+    which it was verified. `exposed_draft_ns` is the time in which the target waited for the draft.
     """
 
     rounds: int = 0
@@ -39,12 +39,12 @@ class Speculated:
 
     @property
     def tokens_per_round(self) -> float:
-        """1 + accepted / rounds, the mean acceptance length; 0 before the first round."""
+        """1 + accepted / rounds, the mean accepted length; 0 without rounds."""
         return 1 + self.accepted / self.rounds if self.rounds else 0.0
 
     @property
     def by_position(self) -> tuple[float, ...]:
-        """How often draft token i was accepted where it was verified."""
+        """The share of verified draft tokens that was accepted, by position."""
         pairs = zip_longest(self.accepted_at, self.verified_at, fillvalue=0)
         return tuple(accepted / verified for accepted, verified in pairs if verified)
 
@@ -55,17 +55,17 @@ class Speculated:
 
     @property
     def wasted_draft(self) -> int:
-        """Tokens that the draft proposed and that were not accepted, sent to the target or not."""
+        """The proposed tokens that were not accepted, sent to the target or not."""
         return self.proposed - self.accepted
 
     @property
     def wasted_verify(self) -> int:
-        """Rows of the target that verified a draft token in vain."""
+        """The verified draft tokens that were not accepted."""
         return self.verified - self.accepted
 
 
 def speculated(blocks: Iterable[LoopBlock]) -> Speculated:
-    """The sums over all answers of `blocks`."""
+    """Return the sums over all answers of `blocks`."""
     counts = [a.rounds for block in blocks for a in block.answers if a.rounds is not None]
     return Speculated(
         rounds=sum(c.rounds for c in counts),
@@ -89,7 +89,7 @@ def _sums(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How an arm answered one workload at so many streams and one temperature.
+    """The speed of one arm on one workload, at one number of streams and one temperature.
 
     `ratio` is against the baseline; times are the 50th, 90th and 99th percentiles in milliseconds.
     """
@@ -108,7 +108,7 @@ class Row:
 
 
 def rows_of(blocks: Sequence[LoopBlock], baseline: str) -> list[Row]:
-    """One row for each workload, number of streams, temperature and arm, as they first come."""
+    """Return a row for each workload, number of streams, temperature and arm, in order of appearance."""
     groups: dict[tuple[str, int, float], dict[str, list[LoopBlock]]] = defaultdict(lambda: defaultdict(list))
     for block in sorted(blocks, key=lambda block: block.load.pair):
         load = block.load
@@ -139,7 +139,7 @@ def _row(mine: Sequence[LoopBlock], base: Sequence[LoopBlock]) -> Row:
 
 
 def speed_ratio(mine: Sequence[LoopBlock], base: Sequence[LoopBlock]) -> Interval | None:
-    """The median of the pairs' ratios of tokens per second; None where no pair can be compared."""
+    """Return the median of the pairs' ratios of tokens per second; None if no pair can be compared."""
     ratios = _ratios(mine, base)
     return median_interval(list(ratios.values())) if ratios else None
 
@@ -147,9 +147,9 @@ def speed_ratio(mine: Sequence[LoopBlock], base: Sequence[LoopBlock]) -> Interva
 def mean_ratio(
     blocks: Sequence[LoopBlock], arm: str, baseline: str, streams: int, temperature: float | None = None
 ) -> Interval | None:
-    """The mean over workloads (and temperatures) of the ratios of each pair, and the median of those means.
+    """Return the median over the pairs of their mean ratio over workloads and temperatures.
 
-    Pairs in which a workload is missing, or cannot be compared, are left out; None if none is left.
+    Pairs that lack a comparable workload are left out; None if none is left.
     """
     kinds: dict[tuple[str, float], list[LoopBlock]] = defaultdict(list)
     for block in blocks:
@@ -166,7 +166,6 @@ def mean_ratio(
 
 
 def _ratios(mine: Sequence[LoopBlock], base: Sequence[LoopBlock]) -> dict[int, float]:
-    """By pair."""
     of_base = {block.load.pair: block.tokens_per_s for block in base}
     return {
         block.load.pair: block.tokens_per_s / of_base[block.load.pair]

@@ -15,7 +15,7 @@ _TIMES = "×"
 
 
 def speed_table(rows: Sequence[Row], baseline: str) -> Table:
-    """Tokens per second, the ratio to `baseline`, and the times that a client sees."""
+    """Return the table of tokens per second, the ratio to `baseline`, and the times that a client sees."""
     table = Table(title="Speed (median of the repeats' ratios, 95 % interval)", title_justify="left")
     table.add_column("workload")
     for name in ("streams", "temp."):
@@ -44,15 +44,15 @@ def speed_table(rows: Sequence[Row], baseline: str) -> Table:
     return table
 
 
-def acceptance_table(found: Mapping[tuple[str, str], Speculated]) -> Table:
-    """By (workload, arm): what was accepted, at which position, and what was in vain."""
+def acceptance_table(acceptance: Mapping[tuple[str, str], Speculated]) -> Table:
+    """Return the table of accepted and wasted draft tokens, by (workload, arm)."""
     table = Table(title="Acceptance and waste (over all loads)", title_justify="left")
     for name in ("workload", "arm"):
         table.add_column(name)
     columns = ("accepted", "tokens/round", "by position", "draft exposed", "wasted draft", "wasted verify")
     for name in columns:
         table.add_column(name, justify="right")
-    for (workload, arm), of in found.items():
+    for (workload, arm), of in acceptance.items():
         table.add_row(
             workload,
             arm,
@@ -64,14 +64,14 @@ def acceptance_table(found: Mapping[tuple[str, str], Speculated]) -> Table:
             _share(of.wasted_verify, of.verified),
         )
     table.caption = (
-        "accepted: of the verified; draft exposed: of the rounds' time, what the target was held up "
-        "by the draft; wasted: tokens that the draft proposed, or that the target verified, not accepted"
+        "accepted: share of the verified; draft exposed: share of the rounds' time that the target waited "
+        "for the draft; wasted: share of the proposed, or of the verified, that was not accepted"
     )
     return table
 
 
 def prediction_table(rows: Sequence[Row], predicted: Mapping[Row, tuple[float, int | None]]) -> Table:
-    """The cost model beside what was measured, with the k that it would choose."""
+    """Return the table of predicted and measured speed-ups, with the k that the cost model would choose."""
     table = Table(title="Speed-up: the cost model and the measurement", title_justify="left")
     for name in ("workload", "streams", "arm", "predicted", "measured", "model's best k"):
         table.add_column(name, justify="left" if name in {"workload", "arm"} else "right")
@@ -96,5 +96,5 @@ def _share(part: int, whole: int) -> str:
 
 
 def _escaped(ratio: Interval | None) -> str:
-    """Its brackets are no markup."""
+    # Rich would read its brackets as markup.
     return "" if ratio is None else str(ratio).replace("[", r"\[")

@@ -1,4 +1,4 @@
-"""`galley bench` without its command line: what is asked of a gateway, and its blocks."""
+"""Run the blocks of `galley bench` against a gateway."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from galley.bench.gateway import AUTO, OFF, GatewayLoop
 from galley.bench.workloads import Workload
 from galley.client.client import AsyncClient
 
-# What is tried where nothing is named, as far as the gateway offers it.
-_TRIED = ("ngram", "model", "hybrid")
+# The strategies of a run that names none, as far as the gateway has them.
+_DEFAULT = ("ngram", "model", "hybrid")
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What to measure; no strategies: off, auto, and those of ngram, model and hybrid that are offered."""
+    """The measurement to make. Without strategies: off, auto, and ngram, model and hybrid if offered."""
 
     workloads: tuple[Workload, ...]
     streams: tuple[int, ...]
@@ -37,10 +37,10 @@ class Measured:
     blocks: tuple[LoopBlock, ...]
 
 
-async def measure(tuning: Tuning, client: AsyncClient, tell: Callable[[str], None]) -> Measured:
+async def measure(tuning: Tuning, client: AsyncClient, report: Callable[[str], None]) -> Measured:
     """Run every block against the gateway of `client`.
 
-    Raises ValueError for a strategy or k that it does not offer, GalleyRpcError where an answer fails.
+    Raises ValueError for a strategy or k that it does not have, GalleyRpcError if an answer fails.
     """
     info = await client.model_info()
     arms = arms_of(tuning, info.strategies, info.max_draft_tokens)
@@ -52,17 +52,19 @@ async def measure(tuning: Tuning, client: AsyncClient, tell: Callable[[str], Non
     ]
     side = GatewayLoop(client)
     every = list(loads(cells, tuning.repeats, tuning.sizes))
-    blocks = await run_all(every, dict.fromkeys(arms, side), tell)
+    blocks = await run_all(every, dict.fromkeys(arms, side), report)
     return Measured(info.model, arms, tuple(blocks))
 
 
 def arms_of(tuning: Tuning, offered: Sequence[str], max_k: int) -> tuple[str, ...]:
-    """`off` first, for all is compared with it; fixed strategies once for each k. Raises ValueError."""
-    named = tuning.strategies or (OFF, AUTO, *(name for name in _TRIED if name in offered))
+    """Return the arms, `off` as the baseline first, fixed strategies once for each k. Raises ValueError."""
+    named = tuning.strategies or (OFF, AUTO, *(name for name in _DEFAULT if name in offered))
     if unknown := [name for name in named if name not in {OFF, AUTO, *offered}]:
-        raise ValueError(f"no strategy {', '.join(unknown)}; there are {', '.join((OFF, AUTO, *offered))}")
+        raise ValueError(
+            f"no strategy {', '.join(unknown)}; the gateway has {', '.join((OFF, AUTO, *offered))}"
+        )
     if max_k and max(tuning.k) > max_k:
-        raise ValueError(f"k is at most {max_k} at this gateway, not {max(tuning.k)}")
+        raise ValueError(f"k: must be at most {max_k} at this gateway, got {max(tuning.k)}")
     fixed = [name for name in named if name not in {OFF, AUTO}]
     arms = [OFF, *((AUTO,) if AUTO in named else ()), *(f"{name}-{k}" for name in fixed for k in tuning.k)]
     return tuple(dict.fromkeys(arms))

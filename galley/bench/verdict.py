@@ -1,4 +1,4 @@
-"""One sentence: does speculation pay for this pair, and up to which load."""
+"""The conclusion of a measurement in one sentence: whether speculation pays, and up to which load."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from galley.bench.stats import Interval
 from galley.bench.summary import mean_ratio
 
 # The bootstrap interval of one or two pairs says nothing.
-LEAST_PAIRS = 3
+MIN_PAIRS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class AtLoad:
-    """The arm that was fastest at so many streams, in the mean over the workloads, and by how much."""
+    """The fastest arm at one number of streams, in the mean over the workloads, and its speed-up."""
 
     streams: int
     arm: str
     ratio: Interval
 
     @property
-    def tells(self) -> bool:
-        """There are pairs enough to judge by."""
-        return self.ratio.count >= LEAST_PAIRS
+    def is_clear(self) -> bool:
+        """True if there are enough pairs to judge by."""
+        return self.ratio.count >= MIN_PAIRS
 
     @property
     def pays(self) -> bool:
-        """Faster than plain decoding, the whole interval through; never by too few pairs."""
-        return self.tells and self.ratio.low > 1.0
+        """True if the whole interval lies above plain decoding's speed, and there are enough pairs."""
+        return self.is_clear and self.ratio.low > 1.0
 
     def __str__(self) -> str:
         streams = "1 stream" if self.streams == 1 else f"{self.streams} streams"
@@ -37,28 +37,27 @@ class AtLoad:
 
 
 def best_at_loads(blocks: Sequence[LoopBlock], baseline: str) -> list[AtLoad]:
-    """The fastest arm beside `baseline` at each number of streams, rising; those without any are left out."""
+    """Return the fastest arm besides `baseline` at each number of streams, in rising order."""
     arms = list(dict.fromkeys(block.load.arm for block in blocks if block.load.arm != baseline))
-    found = []
+    fastest = []
     for streams in sorted({block.load.streams for block in blocks}):
         ratios = {arm: mean_ratio(blocks, arm, baseline, streams) for arm in arms}
         known = [AtLoad(streams, arm, ratio) for arm, ratio in ratios.items() if ratio is not None]
         if known:
-            found.append(max(known, key=lambda at: (at.tells, at.ratio.median)))
-    return found
+            fastest.append(max(known, key=lambda at: (at.is_clear, at.ratio.median)))
+    return fastest
 
 
 def sentence(loads: Sequence[AtLoad], pair: str) -> str:
-    """Whether speculation pays for `pair` ("the model and its draft"), and at what load it stops.
+    """Return whether speculation pays for `pair` ("the model and its draft"), and at what load it stops.
 
-    `loads` are `best_at_loads`. It pays at a load where its interval lies above plain decoding's speed.
+    `loads` come from `best_at_loads`.
     """
     if not loads:
-        return f"Nothing was measured that could tell whether speculation pays for {pair}."
-    judged, unclear = [at for at in loads if at.tells], [at for at in loads if not at.tells]
+        return f"Whether speculation pays for {pair} is unknown: nothing was measured."
+    judged, unclear = [at for at in loads if at.is_clear], [at for at in loads if not at.is_clear]
     if not judged:
-        found = f"Whether speculation pays for {pair} is unknown"
-        return f"{found}: too few pairs to tell ({_range(unclear)})."
+        return f"Whether speculation pays for {pair} is unknown: too few pairs to tell ({_range(unclear)})."
     doubt = f" Too few pairs to tell: {', '.join(map(str, unclear))}." if unclear else ""
     return _verdict(judged, pair) + doubt
 

@@ -1,4 +1,4 @@
-"""What a benchmark asks: the four fixed sets that come with Galley, or files of the user's own."""
+"""The prompts of a benchmark: the four sets that Galley brings, or files of the user."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Workload:
 
 
 def fixed_workload(name: str) -> Workload:
-    """One of PROMPT_SETS; ValueError if there is none of that name."""
+    """Return one of PROMPT_SETS. Raises ValueError for another name."""
     if name not in PROMPT_SETS:
-        raise ValueError(f"no workload {name!r}; there are {', '.join(PROMPT_SETS)}")
+        raise ValueError(f"must be one of {', '.join(PROMPT_SETS)}, got {name!r}")
     return own_workload(_PROMPTS / f"{name}.jsonl")
 
 
@@ -36,16 +36,17 @@ def mixed_workload() -> Workload:
 
 
 def own_workload(path: Path) -> Workload:
-    """The prompts of a file, named by its stem: `.jsonl` holds an object {"prompt": ...} a line, else text.
+    """Return the prompts of a file as a workload named by its stem.
 
-    A text file is one prompt a line; empty lines are skipped. ValueError if it is not so, or holds no prompt.
+    A `.jsonl` file has an object {"prompt": ...} a line, others a prompt a line. Empty lines are skipped.
+    Raises ValueError if the file is not so, or has no prompt.
     """
     content = path.read_bytes()
     # Not splitlines: JSON may hold U+2028 and other separators as they are.
     lines = [line.removesuffix("\r") for line in content.decode("utf-8").split("\n") if line.strip()]
     prompts = tuple(_prompt(path, number, line) for number, line in enumerate(lines, 1))
     if not prompts:
-        raise ValueError(f"{path} holds no prompt")
+        raise ValueError(f"{path}: must hold at least one prompt")
     return Workload(path.stem, prompts, hashlib.sha256(content).hexdigest())
 
 
@@ -53,20 +54,20 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
     if path.suffix != ".jsonl":
         return Prompt(f"{path.stem}-{number}", line)
     try:
-        found = json.loads(line)
-        text = found["prompt"]
+        entry = json.loads(line)
+        text = entry["prompt"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f'{path}, line {number}: not an object {{"prompt": ...}}') from error
+        raise ValueError(f'{path}, line {number}: must be an object {{"prompt": ...}}') from error
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f'{path}, line {number}: "prompt" is no text')
-    return Prompt(str(found.get("id", f"{path.stem}-{number}")), text)
+        raise ValueError(f'{path}, line {number}: "prompt": must be text')
+    return Prompt(str(entry.get("id", f"{path.stem}-{number}")), text)
 
 
 def load_prompts(name: str) -> list[Prompt]:
-    """The prompts of one of PROMPT_SETS, in the order of its file."""
+    """Return the prompts of one of PROMPT_SETS, in the order of its file."""
     return list(fixed_workload(name).prompts)
 
 
 def prompt_hash(name: str) -> str:
-    """The sha256 of the file of one of PROMPT_SETS."""
+    """Return the sha256 of the file of one of PROMPT_SETS."""
     return fixed_workload(name).sha256

@@ -1,11 +1,10 @@
-"""How much a load needs: sessions, targets, drafts, gateways and memory, by the cost model of `cost.py`.
+"""Compute what a load needs: sessions, targets, drafts, gateways and memory, by the model of `core.cost`.
 
-A target replica serves n sessions at once. Each pass verifies k draft tokens of each of them, and takes the
-prompts of those that come meanwhile: n x E / output_tokens answers end in a pass, as many begin, and each
-brings the part of its prompt that is not cached. A pass lasts as long as its rows cost, and where these are
-more than the target's row budget they take several; the draft's steps are added as if nothing of them were
-hidden behind the target's work. Sessions that are there at once and answers a second are joined by Little's
-law (1961): sessions = answers a second x how long one lasts.
+A target replica serves n sessions at once. Each step verifies k draft tokens of each session. In a step,
+n x E / output_tokens answers end and as many begin; each brings the part of its prompt that is not cached. A
+step takes what its rows cost; rows beyond the target's row budget take further steps. The draft's steps are
+added as if none overlapped with the target's. By Little's law (1961), concurrent sessions = answers a
+second x duration of one.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from galley.core.scheduler.scheduler import MAX_ROWS
 from galley.core.store import FINISHED_TTL_S
 
 STORE_BYTES_A_SESSION = 808
-"""Redis memory of a session beside its tokens, as `make bench-sessions` measured it."""
+"""Redis memory of a session besides its tokens, measured by `make bench-sessions`."""
 STORE_BYTES_A_TOKEN = 4
 
 _MOST_SESSIONS = 4096
@@ -29,7 +28,7 @@ _MOST_SPARES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked, on average and at the busiest hour. `cached_share` of a prompt is found in the KV."""
+    """The load at the busiest hour, in the mean. `cached_share` of a prompt is in the KV cache."""
 
     answers_per_s: float
     prompt_tokens: int
@@ -40,10 +39,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSize:
-    """One target replica: what a pass over one row takes, how rows cost more, and the room for KV.
+    """One target replica: the time of a step over one row, the cost of more rows, and its KV memory.
 
-    `kv_tokens`: blocks x tokens of a block, as its lease and `galley_kv_blocks` say. `max_rows`: about how
-    many rows a pass takes.
+    `kv_tokens` is KV blocks (`galley_kv_blocks`) x tokens a block. `max_rows` is about the most rows a step.
     """
 
     step_ms: float
@@ -53,18 +51,18 @@ class TargetSize:
     max_rows: int = MAX_ROWS
 
     def rows_ms(self, rows: float) -> float:
-        """What `rows` rows take in the mean, in as many passes as they need."""
-        # The curve is asked for whole rows; a pass has a part of one only on average.
+        """Return the mean time of `rows` rows, in as many steps as they need."""
+        # The curve takes whole rows; a step has a part of one only in the mean.
         of_a_pass = min(math.ceil(rows), self.max_rows)
         return self.step_ms * self.row_costs(of_a_pass) * max(1.0, rows / self.max_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvMemory:
-    """What is left for KV on the devices of one replica; `kv_bytes_per_token` over all of them together.
+    """The KV memory on the devices of one replica.
 
-    That is 2 x layers x KV heads x size of a head x bytes of a number. `share` of the devices' memory is
-    used; what a pass works with is in the rest.
+    `kv_bytes_per_token`, over all devices together, is 2 x layers x KV heads x head size x bytes a number.
+    `share` of the devices' memory is used; the rest is for the buffers of a step.
     """
 
     gpus: int
@@ -74,7 +72,7 @@ class KvMemory:
     share: float = 0.9
 
     def tokens(self) -> int:
-        """Tokens of whole blocks. Raises InvalidField where not one block is left."""
+        """Return the tokens that fit, in whole blocks. Raises InvalidField if not one block fits."""
         for name, value in (("gpus", self.gpus), ("gpu_memory_gib", self.gpu_memory_gib)):
             _check(name, value, above=0)
         _check("kv_bytes_per_token", self.kv_bytes_per_token, least=1)
@@ -91,7 +89,7 @@ class KvMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSize:
-    """The draft: the chance that its token is accepted, and how many of its steps cost a target's."""
+    """The draft: its acceptance rate, and the number of its steps that cost one target step."""
 
     alpha: float
     cost_ratio: float
@@ -103,7 +101,7 @@ NO_DRAFT = DraftSize(alpha=0.0, cost_ratio=math.inf, max_k=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spares:
-    """How busy a replica may be on average, and how many of each pool may be away without anybody's loss."""
+    """The mean utilization of a replica, and the number of spare replicas of each pool."""
 
     busy: float = 0.7
     replicas: int = 1
@@ -112,7 +110,7 @@ class Spares:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One replica at `sessions` at once: k, what a pass takes (all, if several), what comes of it."""
+    """One replica at `sessions` concurrent sessions: k, the time of its steps, its speed."""
 
     sessions: int
     k: int
@@ -124,9 +122,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the load needs; replicas include the spare ones.
+    """The replicas and memory that the load needs; replicas include the spare ones.
 
-    `bound_by`: what keeps a replica from more sessions: `time`, `kv` or `max_sessions`.
+    `bound_by` is the limit of a replica's sessions: `time`, `kv` or `max_sessions`.
     """
 
     at: Point
@@ -140,7 +138,7 @@ class Capacity:
 
 
 def capacity(load: Load, target: TargetSize, draft: DraftSize, spares: Spares) -> Capacity:
-    """What `load` needs. Raises InvalidField where a number is out of bounds or one session is too many."""
+    """Return what `load` needs. Raises InvalidField if a number is out of bounds or one session too much."""
     _check_all(load, target, draft, spares)
     at, bound_by = _fullest(load, target, draft)
     each = at.tokens_per_s / load.output_tokens
@@ -163,7 +161,7 @@ def capacity(load: Load, target: TargetSize, draft: DraftSize, spares: Spares) -
 
 
 def point(load: Load, target: TargetSize, draft: DraftSize, sessions: int) -> Point:
-    """A replica at `sessions`, with the k that makes its tokens come soonest."""
+    """Return a replica at `sessions`, with the k of the shortest time per output token."""
     return min(
         (_with_k(load, target, draft, sessions, k) for k in range(draft.max_k + 1)),
         key=lambda at: at.time_per_output_token_ms,
@@ -180,25 +178,27 @@ def _with_k(load: Load, target: TargetSize, draft: DraftSize, sessions: int, k: 
 
 
 def _fullest(load: Load, target: TargetSize, draft: DraftSize) -> tuple[Point, str]:
-    """The most sessions that a replica may have, and what forbids one more."""
+    """Return a replica with the most sessions that fit, and the limit that it meets."""
     blocks = math.ceil((load.prompt_tokens + load.output_tokens) / BLOCK_TOKENS)
     by_kv = target.kv_tokens // BLOCK_TOKENS // blocks
     if by_kv < 1:
         needed = blocks * BLOCK_TOKENS
-        raise InvalidField("kv_tokens", f"must be >= {needed}, what one session takes, is {target.kv_tokens}")
-    found = point(load, target, draft, 1)
-    if found.time_per_output_token_ms > load.time_per_output_token_ms:
+        raise InvalidField(
+            "kv_tokens", f"must be >= {needed}, what one session takes, got {target.kv_tokens}"
+        )
+    fullest = point(load, target, draft, 1)
+    if fullest.time_per_output_token_ms > load.time_per_output_token_ms:
         raise InvalidField(
             "time_per_output_token_ms",
-            f"must be >= {found.time_per_output_token_ms:.4g}, what one session alone takes, "
+            f"must be >= {fullest.time_per_output_token_ms:.4g}, what one session alone takes, "
             f"is {load.time_per_output_token_ms:g}",
         )
     for sessions in range(2, min(by_kv, target.max_sessions) + 1):
         at = point(load, target, draft, sessions)
         if at.time_per_output_token_ms > load.time_per_output_token_ms:
-            return found, "time"
-        found = at
-    return found, "kv" if by_kv <= target.max_sessions else "max_sessions"
+            return fullest, "time"
+        fullest = at
+    return fullest, "kv" if by_kv <= target.max_sessions else "max_sessions"
 
 
 def _store_bytes(load: Load, sessions: float) -> int:

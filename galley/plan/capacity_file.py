@@ -1,4 +1,4 @@
-"""`galley plan --capacity FILE`: how many targets, drafts and gateways a load needs, by a file of numbers."""
+"""`galley plan --capacity FILE`: the targets, drafts and gateways that the load in a TOML file needs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Case:
     load: Load
     target: TargetSize
     draft: DraftSize
@@ -47,16 +47,16 @@ class _Asked:
 
 
 def plan_capacity(path: Path, *, as_json: bool) -> None:
-    """Print what the load in the file needs. Raises typer.BadParameter, naming the key and its bound."""
+    """Print what the load in the file needs. Raises typer.BadParameter with the key and its bound."""
     try:
-        asked = _asked(_read(path))
-        found = capacity(asked.load, asked.target, asked.draft, asked.spares)
+        case = _read_case(_read(path))
+        found = capacity(case.load, case.target, case.draft, case.spares)
     except InvalidField as fault:
         raise typer.BadParameter(f"{path}: {fault}", param_hint=_OPTION) from fault
     if as_json:
-        typer.echo(json.dumps(_as_dict(found, asked)))
+        typer.echo(json.dumps(_as_dict(found, case)))
     else:
-        _print(found, asked)
+        _print(found, case)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -66,18 +66,18 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint=_OPTION) from error
     if len(text) > _MOST_BYTES:
-        raise typer.BadParameter(f"{path}: more than {_MOST_BYTES} bytes", param_hint=_OPTION)
+        raise typer.BadParameter(f"{path}: must have at most {_MOST_BYTES} bytes", param_hint=_OPTION)
     try:
         return tomllib.loads(text.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{path}: no TOML: {error}", param_hint=_OPTION) from error
+        raise typer.BadParameter(f"{path}: must be TOML: {error}", param_hint=_OPTION) from error
 
 
-def _asked(tables: dict[str, Any]) -> _Asked:
-    """What the file says; its keys are the fields of `galley.plan.capacity`. Raises InvalidField."""
+def _read_case(tables: dict[str, Any]) -> _Case:
+    """Return the case; keys are the fields of the classes in `galley.plan.capacity`. Raises InvalidField."""
     for name, table in tables.items():
         if name not in _TABLES:
-            raise InvalidField(name, f"unknown; there are {', '.join(_TABLES)}")
+            raise InvalidField(name, f"must be one of {', '.join(_TABLES)}")
         if not isinstance(table, dict):
             raise InvalidField(name, "must be a table")
     target = dict(tables.get("target", {}))
@@ -89,7 +89,7 @@ def _asked(tables: dict[str, Any]) -> _Asked:
         target["kv_tokens"] = memory.tokens()
     if "row_costs" in target:
         target["row_costs"] = RowCostCurve.parse(str(target["row_costs"]))
-    return _Asked(
+    return _Case(
         _read_as(Load, tables.get("load", {}), "load"),
         _read_as(TargetSize, target, "target"),
         _read_as(DraftSize, tables["draft"], "draft") if "draft" in tables else NO_DRAFT,
@@ -99,7 +99,7 @@ def _asked(tables: dict[str, Any]) -> _Asked:
 
 
 def _read_as(what: type[T], table: object, name: str) -> T:
-    """An instance of the dataclass `what`. Raises InvalidField."""
+    """Return the table as an instance of the dataclass `what`. Raises InvalidField."""
     try:
         strict = checked(what, config=_STRICT, frozen=True)
         return cast("T", TypeAdapter(strict).validate_python(table))
@@ -109,14 +109,14 @@ def _read_as(what: type[T], table: object, name: str) -> T:
         raise InvalidField(where, problem["msg"]) from error
 
 
-def _as_dict(found: Capacity, asked: _Asked) -> dict[str, Any]:
-    whole = asdict(found) | {"kv_blocks_a_target": asked.target.kv_tokens // BLOCK_TOKENS}
-    return whole if asked.gpus is None else whole | {"target_gpus": asked.gpus * found.targets}
+def _as_dict(found: Capacity, case: _Case) -> dict[str, Any]:
+    whole = asdict(found) | {"kv_blocks_a_target": case.target.kv_tokens // BLOCK_TOKENS}
+    return whole if case.gpus is None else whole | {"target_gpus": case.gpus * found.targets}
 
 
-def _print(found: Capacity, asked: _Asked) -> None:
-    spares, gpus = asked.spares, asked.gpus
-    blocks = asked.target.kv_tokens // BLOCK_TOKENS
+def _print(found: Capacity, case: _Case) -> None:
+    spares, gpus = case.spares, case.gpus
+    blocks = case.target.kv_tokens // BLOCK_TOKENS
     at, spare = found.at, f"{spares.replicas} of them spare" if spares.replicas else ""
     table = Table(title="What the load needs", title_justify="left", show_header=False)
     table.add_column()

@@ -132,5 +132,5 @@ def test_a_file_that_holds_no_prompts_is_refused(tmp_path: Path, content: str) -
 
 
 def test_an_unknown_workload_is_refused() -> None:
-    with pytest.raises(ValueError, match="no workload 'poems'"):
+    with pytest.raises(ValueError, match="got 'poems'"):
         fixed_workload("poems")

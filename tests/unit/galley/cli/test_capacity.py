@@ -75,8 +75,8 @@ def test_gpus_are_counted_where_memory_is_given() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("= 3", "no TOML"),
-        ("[loads]", "loads: unknown; there are load, target, draft, spares"),
+        ("= 3", "must be TOML"),
+        ("[loads]", "loads: must be one of load, target, draft, spares"),
         ("load = 3", "load: must be a table"),
         (PLAIN + "[draft]\nalpha = 0.5", "draft.cost_ratio"),
         (PLAIN.replace("step_ms = 10", 'step_ms = "fast"'), "target.step_ms"),
