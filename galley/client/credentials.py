@@ -1,6 +1,6 @@
-"""How a client says who it is: an API key or a token in the metadata of every call.
+"""The API key or token that a client sends in the metadata of every call.
 
-A token lasts for minutes, so that it is asked for anew with each call, where it is not told once and for all.
+A token may be valid for minutes only, so a file or a callable is read again for each call.
 """
 
 from __future__ import annotations
@@ -13,40 +13,43 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from galley.client.errors import BadKey
-from galley.common.secret_file import read_secret
 
 API_KEY_VARIABLE = "GALLEY_API_KEY"
 API_KEY_FILE_VARIABLE = "GALLEY_API_KEY_FILE"
 
 Key: TypeAlias = str | Callable[[], str]
-"""A key, or what gives the one, or the token, that is good now."""
+"""An API key or token, or a callable that returns the current one."""
 
 
 def key_interceptors(api_key: Key | None) -> Sequence[grpc.aio.ClientInterceptor]:
-    """For a channel whose calls bring `api_key`; None is the environment's, and empty is none."""
-    key = _of_environment() if api_key is None else api_key
+    """Return interceptors that send `api_key`. None: the key of the environment. Empty: no key."""
+    key = _environment_key() if api_key is None else api_key
     if not key:
         return ()
     current = key if callable(key) else lambda: key
     return (_UnaryKey(current), _StreamKey(current))
 
 
-def _of_environment() -> Key:
-    """A file is read with each call: whoever writes it has tokens that last for minutes."""
+def _environment_key() -> Key:
     if file := os.environ.get(API_KEY_FILE_VARIABLE):
-        return lambda: _in_file(Path(file))
+        return lambda: _read_key(Path(file))
     return os.environ.get(API_KEY_VARIABLE, "")
 
 
-def _in_file(path: Path) -> str:
+def _read_key(path: Path) -> str:
     try:
-        return read_secret(path)
-    except ValueError as error:
-        raise BadKey(f"{API_KEY_FILE_VARIABLE}: {error}") from None
+        key = path.read_text(encoding="utf-8").rstrip("\r\n")
+    except OSError as error:
+        raise BadKey(f"{API_KEY_FILE_VARIABLE}: {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        key = ""
+    if not key:
+        raise BadKey(f"{API_KEY_FILE_VARIABLE}: {path}: holds no line of text")
+    return key
 
 
-def _that_can_be_sent(key: str) -> str:
-    """What gRPC would refuse as metadata, in words that tell nobody what is wrong."""
+def _checked(key: str) -> str:
+    # gRPC refuses such metadata with a message that does not name the cause.
     if not (key.isascii() and key.isprintable()):
         raise BadKey(
             "the API key must be one line of printable ASCII characters "
@@ -60,7 +63,7 @@ class _Key:
         self._current = current
 
     def _with_key(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
-        authorization = ("authorization", f"Bearer {_that_can_be_sent(self._current())}")
+        authorization = ("authorization", f"Bearer {_checked(self._current())}")
         metadata = grpc.aio.Metadata(*(details.metadata or ()), authorization)
         return grpc.aio.ClientCallDetails(
             method=details.method,

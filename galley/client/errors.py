@@ -1,22 +1,31 @@
-"""What a client sees when the gateway refuses or fails."""
+"""The exceptions of the client."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
-
-from galley.common.wire.status import describe
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no types
 
 
 class BadKey(ValueError):
-    """There is no key, or none that can be shown; says why, and nothing of it."""
+    """The API key is missing or cannot be sent. The message never contains the key."""
+
+
+class BadTlsFile(ValueError):
+    """A TLS file cannot be used: `field` is its name in `Tls`, `problem` says why."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
 
 
 class GalleyRpcError(Exception):
-    """An RPC ended with another status than OK.
+    """A call ended with a status other than OK.
 
-    `violations` are (field, problem) pairs of a BadRequest; `retry_after_s` is a RetryInfo's, in seconds.
+    `violations` are the (field, problem) pairs of a BadRequest; `retry_after_s` comes from a RetryInfo.
     """
 
     def __init__(
@@ -33,14 +42,30 @@ class GalleyRpcError(Exception):
         self.retry_after_s = retry_after_s
 
     def __str__(self) -> str:
-        """One line: the status, the message, the fields that it does not name yet, when to come back."""
-        told = [f"{self.code.name}: {self.message}"]
-        told += [f"{field}: {problem}" for field, problem in self.violations if field not in self.message]
+        """Return one line: status, message, the fields that the message does not name, when to retry."""
+        parts = [f"{self.code.name}: {self.message}"]
+        parts += [f"{field}: {problem}" for field, problem in self.violations if field not in self.message]
         if self.retry_after_s is not None:
-            told.append(f"retry after {self.retry_after_s:g} s")
-        return "; ".join(told)
+            parts.append(f"retry after {self.retry_after_s:g} s")
+        return "; ".join(parts)
 
 
 def rpc_error(error: grpc.RpcError) -> GalleyRpcError:
-    """`error` with its details decoded."""
-    return GalleyRpcError(*describe(error))
+    """Return `error` with the details of its status decoded."""
+    violations: list[tuple[str, str]] = []
+    retry_after_s = None
+    for detail in _details(error):
+        bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Unpack(bad_request):
+            violations += [(one.field, one.description) for one in bad_request.field_violations]
+        elif detail.Unpack(retry_info):
+            retry_after_s = retry_info.retry_delay.seconds + retry_info.retry_delay.nanos / 1e9
+    return GalleyRpcError(error.code(), error.details() or "", violations, retry_after_s)
+
+
+def _details(error: grpc.RpcError) -> list[Any]:
+    metadata: Any = error.trailing_metadata()
+    for key, value in metadata or ():
+        if key == "grpc-status-details-bin":
+            return list(status_pb2.Status.FromString(value).details)
+    return []

@@ -1,10 +1,10 @@
-"""What a client may ask for, in plain Python: nothing here needs grpc or protobuf."""
+"""The options of a request, in plain Python: nothing here needs grpc or protobuf."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TypeAlias, TypedDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How the answer is drafted: `Speculation()` leaves it to the gateway.
+    """The drafting of a request; `Speculation()` leaves it to the gateway.
 
-    `k` or `strategy` fixes both; what is left out of them is the gateway's default.
+    `off` is plain decoding. `k` (draft tokens a round) or `strategy` fixes both for the request; the one left
+    out is the gateway's default.
     """
 
     off: bool = False
@@ -29,12 +30,12 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How a client goes on with a stream that broke, in seconds.
+    """The attempts to resume a broken stream; all times in seconds.
 
-    It tries one gateway after the other until `patience_s` have passed in which no token came, and one that
-    never began for `start_patience_s` at most; 0 tries nothing. The pause before each try doubles up to
-    `longest_pause_s`, and is shortened by chance by up to a half, so that the clients of a gateway that died
-    do not all come at once.
+    The client tries one gateway after the other until no token has come for `patience_s`, or for
+    `start_patience_s` if the stream had not started; 0 tries nothing. The pause before each attempt starts at
+    `first_pause_s`, doubles up to `longest_pause_s`, and is cut at random by up to half, so that the clients
+    of a dead gateway do not all return at once.
     """
 
     patience_s: float = 30.0
@@ -45,10 +46,11 @@ class Retries:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """TLS to the gateways: paths of PEM files, which are read anew when they change.
+    """TLS to the gateways; the files are PEM, and are read again when they change.
 
-    Trusted is a gateway whose certificate is of an authority in `ca_file` (empty: of a public one) and bears
-    `server_name` (empty: the host of its address). `cert_file` and `key_file` are shown to gateways that ask.
+    `ca_file` holds the trusted authorities; empty: public ones. `cert_file` and `key_file` are the client's
+    certificate, for gateways that require one. `server_name` is the name in the gateways' certificate; empty:
+    the host of the address.
     """
 
     ca_file: str = ""
@@ -58,10 +60,10 @@ class Tls:
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What `AsyncClient.generate` takes by keyword; names and bounds as in the proto.
+    """The keyword arguments of `generate`; names, bounds and defaults are those of the proto.
 
-    `timeout_s` is the deadline of the whole stream in seconds. Left out or None: the proto's own default.
-    `force_trace` has the gateways trace this request, whatever they sample.
+    `timeout_s` is the deadline of the whole stream, in seconds. `force_trace` makes the gateways trace this
+    request whatever they sample.
     """
 
     model: str
@@ -89,5 +91,5 @@ class GenerateOptions(TypedDict, total=False):
     force_trace: bool
 
 
-# Text to complete as it stands, a conversation for the chat template, or token ids.
-Prompt = str | Sequence[Message] | Sequence[int]
+Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
+"""Text to complete, a conversation for the chat template, or token ids."""

@@ -1,4 +1,4 @@
-"""From Python values to a GenerateRequest."""
+"""Build a GenerateRequest from Python values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """The request for `prompt`, whose bounds the gateway checks. Raises TypeError on a mixed prompt."""
+    """Return the request; the gateway checks its bounds. Raises TypeError if the prompt mixes types."""
     speculation = options.get("speculation", Speculation())
     request = pb.GenerateRequest(
         model=options.get("model", ""),
@@ -42,12 +42,12 @@ def _sampling(options: GenerateOptions) -> pb.SamplingParams:
     )
 
 
-def _speculation(asked: Speculation) -> pb.Speculation:
-    if asked.off:
+def _speculation(options: Speculation) -> pb.Speculation:
+    if options.off:
         return pb.Speculation(mode=pb.Speculation.MODE_OFF)
-    if asked.k is None and not asked.strategy:
+    if options.k is None and not options.strategy:
         return pb.Speculation(mode=pb.Speculation.MODE_AUTO)
-    return pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=asked.k, strategy=asked.strategy)
+    return pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=options.k, strategy=options.strategy)
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:

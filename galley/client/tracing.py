@@ -1,30 +1,52 @@
-"""The trace that a stream belongs to: that of who asked for it, in all its tries."""
+"""The W3C trace context of the caller, where OpenTelemetry is in use."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from opentelemetry import context as current
-
-from galley.common.tracing.telemetry import w3c_metadata
 from galley.core.names import FORCE_KEY, FORCE_VALUE
 
 _T = TypeVar("_T")
 
 
 class CallerTrace:
-    """As it is where this is made; a stream that breaks goes on in it, whoever reads it by then."""
+    """The trace context in which a stream was requested; its retries are made in the same context."""
 
     def __init__(self, *, force: bool) -> None:
-        """`force` has the gateways trace the request, whatever they sample."""
-        self._context = current.get_current()
+        """Take the current context. `force` makes the gateways trace the request whatever they sample."""
+        self._context = _otel_context().get_current() if _in_use() else None
         self._forced = ((FORCE_KEY, FORCE_VALUE),) if force else ()
 
     def call(self, make: Callable[[Sequence[tuple[str, str]] | None], _T]) -> _T:
-        """What `make` returns, made there and given the metadata that says so; None where there is none."""
-        token = current.attach(self._context)
+        """Return `make(metadata)`, called in that context; `metadata` is None where there is none to send."""
+        if self._context is None:
+            return make(self._forced or None)
+        token = _otel_context().attach(self._context)
         try:
             return make((*w3c_metadata(), *self._forced) or None)
         finally:
-            current.detach(token)
+            _otel_context().detach(token)
+
+
+def w3c_metadata() -> tuple[tuple[str, str], ...]:
+    """Return the metadata that carries the current trace; empty outside of a trace."""
+    from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415  # may not be installed
+        TraceContextTextMapPropagator,
+    )
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return tuple(carrier.items())
+
+
+def _in_use() -> bool:
+    # A caller that has never imported OpenTelemetry has no span, and need not wait for the import.
+    return "opentelemetry.context" in sys.modules
+
+
+def _otel_context() -> Any:
+    from opentelemetry import context  # noqa: PLC0415  # may not be installed
+
+    return context

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from galley.client.channels import Gateway
 from galley.client.client import AsyncClient
 from galley.client.errors import GalleyRpcError
 from galley.client.streams import TokenStream
@@ -38,8 +40,9 @@ def client_of(world: World, process: Process, principal: str) -> AsyncClient:
     addresses = [gateway.address for gateway in world.gateways]
     client = AsyncClient(addresses)
     key = (("authorization", f"Bearer {principal}"),)
-    channels: Any = [SimChannel(world.network, world.servers, process, address, key) for address in addresses]
-    client._channels = channels
+    for address in addresses:
+        channel: Any = SimChannel(world.network, world.servers, process, address, key)
+        client._gateways.append(Gateway(functools.partial(lambda channel: channel, channel)))
     return client
 
 

@@ -20,7 +20,6 @@ import grpc.aio
 
 from galley.client.client import AsyncClient, GalleyRpcError, Retries
 from galley.client.options import GenerateOptions, Tls
-from galley.common.tracing.telemetry import Telemetry
 
 PROMPTS = (
     "The ship's cook looked into the pot and said",
@@ -82,7 +81,7 @@ async def _answer(given: argparse.Namespace, question: int) -> dict[str, Any]:
     )
     told: dict[str, Any] = {"question": question, "began_s": time.monotonic(), "first_s": None, "error": ""}
     longest_s, last_s, changed = 0.0, time.monotonic(), 0
-    async with AsyncClient(given.address, calls, retries, tls=_tls()) as client:
+    async with AsyncClient(given.address, retries=retries, tls=_tls(), interceptors=[calls]) as client:
         stream = client.generate(PROMPTS[question // len(TEMPERATURES)], **options)
         try:
             async for event in stream:
@@ -116,25 +115,14 @@ def _say(answer: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-class _Calls(Telemetry):
+class _Calls(grpc.aio.UnaryStreamClientInterceptor):
     """Counts how often the gateways were called for one answer: once, unless it broke."""
 
     def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "count", 0)
-
-    count: int
-
-    def client_interceptors(self) -> list[Any]:
-        return [_Counting(self)]
-
-
-class _Counting(grpc.aio.UnaryStreamClientInterceptor):
-    def __init__(self, calls: _Calls) -> None:
-        self._calls = calls
+        self.count = 0
 
     async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        object.__setattr__(self._calls, "count", self._calls.count + 1)
+        self.count += 1
         return await continuation(client_call_details, request)
 
 

@@ -227,7 +227,7 @@ async def test_a_gateway_that_skips_tokens_is_not_believed() -> None:
 
     with serving(Skipping(error=Unavailable("draining"), fail_at=1, failures=1)) as address:
         async with AsyncClient(address, retries=SOON) as client:
-            with pytest.raises(GalleyRpcError, match="went on at token"):
+            with pytest.raises(GalleyRpcError, match="continued at token"):
                 await heard(client.generate("x"))
 
 
@@ -288,7 +288,7 @@ async def test_a_client_with_spans_of_its_own_names_those_and_stays_in_the_trace
     leaving.error, leaving.fail_at = Unavailable("draining"), 1
     kept = InMemorySpanExporter()
     telemetry = telemetry_to(SimpleSpanProcessor(kept), "client")
-    async with AsyncClient(addresses, telemetry) as client:
+    async with AsyncClient(addresses, interceptors=telemetry.client_interceptors()) as client:
         with trace.use_span(trace.NonRecordingSpan(CALLER)):
             stream = client.generate("x")
         await heard(stream)

@@ -1,0 +1,62 @@
+"""Addresses of gateways, as people type them."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+DEFAULT_PORT = 50051
+_MAX_PORT = 65535
+# gRPC's own forms (unix:, dns:, ipv4:, ...) are taken as they are.
+_GRPC_TARGET = re.compile(r"(unix|unix-abstract|dns|ipv4|ipv6|vsock|xds):")
+_URL = re.compile(r"(?P<scheme>https?|grpcs?)://(?P<rest>[^/?#]*)/?")
+
+
+class Addresses(NamedTuple):
+    """Addresses as gRPC takes them; `tls` is True if one was written as https://."""
+
+    hosts: tuple[str, ...]
+    tls: bool
+
+
+def parse_addresses(addresses: str | Sequence[str]) -> Addresses:
+    """Read "host:port", "host", "::1", "[::1]:port" or "http://host:port"; several with commas.
+
+    The default port is 50051. Raises ValueError.
+    """
+    given = addresses.split(",") if isinstance(addresses, str) else addresses
+    parsed = [_parse(address.strip()) for address in given if address.strip()]
+    if not parsed:
+        raise ValueError("must name at least one gateway, HOST:PORT")
+    return Addresses(tuple(dict.fromkeys(host for host, _ in parsed)), any(tls for _, tls in parsed))
+
+
+def _parse(address: str) -> tuple[str, bool]:
+    if _GRPC_TARGET.match(address):
+        return address, False
+    url = _URL.fullmatch(address)
+    tls = url is not None and url["scheme"] in {"https", "grpcs"}
+    host, port = _host_and_port(url["rest"] if url else address, address)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls
+
+
+def _host_and_port(text: str, address: str) -> tuple[str, int]:
+    if _is_ipv6(text.strip("[]")):
+        return text.strip("[]"), DEFAULT_PORT
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        host, port = text, str(DEFAULT_PORT)
+    host = host.removeprefix("[").removesuffix("]")
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= _MAX_PORT
+    if not host or not is_port or re.search(r"[\s/@]", host) or (":" in host and not _is_ipv6(host)):
+        raise ValueError(f"must be HOST[:PORT], got {address!r}")
+    return host, int(port)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
