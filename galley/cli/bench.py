@@ -1,4 +1,4 @@
-"""`galley bench`: does speculation pay for this pair, with which settings, and up to which load."""
+"""`galley bench`: measure speculation against plain decoding."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from galley.bench.workloads import Workload
-from galley.cli.errors import INTERRUPTED, errors, fail, say
-from galley.cli.flags import with_tls_flags
-from galley.cli.up import DraftModel, DType, LogDir, Model, Threads, run_stack, shown_stack
+from galley.cli.errors import INTERRUPTED, check_plot, fail, say, stderr_console
+from galley.cli.flags import connect, with_tls_flags
+from galley.cli.up import DraftModel, DType, LogDir, Model, Threads, run_stack, shown_stack, stack_options
 from galley.client.options import Tls  # Typer reads the annotation
 from galley.stack.options import StackOptions
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _FILE_WIDTH = 150
 _NONCE_BYTES = 4
-_WHAT, _SPECULATION = "What is asked", "Speculation"
+_STRATEGIES = ("off", "auto", "ngram", "model", "hybrid")
+_WHAT, _SPECULATION = "Requests", "Speculation"
 
 
 @with_tls_flags
@@ -37,58 +38,68 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         str | None,
         typer.Option(
             "--endpoint",
-            "--address",
-            help="A running gateway. Default: a stack of its own, started for this and stopped after it.",
-            metavar="HOST:PORT",
+            help="A running gateway. Default: a stack that is started for this and stopped after it.",
+            metavar="HOST[:PORT]",
         ),
     ] = None,
     workloads: Annotated[
         str,
-        typer.Option(help="Of chat, code, support, rewrite: fixed prompts of ours.", rich_help_panel=_WHAT),
+        typer.Option(
+            help="Prompt sets of Galley, with commas: chat, code, support, rewrite. Default: all.",
+            rich_help_panel=_WHAT,
+        ),
     ] = "",
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
-            help='Your own in place of ours: .jsonl of {"prompt": ...}, or text, a prompt a line. '
-            "May be given again; each file is a workload.",
+            help='File of your own prompts: .jsonl of {"prompt": ...}, or text with a prompt a line. '
+            "Repeatable; each file is a workload. Default: none.",
             rich_help_panel=_WHAT,
         ),
     ] = None,
     concurrency: Annotated[
-        str, typer.Option(help="Streams at once, comma separated.", rich_help_panel=_WHAT)
+        str, typer.Option(help="Numbers of concurrent streams, with commas.", rich_help_panel=_WHAT)
     ] = "1,8,16",
     prompts_per_workload: Annotated[
-        int, typer.Option(min=1, help="A block; at least one a stream is asked.", rich_help_panel=_WHAT)
+        int, typer.Option(min=1, help="Prompts a block; at least one a stream.", rich_help_panel=_WHAT)
     ] = 4,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.", rich_help_panel=_WHAT)] = 64,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Most output tokens of each answer.", rich_help_panel=_WHAT)
+    ] = 64,
     temperature: Annotated[
-        str, typer.Option(help="Comma separated; 0 is greedy.", rich_help_panel=_WHAT)
+        str, typer.Option(help="Temperatures, with commas. 0: greedy.", rich_help_panel=_WHAT)
     ] = "0",
     repeats: Annotated[
         int,
-        typer.Option(min=1, help="Pairs of blocks; their ratios' median counts.", rich_help_panel=_WHAT),
+        typer.Option(
+            min=1, help="Pairs of blocks; the median of their ratios counts.", rich_help_panel=_WHAT
+        ),
     ] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Of the noise.", rich_help_panel=_WHAT)] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling noise.", rich_help_panel=_WHAT)] = 1,
     strategies: Annotated[
         str,
         typer.Option(
-            help="Of off, auto, and the gateway's own (ngram, model, hybrid). Default: all that it offers.",
+            help="Strategies, with commas: off, auto, ngram, model, hybrid. Default: all of the gateway.",
             rich_help_panel=_SPECULATION,
         ),
     ] = "",
     k: Annotated[
         str,
-        typer.Option(help="Of the fixed strategies, comma separated.", rich_help_panel=_SPECULATION),
+        typer.Option(
+            help="Draft tokens a round of fixed strategies, with commas.", rich_help_panel=_SPECULATION
+        ),
     ] = "4",
     model: Model = "",
     draft_model: DraftModel = None,
     dtype: DType = None,
     threads: Threads = None,
     log_dir: LogDir = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw all this into a PNG.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="PNG file to draw the results into. Default: none.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Measure speculation against plain decoding, and say whether it pays and up to which load.
+    """Measure speculation against plain decoding: whether it pays, and up to which load.
 
     Every strategy answers the same prompts in alternating blocks, at each number of streams.
     """
@@ -98,7 +109,7 @@ def bench(  # noqa: PLR0913  # one parameter a flag
     tuning = Tuning(
         workloads=_workloads(workloads, prompts or []),
         streams=_numbers(concurrency, int, "--concurrency", least=1),
-        strategies=_names(strategies),
+        strategies=_strategies(strategies),
         k=_numbers(k, int, "--k", least=1),
         temperatures=_numbers(temperature, float, "--temperature", least=0),
         repeats=repeats,
@@ -106,14 +117,20 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         sizes=Sizes(prompts_per_workload, max_tokens, seed, secrets.token_hex(_NONCE_BYTES)),
     )
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot)
     if endpoint is None:
-        options = StackOptions(
-            model=model, draft_model=draft_model, dtype=dtype, threads=threads, log_dir=log_dir
+        options = stack_options(
+            strategy=None,
+            model=model,
+            draft_model=draft_model,
+            dtype=dtype,
+            threads=threads,
+            log_dir=log_dir,
         )
         measured = run_stack(_measure_own(tuning, options))
     else:
-        measured = run_stack(_measure(tuning, endpoint, tls))
+        connection = connect(endpoint, None, 0.0, tls)
+        measured = run_stack(_measure(tuning, connection.addresses, connection.tls))
     if measured is None:
         raise typer.Exit(INTERRUPTED)
     _show(measured, tuning, plot, as_json=as_json)
@@ -128,13 +145,22 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _numbers(text: str, kind: Callable[[str], T], flag: str, *, least: float) -> tuple[T, ...]:
     try:
-        found = tuple(dict.fromkeys(kind(name) for name in _names(text)))
+        numbers = tuple(dict.fromkeys(kind(name) for name in _names(text)))
     except ValueError:
-        found = ()
+        numbers = ()
     # Written so that not-a-number fails too.
-    if not found or not all(float(number) >= least for number in found):  # type: ignore[arg-type]  # int, float
-        raise typer.BadParameter(f"must be numbers >= {least:g}, as 1,8; is {text!r}", param_hint=flag)
-    return found
+    if not numbers or not all(float(number) >= least for number in numbers):  # type: ignore[arg-type]  # int, float
+        raise typer.BadParameter(f"must be numbers >= {least:g} with commas, got {text!r}", param_hint=flag)
+    return numbers
+
+
+def _strategies(text: str) -> tuple[str, ...]:
+    names = _names(text)
+    for name in names:
+        if name not in _STRATEGIES:
+            problem = f"must be one of {', '.join(_STRATEGIES)}, got {name!r}"
+            raise typer.BadParameter(problem, param_hint="--strategies")
+    return names
 
 
 def _workloads(named: str, files: list[Path]) -> tuple[Workload, ...]:
@@ -142,35 +168,23 @@ def _workloads(named: str, files: list[Path]) -> tuple[Workload, ...]:
 
     try:
         fixed = _names(named) or (() if files else PROMPT_SETS)
-        found = [*map(fixed_workload, fixed), *map(own_workload, files)]
+        workloads = [*map(fixed_workload, fixed), *map(own_workload, files)]
     except OSError as error:
         raise typer.BadParameter(
             f"cannot read {error.filename}: {error.strerror}", param_hint="--prompts"
         ) from error
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--prompts" if files else "--workloads") from error
-    if len({workload.name for workload in found}) < len(found):
-        raise typer.BadParameter("two workloads have the same name", param_hint="--prompts")
-    return tuple(found)
-
-
-def _check_plot(path: Path) -> None:
-    """Before minutes are spent on what cannot be drawn."""
-    try:
-        import matplotlib as mpl  # noqa: F401, PLC0415  # comes with the extra `all`
-    except ImportError as error:
-        raise typer.BadParameter(
-            "needs matplotlib: pip install 'galley[all]'", param_hint="--plot"
-        ) from error
-    if not path.parent.is_dir():
-        raise typer.BadParameter(f"cannot write {path}: no such directory", param_hint="--plot")
+    if len({workload.name for workload in workloads}) < len(workloads):
+        raise typer.BadParameter("must not name two workloads alike", param_hint="--prompts")
+    return tuple(workloads)
 
 
 # -------------------------------------------------------------------------------------------- run --
 
 
 async def _measure_own(tuning: Tuning, options: StackOptions) -> Measured:
-    async with shown_stack(options, errors()) as stack:
+    async with shown_stack(options, stderr_console()) as stack:
         return await stack.run(_measure(tuning, stack.gateways[0]))
 
 
@@ -197,7 +211,7 @@ def _show(measured: Measured, tuning: Tuning, plot: Path | None, *, as_json: boo
     if plot is not None:
         _draw(report, plot)
     if as_json:
-        asked = {
+        settings = {
             "model": measured.model,
             "arms": measured.arms,
             "streams": tuning.streams,
@@ -209,7 +223,7 @@ def _show(measured: Measured, tuning: Tuning, plot: Path | None, *, as_json: boo
             "nonce": tuning.sizes.nonce,
             "prompt_sha256": {workload.name: workload.sha256 for workload in tuning.workloads},
         }
-        typer.echo(json.dumps({"asked": asked, **as_dict(report)}))
+        typer.echo(json.dumps({"asked": settings, **as_dict(report)}))
         return
     _print(report)
     if plot is not None:
@@ -227,7 +241,7 @@ def _draw(report: Report, path: Path) -> None:
 
 
 def _print(report: Report) -> None:
-    from galley.bench.tables import (  # noqa: PLC0415  # after the flags are known to be right
+    from galley.bench.tables import (  # noqa: PLC0415  # after the flags are checked
         acceptance_table,
         prediction_table,
         speed_table,
@@ -235,10 +249,10 @@ def _print(report: Report) -> None:
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        # Into a file or a pipe: wide enough for the tables, whatever the terminal is.
+        # A file or a pipe is as wide as the tables need.
         console.width = _FILE_WIDTH
     console.print(speed_table(report.rows, report.baseline))
     console.print(acceptance_table(report.acceptance))
     console.print(prediction_table(report.rows, report.predicted))
     for rows, ms in report.pass_ms:
-        console.print(Text(f"a pass over {rows} rows took the target {ms:.1f} ms"), style="dim")
+        console.print(Text(f"a target step over {rows} rows took {ms:.1f} ms"), style="dim")

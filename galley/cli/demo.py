@@ -1,4 +1,4 @@
-"""`galley demo`: four real processes, one answer, and what speculation did for it."""
+"""`galley demo`: one answer with and without speculation, from a stack of real processes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from galley.cli.up import (
     Strategy,
     run_stack,
     shown_stack,
+    stack_options,
 )
 from galley.client.options import GenerateOptions, Message, Speculation
-from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.stack.options import StackOptions
 
 if TYPE_CHECKING:
-    from galley.cli.render import View
+    from galley.cli.answer import View
     from galley.client.client import AsyncClient
+    from galley.pb.galley.v1 import galley_pb2 as pb
 
-# Much of the answer can be looked up in the prompt: that is where n-gram drafts show what they can do.
+# The answer repeats the prompt: the case that suits n-gram drafts.
 DEFAULT_PROMPT = """Write this passage again, word for word:
 
 The old lighthouse stands on a cliff above the sea. Every evening the keeper climbs the stairs and lights \
@@ -43,7 +44,7 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One answer as the client saw it; times from the request on, in seconds."""
+    """One answer as the client saw it; times in seconds since the request."""
 
     token_ids: tuple[int, ...]
     session_id: str
@@ -53,29 +54,25 @@ class Timed:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over the whole answer, prefill included."""
+        """Output tokens over the time of the whole answer, prefill included."""
         return len(self.token_ids) / self.total_s
 
 
 def demo(
     *,
     prompt: Annotated[
-        str, typer.Option(envvar="GALLEY_DEMO_PROMPT", help="What to ask. Default: to rewrite a passage.")
+        str, typer.Option(envvar="GALLEY_DEMO_PROMPT", help="The prompt. Default: to rewrite a passage.")
     ] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer, at most.")] = 96,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most output tokens.")] = 96,
     model: Model = "",
     draft_model: DraftModel = None,
-    strategy: Strategy = "",
+    strategy: Strategy = None,
     dtype: DType = None,
     log_dir: LogDir = None,
 ) -> None:
-    """Start the stack, stream one answer, compare it with plain decoding, stop everything."""
-    options = StackOptions(
-        model=model,
-        draft_model=draft_model,
-        strategies=(strategy,) if strategy else (),
-        dtype=dtype,
-        log_dir=log_dir,
+    """Start a stack, stream one answer, compare it with plain decoding, stop the stack."""
+    options = stack_options(
+        model=model, draft_model=draft_model, strategy=strategy, dtype=dtype, log_dir=log_dir
     )
     same = run_stack(_demo(options, Console(highlight=False), prompt.strip() or DEFAULT_PROMPT, max_tokens))
     if same is None:
@@ -97,8 +94,8 @@ async def _demo(options: StackOptions, console: Console, prompt: str, max_tokens
 
 
 async def compare(client: AsyncClient, console: Console, prompt: str, max_tokens: int) -> bool:
-    """Show the answer and what was measured; True if the tokens with and without speculation are the same."""
-    from galley.cli.render import OriginView, legend  # noqa: PLC0415  # protobuf is slow to load
+    """Show the answer and its figures. Return True if it has the same tokens without speculation."""
+    from galley.cli.answer import OriginView, legend  # noqa: PLC0415  # protobuf is slow to load
 
     drafted: GenerateOptions = {
         "max_tokens": max_tokens,
@@ -140,12 +137,12 @@ async def _timed(
             view.close()
     total_s = time.perf_counter() - started_at
     if stream.finished is None:
-        raise fail("the stream ended without saying why")
+        raise fail("the stream ended without a reason")
     return Timed(tuple(stream.token_ids), stream.session_id, first_token_s, total_s, stream.finished)
 
 
 def _summary(with_draft: Timed, without: Timed) -> Table:
-    from galley.cli.render import mean_acceptance_length  # noqa: PLC0415  # protobuf is slow to load
+    from galley.cli.answer import mean_accepted_length  # noqa: PLC0415  # protobuf is slow to load
 
     on, off = with_draft.finished.speculation, without.finished.speculation
     table = Table("", title="Summary", title_justify="left")
@@ -160,8 +157,8 @@ def _summary(with_draft: Timed, without: Timed) -> Table:
         ("accepted", on.accepted, off.accepted),
     ):
         table.add_row(name, str(one), str(other))
-    mean = (mean_acceptance_length(on), mean_acceptance_length(off))
-    table.add_row("mean acceptance length", *(f"{one:.2f}" for one in mean))
+    mean = (mean_accepted_length(on), mean_accepted_length(off))
+    table.add_row("mean accepted length", *(f"{one:.2f}" for one in mean))
     times = (with_draft.first_token_s, without.first_token_s)
     table.add_row("time to first token", *(f"{seconds * 1000:.0f} ms" for seconds in times))
     table.add_row("tokens/s", f"{with_draft.tokens_per_s:.1f}", f"{without.tokens_per_s:.1f}")

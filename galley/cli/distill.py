@@ -1,4 +1,4 @@
-"""`galley distill`: train a small draft for a target, on the target's own answers."""
+"""`galley distill`: train a small draft on the answers of a target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from galley.cli.errors import INTERRUPTED, fail, say
+from galley.cli.errors import INTERRUPTED, check_plot, fail, require, say
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.core.errors import GalleyError, InvalidField
 from galley.distill.options import Options
@@ -24,54 +24,74 @@ if TYPE_CHECKING:
 _LINE_EVERY_S = 10.0
 _Files = Annotated[
     list[Path] | None,
-    typer.Option(help='JSONL of prompts, or a traffic log: {"prompt": "...", "workload": "..."} a line.'),
+    typer.Option(help='JSONL file of prompts: {"prompt": "...", "workload": "..."} a line. Repeatable.'),
 ]
 
 
 def distill(  # noqa: PLR0913  # one parameter a flag
-    out: Annotated[Path, typer.Argument(help="The draft directory to write.", file_okay=False)],
+    out: Annotated[Path, typer.Argument(help="Draft directory to write.", file_okay=False)],
     *,
-    target: Annotated[str, typer.Option(help="Hub id, directory or GGUF.")] = DEFAULT_MODEL,
+    target: Annotated[
+        str, typer.Option(help="Target model: hub id, directory or GGUF file.")
+    ] = DEFAULT_MODEL,
     prompts: _Files = None,
-    self_prompts: Annotated[int, typer.Option(help="Let the target make up so many prompts as well.")] = 0,
+    self_prompts: Annotated[
+        int, typer.Option(help="Number of prompts that the target generates in addition.")
+    ] = 0,
     corpus: Annotated[
-        list[Path] | None, typer.Option(help="npz of prompts with answers, in place of prompts.")
+        list[Path] | None,
+        typer.Option(help="npz file of prompts with answers, instead of prompts. Repeatable."),
     ] = None,
     held_out: Annotated[
-        Path | None, typer.Option(help="npz to measure on; else a part of the others.")
+        Path | None, typer.Option(help="npz file to measure on. Default: a share of the prompts.")
     ] = None,
-    against: Annotated[Path | None, typer.Option(help="The present draft, to compare with.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Draft directory to compare with. Default: none.")
+    ] = None,
     start: Annotated[
-        Path | None, typer.Option(help="A draft to go on from; layers that it lacks are added.")
+        Path | None,
+        typer.Option(help="Draft directory to start from; missing layers are added. Default: the target."),
     ] = None,
-    layers: Annotated[int, typer.Option(help="The target's first layers that it begins with.")] = 2,
-    head: Annotated[int, typer.Option(help="Tokens that it can propose: the most frequent ones.")] = 8192,
-    tokens: Annotated[int, typer.Option(help="Answer tokens to see in training.")] = 4_000_000,
+    layers: Annotated[int, typer.Option(help="Number of the target's first layers to copy.")] = 2,
+    head: Annotated[
+        int, typer.Option(help="Size of the draft's vocabulary: the most frequent tokens.")
+    ] = 8192,
+    tokens: Annotated[int, typer.Option(help="Number of answer tokens to train on.")] = 4_000_000,
     batch: Annotated[int, typer.Option(help="Tokens a training step, prompts included.")] = 2048,
     rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     hardness: Annotated[
-        float, typer.Option(help="How much of a label's weight goes to the target's likeliest token.")
+        float, typer.Option(help="Weight of the target's likeliest token in a label, in [0, 1].")
     ] = 0.5,
     scored: Annotated[
-        float, typer.Option(help="Share of the drawn answers that the target labels with its own chances.")
+        float,
+        typer.Option(
+            help="Share of the sampled answers labelled with the target's probabilities, in [0, 1]."
+        ),
     ] = 0.25,
-    answer: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 200,
-    temperature: Annotated[float, typer.Option(help="Of the answers that are drawn: half of them.")] = 0.8,
-    held_out_share: Annotated[float, typer.Option(help="Of the prompts, to measure on.")] = 0.03,
-    evaluate_every: Annotated[int, typer.Option(help="Answer tokens between measurements.")] = 1_000_000,
+    answer: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 200,
+    temperature: Annotated[float, typer.Option(help="Temperature of the sampled half of the answers.")] = 0.8,
+    held_out_share: Annotated[
+        float, typer.Option(help="Share of the prompts to measure on, in [0, 1].")
+    ] = 0.03,
+    evaluate_every: Annotated[
+        int, typer.Option(help="Number of answer tokens between measurements.")
+    ] = 1_000_000,
     work: Annotated[
         Path | None,
-        typer.Option(help="Keep answers and checkpoints here. Default: DIR.work.", file_okay=False),
+        typer.Option(help="Directory of answers and checkpoints. Default: OUT.work.", file_okay=False),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw acceptance over tokens seen into this PNG.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
-    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the order, the answers and the noise.")] = 1,
+    plot: Annotated[
+        Path | None, typer.Option(help="PNG file to draw the acceptance into. Default: none.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Number format: float32 or bfloat16.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(help="Number of threads.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the order, the answers and the noise.")] = 1,
 ) -> None:
     """Train a small draft for a target, from the target's own answers to your prompts.
 
-    Started again after a kill, it goes on where it was. `galley draft --model DIR` loads the result.
+    The same command continues a run that was stopped. `galley draft --model OUT` loads the result.
     """
+    require("draft")
     console = Console(highlight=False)
     try:
         options = Options(
@@ -101,7 +121,8 @@ def distill(  # noqa: PLR0913  # one parameter a flag
             seed=seed,
         )
         options.check()
-        _refuse_plot(plot)
+        if plot is not None:
+            check_plot(plot)
         result = _run(options, console)
     except InvalidField as fault:
         hint = "--" + fault.field.replace("_", "-")
@@ -109,7 +130,7 @@ def distill(  # noqa: PLR0913  # one parameter a flag
     except (GalleyError, OSError) as error:
         raise fail(error) from error
     except KeyboardInterrupt:
-        say("stopped; the same command goes on from the last checkpoint")
+        say("stopped; the same command continues from the last checkpoint")
         raise typer.Exit(INTERRUPTED) from None
     _show(result, options, console)
     if plot is not None:
@@ -125,12 +146,12 @@ def _resolved(target: str) -> Path:
 def _run(options: Options, console: Console) -> Distilled:
     from galley.distill.run import distil  # noqa: PLC0415  # imports torch
 
-    with Shown(console) as shown:
-        return distil(options, shown)
+    with Display(console) as display:
+        return distil(options, display)
 
 
-class Shown:
-    """Shows the stages: bars on a terminal, plain lines elsewhere. A `Reports`."""
+class Display:
+    """The progress of a run: bars on a terminal, plain lines elsewhere. A `Reports`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -147,7 +168,7 @@ class Shown:
         self._name, self._total, self._said_at = "", 0, 0.0
         self._task: TaskID | None = None
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> Display:
         self._bars.start()
         return self
 
@@ -155,12 +176,12 @@ class Shown:
         self._bars.stop()
 
     def stage(self, name: str, total: int) -> None:
-        """See `Reports`."""
+        """Begin a stage of `total` units."""
         self._name, self._total, self._said_at = name, total, time.monotonic()
         self._task = self._bars.add_task(name, total=total, note="")
 
     def done(self, units: int, note: str = "") -> None:
-        """See `Reports`."""
+        """Show that `units` of the stage are done."""
         if self._task is not None:
             self._bars.update(self._task, completed=units, note=note)
         now = time.monotonic()
@@ -170,7 +191,7 @@ class Shown:
         self._say(f"{self._name}: {units:,} of {self._total:,} {note}".rstrip())
 
     def measured(self, seen: int, acceptance: dict[str, Acceptance]) -> None:
-        """See `Reports`."""
+        """Show a measurement after `seen` answer tokens."""
         shares = ", ".join(f"{name} {one.greedy:.3f}" for name, one in acceptance.items())
         self._say(f"accepted of greedy guesses after {seen:,} tokens: {shares}")
 
@@ -196,16 +217,6 @@ def _show(result: Distilled, options: Options, console: Console) -> None:
         )
     console.print(table)
     console.print(Text(f"draft: {options.out}"), soft_wrap=True)
-
-
-def _refuse_plot(plot: Path | None) -> None:
-    """Before hours of work, not after."""
-    if plot is None:
-        return
-    try:
-        from matplotlib.figure import Figure  # noqa: F401, PLC0415  # an extra
-    except ImportError as error:
-        raise InvalidField("plot", "needs matplotlib: pip install 'galley[all]'") from error
 
 
 def _draw(plot: Path, result: Distilled) -> None:

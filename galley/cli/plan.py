@@ -1,9 +1,10 @@
-"""`galley plan`: what speculation would cost and gain, before anything is run."""
+"""`galley plan`: compute what speculation costs and gains."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path  # Typer reads the annotation
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from galley.cli.errors import check_plot
 from galley.core.cost.model import (
     Plan,
     RowCostCurve,
@@ -33,10 +35,11 @@ _ALPHA = "\N{GREEK SMALL LETTER ALPHA}"
 _BAR = "\N{FULL BLOCK}"
 _BAR_CELLS = 24
 _TEXTBOOK_CONFIRMED = 3.0
+_MAX_K = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Case:
     tokens: int
     k: int
     confirmed_per_round: float
@@ -45,7 +48,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """What the table over k and the plots are computed for."""
+    """The case of the table over k and of the plots."""
 
     alpha: float
     draft_cost_ratio: float
@@ -69,7 +72,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Peak:
-    """The table over k, where it peaks, and from which acceptance rate on anything pays (None: never)."""
+    """The table over k, its peak, and the acceptance rate from which speculation pays (None: never)."""
 
     setting: _Setting
     rows: tuple[_Row, ...]
@@ -79,72 +82,92 @@ class _Peak:
 
 def plan(  # noqa: PLR0913  # a command's options
     *,
-    tokens: Annotated[int, typer.Option(help="Output tokens.")] = 12,
+    tokens: Annotated[int, typer.Option(help="Number of output tokens.")] = 12,
     k: Annotated[int, typer.Option(help="Draft tokens a round.")] = 4,
     confirmed_per_round: Annotated[
         float | None,
         typer.Option(
             help="Tokens that a round confirms: accepted draft tokens and the target's own. "
-            "Left out: 3, or with --alpha what it makes one expect at k."
+            "Default: 3, or with --alpha what is expected at k."
         ),
     ] = None,
     draft_cost_ratio: Annotated[
         float,
-        typer.Option(help='How many draft steps cost what one target step costs; "inf": drafts are free.'),
+        typer.Option(help="Number of draft steps that cost one target step. inf: drafts are free."),
     ] = 6.0,
     alpha: Annotated[
         float | None,
         typer.Option(
-            help="Chance that a draft token is accepted if all before it were. "
-            "Adds the gain by k, its peak, and from which alpha on speculation pays."
+            help="Acceptance rate: probability that a draft token is accepted if all before it were. "
+            "Adds the gain by k, its peak, and the rate from which speculation pays. Default: none."
         ),
     ] = None,
     row_costs: Annotated[
-        str,
-        typer.Option(help="Cost of a target pass by the tokens in it, relative to one token: rows:cost,..."),
-    ] = "1:1",
-    max_k: Annotated[int, typer.Option(help="Largest k to consider.")] = 16,
-    sessions: Annotated[int, typer.Option(help="Sessions that share each pass.")] = 1,
+        str | None,
+        typer.Option(
+            help="With --alpha: cost of a target step by its number of rows, relative to one row, "
+            "as rows:cost,... Default: 1:1."
+        ),
+    ] = None,
+    max_k: Annotated[
+        int | None, typer.Option(help="With --alpha: largest k to consider. Default: 16.")
+    ] = None,
+    sessions: Annotated[
+        int | None, typer.Option(help="With --alpha: number of sessions that share a step. Default: 1.")
+    ] = None,
     capacity: Annotated[
         Path | None,
         typer.Option(
-            help="Instead: how many targets, drafts and gateways the load in this TOML file needs "
-            "(docs/operate/scaling.md)."
+            help="TOML file of a load (docs/operate/scaling.md). Print the targets, drafts and gateways "
+            "that it needs instead."
         ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the gain into this PNG.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="With --alpha: PNG file to draw the gain into.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
-    """Say what speculation costs and gains, before anything is run.
+    """Compute what speculation costs and gains, without running anything.
 
-    passes = tokens / confirmed per round; draft steps = passes x k; cost in target steps = passes + draft
-    steps / ratio. With --alpha also: at which k the gain peaks, and from which alpha on it pays at all.
+    Rounds = tokens / confirmed per round, rounded up; each is one target step. Draft steps = rounds x k. Cost
+    in target steps = rounds + draft steps / ratio. --alpha adds the k of the highest gain.
     """
     if capacity is not None:
         plan_capacity(capacity, as_json=as_json)
         return
+    _check_flags(alpha, {"--row-costs": row_costs, "--max-k": max_k, "--sessions": sessions}, plot)
     try:
         if confirmed_per_round is None:
             confirmed_per_round = _TEXTBOOK_CONFIRMED if alpha is None else expected_confirmed(alpha, k)
-        asked = _Asked(tokens, k, confirmed_per_round, draft_cost_ratio)
-        textbook = plan_of(*astuple(asked))
+        case = _Case(tokens, k, confirmed_per_round, draft_cost_ratio)
+        textbook = plan_of(*astuple(case))
         peak = None
         if alpha is not None:
-            curve = RowCostCurve.parse(row_costs)
-            peak = _peak(_Setting(alpha, draft_cost_ratio, curve, max_k, sessions))
+            curve = RowCostCurve.parse(row_costs or "1:1")
+            largest_k = _MAX_K if max_k is None else max_k
+            peak = _peak(
+                _Setting(alpha, draft_cost_ratio, curve, largest_k, 1 if sessions is None else sessions)
+            )
     except InvalidField as fault:
         option = "--" + fault.field.replace("_", "-")
         raise typer.BadParameter(fault.problem, param_hint=option) from fault
-    if plot is not None:
+    if plot is not None and peak is not None:
         _draw(peak, plot)
     if as_json:
-        typer.echo(json.dumps(_as_dict(asked, textbook, peak)))
+        typer.echo(json.dumps(_as_dict(case, textbook, peak)))
         return
-    _print_textbook(asked, textbook)
+    _print_textbook(case, textbook)
     if peak is not None:
         _print_peak(peak)
+        typer.echo(_difference(case, textbook))
     if plot is not None:
         typer.echo(f"Plot: {plot}")
+
+
+def _check_flags(alpha: float | None, flags: Mapping[str, object], plot: Path | None) -> None:
+    for flag, value in {**flags, "--plot": plot}.items():
+        if alpha is None and value is not None:
+            raise typer.BadParameter("needs --alpha", param_hint=flag)
+    if plot is not None:
+        check_plot(plot)
 
 
 def _peak(setting: _Setting) -> _Peak:
@@ -168,13 +191,13 @@ def _peak(setting: _Setting) -> _Peak:
 # ---------------------------------------------------------------------------------------- printing --
 
 
-def _as_dict(asked: _Asked, textbook: Plan, peak: _Peak | None) -> dict[str, Any]:
-    found = asdict(asked) | asdict(textbook)
-    if math.isinf(asked.draft_cost_ratio):
-        # JSON has no infinity: a free draft is null there.
-        found["draft_cost_ratio"] = None
+def _as_dict(case: _Case, textbook: Plan, peak: _Peak | None) -> dict[str, Any]:
+    facts = asdict(case) | asdict(textbook)
+    if math.isinf(case.draft_cost_ratio):
+        # JSON has no infinity: a free draft is null.
+        facts["draft_cost_ratio"] = None
     if peak is not None:
-        found |= {
+        facts |= {
             "alpha": peak.setting.alpha,
             "row_costs": peak.setting.curve.points,
             "sessions": peak.setting.sessions,
@@ -183,19 +206,19 @@ def _as_dict(asked: _Asked, textbook: Plan, peak: _Peak | None) -> dict[str, Any
             "break_even_alpha": peak.break_even_alpha,
             "by_k": [asdict(row) for row in peak.rows],
         }
-    return found
+    return facts
 
 
-def _print_textbook(asked: _Asked, textbook: Plan) -> None:
+def _print_textbook(case: _Case, textbook: Plan) -> None:
     typer.echo(
-        f"{asked.tokens} tokens, k={asked.k}, {asked.confirmed_per_round:.4g} confirmed per round, "
-        f"{_ratio_in_words(asked.draft_cost_ratio)}:"
+        f"{case.tokens} tokens, k={case.k}, {case.confirmed_per_round:.4g} confirmed per round, "
+        f"{_ratio_in_words(case.draft_cost_ratio)}:"
     )
     for line in (
         f"{textbook.passes} target passes",
         f"{textbook.draft_steps} draft steps",
         f"{textbook.cost:.1f} target-step equivalents",
-        _compared(textbook, asked.tokens),
+        _compared(textbook, case.tokens),
     ):
         typer.echo(f"  {line}")
 
@@ -207,10 +230,19 @@ def _ratio_in_words(ratio: float) -> str:
 
 
 def _compared(textbook: Plan, tokens: int) -> str:
-    """As "1.8x fewer than 12": never "0.7x fewer", which reads as a gain."""
+    # "0.7x fewer" would read as a gain.
     if textbook.gain < 1:
         return f"{1 / textbook.gain:.1f}{_TIMES} more than {tokens}"
     return f"{textbook.gain:.1f}{_TIMES} fewer than {tokens}"
+
+
+def _difference(case: _Case, textbook: Plan) -> str:
+    rounds = case.tokens / case.confirmed_per_round
+    return (
+        f"The figure above the table is for {case.tokens} tokens: {rounds:.2f} rounds, rounded up to "
+        f"{textbook.passes}, each at the cost of one row.\n"
+        "The table is the mean of a long output, at the cost of its rows."
+    )
 
 
 def _print_peak(peak: _Peak) -> None:
@@ -252,18 +284,11 @@ def _conclusions(peak: _Peak) -> tuple[str, str]:
 # ---------------------------------------------------------------------------------------- plotting --
 
 
-def _draw(peak: _Peak | None, path: Path) -> None:
-    """Two panels: the gain by k at this alpha, and the best gain by alpha with the break-even marked."""
-    if peak is None:
-        raise typer.BadParameter("needs --alpha", param_hint="--plot")
-    try:
-        # Only here: matplotlib comes with the extra `all`, and takes half a second to load.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise typer.BadParameter(
-            "needs matplotlib: pip install 'galley[all]'", param_hint="--plot"
-        ) from error
+def _draw(peak: _Peak, path: Path) -> None:
+    """Draw two panels: the gain by k at this alpha, and the best gain by alpha with the break-even."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # an extra, slow to load
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     by_k, by_alpha = figure.subplots(1, 2)

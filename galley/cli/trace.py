@@ -1,4 +1,4 @@
-"""`galley trace`: why a request was slow, from a local file of traces."""
+"""`galley trace`: where the time of a request went, from a local file of traces."""
 
 from __future__ import annotations
 
@@ -27,32 +27,33 @@ _MAX_STORIES = 20
 
 
 def trace(
-    wanted: Annotated[
-        str, typer.Argument(metavar="[SESSION_ID|TRACE_ID]", help="Or how one begins, if no other begins so.")
+    request_id: Annotated[
+        str, typer.Argument(metavar="[SESSION_ID|TRACE_ID]", help="The id, or a prefix that only one has.")
     ] = "",
     *,
     file: Annotated[
         Path | None,
         typer.Option(
-            help="OTLP traces, as JSON lines. Default: the file that was written to last.", dir_okay=False
+            help="File of OTLP traces in JSON lines. Default: the newest of `galley up --trace`.",
+            dir_okay=False,
         ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write a page of its own instead.", dir_okay=False)
+        Path | None, typer.Option(help="HTML file to write instead. Default: none.", dir_okay=False)
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Do not shorten long answers.")] = False,
-    latest: Annotated[bool, typer.Option("--list", help="The latest requests instead.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show all rounds of long answers.")] = False,
+    latest: Annotated[bool, typer.Option("--list", help="List the latest requests instead.")] = False,
 ) -> None:
     """Show where the time of an answer went, round by round, and why its slowest round was slow."""
-    if bool(wanted) == latest:
-        raise typer.BadParameter("give the id of a session or a trace, or --list")
+    if bool(request_id) == latest:
+        raise typer.BadParameter("must be a session or trace id, or --list", param_hint="SESSION_ID")
     console = Console(highlight=False)
     try:
         lines = Lines(file or _newest())
         if latest:
             _list(lines, console)
         else:
-            _tell(find(lines, wanted), console, html, everything=everything)
+            _show(find(lines, request_id), console, html, everything=everything)
     except (BadTraceFile, NotFound, OSError) as error:
         raise fail(error) from None
 
@@ -61,7 +62,7 @@ def _newest() -> Path:
     path = newest_file(trace_dir())
     if path is None:
         raise BadTraceFile(
-            f"no traces in {trace_dir()}: start a stack with `galley up --trace`, or name a file with --file"
+            f"{trace_dir()}: holds no traces; start a stack with `galley up --trace`, or name a --file"
         )
     return path
 
@@ -75,7 +76,7 @@ def _list(lines: Lines, console: Console) -> None:
     )
 
 
-def _tell(found: Selection, console: Console, html: Path | None, *, everything: bool) -> None:
+def _show(found: Selection, console: Console, html: Path | None, *, everything: bool) -> None:
     stories = stories_of(found.spans, found.session_id, found.index.sessions_of, cut=found.cut)
     if html is not None:
         _write_private(html, page(_only(stories), everything=everything))
@@ -88,13 +89,13 @@ def _tell(found: Selection, console: Console, html: Path | None, *, everything: 
     if len(stories) > _MAX_STORIES:
         console.print(f"... {count(len(stories) - _MAX_STORIES, 'more session')} in this trace")
     if not stories:
-        console.print(f"none of Galley's requests is in this trace; its {count(len(found.spans), 'span')}:")
+        console.print(f"this trace has no request of Galley; its {count(len(found.spans), 'span')}:")
         for line in plain_lines(found.spans):
             console.print(line, soft_wrap=True)
 
 
 def _write_private(path: Path, text: str) -> None:
-    """For its owner alone, as the traces are: prompts may be in it."""
+    # For its owner alone, as the traces are: it may hold prompts.
     with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(text)
 
@@ -103,5 +104,5 @@ def _only(stories: Sequence[Story]) -> Story:
     if len(stories) == 1:
         return stories[0]
     if not stories:
-        raise NotFound("none of Galley's requests is in this trace, so there is no page to write")
-    raise NotFound(f"the trace holds {len(stories)} sessions: name one of them")
+        raise NotFound("this trace has no request of Galley, so there is no page to write")
+    raise NotFound(f"this trace has {len(stories)} sessions; name one of them")

@@ -1,100 +1,134 @@
-"""`galley up`: the stack, kept running until Ctrl-C."""
+"""`galley up`: a local stack that runs until Ctrl-C."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
+import socket
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from galley.cli.errors import fail, fail_part
-from galley.cli.flags import not_shown
-from galley.stack.endpoint import announce, withdraw
+from galley.cli.errors import fail, fail_part, require
+from galley.cli.flags import not_secret
+from galley.core import names
+from galley.stack.endpoint import Endpoint, NameTaken
+from galley.stack.options import PartTable, StackOptions
 from galley.stack.part import PartFailed
-from galley.stack.parts import stack_parts
+from galley.stack.parts import draft_model_of, stack_parts
+from galley.stack.probes import LOOPBACK, unreachable
 from galley.stack.progress import StackProgress
-from galley.stack.stack import PartTable, Stack, StackOptions
+from galley.stack.stack import Stack
 from galley.stack.viewer import Viewer, find_viewer
 
 T = TypeVar("T")
 _STOP_GRACE_S = 10.0
-# Serve takes its replicas down one after another, and Ray itself after them.
+# Ray Serve stops its replicas one after another, and Ray itself after them.
 _RAY_STOP_GRACE_S = 30.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STORE_RETRY_S = 1.0
+_STORE_REMINDER_S = 10.0
 
-Model = Annotated[str, typer.Option(help="Target model: hub id, directory or GGUF. Default: the small one.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="Target model: hub id, directory or GGUF file. Default: the model that Galley brings.",
+        show_default=False,
+    ),
+]
 DraftModel = Annotated[
     str | None,
     typer.Option(
-        help="The draft's model, or none; its tokenizer must be the target's. "
-        "Default: the one that was trained for the default target."
+        help="Draft model, with the target's tokenizer. none: draft without a model. "
+        "Default: the draft that Galley brings for its own target."
     ),
 ]
 Strategy = Annotated[
-    str,
+    Literal["ngram", "model", "hybrid", "none"] | None,
     typer.Option(
-        help="How to draft where a request says nothing: ngram, model, hybrid, none. "
-        "Default: hybrid with a model, else ngram."
+        help="Draft strategy of requests that name none. Default: hybrid with a draft model, else ngram."
     ),
 ]
-DType = Annotated[str | None, typer.Option(help="float32 or bfloat16. Default: what suits this machine.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads a service. Default: 1 on small machines.")]
-RedisUrl = Annotated[
-    str | None,
+DType = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option(help="Number format of the weights. Default: chosen for this machine."),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="Threads a service. Default: 1 on up to 4 cores, else chosen by torch."),
+]
+LogDir = Annotated[
+    Path | None,
     typer.Option(
-        envvar="GALLEY_UP_REDIS_URL",
-        callback=not_shown,
-        help="Your own Redis 7 or Valkey, in place of the embedded one.",
+        help="Directory to keep the logs of the stack's processes in. Default: removed with the stack.",
+        file_okay=False,
     ),
 ]
-Trace = Annotated[
-    bool,
-    typer.Option(
-        "--trace",
-        help="Show traces: in Arize Phoenix if it is installed, else by `galley trace`, from a file.",
-    ),
-]
-LogDir = Annotated[Path | None, typer.Option(help="Keep the parts' logs here.", file_okay=False)]
 
 
 def up(  # noqa: PLR0913  # one parameter a flag
     *,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the stack, for --stack of the other commands. Default: default, default-2, ..."
+        ),
+    ] = None,
     model: Model = "",
     draft_model: DraftModel = None,
-    strategy: Strategy = "",
+    strategy: Strategy = None,
     k: Annotated[
-        int | None, typer.Option(min=0, help="Draft tokens a round, where a request says none.")
+        int | None,
+        typer.Option(min=0, help="Draft tokens a round of requests that name none. Default: by load."),
     ] = None,
     dtype: DType = None,
     threads: Threads = None,
-    redis_url: RedisUrl = None,
-    gateways: Annotated[int, typer.Option(min=1, help="Gateways over one store.")] = 1,
-    replicas: Annotated[int, typer.Option(min=1, help="Targets that serve the model.")] = 1,
+    redis_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="GALLEY_UP_REDIS_URL",
+            callback=not_secret,
+            help="URL of your Redis 7 or Valkey. Default: an embedded Valkey.",
+        ),
+    ] = None,
+    gateways: Annotated[int, typer.Option(min=1, help="Number of gateways, over one store.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, help="Number of target replicas.")] = 1,
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="Ranks that share each target's model; more than one run on Ray.")
+        int, typer.Option(min=1, help="Ranks a target replica; more than one run on Ray.")
     ] = 1,
-    drafts: Annotated[int, typer.Option(min=1, help="Drafts that all gateways share.")] = 1,
+    drafts: Annotated[int, typer.Option(min=1, help="Number of draft replicas.")] = 1,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of the first gateway; 0 lets the system choose.")
+        int, typer.Option(min=0, max=65535, help="Port of the first gateway. 0: any free port.")
     ] = 0,
-    trace: Trace = False,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace", help="Keep traces for `galley trace`; or show them in Arize Phoenix if installed."
+        ),
+    ] = False,
     log_dir: LogDir = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Keep the embedded store's data here.", file_okay=False)
+        Path | None,
+        typer.Option(
+            help="Directory to keep the embedded store's data in. Default: removed with the stack.",
+            file_okay=False,
+        ),
     ] = None,
 ) -> None:
-    """Start the stack, print its endpoint, keep it running until Ctrl-C."""
-    viewer = _viewer() if trace else None
-    options = StackOptions(
+    """Start a stack on this machine, print its endpoint, run it until Ctrl-C."""
+    _check_port(port)
+    if redis_url:
+        _check_redis_url(redis_url)
+    options = stack_options(
         model=model,
         draft_model=draft_model,
-        strategies=(strategy,) if strategy else (),
+        strategy=strategy,
         k=k,
         dtype=dtype,
         threads=threads,
@@ -106,11 +140,52 @@ def up(  # noqa: PLR0913  # one parameter a flag
         metrics=True,
         stop_grace_s=_RAY_STOP_GRACE_S if tensor_parallel > 1 else _STOP_GRACE_S,
         port=port,
-        viewer=viewer.part if viewer else None,
         log_dir=log_dir,
         data_dir=data_dir,
     )
-    run_stack(_keep_up(options, viewer, Console(highlight=False)))
+    with _take_name(name) as endpoint:
+        viewer = _viewer() if trace else None
+        if viewer is not None:
+            options = dataclasses.replace(options, viewer=viewer.part)
+        run_stack(_keep_up(options, endpoint, viewer, Console(highlight=False)))
+
+
+def stack_options(*, strategy: str | None, **options: Any) -> StackOptions:
+    """Return the options of a stack whose draft uses `strategy`. Exit if its packages are not installed."""
+    chosen = StackOptions(strategies=(strategy,) if strategy else (), **options)
+    if strategy in {names.MODEL, names.HYBRID} and draft_model_of(chosen) is None:
+        problem = f"must be ngram or none without a draft model (--draft-model), got {strategy}"
+        raise typer.BadParameter(problem, param_hint="--strategy")
+    require("all")
+    return chosen
+
+
+def _take_name(name: str | None) -> Endpoint:
+    try:
+        return Endpoint(name)
+    except (ValueError, NameTaken) as error:
+        raise typer.BadParameter(str(error), param_hint="--name") from None
+    except OSError as error:
+        raise fail(error) from None
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            problem = f"must be a port that can be opened, got {port}: {error.strerror}"
+            raise typer.BadParameter(problem, param_hint="--port") from None
+
+
+def _check_redis_url(url: str) -> None:
+    from galley.common.redis.url import parse_redis_url  # noqa: PLC0415  # an extra
+
+    try:
+        parse_redis_url(url)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--redis-url") from None
 
 
 def _viewer() -> Viewer:
@@ -120,30 +195,45 @@ def _viewer() -> Viewer:
         raise fail(error) from None
 
 
-async def _keep_up(options: StackOptions, viewer: Viewer | None, console: Console) -> None:
+async def _keep_up(
+    options: StackOptions, endpoint: Endpoint, viewer: Viewer | None, console: Console
+) -> None:
+    if options.redis_url:
+        await wait_for_store(options.redis_url, console)
     async with shown_stack(options, console) as stack:
-        told = announce(",".join(stack.gateways), stack.services, stack.store_url)
-        try:
-            for address in stack.gateways:
-                console.print(Text.assemble("gateway at ", (address, "bold")))
-            for service in stack.services:
-                console.print(Text(f"metrics of {service.name} at http://{service.metrics}/metrics", "dim"))
-            if viewer is not None:
-                console.print(Text(viewer.told), soft_wrap=True)
-            console.print(Text("galley generate, chat, resume and top find it; Ctrl-C stops it"))
-            await stack.run(_stay(stack, viewer, console))
-        finally:
-            withdraw(told)
+        endpoint.announce(",".join(stack.gateways), stack.services, stack.store_url)
+        for address in stack.gateways:
+            console.print(Text.assemble("gateway at ", (address, "bold")))
+        for service in stack.services:
+            console.print(Text(f"metrics of {service.name} at http://{service.metrics}/metrics", "dim"))
+        if viewer is not None:
+            console.print(Text(viewer.note), soft_wrap=True)
+        console.print(
+            Text(f"stack {endpoint.name!r}: galley generate, chat, resume and top find it; Ctrl-C stops it"),
+            soft_wrap=True,
+        )
+        await stack.run(_stay(stack, viewer, console))
+
+
+async def wait_for_store(redis_url: str, console: Console) -> None:
+    """Wait until the store can be reached; print what cannot be reached, and that it is tried again."""
+    loop = asyncio.get_running_loop()
+    started_s, printed, printed_s = loop.time(), "", 0.0
+    while problem := await unreachable(redis_url):
+        now_s = loop.time()
+        if problem != printed or now_s - printed_s >= _STORE_REMINDER_S:
+            elapsed = f" for {now_s - started_s:.0f} s" if printed else ""
+            console.print(Text(f"redis: {problem}; trying again{elapsed}, Ctrl-C stops it"), soft_wrap=True)
+            printed, printed_s = problem, now_s
+        await asyncio.sleep(_STORE_RETRY_S)
 
 
 async def _stay(stack: Stack, viewer: Viewer | None, console: Console) -> None:
-    """For ever; says so if traces are no longer taken."""
+    """Wait for ever; print it when the viewer ends."""
     if viewer is not None:
         await stack.ended(viewer.part.name)
         log = stack.log(viewer.part.name)
-        console.print(
-            Text(f"{viewer.part.name} has ended, and traces are lost; its log is {log}"), soft_wrap=True
-        )
+        console.print(Text(f"{viewer.part.name} has ended, new traces are lost; log: {log}"), soft_wrap=True)
     await asyncio.Event().wait()
 
 
@@ -151,7 +241,7 @@ async def _stay(stack: Stack, viewer: Viewer | None, console: Console) -> None:
 async def shown_stack(
     options: StackOptions, console: Console, parts: PartTable = stack_parts
 ) -> AsyncIterator[Stack]:
-    """A running stack, whose start was shown."""
+    """Yield a running stack; show its start."""
     progress = StackProgress(console)
     stack = Stack(options, progress.show, parts)
     progress.expect(stack.parts)
@@ -162,7 +252,7 @@ async def shown_stack(
 
 
 def run_stack(work: Coroutine[object, object, T]) -> T | None:
-    """Run `work` to its end, or until a signal asks to stop: None. Exits 1 if a part of the stack fails."""
+    """Return the result of `work`, or None after a signal to stop. Exit with 1 if a part fails."""
     try:
         return asyncio.run(_until_signal(work))
     except PartFailed as failed:

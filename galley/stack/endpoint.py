@@ -1,104 +1,167 @@
-"""Where clients and `galley top` find the stack that runs here: one small file, private to the user."""
+"""The stacks that run on this machine: one small file each, private to the user."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from galley.top.service import Service
 
+DEFAULT_NAME = "default"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
+_SUFFIX = ".stack"
+
 
 class NoEndpoint(Exception):
-    """No gateway was named and none is known to run here."""
+    """No stack of the wanted name runs here."""
+
+
+class SeveralStacks(NoEndpoint):
+    """Several stacks run here, and none was named."""
+
+    def __init__(self, stacks: Sequence[RunningStack]) -> None:
+        names = ", ".join(f"{stack.name} ({stack.address})" for stack in stacks)
+        super().__init__(f"several stacks run here: {names}; choose one with --stack")
+        self.names = [stack.name for stack in stacks]
+
+
+class NameTaken(Exception):
+    """A stack of this name runs already."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStack:
+    """A stack that runs here: its gateways (comma-separated), the services with metrics, its own store."""
+
+    name: str
+    address: str
+    services: tuple[Service, ...] = ()
+    store: str = ""
 
 
 def state_dir() -> Path:
-    """A directory of this user's own: $XDG_RUNTIME_DIR/galley, else galley-UID among the temporary files.
+    """Return a directory of this user: $XDG_RUNTIME_DIR/galley, else galley-UID in the temporary directory.
 
-    Raises PermissionError if somebody else made it first, or can write to it.
+    Raises PermissionError if another user owns it or can write to it.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(runtime) / "galley" if runtime else Path(tempfile.gettempdir()) / f"galley-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise PermissionError(f"{path} is not a directory that only its owner can write")
+        raise PermissionError(f"{path}: must be a directory that only its owner can write")
     return path
 
 
-@dataclass(frozen=True, slots=True)
-class Announced:
-    """The processes of a stack that tell metrics, and the URL of its own store; empty if it has none."""
+class Endpoint:
+    """The name of a stack of this process, by which clients find it; `with` gives it back at the end."""
 
-    services: tuple[Service, ...]
-    store: str = ""
+    def __init__(self, name: str | None = None) -> None:
+        """Take `name`; None takes the first free one of "default", "default-2", ...
+
+        Raises ValueError for a bad name, and NameTaken.
+        """
+        if name is None:
+            number = 1
+            while not self._take(DEFAULT_NAME if number == 1 else f"{DEFAULT_NAME}-{number}"):
+                number += 1
+        elif not _NAME.fullmatch(name):
+            raise ValueError(f"must be 1 to 40 letters, digits, '.', '_' or '-', got {name!r}")
+        elif not self._take(name):
+            raise NameTaken(f"must be free, got {name!r}, which process {_read(self._path).get('pid')} uses")
+
+    def _take(self, name: str) -> bool:
+        self.name, self._path = name, state_dir() / f"{name}{_SUFFIX}"
+        mine = self._path.with_suffix(f".{os.getpid()}")
+        mine.write_text(json.dumps({"pid": os.getpid()}), encoding="utf-8")
+        try:
+            if not _is_running(_read(self._path)):
+                self._path.unlink(missing_ok=True)
+            self._path.hardlink_to(mine)  # fails if another process was faster
+        except FileExistsError:
+            return False
+        finally:
+            mine.unlink()
+        return True
+
+    def announce(self, address: str, services: Sequence[Service] = (), store: str = "") -> None:
+        """Publish the gateways (comma-separated), the services with metrics and the URL of the own store."""
+        fresh = self._path.with_suffix(f".{os.getpid()}")
+        facts = {"pid": os.getpid(), "address": address, "store": store}
+        facts["services"] = [dataclasses.asdict(service) for service in services]
+        fresh.write_text(json.dumps(facts), encoding="utf-8")
+        fresh.replace(self._path)
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if _read(self._path).get("pid") == os.getpid():
+            self._path.unlink(missing_ok=True)
 
 
-def announce(address: str, services: Sequence[Service] = (), store: str = "") -> Path:
-    """Name `address` (of several gateways, with commas) as the endpoint of this machine's stack.
+def running_stacks() -> list[RunningStack]:
+    """Return the stacks that run here and have announced their gateways, by name."""
+    stacks = []
+    for path in sorted(state_dir().glob(f"*{_SUFFIX}")):
+        facts = _read(path)
+        if _is_running(facts) and isinstance(facts.get("address"), str):
+            store = facts.get("store")
+            stacks.append(
+                RunningStack(
+                    path.name.removesuffix(_SUFFIX),
+                    facts["address"],
+                    _services(facts.get("services")),
+                    store if isinstance(store, str) else "",
+                )
+            )
+    return stacks
 
-    `services` and `store` are as in Announced. The stack is kept up by this process. Returns the file.
+
+def find_stack(name: str | None = None) -> RunningStack:
+    """Return the stack of that name, or the only one that runs here.
+
+    Raises NoEndpoint, SeveralStacks if `name` is None and several run, and PermissionError.
     """
-    path = state_dir() / "endpoint"
-    fresh = path.with_suffix(f".{os.getpid()}")
-    told = {"address": address, "pid": os.getpid(), "store": store}
-    told["services"] = [dataclasses.asdict(one) for one in services]
-    fresh.write_text(json.dumps(told), encoding="utf-8")
-    fresh.replace(path)
-    return path
+    stacks = running_stacks()
+    if name is not None:
+        stacks = [stack for stack in stacks if stack.name == name]
+        if not stacks:
+            raise NoEndpoint(f"no stack {name!r} runs here; start it with `galley up --name {name}`")
+    if not stacks:
+        raise NoEndpoint("no stack runs here; start one with `galley up`")
+    if len(stacks) > 1:
+        raise SeveralStacks(stacks)
+    return stacks[0]
 
 
-def withdraw(path: Path) -> None:
-    """Take back what `announce` wrote, unless another stack has announced itself meanwhile."""
-    if _read(path).get("pid") == os.getpid():
-        path.unlink(missing_ok=True)
-
-
-def find_endpoint(named: str | None) -> str:
-    """`named` if given, else the announced endpoint of a stack that still runs; raises NoEndpoint."""
-    if named:
-        return named
-    address = _announced().get("address")
-    if not isinstance(address, str):
-        raise NoEndpoint("no stack runs here: start one with `galley up`, or name a gateway with --endpoint")
-    return address
-
-
-def find_services() -> Announced:
-    """What a stack that still runs has announced of its metrics; raises NoEndpoint if there is none."""
-    told = _announced()
-    listed, store = told.get("services"), told.get("store")
+def _services(listed: object) -> tuple[Service, ...]:
     try:
-        services = tuple(Service(**one) for one in listed) if isinstance(listed, list) else ()
+        return tuple(Service(**one) for one in listed) if isinstance(listed, list) else ()
     except TypeError:
-        services = ()
-    if not services:
-        raise NoEndpoint("no stack runs here: start one with `galley up`, or name services with --metrics")
-    return Announced(services, store if isinstance(store, str) else "")
+        return ()
 
 
-def _announced() -> dict[str, object]:
-    """What a stack that still runs has announced; nothing if there is none."""
-    told = _read(state_dir() / "endpoint")
-    pid = told.get("pid")
-    return told if isinstance(pid, int) and _alive(pid) else {}
-
-
-def _read(path: Path) -> dict[str, object]:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return facts if isinstance(facts, dict) else {}
 
 
-def _alive(pid: int) -> bool:
+def _is_running(facts: dict[str, Any]) -> bool:
+    pid = facts.get("pid")
+    if not isinstance(pid, int):
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""What a stack is asked to be: its options, where it writes, and the environment of its parts."""
+"""The options of a stack, its directories, and the environment of its parts."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ SMALL_HOST_CORES = 4
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """What to start. None leaves a choice to the part that it concerns."""
+    """The options of a stack. None leaves a choice to the part itself."""
 
     model: str = ""
-    # None: the one trained for this target, if it comes with the installation. "none": none.
+    # None: the draft that Galley brings for this target, if there is one. "none": no draft model.
     draft_model: str | None = None
-    # The draft serves all that it can; the first of these is its default, else hybrid where it has a model.
+    # The first is the default of requests that name none; empty: hybrid with a draft model, else ngram.
     strategies: tuple[str, ...] = ()
     k: int | None = None
     dtype: str | None = None
     # None: an embedded Valkey.
     redis_url: str | None = None
     gateways: int = 1
-    # Of the target.
+    # Target replicas.
     replicas: int = 1
-    # Processes that share each replica's model; if several, a Ray of the stack's own places and heals them.
+    # Ranks a target replica; several run on a Ray of the stack's own.
     tensor_parallel: int = 1
     drafts: int = 1
-    # Whether each service tells metrics, at a port that the system chooses.
+    # Serve the metrics of each service, at a port that the system chooses.
     metrics: bool = False
-    # Of the first gateway; 0 lets the system choose.
+    # The port of the first gateway; 0: any free one.
     port: int = 0
-    # A part that takes the traces of the others; None: they go where the environment says, if anywhere.
+    # A part that receives the traces of the others; None: the OTEL_* environment decides.
     viewer: PartSpec | None = None
     # Further environment and, by part name ("target", "draft", "gateway", "valkey"), further arguments.
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     extra_args: Mapping[str, Sequence[str]] = field(default_factory=lambda: MappingProxyType({}))
-    # None: 1 on a host of at most SMALL_HOST_CORES cores, where a second one waits for busy neighbours.
+    # None: 1 on a host of at most SMALL_HOST_CORES cores, where more would wait for one another.
     threads: int | None = None
-    # None: in a temporary directory, which goes with the stack.
+    # None: in a temporary directory, removed with the stack.
     log_dir: Path | None = None
     data_dir: Path | None = None
     start_timeout_s: float = 600.0
@@ -54,56 +54,55 @@ class StackOptions:
 
 @dataclass(frozen=True, slots=True)
 class StackDirs:
-    """Where the stack keeps what it writes; `run` is private to the user and short enough for a socket."""
+    """The directories that the stack writes; `run` is private to the user, and short enough for a socket."""
 
     run: Path
     data: Path
     logs: Path
 
 
-# Which parts to run.
 PartTable: TypeAlias = "Callable[[StackOptions, StackDirs], Sequence[PartSpec]]"
 
 
 def host_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def threads_of(options: StackOptions) -> int | None:
-    """Threads a service; None leaves the choice to torch."""
+    """Return the threads a service; None leaves the choice to torch."""
     if options.threads is not None:
         return options.threads
     return 1 if host_cores() <= SMALL_HOST_CORES else None
 
 
-def registers(options: StackOptions) -> bool:
-    """Do gateways find the targets at the store? One process alone is told to them."""
+def targets_register(options: StackOptions) -> bool:
+    """Return True if the gateways find the targets in the store; a single target's address they are given."""
     return options.replicas > 1 or options.tensor_parallel > 1
 
 
 def drafts_register(options: StackOptions) -> bool:
-    """The same of the drafts."""
+    """Return True if the gateways find the drafts in the store."""
     return options.drafts > 1
 
 
 def environment_of(options: StackOptions) -> dict[str, str]:
-    """What every part of the stack finds in its environment."""
-    # Unbuffered: the last words of a part that is killed are in its log.
+    """Return the environment of every part of the stack."""
+    # Unbuffered, so that the log of a part that is killed is complete.
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     threads = threads_of(options)
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
-    # All gateways of a stack make the same session id of an idempotency key.
+    # All gateways of a stack derive the same session id from an idempotency key.
     if "GALLEY_GATEWAY_ID_SECRET_FILE" not in env:
         env.setdefault("GALLEY_GATEWAY_ID_SECRET", secrets.token_hex(32))
-    for role in ("GATEWAY", "TARGET", "DRAFT"):  # which store it is, is for the stack to say
+    for role in ("GATEWAY", "TARGET", "DRAFT"):  # the stack itself decides which store is used
         env.pop(f"GALLEY_{role}_REDIS_URL_FILE", None)
     if options.redis_url:
         env["GALLEY_GATEWAY_REDIS_URL"] = options.redis_url
-        if registers(options):
+        if targets_register(options):
             env["GALLEY_TARGET_REDIS_URL"] = options.redis_url
         if drafts_register(options):
             env["GALLEY_DRAFT_REDIS_URL"] = options.redis_url

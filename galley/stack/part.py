@@ -1,4 +1,4 @@
-"""One part of the local stack: an operating system process, from starting to ready to gone.
+"""One part of the local stack: an operating system process, from its start to its end.
 
 Every part runs under `guard.py`, in a session of its own: Ctrl-C reaches only the supervisor, and however the
 supervisor ends, the part ends with it.
@@ -21,19 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from galley.stack import guard
-from galley.stack.probes import LOOPBACK, lines, listening, pong
+from galley.stack.probes import LOOPBACK, is_answering, is_listening, lines
 
-# What a part says when it is ready: {"address": "127.0.0.1:4711", ...}; by part name.
-Told = Mapping[str, Any]
-Facts = Mapping[str, Told]
+PartFacts = Mapping[str, Any]
+"""What a part reports when it is ready, such as {"address": "127.0.0.1:4711"}."""
+Facts = Mapping[str, PartFacts]
+"""The facts of the ready parts, by part name."""
 
 _TAIL_LINES = 20
 _PING_PERIOD_S = 0.01
-_LAST_WORDS_S = 5.0
+_LOG_FLUSH_S = 5.0
 
 
 class State(enum.StrEnum):
-    """Of one part."""
+    """The state of one part."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -43,24 +44,24 @@ class State(enum.StrEnum):
 
 
 class ReadyBy(enum.Enum):
-    """How a part shows that it is ready."""
+    """The way in which a part shows that it is ready."""
 
     # It gets `--ready-fd N` and writes JSON lines there: {"stage": ...}, at last {"stage": "ready", ...}.
     PIPE = enum.auto()
-    # It answers a PING on the unix socket that its spec names.
+    # It answers a PING on the unix socket of its spec.
     PING = enum.auto()
-    # It takes connections on all the ports that its spec names; the first one's is its address.
+    # It accepts connections on all ports of its spec; the first is its address.
     PORTS = enum.auto()
-    # It ends with 0; each line of its output is a stage, the last one is its answer: {"line": ...}.
+    # It ends with exit code 0; each line of its output is a stage, the last one its fact: {"line": ...}.
     EXIT = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
-    """What to run, and when: `command` is given what the parts named in `after` said, as is `environment`.
+    """A process to run once the parts named in `after` are ready.
 
-    A `niceness` above 0 lets the other parts go before it where cores are few. A stack outlives the end of a
-    part that is not `vital`.
+    `command` and `environment` are given the facts of these. A `niceness` above 0 gives the other parts
+    precedence where cores are few. The stack outlives a part that is not `vital`.
     """
 
     name: str
@@ -76,7 +77,7 @@ class PartSpec:
 
 @dataclass(frozen=True, slots=True)
 class PartStatus:
-    """A change that the display shows; `elapsed_s` counts from the start of the part's process."""
+    """A change of one part; `elapsed_s` counts from the start of its process."""
 
     name: str
     state: State
@@ -89,7 +90,7 @@ OnStatus = Callable[[PartStatus], None]
 
 
 class PartFailed(Exception):
-    """A part did not become ready, or died; `tail` is the end of its log."""
+    """A part did not become ready, or died. `tail` is the end of its log."""
 
     def __init__(self, name: str, problem: str, log: Path) -> None:
         super().__init__(f"{name} {problem}")
@@ -100,27 +101,27 @@ class PartFailed(Exception):
 
 
 def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
-    """The last lines of a log file, empty if there is none."""
+    """Return the last lines of a log file; empty if there is none."""
     if not log.exists():
         return ""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
 class Part:
-    """The process of one spec. `start` once, from the main thread; `stop` as often as you like."""
+    """The process of one spec. Call `start` from the main thread; `stop` may be repeated."""
 
     def __init__(self, spec: PartSpec, log: Path, env: Mapping[str, str], on_status: OnStatus) -> None:
         self.spec = spec
         self.log = log
         self._env = env
-        self._given: dict[str, str] = {}
+        self._environment: dict[str, str] = {}
         self._on_status = on_status
         self._process: asyncio.subprocess.Process | None = None
         self._started_at = 0.0
 
     @property
     def pid(self) -> int:
-        """Of the part's process; raises RuntimeError before it was started."""
+        """The pid of the process. Raises RuntimeError before it was started."""
         if self._process is None:
             raise RuntimeError(f"{self.spec.name} was not started")
         return self._process.pid
@@ -130,28 +131,31 @@ class Part:
         """True from the start of the process until its end was noticed."""
         return self._process is not None and self._process.returncode is None
 
-    async def start(self, facts: Facts, timeout_s: float) -> Told:
-        """Run the command and wait until it is ready; raises PartFailed. What runs must still be stopped."""
+    async def start(self, facts: Facts, timeout_s: float) -> PartFacts:
+        """Run the command, wait until it is ready, return its facts.
+
+        Raises PartFailed; the process may still run then, and must be stopped.
+        """
         self._started_at = time.monotonic()
         self._report(State.STARTING, "starting")
         try:
             async with asyncio.timeout(timeout_s):
-                told = await self._spawn_and_wait(facts)
+                facts = await self._spawn_and_wait(facts)
         except TimeoutError:
             raise self._failure(f"was not ready after {timeout_s:g} s") from None
-        self._report(State.READY, "ready", str(told.get("address", "")))
-        return told
+        self._report(State.READY, "ready", str(facts.get("address", "")))
+        return facts
 
-    async def _spawn_and_wait(self, facts: Facts) -> Told:
+    async def _spawn_and_wait(self, facts: Facts) -> PartFacts:
         command = list(self.spec.command(facts))
-        self._given = {**self._env, **self.spec.environment(facts)}
+        self._environment = {**self._env, **self.spec.environment(facts)}
         match self.spec.ready_by:
             case ReadyBy.PIPE:
-                return await self._until_told(command)
+                return await self._until_ready(command)
             case ReadyBy.PING:
-                return await self._untilpong(command)
+                return await self._until_answering(command)
             case ReadyBy.PORTS:
-                return await self._untillistening(command)
+                return await self._until_listening(command)
             case ReadyBy.EXIT:
                 return await self._until_done(command)
 
@@ -168,47 +172,47 @@ class Part:
                 *guarded,
                 stdin=asyncio.subprocess.DEVNULL,
                 stderr=log,
-                env=self._given,
+                env=self._environment,
                 start_new_session=True,
                 **kwargs,
             )
         return self._process
 
-    async def _until_told(self, command: Sequence[str]) -> Told:
+    async def _until_ready(self, command: Sequence[str]) -> PartFacts:
         read_fd, write_fd = os.pipe()
         with os.fdopen(read_fd, "rb", buffering=0) as pipe:
             try:
                 await self._spawn([*command, "--ready-fd", str(write_fd)], pass_fds=(write_fd,))
             finally:
                 os.close(write_fd)
-            async with lines(pipe) as told:
-                async for line in told:
+            async with lines(pipe) as messages:
+                async for line in messages:
                     message = self._message(line)
                     if message.get("stage") == "ready":
                         return message
                     self._report(State.STARTING, str(message.get("stage", "")))
         raise await self._ended_early()
 
-    def _message(self, line: bytes) -> Told:
+    def _message(self, line: bytes) -> PartFacts:
         try:
             message = json.loads(line)
         except ValueError:
             message = None
         if not isinstance(message, dict):
-            raise self._failure(f"wrote {line!r} where a JSON object was due")
+            raise self._failure(f"wrote {line!r} instead of a JSON object")
         return message
 
-    async def _untilpong(self, command: Sequence[str]) -> Told:
+    async def _until_answering(self, command: Sequence[str]) -> PartFacts:
         socket = self.spec.socket
         if socket is None:
             raise ValueError(f"{self.spec.name}: PING needs a socket")
-        await self._until(command, lambda: pong(socket))
+        await self._until(command, lambda: is_answering(socket))
         return {"address": str(socket)}
 
-    async def _untillistening(self, command: Sequence[str]) -> Told:
+    async def _until_listening(self, command: Sequence[str]) -> PartFacts:
         if not self.spec.ports:
             raise ValueError(f"{self.spec.name}: PORTS needs ports")
-        await self._until(command, lambda: listening(self.spec.ports))
+        await self._until(command, lambda: is_listening(self.spec.ports))
         return {"address": f"{LOOPBACK}:{self.spec.ports[0]}"}
 
     async def _until(self, command: Sequence[str], holds: Callable[[], Awaitable[bool]]) -> None:
@@ -218,7 +222,7 @@ class Part:
                 raise await self._ended_early()
             await asyncio.sleep(_PING_PERIOD_S)
 
-    async def _until_done(self, command: Sequence[str]) -> Told:
+    async def _until_done(self, command: Sequence[str]) -> PartFacts:
         process = await self._spawn(command, stdout=asyncio.subprocess.PIPE)
         line = b""
         if process.stdout is not None:
@@ -229,24 +233,21 @@ class Part:
         return {"line": line.decode(errors="replace").strip()}
 
     async def _ended_early(self) -> PartFailed:
-        """The failure of a part that ended, or gave up its pipe, before it was ready."""
+        """Return the failure of a part that ended, or closed its pipe, before it was ready."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
-                await self._wait()
+            async with asyncio.timeout(_LOG_FLUSH_S):
+                await self.ended()
         if self.running:
             return self._failure("closed its ready pipe before it was ready")
         return self._failure(f"{self._how_it_ended()} before it was ready")
 
     async def died(self) -> PartFailed:
-        """Wait for the end of the process, which nobody asked for."""
-        await self._wait()
+        """Wait for the unexpected end of the process. Return it as a failure."""
+        await self.ended()
         return self._failure(self._how_it_ended())
 
     async def ended(self) -> None:
-        """Wait for the end of the process, which somebody asked for."""
-        await self._wait()
-
-    async def _wait(self) -> None:
+        """Wait for the end of the process."""
         if self._process is not None:
             await self._process.wait()
 
@@ -261,29 +262,29 @@ class Part:
         return PartFailed(self.spec.name, problem, self.log)
 
     def send(self, sig: signal.Signals) -> None:
-        """Send a signal to the process, if it still runs."""
+        """Send a signal to the process if it still runs."""
         if self.running:
             os.kill(self.pid, sig)
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL to the whole process group after `grace_s` seconds."""
+        """Send SIGTERM, and SIGKILL to the whole process group after `grace_s` seconds."""
         if not self.running:
             return
         self._report(State.STOPPED, "stopping")
         self.send(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
-                await self._wait()
+                await self.ended()
         except TimeoutError:
             await self.kill()
         self._report(State.STOPPED, "stopped")
 
     async def kill(self) -> None:
-        """SIGKILL to the whole process group."""
+        """Send SIGKILL to the whole process group, and wait for the end."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-        await self._wait()
+        await self.ended()
 
     def _report(self, state: State, stage: str, address: str = "") -> None:
         elapsed_s = time.monotonic() - self._started_at

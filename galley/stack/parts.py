@@ -1,12 +1,12 @@
-"""The real parts of the local stack: which commands, in which order.
+"""The commands of the local stack's parts, and their order.
 
 valkey ──────────────────────┐
 model (fetch, convert) ─┬─ target ─┼─ gateway, gateway-2, ...
 draft-model, if any ────┴─ draft ──┘
 
-One target or draft is told to the gateways; several (target, target-2, ...) register themselves at the store.
-Target replicas of several ranks are one part, which runs them on a Ray of its own. A viewer of traces, if one
-is wanted, starts before all that send it any.
+The gateways are given the address of a single target or draft; several (target, target-2, ...) register
+themselves in the store. Target replicas of several ranks are one part, which runs them on a Ray of its own. A
+viewer of traces starts before the parts that send it traces.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from pathlib import Path
 
 from galley.common.config.defaults import DEFAULT_MODEL, shipped_draft
 from galley.core import names
-from galley.stack.options import StackDirs, StackOptions, drafts_register, registers, threads_of
+from galley.stack.options import StackDirs, StackOptions, drafts_register, targets_register, threads_of
 from galley.stack.part import Facts, PartSpec, ReadyBy
 from galley.stack.viewer import export_to
 
 NO_DRAFT_MODEL = "none"
-# On a machine that all parts share, a pass of the target is what everyone waits for.
+# All parts share the machine, and every stream waits for the steps of the target.
 _DRAFT_NICENESS = 10
 
 
 def stack_parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
-    """The parts that `options` ask for."""
+    """Return the parts of a stack with these options."""
     parts = [] if options.redis_url else [_valkey(options, dirs)]
     parts.append(_prepare("model", options.model))
     draft_model = draft_model_of(options)
     if draft_model is not None:
         parts.append(_prepare("draft-model", draft_model))
-    parts += _targets(options)
+    # Ray runs all replicas of several ranks as one part.
+    targets = 1 if options.tensor_parallel > 1 else options.replicas
+    parts += [_target(name, options) for name in _numbered("target", targets)]
     parts += [_draft(name, options) for name in _numbered("draft", options.drafts)]
     needs = tuple(part.name for part in parts if part.ready_by is not ReadyBy.EXIT)
     parts += [_gateway(name, ("model", *needs), options) for name in _numbered("gateway", options.gateways)]
@@ -46,7 +48,7 @@ def _numbered(name: str, count: int) -> list[str]:
 
 
 def traced(parts: Sequence[PartSpec], viewer: PartSpec) -> list[PartSpec]:
-    """With the viewer, and services that send it their traces."""
+    """Return `parts` with the viewer, to which the services send their traces."""
 
     def environment(facts: Facts) -> Mapping[str, str]:
         return export_to(facts[viewer.name]["address"])
@@ -64,7 +66,10 @@ def traced(parts: Sequence[PartSpec], viewer: PartSpec) -> list[PartSpec]:
 
 
 def python_module(module: str, *args: str) -> list[str]:
-    """Run a module of ours; -P, so that a folder `services` where the user stands is not taken for it."""
+    """Return the command that runs a module of ours.
+
+    -P keeps Python from importing a folder named `services` of the current directory instead.
+    """
     return [sys.executable, "-P", "-m", module, *args]
 
 
@@ -87,37 +92,27 @@ def _valkey(options: StackOptions, dirs: StackDirs) -> PartSpec:
 
 
 def _prepare(name: str, model: str) -> PartSpec:
-    """Finds, fetches or converts a model; says the directory."""
+    """Return the part that downloads or converts a model, and reports its directory."""
     args = (model,) if model else ()
     return PartSpec(name, lambda _: python_module("galley.engine.load.resolve", *args), ready_by=ReadyBy.EXIT)
 
 
-def _targets(options: StackOptions) -> list[PartSpec]:
-    if options.tensor_parallel > 1:
-        return [_deployment(options)]
-    return [_target(name, options) for name in _numbered("target", options.replicas)]
-
-
-def _deployment(options: StackOptions) -> PartSpec:
-    def command(facts: Facts) -> list[str]:
-        dtype = ("--dtype", options.dtype) if options.dtype else ()
-        args = [*_common(options), *_threads(options), "--model", facts["model"]["line"], *dtype]
-        args += ["--replicas", str(options.replicas), "--tensor-parallel", str(options.tensor_parallel)]
-        args += _store(facts, options)
-        return python_module("services.target.ray", *args, *options.extra_args.get("target", ()))
-
-    return PartSpec("target", command, after=("model", *_store_part(options)))
-
-
 def _target(name: str, options: StackOptions) -> PartSpec:
-    def command(facts: Facts) -> list[str]:
-        dtype = ("--dtype", options.dtype) if options.dtype else ()
-        args = [*_common(options), *_threads(options), "--model", facts["model"]["line"], *dtype]
-        if registers(options):
-            args += _store(facts, options)
-        return python_module("services.target", *args, *options.extra_args.get("target", ()))
+    uses_ray = options.tensor_parallel > 1
 
-    return PartSpec(name, command, after=("model", *(_store_part(options) if registers(options) else ())))
+    def command(facts: Facts) -> list[str]:
+        args = [*_common(options), *_threads(options), "--model", facts["model"]["line"]]
+        args += _dtype(options)
+        if uses_ray:
+            args += ["--replicas", str(options.replicas), "--tensor-parallel", str(options.tensor_parallel)]
+        if targets_register(options):
+            args += _store(facts, options)
+        module = "services.target.ray" if uses_ray else "services.target"
+        return python_module(module, *args, *options.extra_args.get("target", ()))
+
+    return PartSpec(
+        name, command, after=("model", *(_store_part(options) if targets_register(options) else ()))
+    )
 
 
 def _store_part(options: StackOptions) -> tuple[str, ...]:
@@ -125,12 +120,12 @@ def _store_part(options: StackOptions) -> tuple[str, ...]:
 
 
 def _store(facts: Facts, options: StackOptions) -> list[str]:
-    """The embedded store; the user's own goes by environment: it may hold a password."""
+    # The URL of the user's own store may hold a password, so it is in the environment.
     return [] if options.redis_url else ["--redis-url", f"unix://{facts['valkey']['address']}"]
 
 
 def draft_model_of(options: StackOptions) -> str | None:
-    """The draft's model, or None for a draft without one."""
+    """Return the draft's model, or None for a draft without a model."""
     if options.draft_model is not None:
         return None if options.draft_model == NO_DRAFT_MODEL else options.draft_model
     shipped = shipped_draft(options.model)
@@ -138,7 +133,7 @@ def draft_model_of(options: StackOptions) -> str | None:
 
 
 def default_strategy(options: StackOptions) -> str:
-    """What the draft does for a request that names no strategy."""
+    """Return the strategy of requests that name none."""
     if options.strategies:
         return options.strategies[0]
     return names.NGRAM if draft_model_of(options) is None else names.HYBRID
@@ -150,14 +145,8 @@ def _draft(name: str, options: StackOptions) -> PartSpec:
     def command(facts: Facts) -> list[str]:
         args = [*_common(options), *_threads(options), "--default-strategy", default_strategy(options)]
         if has_model:
-            dtype = ("--dtype", options.dtype) if options.dtype else ()
-            args += [
-                "--model",
-                facts["draft-model"]["line"],
-                "--target-model",
-                facts["model"]["line"],
-                *dtype,
-            ]
+            args += ["--model", facts["draft-model"]["line"], "--target-model", facts["model"]["line"]]
+            args += _dtype(options)
         else:
             args += ["--tokenizer", facts["model"]["line"]]
         if drafts_register(options):
@@ -171,13 +160,9 @@ def _draft(name: str, options: StackOptions) -> PartSpec:
 
 def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSpec:
     def command(facts: Facts) -> list[str]:
-        args = [
-            *_common(options, options.port if name == "gateway" else 0),
-            "--model",
-            facts["model"]["line"],
-        ]
-        args += ["--model-name", _served_name(options.model)]
-        if not registers(options):
+        args = _common(options, options.port if name == "gateway" else 0)
+        args += ["--model", facts["model"]["line"], "--model-name", _served_name(options.model)]
+        if not targets_register(options):
             args += ["--target", facts["target"]["address"]]
         if not drafts_register(options):
             args += ["--draft", facts["draft"]["address"]]
@@ -190,15 +175,19 @@ def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSp
 
 
 def _served_name(model: str) -> str:
-    """What clients may call it: the name that the user gave, or the last part of a path."""
+    """Return the name by which clients request the model: as the user gave it, or the last part of a path."""
     path = Path(model)
     return path.name if model and path.exists() else model or DEFAULT_MODEL
 
 
 def _common(options: StackOptions, port: int = 0) -> list[str]:
-    # Half of the grace for the work under way, the rest for the end of the process itself.
+    # Half of the grace is for requests under way, the rest for the end of the process.
     args = ["--port", str(port), "--drain-timeout-s", f"{options.stop_grace_s / 2:g}"]
     return [*args, "--metrics-port", "0"] if options.metrics else args
+
+
+def _dtype(options: StackOptions) -> list[str]:
+    return ["--dtype", options.dtype] if options.dtype else []
 
 
 def _threads(options: StackOptions) -> list[str]:

@@ -1,19 +1,21 @@
-"""How it is seen that a part of the stack is there."""
+"""Check that a process of the stack, or its store, can be reached."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import os
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 LOOPBACK = "127.0.0.1"
+_CONNECT_TIMEOUT_S = 1.5
 
 
 @contextlib.asynccontextmanager
 async def lines(pipe: IO[bytes]) -> Any:
-    """The lines of a pipe, as they come; within, it is open."""
+    """Yield a reader of the pipe, which is closed at the end."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), pipe
@@ -24,8 +26,8 @@ async def lines(pipe: IO[bytes]) -> Any:
         transport.close()
 
 
-async def listening(ports: Sequence[int]) -> bool:
-    """Does somebody take connections on all of these?"""
+async def is_listening(ports: Sequence[int]) -> bool:
+    """Return True if all these ports of this machine accept connections."""
     for port in ports:
         try:
             _, writer = await asyncio.open_connection(LOOPBACK, port)
@@ -37,8 +39,8 @@ async def listening(ports: Sequence[int]) -> bool:
     return True
 
 
-async def pong(socket: Path) -> bool:
-    """Does a server on this unix socket answer a PING?"""
+async def is_answering(socket: Path) -> bool:
+    """Return True if a Redis server on this unix socket answers a PING."""
     try:
         reader, writer = await asyncio.open_unix_connection(socket)
     except OSError:
@@ -52,3 +54,32 @@ async def pong(socket: Path) -> bool:
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
+
+
+async def unreachable(redis_url: str) -> str:
+    """Return why no server of a Redis URL accepts connections; empty if one does. Raises ValueError."""
+    from galley.common.redis.url import parse_redis_url  # noqa: PLC0415  # an extra
+
+    url = parse_redis_url(redis_url)
+    attempts = [_try(f"{host}:{port}", asyncio.open_connection(host, port)) for host, port in url.hosts]
+    if url.path:
+        attempts.append(_try(url.path, asyncio.open_unix_connection(url.path)))
+    problems = await asyncio.gather(*attempts)
+    return "; ".join(problems) if all(problems) else ""
+
+
+async def _try(place: str, connect: Coroutine[Any, Any, tuple[object, asyncio.StreamWriter]]) -> str:
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            _, writer = await connect
+    except OSError as error:  # TimeoutError among them
+        return f"cannot reach {place}: {_reason(error)}"
+    writer.close()
+    return ""
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {_CONNECT_TIMEOUT_S:g} s"
+    # asyncio joins the errors of several addresses of one name into a text without an errno.
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

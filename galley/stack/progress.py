@@ -1,4 +1,4 @@
-"""Shows the parts of a stack from starting to ready: a live table on a terminal, plain lines elsewhere."""
+"""Show the start of a stack: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class _Row:
 
 
 class StackProgress:
-    """Give `show` to a Stack as its `on_status`; use as a context while the stack starts."""
+    """The display of a start: pass `show` to a Stack as `on_status`, and use it as a context meanwhile."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._rows: dict[str, _Row] = {}
         self._live = Live(console=console, get_renderable=self._table, refresh_per_second=10)
-        self._on = False
+        self._is_open = False
 
     def expect(self, parts: Sequence[str]) -> None:
         """Name the parts, in the order in which they are shown."""
@@ -41,7 +41,7 @@ class StackProgress:
             self._note(PartStatus(name, State.WAITING, "waiting", 0.0))
 
     def __enter__(self) -> Self:
-        self._on = True
+        self._is_open = True
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -52,12 +52,12 @@ class StackProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._on = False
+        self._is_open = False
         self._live.stop()
 
     def show(self, status: PartStatus) -> None:
-        """Note a change; once the stack is up, nothing more is shown."""
-        if not self._on:
+        """Show a change of a part. Once the stack is up, nothing more is shown."""
+        if not self._is_open:
             return
         self._note(status)
         if not self._console.is_terminal:

@@ -1,11 +1,10 @@
-"""The local stack: Valkey, targets, drafts and gateways, each its own process, started as early as can be.
+"""The local stack: Valkey, targets, drafts and gateways, each a process.
 
     async with Stack(StackOptions(gateways=2)) as stack:
         first, second = stack.gateways
 
-A part starts as soon as the parts that it needs are ready. If one cannot, the others are stopped and
-PartFailed is raised. Once they are up, a part that dies is not started again: `failure()` tells who died, and
-what to do about it is the caller's to say.
+A part starts as soon as the parts that it needs are ready. If one cannot start, the others are stopped and
+PartFailed is raised. A part that dies later is not started again: `failure()` returns it to the caller.
 """
 
 from __future__ import annotations
@@ -20,13 +19,24 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from galley.stack.options import PartTable, StackDirs, StackOptions, environment_of
-from galley.stack.part import Facts, OnStatus, Part, PartFailed, PartSpec, PartStatus, ReadyBy, State, Told
+from galley.stack.part import (
+    Facts,
+    OnStatus,
+    Part,
+    PartFacts,
+    PartFailed,
+    PartSpec,
+    PartStatus,
+    ReadyBy,
+    State,
+)
 from galley.stack.parts import stack_parts
 from galley.top.service import Service
 
 __all__ = [
     "Facts",
     "OnStatus",
+    "PartFacts",
     "PartFailed",
     "PartSpec",
     "PartStatus",
@@ -36,10 +46,9 @@ __all__ = [
     "StackDirs",
     "StackOptions",
     "State",
-    "Told",
 ]
 
-# A unix socket's path may not be longer on Linux than 107 bytes.
+# On Linux the path of a unix socket has at most 107 bytes.
 _MAX_RUN_DIR = 80
 _BLAME_S = 1.0
 
@@ -47,11 +56,11 @@ T = TypeVar("T")
 
 
 def ignore_status(_: PartStatus) -> None:
-    """Show nothing."""
+    """Do nothing."""
 
 
 class Stack:
-    """The parts of one local stack. Use from the main thread: parts are tied to the life of the thread."""
+    """The parts of one local stack. Use it from the main thread: parts end with their starting thread."""
 
     def __init__(
         self,
@@ -60,21 +69,16 @@ class Stack:
         parts: PartTable = stack_parts,
     ) -> None:
         self.options = options
-        if options.gateways < 1:
-            raise ValueError("a stack has at least one gateway")
-        if options.replicas < 1:
-            raise ValueError("a stack has at least one target")
-        if options.tensor_parallel < 1:
-            raise ValueError("a replica has at least one rank")
-        if options.drafts < 1:
-            raise ValueError("a stack has at least one draft")
+        for name in ("gateways", "replicas", "tensor_parallel", "drafts"):
+            if getattr(options, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, got {getattr(options, name)}")
         self.dirs = _make_dirs(options)
         env = environment_of(options)
         self._parts = {
             spec.name: Part(spec, self.dirs.logs / f"{spec.name}.log", env, on_status)
             for spec in parts(options, self.dirs)
         }
-        self._told: dict[str, Told] = {}
+        self._facts: dict[str, PartFacts] = {}
         self._failed = False
 
     @property
@@ -88,22 +92,22 @@ class Stack:
         return tuple(self.address(name) for name in self._parts if name.startswith("gateway"))
 
     def address(self, part: str) -> str:
-        """Where a ready part listens."""
-        return str(self._told[part]["address"])
+        """Return the address at which a ready part listens."""
+        return str(self._facts[part]["address"])
 
     @property
     def services(self) -> tuple[Service, ...]:
-        """The ready parts that tell metrics."""
-        ready = {name: self._told[name] for name in self._parts if name in self._told}
+        """The ready parts that serve metrics."""
+        ready = {name: self._facts[name] for name in self._parts if name in self._facts}
         return tuple(
-            Service(name, str(told["metrics"]), str(told.get("address", "")))
-            for name, told in ready.items()
-            if told.get("metrics")
+            Service(name, str(facts["metrics"]), str(facts.get("address", "")))
+            for name, facts in ready.items()
+            if facts.get("metrics")
         )
 
     @property
     def store_url(self) -> str:
-        """Of the embedded store; empty where it is the user's own, whose URL may hold a password."""
+        """The URL of the embedded store; empty for the user's own, whose URL may hold a password."""
         return "" if self.options.redis_url else f"unix://{self.address('valkey')}"
 
     @property
@@ -111,16 +115,16 @@ class Stack:
         """The parts whose process runs."""
         return tuple(name for name, part in self._parts.items() if part.running)
 
-    def told(self, part: str) -> Told:
-        """What a part said when it was ready."""
-        return self._told[part]
+    def facts(self, part: str) -> PartFacts:
+        """Return what a part reported when it was ready."""
+        return self._facts[part]
 
     def pid(self, part: str) -> int:
-        """Of a part's process."""
+        """Return the pid of a part's process."""
         return self._parts[part].pid
 
     def log(self, part: str) -> Path:
-        """The file that a part's output goes to."""
+        """Return the file of a part's output."""
         return self._parts[part].log
 
     def send(self, part: str, sig: signal.Signals) -> None:
@@ -128,19 +132,19 @@ class Stack:
         self._parts[part].send(sig)
 
     async def kill(self, part: str) -> None:
-        """SIGKILL a part and wait for its end."""
+        """Send SIGKILL to a part, and wait for its end."""
         await self._parts[part].kill()
 
     async def ended(self, part: str) -> None:
-        """Wait for the end of a part that was asked to stop."""
+        """Wait for the end of a part."""
         await self._parts[part].ended()
 
     async def restart(self, part: str) -> None:
-        """Start a part again that has ended; the others keep the address that they know of it."""
+        """Start a part again that has ended. The others keep its old address."""
         await self._start_part(self._parts[part])
 
     async def __aenter__(self) -> Self:
-        if not self._told:
+        if not self._facts:
             await self.start()
         return self
 
@@ -153,7 +157,7 @@ class Stack:
         await self.stop()
 
     async def start(self) -> None:
-        """Start everything; raises PartFailed, with nothing left running, if a part cannot."""
+        """Start all parts. Raises PartFailed, with nothing left running, if one cannot start."""
         ready = {name: asyncio.Event() for name in self._parts}
         try:
             async with asyncio.TaskGroup() as group:
@@ -174,10 +178,10 @@ class Stack:
         ready[part.spec.name].set()
 
     async def _start_part(self, part: Part) -> None:
-        self._told[part.spec.name] = await part.start(self._told, self.options.start_timeout_s)
+        self._facts[part.spec.name] = await part.start(self._facts, self.options.start_timeout_s)
 
     async def failure(self) -> PartFailed:
-        """Wait until a vital part dies that nobody stopped."""
+        """Wait until a vital part dies unexpectedly, and return how."""
         vital = [part for part in self._parts.values() if part.running and part.spec.vital]
         async with asyncio.TaskGroup() as group:
             watches = [group.create_task(part.died()) for part in vital]
@@ -188,7 +192,7 @@ class Stack:
         return done.pop().result()
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work` for as long as all parts live; raises PartFailed if one dies meanwhile."""
+        """Return the result of `work`. Raises PartFailed if a part dies meanwhile."""
         working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self.failure())
         try:
             await asyncio.wait([working, dying], return_when=asyncio.FIRST_COMPLETED)
@@ -204,7 +208,7 @@ class Stack:
             await asyncio.wait([working, dying])
 
     async def stop(self) -> None:
-        """Stop everything, those first that others do not depend on. Logs are kept if a part had failed."""
+        """Stop all parts, those first on which no other depends. Logs are kept if a part had failed."""
         while running := [part for part in self._parts.values() if part.running]:
             needed = {name for part in running for name in part.spec.after}
             idle = [part for part in running if part.spec.name not in needed]
@@ -215,12 +219,12 @@ class Stack:
             self.forget()
 
     def forget(self) -> None:
-        """Remove what the stack wrote into its temporary directory, logs of a failure included."""
+        """Remove the stack's temporary directory, with the logs of a failure."""
         shutil.rmtree(self.dirs.run, ignore_errors=True)
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure that came first; TaskGroup keeps their order."""
+    """Return the failure that came first; TaskGroup keeps their order."""
     error: BaseException = failures
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

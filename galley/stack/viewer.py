@@ -1,4 +1,4 @@
-"""What `galley up --trace` shows traces with: Arize Phoenix where it is installed, else `galley trace`."""
+"""The viewer of `galley up --trace`: Arize Phoenix if it is installed, else a file for `galley trace`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _PHOENIX = "arize-phoenix"
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """The part that takes the traces, and what to tell the user of it."""
+    """The part that receives the traces, and a note for the user."""
 
     part: PartSpec
-    told: str
+    note: str
 
 
 def find_viewer() -> Viewer:
-    """The best that there is here. Raises OSError."""
+    """Return the best viewer that is installed. Raises OSError."""
     directory = trace_dir()
     return _phoenix(directory / "phoenix") if _has_phoenix() else _collector(new_file(directory))
 
 
 def export_to(address: str) -> Mapping[str, str]:
-    """The environment of a process that is to send its traces to `address`, and nothing else there."""
+    """Return the environment of a process that sends its traces, and nothing else, to `address`."""
     return {
         "OTEL_SDK_DISABLED": "false",
         "OTEL_TRACES_EXPORTER": "otlp",
@@ -48,7 +48,7 @@ def _collector(file: Path) -> Viewer:
 
 
 def _has_phoenix() -> bool:
-    """By its distribution's name: importing it takes seconds, and other packages are called phoenix, too."""
+    # By the distribution's name: importing takes seconds, and other packages are called phoenix, too.
     try:
         importlib.metadata.version(_PHOENIX)
     except importlib.metadata.PackageNotFoundError:
@@ -64,10 +64,10 @@ def _phoenix(directory: Path) -> Viewer:
         "PHOENIX_PORT": str(http_port),
         "PHOENIX_GRPC_PORT": str(grpc_port),
         "PHOENIX_WORKING_DIR": str(directory),
-        # It would tell its makers of each start, and load fonts from elsewhere.
+        # Do not report each start to its makers, nor load fonts from the network.
         "PHOENIX_TELEMETRY_ENABLED": "false",
         "PHOENIX_ALLOW_EXTERNAL_RESOURCES": "false",
-        # An assistant with a shell of its own, which nobody needs to look at traces.
+        # An assistant with a shell is not needed to look at traces.
         "PHOENIX_DISABLE_AGENT_ASSISTANT": "true",
         "PHOENIX_AGENTS_DISABLE_BASH": "true",
     }
@@ -83,7 +83,7 @@ def _phoenix(directory: Path) -> Viewer:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Different ones, which nobody listens on at this moment."""
+    """Return different ports that are free at this moment."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from galley.cli.__main__ import app
+from galley.cli.app import app
 from galley.client.credentials import API_KEY_VARIABLE
 from tests.deploy.matrix import TLS, laid_over
 from tests.deploy.render import CHART, Manifest, env_of, helm, only_container, pods, render, workloads

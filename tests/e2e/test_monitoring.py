@@ -116,7 +116,7 @@ async def unanswered(prometheus: Prometheus, asked: dict[str, str]) -> dict[str,
 @pytest.mark.timeout(150)
 async def test_no_panel_rule_or_alert_is_empty(stack: Stack, files: Mounted, tmp_path: Path) -> None:
     tls = Tls(files.ca)
-    told = {part: str(stack.told(part)["metrics"]) for part in SERVICES}
+    told = {part: str(stack.facts(part)["metrics"]) for part in SERVICES}
     async with (
         scraping(tmp_path, told, RULES) as prometheus,
         AsyncClient(stack.address("gateway"), retries=NO_RETRIES, tls=tls) as client,

@@ -25,6 +25,7 @@ class Said:
     token_ids: tuple[int, ...]
     text: str
     from_draft: bool = False
+    logprobs: tuple[float, ...] = ()
 
 
 SCRIPT = (Said((11,), "Hello"), Said((12, 13), ", wor", from_draft=True), Said((14,), "ld!\n"))
@@ -96,6 +97,12 @@ class FakeGateway(rpc.GenerationServicer):
                         token_ids=said.token_ids,
                         text=said.text,
                         from_draft=[said.from_draft] * size,
+                        logprobs=[
+                            pb.PositionLogprobs(
+                                logprob=logprob, top=[pb.TokenLogprob(token_id=token_id, logprob=logprob)]
+                            )
+                            for token_id, logprob in zip(said.token_ids, said.logprobs, strict=False)
+                        ],
                     )
                 )
             index += size

@@ -33,7 +33,7 @@ def test_all_strategies_that_the_gateway_offers_are_measured_and_one_sentence_en
     gateway = FakeGateway()
     plot = tmp_path / "bench.png"
     with serving(gateway) as address:
-        result = run("--address", address, *SHORT, "--plot", str(plot))
+        result = run("--endpoint", address, *SHORT, "--plot", str(plot))
     assert result.exit_code == 0, result.output
     modes = {(request.speculation.mode, request.speculation.strategy) for request in asked_of(gateway)}
     fixed = pb.Speculation.MODE_FIXED
@@ -48,7 +48,7 @@ def test_measured_again_a_gateway_is_asked_nothing_that_it_knows() -> None:
     with serving(gateway) as address:
         for _ in range(2):
             gateway.requests.clear()
-            assert run("--address", address, *SHORT, "--strategies=auto").exit_code == 0
+            assert run("--endpoint", address, *SHORT, "--strategies=auto").exit_code == 0
             requests = asked_of(gateway)
             asked.append(({r.workload for r in requests}, {r.messages.SerializeToString() for r in requests}))
     (labels, prompts), (labels_again, prompts_again) = asked
@@ -58,7 +58,7 @@ def test_measured_again_a_gateway_is_asked_nothing_that_it_knows() -> None:
 
 def test_json_is_one_object_and_nothing_else_on_standard_output() -> None:
     with serving(FakeGateway()) as address:
-        result = run("--address", address, *SHORT, "--strategies=auto", "--temperature=0,0.7", "--json")
+        result = run("--endpoint", address, *SHORT, "--strategies=auto", "--temperature=0,0.7", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["asked"]["arms"] == ["off", "auto"]
@@ -76,7 +76,7 @@ def test_the_user_s_own_prompts_are_asked(tmp_path: Path) -> None:
     gateway = FakeGateway()
     with serving(gateway) as address:
         result = run(
-            "--address", address, f"--prompts={mine}", "--concurrency=1", "--repeats=1", "--strategies=off"
+            "--endpoint", address, f"--prompts={mine}", "--concurrency=1", "--repeats=1", "--strategies=off"
         )
     assert result.exit_code == 0, result.output
     texts = {request.messages.messages[0].content.partition(" ")[2] for request in asked_of(gateway)}
@@ -87,7 +87,7 @@ def test_the_user_s_own_prompts_are_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--workloads=poems"], "no workload 'poems'"),
+        (["--workloads=poems"], "must be one of chat, code, support, rewrite, got 'poems'"),
         (["--concurrency=0"], "must be numbers >= 1"),
         (["--concurrency=x"], "must be numbers >= 1"),
         (["--temperature=nan"], "must be numbers >= 0"),
@@ -104,14 +104,14 @@ def test_wrong_flags_are_refused_before_anything_is_started(arguments: list[str]
 
 def test_a_strategy_that_is_not_offered_is_named_with_those_that_are() -> None:
     with serving(FakeGateway()) as address:
-        result = run("--address", address, *SHORT, "--strategies=off,hybrid")
+        result = run("--endpoint", address, *SHORT, "--strategies=off,hybrid")
     assert result.exit_code == 1
-    assert "no strategy hybrid; there are off, auto, ngram" in result.stderr
+    assert "no strategy hybrid; the gateway has off, auto, ngram" in result.stderr
 
 
 def test_a_gateway_that_refuses_is_a_line_and_no_traceback() -> None:
     with serving(FakeGateway(error=InvalidField("max_tokens", "is too many"), fail_at=0)) as address:
-        result = run("--address", address, *SHORT)
+        result = run("--endpoint", address, *SHORT)
     assert result.exit_code == 1
     assert "INVALID_ARGUMENT" in result.stderr
     assert "Traceback" not in result.output
@@ -120,7 +120,7 @@ def test_a_gateway_that_refuses_is_a_line_and_no_traceback() -> None:
 def test_an_answer_that_fails_ends_the_run() -> None:
     """The model is known, so that it is the stream that fails."""
     with serving(FakeGateway(error=InvalidField("max_tokens", "is too many"), fail_at=1)) as address:
-        result = run("--address", address, *SHORT)
+        result = run("--endpoint", address, *SHORT)
     assert result.exit_code == 1
     assert grpc.StatusCode.INVALID_ARGUMENT.name in result.stderr
     assert not isinstance(result.exception, GalleyRpcError)

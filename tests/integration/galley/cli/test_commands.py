@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from galley.cli.__main__ import app
+from galley.cli.app import app
+from galley.cli.up import wait_for_store
 from galley.common.printable import printable
 from galley.core.errors import InvalidField, Unavailable, UnknownSession
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -39,7 +44,7 @@ def test_generate_prints_the_text_exactly_and_tells_the_session_aside() -> None:
         result = galley("generate", "Say hello", "--endpoint", address)
     assert result.exit_code == 0
     assert result.stdout == "Hello, world!\n"
-    assert f"session {SESSION} · 5 + 4 tokens · 2 rounds · mean acceptance length 2.00" in result.stderr
+    assert f"session {SESSION} · 5 + 4 tokens · 2 rounds · mean accepted length 2.00" in result.stderr
     assert "ended by stop string '!'" in result.stderr
     (request,) = gateway.requests
     assert isinstance(request, pb.GenerateRequest)
@@ -58,14 +63,12 @@ def test_generate_takes_its_endpoint_from_the_environment_and_its_prompt_from_st
 
 def test_generate_finds_the_stack_that_runs_here() -> None:
     with serving(FakeGateway()) as address:
-        told = endpoint.announce(address)
-        assert galley("generate", "x").stdout == "Hello, world!\n"
-        endpoint.withdraw(told)
+        with endpoint.Endpoint() as stack:
+            stack.announce(address)
+            assert galley("generate", "x").stdout == "Hello, world!\n"
         gone = galley("generate", "x")
     assert gone.exit_code == 1
-    assert gone.stderr == (
-        "error: no stack runs here: start one with `galley up`, or name a gateway with --endpoint\n"
-    )
+    assert gone.stderr == "error: no stack runs here; start one with `galley up`\n"
 
 
 def test_every_flag_reaches_the_wire() -> None:
@@ -131,7 +134,7 @@ def test_json_is_one_event_a_line() -> None:
 def test_origins_are_told_apart_without_colours() -> None:
     with serving(FakeGateway()) as address:
         result = galley("generate", "x", "--origins", "--endpoint", address)
-    assert result.stdout == "Hello[, wor]ld!\n\n"
+    assert result.stdout == "Hello[, wor]ld!\n"
     assert "in brackets" in result.stderr
 
 
@@ -174,8 +177,8 @@ def test_a_stream_that_breaks_says_how_to_go_on_and_resume_does() -> None:
     with serving(gateway) as address:
         broken = galley("generate", "x", "--endpoint", address, "--patience=0")
         assert broken.exit_code == 1
-        assert broken.stdout == "Hello, wor"
-        assert f"to go on: galley resume {SESSION} --next-index 3" in broken.stderr
+        assert broken.stdout == "Hello, wor\n"
+        assert f"to continue: galley resume {SESSION} --next-index 3" in broken.stderr
         assert "error: UNAVAILABLE: draining" in broken.stderr
         gateway.error = None
         resumed = galley("resume", SESSION, "--next-index", "3", "--endpoint", address)
@@ -236,7 +239,7 @@ def test_ctrl_c_stops_an_answer_and_says_how_to_go_on() -> None:
             assert process.stdout.readline() == "first\n"
             process.send_signal(signal.SIGINT)
             assert process.wait(10) == 130
-            assert f"to go on: galley resume {SESSION} --next-index 1" in process.stderr.read()
+            assert f"to continue: galley resume {SESSION} --next-index 1" in process.stderr.read()
         assert gateway.cancelled.wait(10)
 
 
@@ -245,7 +248,7 @@ def test_a_terminal_is_not_sent_control_characters() -> None:
 
 
 def test_version_and_help() -> None:
-    assert galley("version").stdout == f"{__version__}\n"
+    assert galley("--version").stdout == f"galley {__version__}\n"
     text = galley("--help").stdout
     for command in ("demo", "up", "generate", "chat", "resume", "plan", "gateway", "draft", "target"):
         assert command in text
@@ -253,8 +256,9 @@ def test_version_and_help() -> None:
 
 def test_help_loads_nothing_slow() -> None:
     code = (
-        "import sys, galley.cli.__main__\n"
-        "slow = {'torch', 'grpc', 'matplotlib', 'redis', 'google.protobuf'} & set(sys.modules)\n"
+        "import sys, galley.cli.app\n"
+        "slow = {'torch', 'grpc', 'matplotlib', 'redis', 'google.protobuf', 'pydantic_settings'}\n"
+        "slow &= set(sys.modules)\n"
         "sys.exit(' '.join(slow) or 0)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -269,23 +273,203 @@ def test_an_endpoint_is_not_taken_from_a_directory_that_others_can_write(tmp_pat
     assert "only its owner can write" in result.stderr
 
 
-def test_an_endpoint_of_a_stack_that_died_is_not_used() -> None:
-    path = endpoint.announce("127.0.0.1:1")
+def _announced_by(pid: int, name: str, address: str) -> Path:
+    path = endpoint.state_dir() / f"{name}.stack"
+    path.write_text(json.dumps({"address": address, "pid": pid}), encoding="utf-8")
+    return path
+
+
+def test_the_name_of_a_stack_that_died_is_free() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
-    path.write_text(json.dumps({"address": "127.0.0.1:1", "pid": process.pid}), encoding="utf-8")
+    path = _announced_by(process.pid, "default", "127.0.0.1:1")
     with pytest.raises(endpoint.NoEndpoint):
-        endpoint.find_endpoint(None)
+        endpoint.find_stack()
     path.write_text("nonsense", encoding="utf-8")
-    with pytest.raises(endpoint.NoEndpoint):
-        endpoint.find_endpoint(None)
+    assert endpoint.running_stacks() == []
+    with endpoint.Endpoint("default") as stack:
+        assert stack.name == "default"
 
 
-def test_a_later_stack_keeps_its_announcement() -> None:
-    path = endpoint.announce("127.0.0.1:1")
-    path.write_text(json.dumps({"address": "127.0.0.1:2", "pid": os.getppid()}), encoding="utf-8")
-    endpoint.withdraw(path)
-    assert endpoint.find_endpoint(None) == "127.0.0.1:2"
+def test_a_second_stack_has_a_file_of_its_own() -> None:
+    with endpoint.Endpoint() as first:
+        first.announce("127.0.0.1:1")
+        with endpoint.Endpoint() as second:
+            second.announce("127.0.0.1:2")
+            assert (first.name, second.name) == ("default", "default-2")
+            assert endpoint.find_stack("default-2").address == "127.0.0.1:2"
+        assert endpoint.find_stack().address == "127.0.0.1:1"
+    assert endpoint.running_stacks() == []
+
+
+def test_of_several_stacks_one_must_be_chosen() -> None:
+    with serving(FakeGateway()) as address, endpoint.Endpoint() as first, endpoint.Endpoint("other") as other:
+        first.announce("127.0.0.1:1")
+        other.announce(address)
+        unclear = galley("generate", "x")
+        chosen = [galley("generate", "x", "--stack", "other"), galley("generate", "x", GALLEY_STACK="other")]
+        unknown = galley("generate", "x", "--stack", "third")
+    assert unclear.exit_code == 1
+    assert unclear.stderr == (
+        f"error: several stacks run here: default (127.0.0.1:1), other ({address}); choose one with --stack\n"
+    )
+    assert [result.stdout for result in chosen] == ["Hello, world!\n"] * 2
+    assert "no stack 'third' runs here" in unknown.stderr
+
+
+def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
+    _announced_by(os.getppid(), "mine", "127.0.0.1:1")
+    for name in ("mine", "a/b", "", "x" * 41):
+        refused = galley("up", "--name", name)
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith("error: --name: must be ")
+        assert len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["up", "--strategy=foo"], "--strategy: must be one of ngram, model, hybrid, none, got 'foo'"),
+        (["up", "--strategy=model", "--draft-model=none"], "--strategy: must be ngram or none"),
+        (["up", "--dtype=fp16"], "--dtype: must be one of float32, bfloat16, float16, got 'fp16'"),
+        (["demo", "--strategy=foo"], "--strategy: must be one of"),
+        (["up", "--redis-url=http://x"], "--redis-url: "),
+        (
+            ["bench", "--strategies=foo"],
+            "--strategies: must be one of off, auto, ngram, model, hybrid, got 'foo'",
+        ),
+        (["bench", "--endpoint=x:y"], "--endpoint: must be HOST[:PORT], got 'x:y'"),
+        (["generate", "x", "--endpoint=x:99999"], "--endpoint: must be HOST[:PORT], got 'x:99999'"),
+        (["generate", "x", "--no-speculation", "--k=2"], "--no-speculation: cannot be combined with --k"),
+        (["generate", "x", "--foo"], "No such option: --foo"),
+        (["generate"], "Missing argument"),
+    ],
+)
+def test_wrong_usage_is_one_line_that_names_the_flag(arguments: list[str], problem: str) -> None:
+    refused = galley(*arguments)
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith(f"error: {problem}")
+    assert f"(see galley {arguments[0]} --help)" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    assert refused.stdout == ""
+
+
+def test_a_port_in_use_is_refused_before_anything_starts() -> None:
+    with serving(FakeGateway()) as address:
+        port = address.rpartition(":")[2]
+        refused = galley("up", "--port", port)
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith(f"error: --port: must be a port that can be opened, got {port}: Address")
+
+
+def test_a_store_that_cannot_be_reached_is_named_at_once_and_tried_again() -> None:
+    command = [sys.executable, "-m", "galley.cli", "up", "--redis-url", "redis://localhost:1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **PLAIN}) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line == "redis: cannot reach localhost:1: Connection refused; trying again, Ctrl-C stops it\n"
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+async def test_the_start_goes_on_once_the_store_can_be_reached() -> None:
+    printed = asyncio.Event()
+
+    class Output(io.StringIO):
+        def write(self, text: str) -> int:
+            if "trying again" in text:
+                printed.set()
+            return len(text)
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
+        waiting = asyncio.ensure_future(wait_for_store(url, Console(file=Output(), width=200)))
+        async with asyncio.timeout(20):
+            await printed.wait()
+            listener.listen()
+            await waiting
+
+
+def test_input_that_is_not_utf_8_is_refused_in_one_line() -> None:
+    command = [sys.executable, "-m", "galley.cli", "generate", "--endpoint", "127.0.0.1:1"]
+    environment = {**os.environ, **PLAIN}
+    piped = subprocess.run(
+        [*command, "-"], input=b"caf\xe9", env=environment, capture_output=True, check=False
+    )
+    assert piped.returncode == 2
+    assert piped.stderr == (
+        b"error: standard input: must be UTF-8 text, got the byte 0xe9 at offset 3 "
+        b"(see galley generate --help)\n"
+    )
+    typed = subprocess.run([*command, b"caf\xe9"], env=environment, capture_output=True, check=False)
+    assert typed.returncode == 2
+    assert b"must be UTF-8 text" in typed.stderr
+    assert len(typed.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_is_not_utf_8_shows_what_it_can(encoding: str) -> None:
+    script = (Said((1,), "r\u00e9sum\u00e9 \N{ROCKET}"),)
+    with serving(FakeGateway(script=script)) as address:
+        command = [sys.executable, "-X", "utf8=0", "-m", "galley.cli"]
+        environment = {**os.environ, **PLAIN, "PYTHONIOENCODING": encoding}
+        arguments = (
+            ["generate", "x", "--endpoint", address],
+            ["generate", "x", "--origins", "--endpoint", address],
+        )
+        for argument in (*arguments, ["--help"], ["plan", "--alpha=0.8"]):
+            ended = subprocess.run([*command, *argument], env=environment, capture_output=True, check=False)
+            assert ended.returncode == 0, ended.stderr
+            assert b"Traceback" not in ended.stderr
+
+
+def test_chat_refuses_a_line_that_is_not_utf_8_and_goes_on() -> None:
+    gateway = FakeGateway()
+    with serving(gateway) as address:
+        command = [sys.executable, "-m", "galley.cli", "chat", "--endpoint", address]
+        ended = subprocess.run(
+            command, input=b"caf\xe9\ntea\n", env={**os.environ, **PLAIN}, capture_output=True, check=False
+        )
+    assert ended.returncode == 0
+    assert b"error: standard input: must be UTF-8 text" in ended.stderr
+    assert len(gateway.requests) == 1
+
+
+def test_output_ends_with_a_newline_and_the_summary_has_a_line_of_its_own() -> None:
+    with serving(FakeGateway(script=(Said((1,), "no newline"),))) as address:
+        result = galley("generate", "x", "--endpoint", address)
+    assert result.stdout == "no newline\n"
+    assert result.output.splitlines()[-1].startswith("session ")
+
+
+def test_logprobs_are_printed_after_the_text() -> None:
+    with serving(FakeGateway(script=(Said((11,), "Hello", logprobs=(-0.25,)),))) as address:
+        result = galley("generate", "x", "--logprobs=1", "--endpoint", address)
+    assert result.stdout.splitlines() == [
+        "Hello",
+        "",
+        " index    token   logprob  likeliest tokens",
+        "     0       11    -0.250  11 -0.250",
+    ]
+
+
+@pytest.mark.parametrize(
+    "code", [UnknownSession("deadbeef"), InvalidField("session_id", "must be hexadecimal")]
+)
+def test_what_cannot_be_resumed_is_not_offered_to_be_resumed(code: Exception) -> None:
+    with serving(FakeGateway(error=code)) as address:
+        result = galley("resume", "deadbeef", "--endpoint", address)
+    assert result.exit_code == 1
+    assert "to continue" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("form", ["http://{}", "http://{}/", "grpc://{}", "{},"])
+def test_an_endpoint_may_be_written_as_people_do(form: str) -> None:
+    with serving(FakeGateway()) as address:
+        assert galley("generate", "x", "--endpoint", form.format(address)).stdout == "Hello, world!\n"
 
 
 def test_the_services_run_with_their_own_flags() -> None:

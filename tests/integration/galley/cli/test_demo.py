@@ -45,7 +45,7 @@ async def test_the_answer_and_what_was_measured_are_shown() -> None:
     assert rows["rounds"] == ["2", "2"]
     assert rows["drafted"] == rows["verified"] == ["4", "4"]
     assert rows["accepted"] == ["2", "2"]
-    assert rows["mean acceptance length"] == ["2.00", "2.00"]
+    assert rows["mean accepted length"] == ["2.00", "2.00"]
     assert rows["time to first token"][0].endswith(" ms")
     assert float(rows["tokens/s"][0]) > 0
     assert float(rows["tokens/s"][1]) > 0

@@ -131,7 +131,7 @@ async def test_a_part_that_runs_once_hands_on_its_last_line() -> None:
     seen: list[PartStatus] = []
     spec = once("model", "print('converting'); print('/models/tiny')")
     async with stack_of(spec, on_status=seen.append) as stack:
-        assert stack.told("model") == {"line": "/models/tiny"}
+        assert stack.facts("model") == {"line": "/models/tiny"}
     assert [status.stage for status in seen] == ["starting", "converting", "/models/tiny", "ready"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from galley.cli.__main__ import app
+from galley.cli.app import app
 from galley.stack import endpoint
 from tests.fakes.certificates import Authority, Mounted, mounted
 from tests.fakes.gateway import SESSION, FakeGateway, serving
@@ -104,7 +104,7 @@ def test_a_key_that_is_not_there_is_told_in_a_line(
     ("flag", "problem"),
     [
         (["--tls-ca-file=/nowhere"], "--tls-ca-file: /nowhere: No such file"),
-        (["--tls-cert-file={cert}"], "--tls-key-file: is missing"),
+        (["--tls-cert-file={cert}"], "--tls-key-file: required with --tls-cert-file"),
         (["--tls-cert-file={cert}", "--tls-key-file={ca}"], "--tls-key-file: {ca}: holds no private key"),
     ],
 )
@@ -118,7 +118,6 @@ def test_a_file_of_no_use_is_told_before_anybody_is_asked(
 
 
 def test_the_stack_that_runs_here_is_spoken_to_plainly(files: Mounted) -> None:
-    with serving(FakeGateway()) as plain:
-        announced = endpoint.announce(plain)
+    with serving(FakeGateway()) as plain, endpoint.Endpoint() as stack:
+        stack.announce(plain)
         assert galley("generate", "x", **told(files)).stdout == "Hello, world!\n"
-        endpoint.withdraw(announced)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from galley.cli.__main__ import app
+from galley.cli.app import app
 from galley.trace.read.spans import Process, Span
 from tests.fakes import trace_scenes as scenes
 from tests.fakes.trace_builder import BEGAN_NS, SESSION, Scene
@@ -94,7 +94,7 @@ def test_a_trace_of_several_sessions_is_shown_whole_and_has_no_page(tmp_path: Pa
     assert shown.stdout.count("Slowest") == 2
     refused = galley_trace(first.trace_id, "--file", path, "--html", str(tmp_path / "page.html"))
     assert refused.exit_code == 1
-    assert refused.stderr == "error: the trace holds 2 sessions: name one of them\n"
+    assert refused.stderr == "error: this trace has 2 sessions; name one of them\n"
 
 
 def test_another_systems_trace_is_shown_plainly(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_another_systems_trace_is_shown_plainly(tmp_path: Path) -> None:
     scene.add(Span(trace_id, scene.span_id(), "", "GET /", BEGAN_NS, BEGAN_NS + 5, Process("web")))
     result = galley_trace(trace_id, "--file", str(write(scene, tmp_path / "t.jsonl")))
     assert result.exit_code == 0
-    assert "none of Galley's requests is in this trace; its 1 span:" in result.stdout
+    assert "this trace has no request of Galley; its 1 span:" in result.stdout
     assert "GET / (web)" in result.stdout
 
 

@@ -49,7 +49,7 @@ def phoenix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def traced_stack(*specs: PartSpec) -> tuple[Stack, str]:
     viewer = find_viewer()
-    return stack_of(*traced(list(specs), viewer.part)), viewer.told
+    return stack_of(*traced(list(specs), viewer.part)), viewer.note
 
 
 async def test_the_services_send_their_spans_to_a_file(trace_dir: Path) -> None:

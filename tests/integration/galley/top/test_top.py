@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from galley.cli.__main__ import app
+from galley.cli.app import app
 from galley.core.routing.choice import DraftLease
 from galley.stack import endpoint
 from galley.top.service import Service
@@ -82,10 +82,9 @@ def test_once_as_a_process_prints_one_frame_without_control_codes() -> None:
 
 
 def test_without_arguments_the_stack_that_runs_here_is_found() -> None:
-    with the_sample() as services:
-        told = endpoint.announce("127.0.0.1:1", services)
+    with the_sample() as services, endpoint.Endpoint() as stack:
+        stack.announce("127.0.0.1:1", services)
         shown = galley("--once", *SOON)
-        endpoint.withdraw(told)
     assert shown.exit_code == 0, shown.output
     assert "4 of 4 up" in shown.stdout
     assert "target-2" in shown.stdout
@@ -95,26 +94,29 @@ def test_without_arguments_the_stack_that_runs_here_is_found() -> None:
 
 
 def test_the_store_of_the_stack_that_runs_here_is_asked_too() -> None:
-    with the_sample() as services, running(VALKEY) as server:
-        endpoint.announce("127.0.0.1:1", services, server.url)
-        assert endpoint.find_services() == endpoint.Announced(tuple(services), server.url)
-        told = galley("--once", *SOON)
-        assert "registry" not in told.stdout
-    away = galley("--once", *SOON)
+    with endpoint.Endpoint() as stack:
+        with the_sample() as services, running(VALKEY) as server:
+            stack.announce("127.0.0.1:1", services, server.url)
+            found = endpoint.find_stack()
+            assert (found.services, found.store) == (tuple(services), server.url)
+            told = galley("--once", *SOON)
+            assert "registry" not in told.stdout
+        away = galley("--once", *SOON)
     assert away.exit_code == 1
     assert "registry away" in away.stdout
 
 
 def test_a_stack_that_tells_no_metrics_is_said_to_be_none() -> None:
-    endpoint.announce("127.0.0.1:1")
-    assert "name services with --metrics" in galley("--once").stderr
+    with endpoint.Endpoint() as stack:
+        stack.announce("127.0.0.1:1")
+        assert "name services with --metrics" in galley("--once").stderr
 
 
 def test_nobody_is_a_frame_and_an_error() -> None:
     shown = galley("--once", *SOON, "--metrics", nobody())
     assert shown.exit_code == 1
     assert "0 of 1 up" in shown.stdout
-    assert "error: nobody answers" in shown.stderr
+    assert "error: no service answers" in shown.stderr
 
 
 @pytest.mark.parametrize(

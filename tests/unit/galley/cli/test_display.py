@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from galley.cli.render import OriginView, legend, mean_acceptance_length, reason
+from galley.cli.answer import OriginView, legend, mean_accepted_length, reason
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.stack.part import PartStatus, State
 from galley.stack.progress import StackProgress
@@ -66,9 +66,9 @@ def test_the_legend_explains_it(terminal: bool) -> None:
     assert "target" in text
 
 
-def test_mean_acceptance_length() -> None:
-    assert mean_acceptance_length(pb.SpeculationStats(rounds=4, accepted=6)) == 2.5
-    assert mean_acceptance_length(pb.SpeculationStats()) == 0
+def test_mean_accepted_length() -> None:
+    assert mean_accepted_length(pb.SpeculationStats(rounds=4, accepted=6)) == 2.5
+    assert mean_accepted_length(pb.SpeculationStats()) == 0
 
 
 def test_why_an_answer_ended() -> None:

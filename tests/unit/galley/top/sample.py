@@ -71,11 +71,11 @@ async def _record(of: Sequence[Service]) -> None:
 
 
 def _main(argv: Sequence[str]) -> None:
-    from galley.stack.endpoint import find_services  # noqa: PLC0415
+    from galley.stack.endpoint import find_stack  # noqa: PLC0415
 
     for old in FOLDER.glob("*.prom"):
         old.unlink()
-    asyncio.run(_record(named_by_address(argv[0]) if argv else find_services().services))
+    asyncio.run(_record(named_by_address(argv[0]) if argv else find_stack().services))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,237 @@
+"""Show a stream as it comes: as text for people, as JSON lines for programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+from google.protobuf.json_format import MessageToJson
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from galley.cli.errors import say, stderr_console
+from galley.cli.flags import Connection
+from galley.client.client import AsyncClient
+from galley.client.errors import GalleyRpcError
+from galley.client.options import Retries
+from galley.client.streams import TokenStream
+from galley.common.printable import printable
+from galley.pb.galley.v1 import galley_pb2 as pb
+
+DRAFT_COLOUR = "green"
+# After these, resuming the session cannot help.
+_FINAL = frozenset(
+    {
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.DATA_LOSS,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+
+class View(Protocol):
+    """Shows the events of a stream."""
+
+    def show(self, event: pb.StreamEvent) -> None:
+        """Show one event."""
+
+    def close(self) -> None:
+        """End the output."""
+
+
+class JsonView:
+    """One JSON object a line: the proto's JSON mapping with its field names; 64-bit numbers are strings."""
+
+    def show(self, event: pb.StreamEvent) -> None:
+        """Write one line."""
+        sys.stdout.write(MessageToJson(event, preserving_proto_field_name=True, indent=None) + "\n")
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """Do nothing: each line is complete."""
+
+
+class TextView:
+    """The text alone, and a line break at its end; a terminal is not sent control characters."""
+
+    def __init__(self, console: Console) -> None:
+        self._is_terminal = console.is_terminal
+        self._last = "\n"
+
+    def show(self, event: pb.StreamEvent) -> None:
+        """Write the text of a chunk."""
+        if text := event.chunk.text:
+            sys.stdout.write(printable(text) if self._is_terminal else text)
+            sys.stdout.flush()
+            self._last = text[-1]
+
+    def close(self) -> None:
+        """End the last line."""
+        if self._last != "\n":
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+class OriginView:
+    """The text, with the tokens that the draft proposed marked.
+
+    They are green; underlined on a terminal without colours; in brackets elsewhere.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._uses_brackets = not console.is_terminal
+        self._is_open = False
+        self._style = draft_style(console)
+        self._last = "\n"
+
+    def show(self, event: pb.StreamEvent) -> None:
+        """Write the text of a chunk, whose tokens have one origin."""
+        if not event.chunk.text:
+            return
+        from_draft = any(event.chunk.from_draft)
+        if self._uses_brackets:
+            self._bracket(from_draft)
+        self._write(printable(event.chunk.text), self._style if from_draft else Style())
+
+    def close(self) -> None:
+        """Close the bracket, end the last line."""
+        if self._uses_brackets:
+            self._bracket(False)
+        if self._last != "\n":
+            self._write("\n", Style())
+
+    def _bracket(self, is_open: bool) -> None:
+        if is_open != self._is_open:
+            self._write("[" if is_open else "]", Style())
+            self._is_open = is_open
+
+    def _write(self, text: str, style: Style) -> None:
+        self._console.print(Text(text, style), end="", soft_wrap=True)
+        self._last = text[-1]
+
+
+class LogprobsView:
+    """Another view, and after it a line for each token with its log-probability and the likeliest ones."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._lines: list[str] = []
+
+    def show(self, event: pb.StreamEvent) -> None:
+        """Show the event, and keep its log-probabilities."""
+        self._view.show(event)
+        chunk = event.chunk
+        for at, (token_id, entry) in enumerate(zip(chunk.token_ids, chunk.logprobs, strict=False)):
+            top = ", ".join(f"{one.token_id} {one.logprob:.3f}" for one in entry.top)
+            self._lines.append(f"{chunk.index + at:>6} {token_id:>8} {entry.logprob:>9.3f}  {top}".rstrip())
+
+    def close(self) -> None:
+        """End the other view, and write the lines."""
+        self._view.close()
+        if self._lines:
+            sys.stdout.write("\n".join(("\n index    token   logprob  likeliest tokens", *self._lines, "")))
+            sys.stdout.flush()
+
+
+def view_of(*, as_json: bool, origins: bool, logprobs: bool = False) -> View:
+    """Return the view that these flags ask for; print the legend of --origins."""
+    if as_json:
+        return JsonView()
+    console = Console(highlight=False)
+    view: View = TextView(console)
+    if origins:
+        stderr_console().print(legend(console), soft_wrap=True)
+        view = OriginView(console)
+    return LogprobsView(view) if logprobs else view
+
+
+def draft_style(console: Console) -> Style:
+    """Return the style of tokens that the draft proposed."""
+    return Style(underline=True) if console.no_color else Style(color=DRAFT_COLOUR)
+
+
+def legend(console: Console) -> Text:
+    """Explain OriginView, in its own styles."""
+    if not console.is_terminal:
+        return Text("[in brackets]: proposed by the draft; the rest: supplied by the target")
+    return Text.assemble(("proposed by the draft", draft_style(console)), " · supplied by the target")
+
+
+def reason(finished: pb.Finished) -> str:
+    """Return why an answer ended, in words."""
+    match finished.WhichOneof("matched_stop"):
+        case "stop":
+            return f"stop string {finished.stop!r}"
+        case "stop_token_id":
+            return f"stop token {finished.stop_token_id}"
+        case _:
+            return pb.Finished.Reason.Name(finished.reason).removeprefix("REASON_").lower()
+
+
+def mean_accepted_length(stats: pb.SpeculationStats) -> float:
+    """Return 1 + accepted / rounds: tokens confirmed a round where nothing is cut."""
+    return 1 + stats.accepted / stats.rounds if stats.rounds else 0.0
+
+
+def summary_line(session_id: str, finished: pb.Finished) -> str:
+    """Return one line about a finished stream."""
+    stats, usage = finished.speculation, finished.usage
+    return (
+        f"session {session_id} · {usage.prompt_tokens} + {usage.output_tokens} tokens · "
+        f"{stats.rounds} rounds · "
+        f"mean accepted length {mean_accepted_length(stats):.2f} · ended by {reason(finished)}"
+    )
+
+
+class Answer:
+    """One stream, shown as it comes."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._stream: TokenStream | None = None
+        self.text = ""
+
+    async def show(self, connection: Connection, start: Callable[[AsyncClient], TokenStream]) -> None:
+        """Show the stream that `start` opens, to its end."""
+        try:
+            from galley.common.tracing.telemetry import start_telemetry  # noqa: PLC0415  # an extra
+        except ImportError:
+            telemetry = None
+        else:
+            telemetry = start_telemetry("galley-cli", as_global=False)
+        client = AsyncClient(
+            connection.addresses,
+            retries=Retries(connection.patience_s),
+            tls=connection.tls,
+            interceptors=telemetry.client_interceptors() if telemetry else (),
+        )
+        try:
+            async with client:
+                self._stream = start(client)
+                async for event in self._stream:
+                    self.text += event.chunk.text
+                    self._view.show(event)
+        finally:
+            self._view.close()
+            if telemetry is not None:
+                telemetry.shutdown()
+
+    def say_how_to_resume(self, error: Exception | None = None) -> None:
+        """Print the command that continues a broken stream, unless `error` rules that out."""
+        if isinstance(error, GalleyRpcError) and error.code in _FINAL:
+            return
+        if self._stream is not None and self._stream.session_id:
+            point = self._stream.resume_from()
+            say(f"to continue: galley resume {point.session_id} --next-index {point.next_index}")
+
+    def say_summary(self) -> None:
+        """Print one line about the finished stream."""
+        if self._stream is not None and self._stream.finished is not None:
+            say(summary_line(self._stream.session_id, self._stream.finished))

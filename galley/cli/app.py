@@ -1,0 +1,148 @@
+"""The `galley` command: its commands, and how wrong usage is reported.
+
+What is slow to load (torch, grpc, protobuf, matplotlib) is loaded by the commands that need it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from galley.cli.bench import bench
+from galley.cli.chat import chat
+from galley.cli.demo import demo
+from galley.cli.distill import distill
+from galley.cli.errors import USAGE, fail, require, say
+from galley.cli.generate import generate
+from galley.cli.plan import plan
+from galley.cli.resume import resume
+from galley.cli.top import top
+from galley.cli.trace import trace
+from galley.cli.up import up
+from galley.stack.parts import python_module
+from galley.version import __version__
+
+_USE, _MEASURE, _SERVERS = "Run and use", "Measure and plan", "Servers"
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+_UsageError: Any = typer.BadParameter.__base__
+_ClickException: Any = _UsageError.__base__
+_QUOTE = "'"
+_CHOICE = re.compile(r"(Value error, )?(?P<given>'.*') is not one of (?P<choices>.*)")
+
+
+class _Group(TyperGroup):
+    """Reports wrong usage in one line, with exit code 2."""
+
+    def main(
+        self, args: Sequence[str] | None = None, *_: Any, standalone_mode: bool = True, **extra: Any
+    ) -> Any:
+        """Run the command line as `galley`, however it was started."""
+        extra["prog_name"] = "galley"
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                # A terminal that is not UTF-8 shows "?" for what it cannot.
+                stream.reconfigure(errors="replace")
+        try:
+            code = super().main(args, standalone_mode=False, **extra)
+        except _ClickException as error:
+            say(f"error: {_usage_problem(error)}", style="red")
+            code = USAGE
+        except typer.Abort:
+            code = 1
+        if not standalone_mode:
+            return code
+        sys.exit(code or 0)
+
+
+def _usage_problem(error: Any) -> str:
+    parameter: Any = getattr(error, "param", None)
+    hint, message = getattr(error, "param_hint", None), getattr(error, "message", None)
+    if isinstance(error, typer.BadParameter) and message and (hint or parameter):
+        is_flag = parameter is not None and parameter.param_type_name == "option"
+        name = hint or (max(parameter.opts, key=len) if is_flag else parameter.name.upper())
+        if choice := _CHOICE.fullmatch(message.rstrip(".")):
+            message = f"must be one of {choice['choices'].replace(_QUOTE, '')}, got {choice['given']}"
+        problem = f"{name}: {message}"
+    else:
+        problem = str(error.format_message())
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "galley"
+    return f"{problem.rstrip('.')} (see {command} --help)"
+
+
+app = typer.Typer(
+    name="galley",
+    cls=_Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Serve language models by speculative decoding.",
+)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"galley {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _galley(
+    *,
+    version: Annotated[  # noqa: ARG001  # read by its callback
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    # An argument that is not UTF-8 could not be sent to a gateway.
+    for argument in sys.argv[1:]:
+        if not argument.isascii() and any("\ud800" <= character <= "\udfff" for character in argument):
+            raise typer.BadParameter("must be UTF-8 text", param_hint=ascii(argument))
+
+
+for _command in (demo, up, generate, chat, resume, top, trace):
+    app.command(rich_help_panel=_USE)(_command)
+for _command in (bench, plan, distill):
+    app.command(rich_help_panel=_MEASURE)(_command)
+
+
+@app.command(rich_help_panel=_SERVERS, context_settings=_PASS_ON, add_help_option=False)
+def gateway(context: typer.Context) -> None:
+    """Run a gateway; `galley gateway --help` lists its settings."""
+    _become("gateway", "services.gateway", context.args)
+
+
+@app.command(rich_help_panel=_SERVERS, context_settings=_PASS_ON, add_help_option=False)
+def draft(context: typer.Context) -> None:
+    """Run a draft; `galley draft --help` lists its settings."""
+    _become("draft", "services.draft", context.args)
+
+
+@app.command(rich_help_panel=_SERVERS, context_settings=_PASS_ON, add_help_option=False)
+def target(context: typer.Context) -> None:
+    """Run a target; `galley target --help` lists its settings."""
+    _become("target", "services.target", context.args)
+
+
+@app.command(rich_help_panel=_SERVERS)
+def prepare(
+    model: Annotated[
+        str, typer.Argument(help="Hub id, directory or GGUF file. Default: the model that Galley brings.")
+    ] = "",
+) -> None:
+    """Download or convert a model, and print its directory."""
+    _become("target", "galley.engine.load.resolve", [model] if model else [])
+
+
+def _become(extra: str, module: str, args: list[str]) -> NoReturn:
+    """Replace this process by the module's, so that signals and exit codes are its own."""
+    require(extra)
+    command = python_module(module, *args)
+    try:
+        os.execv(command[0], command)  # noqa: S606  # without a shell on purpose
+    except OSError as error:
+        raise fail(error) from None

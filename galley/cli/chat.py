@@ -1,0 +1,81 @@
+"""`galley chat`: a conversation with the model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from galley.cli.errors import say
+from galley.cli.flags import Connection, Origins, with_answer_flags, with_connection_flags
+from galley.client.options import GenerateOptions, Message
+
+_HELP = "/quit ends, /reset forgets the conversation, Ctrl-C stops an answer."
+
+
+@with_answer_flags
+@with_connection_flags
+def chat(
+    *,
+    options: GenerateOptions,
+    connection: Connection,
+    system: Annotated[str, typer.Option(help="A system message to begin with. Default: none.")] = "",
+    origins: Origins = False,
+) -> None:
+    """Talk with the model, one turn after the other."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, PLC0415  # history and line editing for input()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    say(_HELP)
+    first = [Message("system", system)] if system else []
+    history = list(first)
+    with asyncio.Runner() as runner:
+        while (line := _read_line()) is not None:
+            if line == "/reset":
+                history = list(first)
+            elif "\N{REPLACEMENT CHARACTER}" in line:
+                say("error: standard input: must be UTF-8 text", style="red")
+            elif line:
+                turns = [*history, Message("user", line)]
+                text = _answer(runner, connection, turns, options, origins=origins)
+                if text is not None:
+                    history = [*turns, Message("assistant", text)]
+
+
+def _read_line() -> str | None:
+    """Return the next line; None for /quit, the end of input or Ctrl-C."""
+    try:
+        line = input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
+    return None if line == "/quit" else line
+
+
+def _answer(
+    runner: asyncio.Runner,
+    connection: Connection,
+    turns: list[Message],
+    options: GenerateOptions,
+    *,
+    origins: bool,
+) -> str | None:
+    """Stream one turn. Return its text, or None, with the reason printed, if it is not complete."""
+    from galley.cli.answer import Answer, view_of  # noqa: PLC0415  # grpc is slow to load
+    from galley.client.errors import BadKey, GalleyRpcError  # noqa: PLC0415
+
+    logprobs = options.get("logprobs") is not None
+    answer = Answer(view_of(as_json=False, origins=origins, logprobs=logprobs))
+    try:
+        runner.run(answer.show(connection, lambda client: client.generate(turns, **options)))
+    except KeyboardInterrupt:
+        say("stopped")
+        return None
+    except (BadKey, GalleyRpcError) as error:
+        say(f"error: {error}", style="red")
+        return None
+    return answer.text
