@@ -151,7 +151,7 @@ def at(streams: int, ratio: float, arm: str = "auto") -> AtLoad:
             [at(1, 0.9), at(8, 1.2)],
             "Speculation pays for m at 8 streams only (auto 1.20× at 8 streams; auto 0.90× at 1 stream).",
         ),
-        ([], "Nothing was measured that could tell whether speculation pays for m."),
+        ([], "Whether speculation pays for m is unknown: nothing was measured."),
     ],
 )
 def test_one_sentence_says_whether_it_pays_and_up_to_which_load(loads: list[AtLoad], said: str) -> None:
