@@ -111,7 +111,7 @@ def test_json_stays_one_object_beside_a_plot(tmp_path: Path) -> None:
         (["--alpha=1.5"], "--alpha", "in [0, 1]"),
         (["--alpha=0.5", "--max-k=0"], "--max-k", "in [1, 256]"),
         (["--alpha=0.5", "--sessions=0"], "--sessions", ">= 1"),
-        (["--alpha=0.5", "--row-costs=5:1"], "--row-costs", "begin with 1:1"),
+        (["--alpha=0.5", "--row-costs=5:1"], "--row-costs", "start with 1:1"),
         (["--plot=x.png"], "--plot", "needs --alpha"),
         (["--alpha=0.5", "--plot=/nowhere/x.png"], "--plot", "cannot write"),
     ],
