@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -117,7 +118,7 @@ async def test_a_command_that_does_not_exist_is_blamed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "problem"), [("--mute", "not ready after 1 s"), ("--garble", "where a JSON object was due")]
+    ("flag", "problem"), [("--mute", "not ready after 1 s"), ("--garble", "instead of a JSON object")]
 )
 async def test_a_part_that_says_nothing_or_nonsense_is_given_up(flag: str, problem: str) -> None:
     stack = stack_of(stand_in("target", flag), options=StackOptions(start_timeout_s=1))
@@ -412,16 +413,8 @@ def test_a_store_of_ones_own_replaces_the_embedded_one() -> None:
     assert "valkey" not in stack.parts
 
 
-def test_a_stack_has_a_gateway() -> None:
-    with pytest.raises(ValueError, match="at least one gateway"):
-        Stack(StackOptions(gateways=0))
-
-
-def test_a_stack_has_a_draft() -> None:
-    with pytest.raises(ValueError, match="at least one draft"):
-        Stack(StackOptions(drafts=0))
-
-
-def test_a_stack_has_a_target() -> None:
-    with pytest.raises(ValueError, match="at least one target"):
-        Stack(StackOptions(replicas=0))
+@pytest.mark.parametrize("name", ["gateways", "replicas", "tensor_parallel", "drafts"])
+def test_a_stack_has_one_of_each(name: str) -> None:
+    options: dict[str, Any] = {name: 0}
+    with pytest.raises(ValueError, match=f"{name}: must be at least 1, got 0"):
+        Stack(StackOptions(**options))
