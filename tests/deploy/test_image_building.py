@@ -53,12 +53,12 @@ def test_a_role_that_there_is_not_is_refused() -> None:
 @pytest.mark.parametrize(
     ("attribute", "value", "words"),
     [
-        ("platform.machine", lambda: "aarch64", "this is Linux aarch64"),
-        ("os.geteuid", lambda: 1000, "want root"),
-        ("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**12, 10**12, 10**9), "1 are free"),
+        ("platform.machine", lambda: "aarch64", "got Linux aarch64"),
+        ("os.geteuid", lambda: 1000, "need root"),
+        ("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**12, 10**12, 10**9), "got 1 GB"),
     ],
 )
-def test_each_reason_is_told(
+def test_each_reason_is_named(
     attribute: str, value: object, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, _, name = attribute.partition(".")
