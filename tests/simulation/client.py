@@ -1,4 +1,4 @@
-"""Clients of the simulation: the real client, and an application that wants one answer and checks it."""
+"""Clients of the simulation: the real client, and an application that reads one answer and checks it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def client_of(world: World, process: Process, principal: str) -> AsyncClient:
 
 
 class SimClient:
-    """Wants an answer; the schedule tells it to stall, to leave, to abort, to go elsewhere."""
+    """Reads one answer; the schedule makes it stall, leave, abort or change gateways."""
 
     def __init__(self, world: World, name: str, planned: PlannedSession, *, yields: bool = False) -> None:
         self.process = Process(name)

@@ -1,4 +1,4 @@
-"""What a servicer is given of its call: a `grpc.aio.ServicerContext` as far as servicers use one."""
+"""The context of a simulated call: the parts of `grpc.aio.ServicerContext` that servicers use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def error_of(
 
 
 class SimContext:
-    """Of one call; `finish` sends a status unless one was sent, and says whether it did."""
+    """The context of one call. `finish` sends a status unless one was sent, and returns True if it did."""
 
     def __init__(self, metadata: tuple[tuple[str, str], ...], timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Drawing a schedule, each part of it by itself."""
+"""Draw the parts of a schedule from a seed."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def lengthened(planned: PlannedSession) -> PlannedSession:
 
 
 class Drawer:
-    """Draws faults for a world of so many nodes."""
+    """Draws faults for a world of a given size."""
 
     def __init__(self, rng: random.Random, schedule: Schedule) -> None:
         self._rng = rng

@@ -1,4 +1,4 @@
-"""How each kind of fault is done to a world, and undone."""
+"""Apply each kind of fault to a world, and undo it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Faults:
-    """Does them; where a schedule was shrunk, what they are done to may be gone, and they do nothing."""
+    """Applies faults. In a shrunk schedule, a fault whose subject is gone does nothing."""
 
     def __init__(self, world: World) -> None:
         self._world = world

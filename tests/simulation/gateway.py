@@ -39,7 +39,7 @@ DRAIN_S = 0.5
 
 
 class SimClock:
-    """The clock of one process; it may jump, and only forward."""
+    """The clock of one process; it may jump forward."""
 
     def __init__(self) -> None:
         self.ahead_ns = 0
@@ -49,7 +49,7 @@ class SimClock:
 
 
 class SimGateway:
-    """One address of a gateway; each start is a new life of its process."""
+    """One address of a gateway; each start is a new process."""
 
     def __init__(self, world: World, address: str) -> None:
         self.address = address

@@ -1,4 +1,4 @@
-"""What is left when all is over: no item, block, place, count or task."""
+"""Check for leaks after a schedule: no request, block, slot, count or task may be left."""
 
 from __future__ import annotations
 

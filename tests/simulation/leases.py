@@ -1,4 +1,4 @@
-"""The rules of the registry of replicas, as `galley.common.registry.leases` keeps them in its scripts."""
+"""A model of the replica registry, with the rules of `galley.common.registry.leases` and its scripts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from galley.core.routing.choice import ReplicaLease
 
 
 class Leases:
-    """Who is registered. A life that another has come after is refused, whatever became of that one since."""
+    """The registered replicas. An incarnation that a later one has replaced is refused for good."""
 
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self._lease_s = lease_s

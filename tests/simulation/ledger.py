@@ -1,4 +1,4 @@
-"""What may never happen, checked with every effect: the log, its owners, what is streamed, what is seen."""
+"""The invariants of every schedule: the log, its owners, what is streamed and what clients see."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _KEPT_LINES = 4000
 
 
 class Violation(Exception):
-    """A rule does not hold."""
+    """A rule was violated."""
 
 
 class _SessionRecord:
-    """Of one session: its log as it is, with the build of each output token, and as it ever was.
+    """The log of one session, the build of each output token, and every earlier log.
 
-    After a roll-back another build may say something else; until then nothing that was logged changes.
+    After a roll-back another build may confirm other tokens; until then no logged token changes.
     """
 
     def __init__(self, spec: SessionSpec) -> None:
@@ -54,7 +54,7 @@ class _SessionRecord:
 
 
 class Ledger:
-    """All sessions of a schedule; and the trace of it, whose hash names what happened."""
+    """All sessions of a schedule, and its trace, whose hash identifies the run."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self.lines: list[str] = []

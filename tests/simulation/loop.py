@@ -1,7 +1,7 @@
-"""An event loop on virtual time: it never waits, and the same calls come in the same order each time.
+"""An event loop on virtual time: it never waits, and runs the same calls in the same order each time.
 
-Where nothing is ready, time jumps to the next timer. Where there is no timer either, nothing can ever happen
-again: `Deadlock`. Work for another thread is done in the loop, when the time that it takes is over.
+If nothing is ready, time jumps to the next timer. Without a timer nothing can ever happen again: `Deadlock`.
+Work for another thread runs in the loop, once the time that it takes is over.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLOCKED = (
 
 
 class _VirtualTime:
-    """In place of the module `time`."""
+    """Replaces the module `time`."""
 
     @staticmethod
     def monotonic() -> float:
@@ -57,15 +57,15 @@ def virtual_time() -> Iterator[None]:
 
 
 class Deadlock(Exception):
-    """Nothing is ready, and no timer is set."""
+    """Nothing is ready and no timer is set."""
 
 
 class Livelock(Exception):
-    """More turns than any schedule takes."""
+    """The loop has run more iterations than any schedule takes."""
 
 
 class Process:
-    """One life of one process: its tasks, and how fast it computes. Crashed, it has no effect any more."""
+    """One process: its tasks, and how fast it computes. After a crash it has no effect."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -100,7 +100,7 @@ _CURRENT: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
 class SimTask(asyncio.Task[Any]):
-    """A task that knows its process, and is hashed by its number: sets of tasks have an order."""
+    """A task of a process, hashed by its number, so that sets of tasks have an order."""
 
     def __init__(self, coro: Any, number: int, process: Process | None, **options: Any) -> None:
         self.number = number
@@ -112,7 +112,7 @@ class SimTask(asyncio.Task[Any]):
 
 
 class _NoSelector:
-    """In place of waiting for sockets."""
+    """Replaces waiting for sockets."""
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
@@ -123,7 +123,7 @@ class _NoSelector:
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """One schedule's loop; see the module."""
+    """The loop of one schedule; the module states its rules."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Faults of the product put in on purpose: the simulator has to find each of them.
+"""Faults put into the product on purpose, each of which the simulator has to find.
 
-Nothing of this is in the product: a mutant replaces a class where the shell takes it from.
+A mutant replaces a class where the gateway imports it; the product itself contains none of this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REFUSED = "the commit is refused, as it is there already"
 
 
 class StreamsBeforeCommit(Session):
-    """What is confirmed leaves at once; the log follows."""
+    """Emits confirmed tokens before they are logged."""
 
     def _commit(self) -> None:
         super()._commit()
@@ -45,7 +45,7 @@ class StreamsBeforeCommit(Session):
 
 
 class NoFencing(Sessions):
-    """Whoever has ever owned a session may go on with it."""
+    """Lets every earlier owner of a session go on changing it."""
 
     def _owned(self, owner: Ownership) -> object:  # type: ignore[override]  # as the record is private
         record = self._find(owner.session_id)
@@ -57,7 +57,7 @@ class NoFencing(Sessions):
 
 
 class AppendsTwice(Sessions):
-    """A commit that is repeated is appended again."""
+    """Appends a repeated commit again."""
 
     async def commit(
         self,
@@ -72,7 +72,7 @@ class AppendsTwice(Sessions):
 
 
 class RefusesRepeats(Sessions):
-    """A commit that is repeated is taken for one of another log."""
+    """Takes a repeated commit for one of another log."""
 
     async def commit(
         self,
@@ -88,7 +88,7 @@ class RefusesRepeats(Sessions):
 
 
 class NoiseByRound(SimEngine):
-    """The noise of a token is that of the pass which draws it."""
+    """Makes the noise of a token depend on the step that draws it."""
 
     def token(self, seed: int, position: int, history: Sequence[int]) -> int:
         return true_token(self.info.fingerprint, seed, self.passes, history)
@@ -99,7 +99,7 @@ def _trusting_length(session: KvSession, tokens: Sequence[int]) -> None:
 
 
 class NeverAgain(Drafting):
-    """A draft that has failed once is not asked again."""
+    """Never asks a draft again after its first failure."""
 
     def _cool_down(self, now: int) -> None:
         super()._cool_down(now)
@@ -107,7 +107,7 @@ class NeverAgain(Drafting):
 
 
 class NeverCloses(Breaker):
-    """A probe that succeeds is not believed."""
+    """Ignores a successful probe."""
 
     def record_success(self, attempt: int) -> bool:
         return not self._probing and super().record_success(attempt)
@@ -124,9 +124,9 @@ async def _no_renewal(_log: SessionLog) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`breaks` is the rule by which it is found, in its words.
+    """One fault; `breaks` is the text of the rule that finds it.
 
-    `patches` replaces by name; `theme` says which schedules find it.
+    `patches` replaces objects by name; `theme` names the schedules that find it.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """A network between named nodes: delays, partitions, frozen nodes, and connections that break.
 
-What one node sends another on one connection arrives in order, as over TCP; what it sends on several may
-overtake. What is sent into a partition arrives when that heals, unless the connection is given up before.
+Messages on one connection arrive in order, as over TCP; messages on several may overtake each other. A
+message sent into a partition arrives when that heals, unless the connection is given up before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TICK_S = 1e-6
 
 
 class Connection:
-    """What breaks when either end dies, or the network between them for long."""
+    """A connection, which breaks when either end dies, or the network between them is down for long."""
 
     def __init__(self, network: Network, near: Process, far: str) -> None:
         self.near = near
@@ -61,7 +61,7 @@ class Connection:
 
 
 class Network:
-    """All links; every random delay is drawn from a generator of its own link."""
+    """All links; each draws its random delays from a generator of its own."""
 
     def __init__(self, seed: int) -> None:
         self.connections: dict[int, Connection] = {}

@@ -1,7 +1,7 @@
-"""The simulated Redis: the sessions of a `MemoryStore`, the leases of replicas, and what a server may do.
+"""The simulated Redis: the sessions of a `MemoryStore`, the leases of replicas, and the faults of a server.
 
-It may be away, lose its last moments in a crash, and lose, delay or repeat what comes and goes. A call that
-its caller has given up may still be carried out, later.
+It may be away, lose its last writes in a crash, and lose, delay or repeat messages. A call that its caller
+has given up may still be carried out later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEASE_S = 2.0
 
 
 class Sessions(MemoryStore):
-    """The scripts' rules; with `state` and `restore`, a server that comes back as it was before."""
+    """The rules of the scripts; `state` and `restore` return the server to an earlier state."""
 
     def holds(self, session_id: str) -> bool:
         return self._find(session_id) is not None
@@ -60,7 +60,7 @@ def at_once(work: Coroutine[Any, Any, T]) -> T:
 
 
 class SimRedis:
-    """The server; `faults` are set by the schedule."""
+    """The server; the schedule sets its `faults`."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class SimStore(SessionStore):
 
 
 class SimRegistry:
-    """The registry of replicas as one process reaches it: `ReplicaRegistry`, as far as it is used."""
+    """The registry as one process reaches it: the parts of `ReplicaRegistry` that are used."""
 
     def __init__(self, redis: SimRedis, caller: Process) -> None:
         self._redis = redis

@@ -38,7 +38,7 @@ _RIGHT = 0.8
 
 
 class SimEngine:
-    """Keeps tokens where KV would lie and believes its blocks alone: a wrong table is a wrong token."""
+    """Keeps tokens in place of KV and reads only its blocks: a wrong block table gives a wrong token."""
 
     def __init__(self, build: str) -> None:
         self.info = EngineInfo(
@@ -97,13 +97,13 @@ class SimEngine:
 
 
 class Failing:
-    """Whether a draft does, whichever life of it."""
+    """A switch that makes every incarnation of a draft fail."""
 
     until_s = 0.0
 
 
 class HalfRight:
-    """A strategy whose guesses are mostly those of the first build's target; `failing`, it raises."""
+    """A strategy that mostly proposes the tokens of the first build's target; if `failing`, it raises."""
 
     def __init__(self, failing: Failing) -> None:
         self._failing = failing
@@ -127,7 +127,7 @@ class HalfRight:
 
 
 class SimTarget:
-    """One address of a target; each start is a new life of its process."""
+    """One address of a target; each start is a new process."""
 
     def __init__(self, world: World, address: str, build: str) -> None:
         self.address = address
@@ -193,7 +193,7 @@ class SimDraft:
 
 
 class _NotedDraft(DraftService):
-    """Tells the ledger who asked it, and when."""
+    """Records in the ledger which session requested a proposal, and when."""
 
     world: World
 

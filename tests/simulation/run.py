@@ -30,7 +30,7 @@ _TAIL = 60
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What came of some schedules."""
+    """The outcome of some of the schedules."""
 
     schedules: int
     events: int

@@ -1,4 +1,4 @@
-"""What happens in one schedule: the world, the sessions, the faults. `seeds.py` draws it."""
+"""A schedule: the world, its sessions and its faults. `seeds.py` draws it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_K = 8
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`at_s` counts from when all is ready; what `amount` is depends on the kind (see `faults.py`)."""
+    """A fault `at_s` seconds after all is ready. `faults.py` gives `amount` its meaning by kind."""
 
     at_s: float
     kind: str
@@ -32,11 +32,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSession:
-    """One session: its request, when it is asked for, and how its client is.
+    """One session: its request, when it starts, and how its client behaves.
 
-    `within_s` is the deadline of each of its streams, `pause_s` the time that it takes to read an event. Who
-    `breaks_off` loses its connection with the last event. One that is `long` outlasts the faults and wants
-    drafts.
+    `within_s` is the deadline of each of its streams, `pause_s` the time in which it reads an event. A client
+    that `breaks_off` loses its connection with the last event. A `long` session outlasts the faults and
+    requests drafts.
     """
 
     name: str
@@ -78,7 +78,7 @@ class PlannedSession:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One schedule. `places` are each gateway's; the rest of its settings are as the gateway's are named."""
+    """One schedule. `places` are the slots of each gateway; the other settings are named as the gateway's."""
 
     seed: int
     gateways: int

@@ -1,4 +1,4 @@
-"""The schedule of a seed. Some have a theme: what seldom comes together where all is drawn by itself."""
+"""The schedule of a seed. Themes combine faults that seldom meet in a schedule drawn at random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a schedule that fails to a small one that still does: fewer faults, fewer sessions."""
+"""Shrink a failing schedule to a small one that still fails: fewer faults, fewer sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated registry against the real scripts on a real server: the same calls have the same answers."""
+"""Compare the simulated registry with the real scripts on a real server: same calls, same answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEASE_S = 1000.0
 
 
 class _Leases(Leases):
-    """The model, and leases that end when the test says."""
+    """The model, with leases that end when the test says so."""
 
     def __init__(self) -> None:
         super().__init__(_LEASE_S, lambda: 0.0)

@@ -1,4 +1,4 @@
-"""Whatever is asked, in whatever order and however little KV there is: the same tokens, and all complete."""
+"""The scheduler under random requests and little KV: the same tokens, and every request completes."""
 
 from __future__ import annotations
 

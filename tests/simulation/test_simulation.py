@@ -1,4 +1,4 @@
-"""A bounded number of simulated schedules; `make simulate` runs many more. And: is a seed a schedule?"""
+"""A bounded number of simulated schedules (`make simulate` runs many). A seed always gives one schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens are drafted: against every fixed choice in hindsight, whatever drafts are worth."""
+"""The choice of k against every fixed k, for drafts of every quality."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The simulated store against the real scripts on a real server: the same calls have the same answers.
+"""Compare the simulated store with the real scripts on a real server: same calls, same answers.
 
-The calls are those of simulated schedules, late, repeated and rolled back as they come there, and random ones
-besides.
+The calls come from simulated schedules (late, repeated and rolled back as they occur there), and at random.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of the store, or a moment of the server's life, and what the model answered."""
+    """A call of the store, or a restart of the server, and the model's answer."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -133,7 +132,7 @@ async def _outcome(call: Coroutine[Any, Any, T]) -> tuple[object, T | GalleyErro
 
 
 class Real:
-    """The real scripts on a real server, and what a crash does to it."""
+    """The real scripts on a real server, and the effects of a crash."""
 
     def __init__(self, store: RedisStore, client: redis_asyncio.Redis) -> None:
         self._store = store
@@ -228,7 +227,7 @@ def _schedule(seed: int) -> Schedule:
 
 
 class Random:
-    """Calls at random, of few sessions, owners and tokens, and what the model answers."""
+    """Random calls of few sessions, owners and tokens, and the model's answers."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The one true answer: what the target says is a pure function of build, seed, position and all before it."""
+"""The one true answer: the target's token as a pure function of build, seed, position and all before it."""
 
 from __future__ import annotations
 

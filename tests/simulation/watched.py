@@ -1,4 +1,4 @@
-"""Where the simulation looks into a gateway: what it sends and refuses, its places, and what it counts."""
+"""Instruments of a gateway: what it sends and refuses, its slots, and what it counts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def behind(world: World, process: Process, servicer: GenerationServicer) -> Simp
 
 
 class _Keys:
-    """A principal's key is its name."""
+    """Authenticates a principal whose key is its name."""
 
     def __init__(self, world: World) -> None:
         self._known = {principal.name: principal for principal in world.schedule.principals}
@@ -132,7 +132,7 @@ class _Sent:
 
 
 class CheckedAdmission(Admission):
-    """Its sums agree, and no place is given back twice."""
+    """Checks that the sums agree and no slot is released twice."""
 
     ledger: Ledger
 
@@ -154,7 +154,7 @@ class CheckedAdmission(Admission):
 
 
 class CountedStreams(Streams):
-    """Counts the sessions that went on without their client, and checks places."""
+    """Counts the sessions that continued without their client, and checks slots."""
 
     def watch(self, ledger: Ledger, address: str) -> None:
         self._ledger, self._address = ledger, address
@@ -174,7 +174,7 @@ class CountedStreams(Streams):
 
 
 class CountedDrafts(DraftPool):
-    """Notes until when a draft is left alone."""
+    """Records until when a draft is left alone."""
 
     ledger: Ledger
 
@@ -187,7 +187,7 @@ class CountedDrafts(DraftPool):
 
 
 class CountedDraft(DraftSession):
-    """Counts what the gateway looked up itself."""
+    """Counts the gateway's own lookups."""
 
     ledger: Ledger
 
@@ -200,7 +200,7 @@ class CountedDraft(DraftSession):
 
 
 class CountedTarget(TargetSession):
-    """Counts how often another target could be asked too."""
+    """Counts the hedged requests."""
 
     ledger: Ledger
 

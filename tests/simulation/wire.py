@@ -1,8 +1,8 @@
-"""gRPC channels over the simulated network: the stubs of clients and gateways call servicers behind them.
+"""gRPC channels over the simulated network: stubs of clients and gateways call the servicers behind them.
 
-As grpc.aio does it: what a servicer raises ends the call with its status, a call that is cancelled or past
-its deadline cancels its handler, a process that dies breaks the calls that it had. A response of a server's
-stream waits until the transport has room, and a status until all responses before it have gone.
+As in grpc.aio, an exception of a servicer ends the call with its status, cancelling a call or passing its
+deadline cancels its handler, and a process that dies breaks its calls. A response of a server stream waits
+for room in the transport, and a status for all responses before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROOM = 2
 
 
 class Kind(enum.Enum):
-    """Of a method."""
+    """The kind of an RPC."""
 
     UNARY = "one request, one response"
     STREAM = "one request, many responses"
@@ -35,7 +35,7 @@ class Kind(enum.Enum):
 
 
 class Server:
-    """What serves at an address now: a process and its servicer."""
+    """The process and the servicer at an address."""
 
     def __init__(self, process: Process, servicer: Any) -> None:
         self.process = process
@@ -43,7 +43,7 @@ class Server:
 
 
 class SimChannel:
-    """A `grpc.aio.Channel` as far as the stubs use one; `metadata` goes with every call."""
+    """The parts of `grpc.aio.Channel` that stubs use; `metadata` is sent with every call."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class SimChannel:
 
 
 class Call(Connection):
-    """One call on a connection of its own, from both ends."""
+    """One call on a connection of its own, seen from both ends."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A whole system in one process: runs one schedule, and says whether every rule held."""
+"""A whole system in one process: runs one schedule and reports whether every rule held."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LONG_S = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """What a mutant replaces."""
+    """The classes that a mutant replaces."""
 
     engine: type[SimEngine] = SimEngine
     sessions: type[Sessions] = Sessions
@@ -52,9 +52,9 @@ class Kinds:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one schedule; `trace` is the hash of all that happened, `lines` the trace itself where kept.
+    """The outcome of one schedule; `trace` is the hash of its trace, `lines` the trace itself if kept.
 
-    `met` counts what the product had to cope with.
+    `met` counts the faults that the product had to handle.
     """
 
     seed: int
