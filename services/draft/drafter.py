@@ -1,7 +1,7 @@
-"""The draft's step: open the new items, advance the open guesses by one token, answer what is done.
+"""Run the steps of a draft: open new requests, advance open proposals, answer the finished ones.
 
-An item is open from the step that takes it until it is answered or given up. At most one of a session is
-open: a newer one overtakes it. Of more than a step takes, the oldest go first.
+A request is open from the step that takes it until it is answered or cancelled. A session has at most one
+open request: a newer one supersedes it. If more are open than fit into a step, the oldest go first.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from galley.core.content import Miss, SessionKey, look_up, prefix_hash
 from galley.core.errors import Broken, GalleyError
 from galley.core.scheduler.messages import Superseded
 from services.draft.session_table import SessionTable
-from services.draft.strategies.base import DraftJob, DraftSession, Guess, Strategy
+from services.draft.strategies.base import DraftJob, DraftSession, Proposal, Strategy
 
 
 @dataclass(frozen=True, slots=True)
 class ProposeJob:
-    """A validated item: at most `k` tokens by the strategy of this name, which is offered.
+    """A validated request: at most `k` tokens by an offered strategy.
 
-    The last `ahead` tokens up to the slice's end are not confirmed yet.
+    The last `ahead` tokens of the slice are not confirmed yet.
     """
 
     slice: Slice
@@ -37,7 +37,7 @@ class ProposeJob:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """Guesses for positions [position, position + len), after a prefix of this hash."""
+    """Draft tokens for positions [position, position + len), after a prefix of this hash."""
 
     position: int
     prefix_hash: bytes
@@ -46,13 +46,13 @@ class Proposed:
     kv_len: int
 
 
-# An error is the outcome of its own job alone.
+# An error concerns its own request only.
 ProposeOutcome: TypeAlias = "Proposed | Miss | Superseded | GalleyError"
 
 
 @dataclass(slots=True)
 class Stepped:
-    """What was done, by item: answers, and what is ready of those that took part and are open still."""
+    """The results of a step by request: answers, and the partial proposals of open ones that took part."""
 
     answers: dict[int, ProposeOutcome] = field(default_factory=dict)
     so_far: dict[int, Proposed] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Stepped:
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Tokens drafted by the items that have ended; `wasted` of them no answer held."""
+    """Tokens drafted for ended requests; `wasted` of them were in no answer."""
 
     drafted: int = 0
     wasted: int = 0
@@ -68,34 +68,34 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class _Open:
-    """An item under way; `hash` is that of the tokens that it builds on."""
+    """An open request; `hash` is that of the tokens before its proposal."""
 
     item: int
     strategy: str
     job: DraftJob
     hash: bytes
-    guess: Guess
+    proposal: Proposal
 
     @property
     def ended(self) -> bool:
-        """Is there nothing to wait for?"""
-        return self.guess.done or self.guess.error is not None
+        """Return whether the proposal is finished or failed."""
+        return self.proposal.done or self.proposal.error is not None
 
     @property
     def so_far(self) -> Proposed:
-        """What is ready."""
+        """Return the tokens drafted so far."""
         position, k = self.job.slice.position, self.job.k
-        tokens, survival = tuple(self.guess.tokens[:k]), tuple(self.guess.survival[:k])
+        tokens, survival = tuple(self.proposal.tokens[:k]), tuple(self.proposal.survival[:k])
         return Proposed(position, self.hash, tokens, survival, kv_len=position)
 
 
 class Drafter:
-    """Sessions' tokens and the strategies that guess how they go on; used by one thread at a time."""
+    """Keep the tokens of sessions and run strategies on them; used by one thread at a time."""
 
     def __init__(
         self, strategies: Mapping[str, Strategy], *, max_sessions: int, max_tokens: int, max_batch: int
     ) -> None:
-        """Of `max_sessions` sessions, `max_tokens` tokens are kept; a step advances `max_batch` guesses."""
+        """Keep `max_tokens` tokens of `max_sessions` sessions; a step advances `max_batch` proposals."""
         self.counts = DraftCounts()
         self._strategies = strategies
         self._max_batch = max_batch
@@ -103,12 +103,12 @@ class Drafter:
             DraftSession, max_sessions=max_sessions, max_tokens=max_tokens
         )
         self._open: dict[int, _Open] = {}  # the oldest first
-        self._standing: dict[SessionKey, _Open] = {}
+        self._open_by_session: dict[SessionKey, _Open] = {}
 
     def open(self, new: Mapping[int, ProposeJob], ended: Mapping[int, int]) -> Stepped:
-        """Take the items `new`, which are named by rising numbers, and let their strategies begin.
+        """Open the requests `new`, keyed by rising numbers, and start their proposals.
 
-        `ended` have been given up, or answered with so many of the tokens that they had.
+        `ended` maps requests that were cancelled or answered early to the number of tokens in their answer.
         """
         stepped = Stepped()
         for item, used in ended.items():
@@ -122,7 +122,7 @@ class Drafter:
         return stepped
 
     def advance(self) -> Stepped:
-        """One step of the oldest open items, as many as it takes."""
+        """Run one step of the oldest open requests, as many as fit."""
         stepped, taking = Stepped(), self._next()
         self._run(taking, self._advance)
         self._conclude(taking, stepped)
@@ -132,35 +132,40 @@ class Drafter:
         return list(islice(self._open.values(), self._max_batch))
 
     def waste(self, tokens: int) -> None:
-        """So many of an answer were of no use after all: nobody waited for it any more."""
+        """Count tokens of an answer that came after its request had ended."""
         self.counts.wasted += tokens
 
     def _admit(self, item: int, job: ProposeJob, stepped: Stepped) -> None:
-        """Let it stand for its session, whose tokens are set to its own, or answer why it cannot."""
-        asked = job.slice
-        if (before := self._standing.get(asked.key)) is not None:
+        """Open the request and set the tokens of its session, or answer why it cannot be opened."""
+        sent = job.slice
+        if (before := self._open_by_session.get(sent.key)) is not None:
             stepped.answers[before.item] = Superseded(before.job.slice.position, before.hash)
             self._close(before)
-        session = self._sessions.peek(asked.key)
-        found = look_up(session.tokens if session else (), asked.start, asked.tokens, asked.prefix_hash)
-        if isinstance(found, Miss):
-            stepped.answers[item] = found
+        session = self._sessions.peek(sent.key)
+        known = look_up(
+            session.tokens if session else (),
+            sent.start,
+            sent.tokens,
+            sent.prefix_hash,
+        )
+        if isinstance(known, Miss):
+            stepped.answers[item] = known
             return
-        # The target takes no draft token for the last position: its own stands there.
-        k = min(job.k, asked.max_position - asked.position - 1)
+        # The target decides the last position alone.
+        k = min(job.k, sent.max_position - sent.position - 1)
         try:
-            session = self._sessions.admit(asked.key, asked.position + k, self._standing)
+            session = self._sessions.admit(sent.key, sent.position + k, self._open_by_session)
         except GalleyError as overloaded:
             stepped.answers[item] = overloaded
             return
-        session.tokens[asked.start :] = asked.tokens
-        session.confirmed = asked.position - job.ahead
-        own = DraftJob(asked, session, k, job.workload)
-        one = _Open(item, job.strategy, own, prefix_hash(session.tokens), Guess(own))
-        self._open[item] = self._standing[asked.key] = one
+        session.tokens[sent.start :] = sent.tokens
+        session.confirmed = sent.position - job.ahead
+        own = DraftJob(sent, session, k, job.workload)
+        one = _Open(item, job.strategy, own, prefix_hash(session.tokens), Proposal(own))
+        self._open[item] = self._open_by_session[sent.key] = one
 
     def _run(self, group: Sequence[_Open], work: Callable[[Strategy, Sequence[_Open]], None]) -> None:
-        """What fails as a whole fails for the items of this strategy alone."""
+        """Run `work` by strategy; a failure concerns the requests of its strategy only."""
         by_strategy: dict[str, list[_Open]] = defaultdict(list)
         for one in group:
             by_strategy[one.strategy].append(one)
@@ -170,30 +175,30 @@ class Drafter:
             except Exception as error:  # noqa: BLE001  # a strategy is a plug-in: whatever it does stays here
                 log_internal(error, strategy=name)
                 for one in mine:
-                    one.guess.error = error if isinstance(error, GalleyError) else Broken(f"{name} failed")
+                    one.proposal.error = error if isinstance(error, GalleyError) else Broken(f"{name} failed")
 
     @staticmethod
     def _begin(strategy: Strategy, mine: Sequence[_Open]) -> None:
-        for one, guess in zip(mine, strategy.begin([one.job for one in mine]), strict=True):
-            one.guess = guess
+        for one, proposal in zip(mine, strategy.begin([one.job for one in mine]), strict=True):
+            one.proposal = proposal
 
     @staticmethod
     def _advance(strategy: Strategy, mine: Sequence[_Open]) -> None:
-        strategy.advance([one.guess for one in mine])
+        strategy.advance([one.proposal for one in mine])
 
     def _conclude(self, group: Sequence[_Open], stepped: Stepped) -> None:
-        """Answer those that have ended, and say how far the others have come."""
+        """Answer the finished requests, and report the partial proposals of the others."""
         for one in group:
             if not one.ended:
                 stepped.so_far[one.item] = one.so_far
                 continue
-            outcome = stepped.answers[one.item] = one.guess.error or one.so_far
+            outcome = stepped.answers[one.item] = one.proposal.error or one.so_far
             self._close(one, len(outcome.draft_tokens) if isinstance(outcome, Proposed) else 0)
 
     def _close(self, one: _Open, used: int = 0) -> None:
-        """It is open no more; `used` of its tokens were in its answer."""
+        """Close the request; `used` of its tokens were in its answer."""
         del self._open[one.item]
-        if self._standing.get(one.job.slice.key) is one:
-            del self._standing[one.job.slice.key]
-        self.counts.drafted += len(one.guess.tokens)
-        self.counts.wasted += max(0, len(one.guess.tokens) - used)
+        if self._open_by_session.get(one.job.slice.key) is one:
+            del self._open_by_session[one.job.slice.key]
+        self.counts.drafted += len(one.proposal.tokens)
+        self.counts.wasted += max(0, len(one.proposal.tokens) - used)

@@ -1,4 +1,4 @@
-"""ProposeItem and ProposeAnswer as the drafter's values, and back."""
+"""Convert ProposeItem and ProposeAnswer into values of the drafter, and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.drafter import ProposeJob
 from services.draft.loop import Done
 
-# Of a draft without a model: it takes whatever the wire can carry.
+# A draft without a model accepts every token id and length of the wire.
 ANY_VOCABULARY = 2**32
 _ANY_LENGTH = 2**32
 MAX_WORKLOAD_BYTES = 256
@@ -20,7 +20,7 @@ MAX_WORKLOAD_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class DraftInfo:
-    """What a draft says of itself; `vocab_size` is 0 where it has no model."""
+    """The description of a draft; `vocab_size` is 0 without a model."""
 
     model: str
     tokenizer_hash: str
@@ -31,26 +31,26 @@ class DraftInfo:
 
 
 def read_item(item: pb.ProposeItem, info: DraftInfo) -> ProposeJob:
-    """Raises InvalidField or Unimplemented, naming the field, before any work is done for the item."""
+    """Return the validated request. Raises InvalidField or Unimplemented, which name the field."""
     if item.features:
         raise Unimplemented("features")
     read = read_slice(item.slice, vocab_size=info.vocab_size or ANY_VOCABULARY, context_window=_ANY_LENGTH)
     if item.k > info.max_draft_tokens:
-        raise InvalidField("k", f"must be <= {info.max_draft_tokens}, is {item.k}")
+        raise InvalidField("k", f"must be <= {info.max_draft_tokens}, got {item.k}")
     if len(item.workload.encode()) > MAX_WORKLOAD_BYTES:
         raise InvalidField(
-            "workload", f"must have at most {MAX_WORKLOAD_BYTES} bytes, has {len(item.workload.encode())}"
+            "workload", f"must be at most {MAX_WORKLOAD_BYTES} bytes, got {len(item.workload.encode())}"
         )
     strategy = item.strategy or info.default_strategy
     if strategy not in info.strategies:
-        raise InvalidField("strategy", f"must be one of {', '.join(info.strategies)}, is {strategy!r}")
+        raise InvalidField("strategy", f"must be one of {', '.join(info.strategies)}, got {strategy!r}")
     if item.ahead >= read.position:
-        raise InvalidField("ahead", f"must be < {read.position}, all tokens, is {item.ahead}")
+        raise InvalidField("ahead", f"must be < {read.position} (all tokens), got {item.ahead}")
     return ProposeJob(read, item.k, strategy, item.ahead, item.workload)
 
 
 def answer_of(item: pb.ProposeItem, done: Done) -> pb.ProposeAnswer:
-    """Raises the outcome if it is an error."""
+    """Return the response to `item`. Raises the outcome if it is an error."""
     outcome = done.outcome
     if isinstance(outcome, GalleyError):
         raise outcome

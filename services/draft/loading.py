@@ -1,4 +1,4 @@
-"""From settings to strategies and what the draft says of itself; torch is imported for a model alone."""
+"""Load the strategies and the description of a draft; torch is imported only for a model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _LOG = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """A drafter that is ready to be served."""
+    """A drafter and its description."""
 
     drafter: Drafter
     info: DraftInfo
 
 
 def load_drafter(settings: DraftSettings) -> Loaded:
-    """Load what the settings name; blocks. Raises CallerFault if a model or tokenizer cannot be served."""
+    """Load what the settings name; blocks. Raises CallerFault if a model or tokenizer cannot be used."""
     lookups = Lookups()
     offered: dict[str, Strategy] = {names.NGRAM: NgramStrategy(lookups), names.NO_STRATEGY: NoneStrategy()}
     if settings.oracle_answers is not None:
@@ -63,7 +63,7 @@ def load_drafter(settings: DraftSettings) -> Loaded:
 def _of_model(model: CausalModel, lookups: Lookups) -> dict[str, Strategy]:
     from services.draft.strategies.hybrid import HybridStrategy  # noqa: PLC0415  # imports torch, as do these
     from services.draft.strategies.model import ModelStrategy  # noqa: PLC0415
-    from services.draft.strategies.steps import ModelSteps  # noqa: PLC0415
+    from services.draft.strategies.model_steps import ModelSteps  # noqa: PLC0415
 
     steps = ModelSteps(model)
     return {names.MODEL: ModelStrategy(steps), names.HYBRID: HybridStrategy(lookups, steps)}
@@ -86,7 +86,7 @@ def _load_model(settings: DraftSettings) -> CausalModel | None:
 
 
 def _kv_blocks(settings: DraftSettings) -> int:
-    """Enough for all tokens kept; each session ends within a block, and may hold guesses not counted."""
+    """Return the blocks for all kept tokens, a partial block a session, and its draft tokens."""
     of_tokens = -(-settings.max_kv_tokens // BLOCK_TOKENS)
     return of_tokens + settings.max_sessions * (1 + -(-settings.max_draft_tokens // BLOCK_TOKENS))
 
@@ -97,6 +97,7 @@ def _tokenizer_hash(settings: DraftSettings, model: CausalModel | None) -> str:
     if settings.tokenizer is not None:
         return tokenizer_hash(settings.tokenizer)
     _LOG.warning(
-        "neither --model nor --tokenizer is given: no gateway can tell that this draft fits its target"
+        "draft has no tokenizer hash; gateways cannot check that it fits its target",
+        remedy="--model or --tokenizer",
     )
     return ""

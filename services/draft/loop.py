@@ -1,7 +1,7 @@
-"""The loop of a draft replica: receive, open, step, deliver; one thread computes.
+"""Run the loop of a draft replica: receive, open, step, deliver; one thread computes.
 
-Items join at the next step and are answered as soon as they are done, whatever else goes on. At its deadline
-an item is answered with what the last step left ready, although another be under way.
+Requests join at the next step and are answered as soon as they are finished. At its deadline a request is
+answered with the tokens of the last step, even while another step runs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _RETRY_AFTER_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The outcome of one item: `compute_ns` in steps that it took part in, `queue_ns` besides.
+    """The outcome of a request, its time in steps and its time in the queue.
 
-    `sessions` shared those steps, in the mean over their time.
+    `sessions` is the mean number of sessions in those steps, weighted by time.
     """
 
     outcome: ProposeOutcome
@@ -40,13 +40,12 @@ class Done:
 
 
 class _Ticket:
-    """An item until it is answered; `ready` is what its last step left, `used` what of it was answered.
+    """A request until it is answered: `ready` is its partial proposal, `used` the tokens of its answer.
 
-    `span` is its own, if it is traced.
+    `span` is None unless the request is traced.
     """
 
     __slots__ = (
-        "begun",
         "compute_ns",
         "future",
         "job",
@@ -54,6 +53,7 @@ class _Ticket:
         "ready",
         "session_ns",
         "span",
+        "started",
         "submitted_ns",
         "used",
     )
@@ -63,7 +63,7 @@ class _Ticket:
         self.job = job
         self.span = span
         self.future: asyncio.Future[Done] = loop.create_future()
-        self.begun = False
+        self.started = False
         self.late = False
         self.ready: Proposed | None = None
         self.used = 0
@@ -75,7 +75,7 @@ class _Ticket:
             self.future.add_done_callback(lambda _: timer.cancel())
 
     def expire(self) -> None:
-        """At the deadline: answer with what is ready. While it is being opened, that is to come."""
+        """Answer at the deadline with what is ready; a request that is being opened is answered later."""
         self.late = True
         ready = self.ready
         if self.future.done():
@@ -83,24 +83,24 @@ class _Ticket:
         if ready is not None:
             self.used = len(ready.draft_tokens)
             self.answer(ready)
-        elif not self.begun:
+        elif not self.started:
             self.fail(DeadlinePassed("the deadline passed before the work began"))
 
     def answer(self, outcome: ProposeOutcome) -> None:
-        """Deliver it, unless there is an answer or nobody wants one."""
+        """Deliver the outcome, unless the request was answered or cancelled."""
         if not self.future.done():
             queue_ns = max(0, time.monotonic_ns() - self.submitted_ns - self.compute_ns)
             sessions = max(1, round(self.session_ns / max(1, self.compute_ns)))
             self.future.set_result(Done(outcome, queue_ns, self.compute_ns, sessions))
 
     def fail(self, error: GalleyError) -> None:
-        """Deliver an error in place of an outcome."""
+        """Deliver an error instead of an outcome."""
         if not self.future.done():
             self.future.set_exception(error)
 
 
 class DraftLoop:
-    """Steps while there is work; to be made within the running event loop."""
+    """Run steps while there is work; create it within the running event loop."""
 
     def __init__(
         self,
@@ -129,21 +129,21 @@ class DraftLoop:
 
     @property
     def queue_depth(self) -> int:
-        """Items that are not answered."""
+        """Return the number of requests that are not answered."""
         return len(self._new) + len(self._open)
 
     def submit(
         self, job: ProposeJob, remaining_ns: int = 0, span: LightSpan | None = None
     ) -> asyncio.Future[Done]:
-        """The future outcome of `job`; cancel it to give the job up. `remaining_ns` 0 is no deadline.
+        """Return the future outcome of `job`; cancel it to cancel the job. `remaining_ns` 0 is no deadline.
 
         Raises Overloaded if too many wait, Unavailable once draining. The future raises DeadlinePassed if
-        the job has not begun in time.
+        the job has not started in time.
         """
         if self.draining.is_set():
             raise Unavailable("the replica is draining")
         if self.queue_depth >= self._max_waiting:
-            raise Overloaded(f"{self._max_waiting} items are waiting", _RETRY_AFTER_S)
+            raise Overloaded(f"{self._max_waiting} requests are waiting", _RETRY_AFTER_S)
         item, ticket = next(self._numbers), _Ticket(job, remaining_ns, span)
         ticket.future.add_done_callback(lambda _: self._ended(item))
         self._new[item] = ticket
@@ -152,12 +152,12 @@ class DraftLoop:
         return ticket.future
 
     async def drain(self) -> None:
-        """Refuse new jobs and wait until all others are answered."""
+        """Refuse new requests and wait until all others are answered."""
         self.draining.set()
         await self._idle.wait()
 
     async def close(self) -> None:
-        """End at once; a step under way ends first, whatever is not answered raises Unavailable."""
+        """End after the current step; open requests raise Unavailable."""
         self.draining.set()
         self._task.cancel()
         await asyncio.wait({self._task})
@@ -169,7 +169,7 @@ class DraftLoop:
         self._idle.set()
 
     def _ended(self, item: int) -> None:
-        """It was cut or given up, if it is open: the steps are to go on without it."""
+        """Continue the steps without a request that was answered early or cancelled."""
         if item in self._open:
             self._changed.set()
 
@@ -188,48 +188,48 @@ class DraftLoop:
                 await self._changed.wait()
 
     def _receive(self) -> tuple[dict[int, int], dict[int, ProposeJob]]:
-        """Items that ended since the last step, with how many tokens were of use; and those that came."""
+        """Return the requests that ended since the last step, with their used tokens, and the new ones."""
         ended = {item: ticket.used for item, ticket in self._open.items() if ticket.future.done()}
         for item in ended:
             del self._open[item]
-        came = {item: ticket for item, ticket in self._new.items() if not ticket.future.done()}
+        arrived = {item: ticket for item, ticket in self._new.items() if not ticket.future.done()}
         self._new.clear()
-        self._open |= came
+        self._open |= arrived
         now = time.monotonic_ns()
-        self.meter.began(now - ticket.submitted_ns for ticket in came.values())
-        for ticket in came.values():
-            ticket.begun = True
-        return ended, {item: ticket.job for item, ticket in came.items()}
+        self.meter.began(now - ticket.submitted_ns for ticket in arrived.values())
+        for ticket in arrived.values():
+            ticket.started = True
+        return ended, {item: ticket.job for item, ticket in arrived.items()}
 
     async def _compute(self, work: Callable[[], Stepped]) -> None:
         try:
             stepped = await asyncio.get_running_loop().run_in_executor(self._worker, work)
         except Exception as error:  # noqa: BLE001  # one step must not end the loop
             log_internal(error)
-            # As ended, they are taken off the drafter next.
+            # They count as ended, so the drafter drops them next.
             for ticket in self._open.values():
                 ticket.fail(Unavailable("the step failed"))
         else:
             self._deliver(stepped)
 
     def _open_items(self, new: Mapping[int, ProposeJob], ended: Mapping[int, int]) -> Stepped:
-        """On the worker thread."""
+        """Open and close requests; runs on the worker thread."""
         began_ns = time.monotonic_ns()
         stepped = self._drafter.open(new, ended)
-        self._note(stepped, time.monotonic_ns() - began_ns)
+        self._record(stepped, time.monotonic_ns() - began_ns)
         return stepped
 
     def _advance(self) -> Stepped:
-        """On the worker thread: steps, until there is something to deliver or to receive."""
+        """Step until there is something to deliver or to receive; runs on the worker thread."""
         while True:
             began_ns = time.monotonic_ns()
             stepped = self._drafter.advance()
-            self._note(stepped, time.monotonic_ns() - began_ns, steps=1)
+            self._record(stepped, time.monotonic_ns() - began_ns, steps=1)
             if stepped.answers or self._changed.is_set():
                 return stepped
 
-    def _note(self, stepped: Stepped, took_ns: int, steps: int = 0) -> None:
-        """On the worker thread, while no ticket comes or goes: what is ready now, should a deadline come."""
+    def _record(self, stepped: Stepped, took_ns: int, steps: int = 0) -> None:
+        """Keep the partial proposals for deadlines; runs on the worker thread while no ticket changes."""
         sessions = len(stepped.answers) + len(stepped.so_far)
         self.meter.stepped(sessions, took_ns)
         traced: list[LightSpan] = []

@@ -1,4 +1,4 @@
-"""What a draft replica counts of its steps and of what it is asked."""
+"""Count the steps and requests of a draft replica."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _SECOND = 1e9
 
 
 class DraftMeter:
-    """Hears of each step and item; this one counts nothing."""
+    """Receive each step and request; this base class counts nothing."""
 
     def expect(self, strategies: Iterable[str]) -> None:
-        """These are offered."""
+        """Show each outcome of these strategies from the start."""
 
     def began(self, waits_ns: Iterable[int]) -> None:
-        """Items were taken up that had waited so long."""
+        """Count requests that started, with their queue times."""
 
     def stepped(self, sessions: int, took_ns: int) -> None:
-        """A step is over. Called on the worker's thread."""
+        """Count a step. Called on the worker thread."""
 
     def ended(self, strategy: str, outcome: str) -> None:
-        """An item has come to one of the outcomes that the catalogue names."""
+        """Count a request that ended with one of the outcomes of the catalogue."""
 
 
 class CountingDraftMeter(DraftMeter):
-    """Counts them in a registry; `queue_depth` and `counts` are read from there."""
+    """Count in a registry, which reads `queue_depth` and `counts` when scraped."""
 
     def __init__(self, registry: Registry, queue_depth: Callable[[], int], counts: DraftCounts) -> None:
         self._age = registry.distribute(catalogue.DRAFT_QUEUE_AGE).at()
@@ -40,22 +40,22 @@ class CountingDraftMeter(DraftMeter):
         registry.observe(catalogue.WASTED_DRAFT_TOKENS, lambda: [(("cancelled",), counts.wasted)])
 
     def expect(self, strategies: Iterable[str]) -> None:
-        """Each outcome of them is shown from the start."""
+        """Create a series for each outcome."""
         for strategy in strategies:
             for outcome in PROPOSED.values:
                 self._proposals.at(strategy, outcome)
 
     def began(self, waits_ns: Iterable[int]) -> None:
-        """See `DraftMeter`."""
+        """Observe the queue times."""
         for wait_ns in waits_ns:
             self._age.observe(wait_ns / _SECOND)
 
     def stepped(self, sessions: int, took_ns: int) -> None:
-        """See `DraftMeter`."""
+        """Observe sessions and duration."""
         if sessions:
             self._sessions.observe(sessions)
             self._duration.observe(took_ns / _SECOND)
 
     def ended(self, strategy: str, outcome: str) -> None:
-        """See `DraftMeter`."""
+        """Count the outcome."""
         self._proposals.at(strategy, outcome).value += 1

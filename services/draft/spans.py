@@ -1,6 +1,6 @@
-"""What a draft says to a trace: a span of each item, and one of the steps between two comings of items.
+"""Record spans of a draft: one a request, and one a batch of steps between two arrivals of requests.
 
-Nothing is made of an item that nobody traces. A step may take less than a millisecond: none has its own span.
+Requests that are not traced make no spans. A step may take less than a millisecond, so it has no own span.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ POOL = "draft"
 
 
 class ProposeSpan(ItemSpan):
-    """Of an item to propose for."""
+    """The span of a request for a proposal."""
 
     def __init__(self, spans: SpanScope | None, item: pb.ProposeItem) -> None:
         super().__init__(spans, names.PROPOSE, item.slice.traceparent, item.slice.session_id)
-        # What was asked for, k and strategy; the job itself holds a session's tokens.
+        # k and strategy only: the job holds a session's tokens.
         self._asked: tuple[int, str] | None = None
         self._done: Done | None = None
 
     def asked(self, job: ProposeJob) -> None:
-        """It is valid, and asks for this."""
+        """Keep what a valid request asks for."""
         self._asked = job.k, job.strategy
 
     def answered(self, job: ProposeJob, done: Done) -> None:
-        """What came of it; what it raises as an error is for `failed`."""
+        """Keep the outcome; errors are for `failed`."""
         if self.span is None:
             return
         self._done, outcome = done, done.outcome
@@ -51,7 +51,7 @@ class ProposeSpan(ItemSpan):
             self.outcome = RESULT
 
     def end(self) -> None:
-        """It is answered, or given up."""
+        """End the span of an answered or cancelled request."""
         if self.span is not None:
             self.close(partial(_set_item_attributes, self._asked, self._done))
 
@@ -71,19 +71,19 @@ def _set_item_attributes(asked: tuple[int, str] | None, done: Done | None, span:
 
 
 class BatchSpans:
-    """The span of the steps under way, kept as what it will say, until items come or none are left."""
+    """The span of the current steps, until requests arrive or none are left."""
 
     def __init__(self, spans: SpanScope | None) -> None:
-        """`spans` is None where no item is traced."""
+        """`spans` is None if traces are off."""
         self._spans = spans
-        # Of the items that took part, in the order in which they came.
+        # The spans of the requests that took part, in order of arrival.
         self._items: dict[LightSpan, None] = {}
         self._began_ns = self._ended_ns = 0
         self._steps = 0
         self._sessions = 0
 
     def stepped(self, items: Sequence[LightSpan], took_ns: int, sessions: int, steps: int) -> None:
-        """So many sessions were opened, or took so many steps, until now; `items` are those traced."""
+        """Add `steps` of `sessions` sessions that ended now; `items` are the traced requests."""
         self._ended_ns = time.time_ns()
         if not self._items:
             self._began_ns = self._ended_ns - took_ns
@@ -92,10 +92,10 @@ class BatchSpans:
         self._sessions = max(self._sessions, sessions)
 
     def end(self) -> None:
-        """What steps from here on is another batch."""
+        """End the batch; later steps are another."""
         if self._spans is None or not self._items:
             return
-        # Made when all is known: nothing refers to it. A trace of its own, as it belongs to several.
+        # Created at its end, as nothing refers to it, in a trace of its own, as it belongs to several.
         completer = partial(_set_batch_attributes, self._items, self._sessions, self._steps)
         self._spans.root(names.DRAFT_BATCH, self._began_ns, completer).end(self._ended_ns)
         self._items = {}

@@ -15,7 +15,7 @@ from galley.core.step import Sampled, StepChunk, StepOutcome, StepPlan, StepTrac
 from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
 from services.draft.servicer import DraftService
-from services.draft.strategies.base import DraftJob, Guess
+from services.draft.strategies.base import DraftJob, Proposal
 from services.target.engine.protocol import EngineInfo
 from services.target.servicer import Limits, TargetService
 from tests.simulation.loop import Process
@@ -108,22 +108,22 @@ class HalfRight:
     def __init__(self, failing: Failing) -> None:
         self._failing = failing
 
-    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         if asyncio.get_running_loop().time() < self._failing.until_s:
             raise OSError("the device is lost")
         return [self._guess(job) for job in jobs]
 
-    def advance(self, guesses: Sequence[Guess]) -> None:
+    def advance(self, guesses: Sequence[Proposal]) -> None:
         """No guess stays open."""
 
-    def _guess(self, job: DraftJob) -> Guess:
+    def _guess(self, job: DraftJob) -> Proposal:
         tokens = list(job.session.tokens)
         start, seed = len(tokens), job.slice.sampling.seed
         for position in range(start, start + job.k):
             token = true_token("build-1", seed, position, tokens)
             wrong = crc32(f"{seed} {position}".encode()) % 100 >= 100 * _RIGHT
             tokens.append((token + 1) % VOCAB if wrong else token)
-        return Guess(job, tokens[start:], [_RIGHT ** (i + 1) for i in range(job.k)], done=True)
+        return Proposal(job, tokens[start:], [_RIGHT ** (i + 1) for i in range(job.k)], done=True)
 
 
 class SimTarget:

@@ -1,4 +1,4 @@
-"""What every draft strategy is: from a session's tokens to guesses of the next ones, a step at a time."""
+"""Define the interface of draft strategies: from a session's tokens to a proposal, a step at a time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from galley.core.errors import GalleyError
 
 
 class DraftSession:
-    """The tokens of one session, from absolute position 0; strategies hang what they keep on it.
+    """The tokens of one session, from absolute position 0.
 
-    The first `confirmed` of them the target has confirmed; the rest are guesses that it has not answered yet,
-    and may be replaced. Compared and hashed by identity, so that a strategy can keep its own state in a
-    WeakKeyDictionary: it is gone with the session.
+    The target has confirmed the first `confirmed` tokens. The rest are draft tokens that it has not answered,
+    and may be replaced. Sessions compare by identity, so a strategy can keep its state in a
+    WeakKeyDictionary that forgets it with the session.
     """
 
     __slots__ = ("__weakref__", "confirmed", "tokens")
@@ -27,7 +27,7 @@ class DraftSession:
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
-    """Guess at most `k` tokens after `session.tokens`, which are those up to the end of `slice`."""
+    """A request for at most `k` draft tokens after `session.tokens`, which end where `slice` ends."""
 
     slice: Slice
     session: DraftSession
@@ -36,12 +36,11 @@ class DraftJob:
 
 
 @dataclass(slots=True)
-class Guess:
-    """A proposal in the making: at most `job.k` tokens, good for use as far as it has come.
+class Proposal:
+    """An unfinished proposal of at most `job.k` tokens, usable at any time.
 
-    `survival[i]` is the estimated chance that tokens 0 to i are all accepted if those before them are: as
-    many as tokens, never rising.
-    An error is the outcome of its own job alone. Strategies hang on it what they need by subclassing.
+    `survival[i]` estimates the probability that tokens 0 to i are all accepted; it never rises. An error
+    concerns this job only. Strategies subclass it for state of their own.
     """
 
     job: DraftJob
@@ -52,13 +51,13 @@ class Guess:
 
 
 class Strategy(Protocol):
-    """Called from one thread, one step at a time."""
+    """A way to draft; called from one thread, one step at a time."""
 
-    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
-        """A guess for each job, all of different sessions, in order; those that need no step are done."""
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """Return a proposal for each job, in order, `done` if it needs no step; sessions differ."""
 
-    def advance(self, guesses: Sequence[Guess]) -> None:
-        """One more step for each of these, none of them done: usually a token each, computed together.
+    def advance(self, proposals: Sequence[Proposal]) -> None:
+        """Advance each of these unfinished proposals by one step, usually a token, computed together.
 
-        Which guesses share a step changes from call to call; one that is given up is not advanced again.
+        Proposals join and leave between calls; a cancelled one is not advanced again.
         """

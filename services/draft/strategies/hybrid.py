@@ -1,8 +1,7 @@
-"""Token by token, what a lookup or a model says, whichever has been right more often of late.
+"""Draft each token by lookup or by model, whichever is more likely right.
 
-Where a lookup is nearly sure, the model is not asked: a copied passage costs no step. Elsewhere the model
-takes a step, and the likelier of both is guessed (`opinions.py`); a token that both say is surer than either
-alone. So a draft copies while there is something to copy, and goes on by itself at once where there is not.
+While the lookup is nearly certain, the model takes no step, so a copied passage is cheap. Elsewhere the model
+takes a step and the likelier token of the two is drafted (`ensemble.py`).
 """
 
 from __future__ import annotations
@@ -13,101 +12,105 @@ from weakref import WeakKeyDictionary
 
 from galley.core.content import common_prefix_len
 from galley.core.lru import LruCache
-from services.draft.strategies.base import DraftJob, DraftSession, Guess
-from services.draft.strategies.drafted import Drafted
-from services.draft.strategies.lookups import Following, Kind, Lookups, kind_of
+from services.draft.strategies.base import DraftJob, DraftSession, Proposal
+from services.draft.strategies.ensemble import Candidate, Candidates, Ensemble
+from services.draft.strategies.history import DraftHistory
+from services.draft.strategies.lookups import Kind, Lookups, SessionLookups, kind_of
 from services.draft.strategies.matches import PRIOR, class_of
-from services.draft.strategies.opinions import Opined, Opinions, Said
-from services.draft.strategies.steps import ModelSteps, SteppedGuess, rules_of
+from services.draft.strategies.model_steps import ModelProposal, ModelSteps, rules_of
 
 _WORKLOADS = 256
-# A token that survives more seldom is not worth a step.
+# A token that is less likely to be accepted is not worth a step.
 _LEAST_SURVIVAL = 0.03
 
 
 @dataclass(slots=True)
-class _Session:
-    """What is known of a session at the last look: `known` are its tokens and its guesses.
+class _HybridSession:
+    """The state of a session: `known` are its tokens and draft tokens at the last call.
 
-    `opined` is of its workload; `following` is None while the lookups still follow a long prompt.
+    `ensemble` is that of its workload; `lookups` is None while a long prompt is still being indexed.
     """
 
-    opined: Opined
-    following: Following | None = None
+    ensemble: Ensemble
+    lookups: SessionLookups | None = None
     known: list[int] = field(default_factory=list)
-    drafted: Drafted[Opinions] = field(default_factory=Drafted)
+    history: DraftHistory[Candidates] = field(default_factory=DraftHistory)
 
 
 class HybridStrategy:
-    """`steps` are those of the model; what came of both is learnt by tenant and workload."""
+    """Combine lookups and a model, calibrated by tenant and workload."""
 
     def __init__(self, lookups: Lookups, steps: ModelSteps) -> None:
         self._lookups = lookups
         self._steps = steps
-        self._sessions: WeakKeyDictionary[DraftSession, _Session] = WeakKeyDictionary()
-        self._opined: LruCache[Kind, Opined] = LruCache(Opined, _WORKLOADS)
-        self._overall: LruCache[bytes, Opined] = LruCache(Opined, _WORKLOADS)
+        self._sessions: WeakKeyDictionary[DraftSession, _HybridSession] = WeakKeyDictionary()
+        self._ensembles: LruCache[Kind, Ensemble] = LruCache(Ensemble, _WORKLOADS)
+        self._overall: LruCache[bytes, Ensemble] = LruCache(Ensemble, _WORKLOADS)
 
-    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
-        """See `Strategy.begin`."""
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """Return proposals with what can be reused and copied."""
         return [self._begin(job) for job in jobs]
 
-    def advance(self, guesses: Sequence[Guess]) -> None:
-        """See `Strategy.advance`; while a long prompt is being fed, its guess gets no token."""
-        for drawn in self._steps.advance([guess for guess in guesses if isinstance(guess, SteppedGuess)]):
-            said = Opinions(self._found(drawn.guess), Said(drawn.token, drawn.bucket))
-            self._add(drawn.guess, said)
-            self._copy(drawn.guess)
+    def advance(self, proposals: Sequence[Proposal]) -> None:
+        """Draft one token each with the model, then copy; none while a long prompt is being prefilled."""
+        for drawn in self._steps.advance(
+            [proposal for proposal in proposals if isinstance(proposal, ModelProposal)]
+        ):
+            candidates = Candidates(
+                self._lookup_candidate(drawn.proposal), Candidate(drawn.token, drawn.bucket)
+            )
+            self._add(drawn.proposal, candidates)
+            self._copy(drawn.proposal)
 
-    def _begin(self, job: DraftJob) -> SteppedGuess:
-        guess, tokens = self._steps.open(job), job.session.tokens
-        session = self._look_at(job)
-        for verdict in session.drafted.compare(job.session, common_prefix_len(session.known, tokens)):
-            session.opined.saw(verdict.evidence, verdict.confirmed)
+    def _begin(self, job: DraftJob) -> ModelProposal:
+        proposal, tokens = self._steps.open(job), job.session.tokens
+        session = self._session_of(job)
+        for verdict in session.history.compare(job.session, common_prefix_len(session.known, tokens)):
+            session.ensemble.record(verdict.evidence, verdict.confirmed)
         session.known = list(tokens)
-        session.following = self._lookups.follow(job)
-        guess.limit = job.k  # a lookup knows no window
-        guess.settle()
-        for token, said in session.drafted.ready(len(tokens), guess.limit, rules_of(job.slice)):
-            guess.add(token, session.opined.choose(said)[1])
+        session.lookups = self._lookups.follow(job)
+        proposal.limit = job.k  # a lookup has no context window
+        proposal.settle()
+        for token, candidates in session.history.ready(len(tokens), proposal.limit, rules_of(job.slice)):
+            proposal.add(token, session.ensemble.choose(candidates)[1])
             session.known.append(token)
-        self._copy(guess)
-        self._steps.cut_back(guess)
-        return guess
+        self._copy(proposal)
+        self._steps.cut_back(proposal)
+        return proposal
 
-    def _look_at(self, job: DraftJob) -> _Session:
+    def _session_of(self, job: DraftJob) -> _HybridSession:
         overall = self._overall.get(job.slice.key[0])
-        opined = self._opined.get(kind_of(job), overall.narrowed)
-        session = self._sessions.setdefault(job.session, _Session(opined))
-        session.opined = opined
+        ensemble = self._ensembles.get(kind_of(job), overall.narrowed)
+        session = self._sessions.setdefault(job.session, _HybridSession(ensemble))
+        session.ensemble = ensemble
         return session
 
-    def _found(self, guess: SteppedGuess) -> Said | None:
-        """What the lookup says of the next token."""
-        session = guess.job.session
-        following = self._sessions[session].following
-        if following is None:
+    def _lookup_candidate(self, proposal: ModelProposal) -> Candidate | None:
+        """Return the lookup's candidate for the next token."""
+        session = proposal.job.session
+        lookups = self._sessions[session].lookups
+        if lookups is None:
             return None
-        match = following.find([*session.tokens[session.confirmed :], *guess.tokens], 1)
+        match = lookups.find([*session.tokens[session.confirmed :], *proposal.tokens], 1)
         if not match.found.tokens:
             return None
-        by = class_of(match) + (0 if guess.job.slice.sampling.greedy else len(PRIOR))
-        return Said(match.found.tokens[0], by)
+        evidence = class_of(match) + (0 if proposal.job.slice.sampling.greedy else len(PRIOR))
+        return Candidate(match.found.tokens[0], evidence)
 
-    def _copy(self, guess: SteppedGuess) -> None:
-        """Go on with what the lookup is sure of; done where the model cannot go on after it."""
-        opined = self._sessions[guess.job.session].opined
-        while not guess.done:
-            found = self._found(guess)
-            if found is None or not opined.sure(found):
-                guess.done = len(guess.tokens) >= guess.reach
+    def _copy(self, proposal: ModelProposal) -> None:
+        """Draft while the lookup is certain; finish where the model's context window ends."""
+        ensemble = self._sessions[proposal.job.session].ensemble
+        while not proposal.done:
+            found = self._lookup_candidate(proposal)
+            if found is None or not ensemble.is_sure(found):
+                proposal.done = len(proposal.tokens) >= proposal.reach
                 return
-            self._add(guess, Opinions(found, None))
+            self._add(proposal, Candidates(found, None))
 
-    def _add(self, guess: SteppedGuess, said: Opinions) -> None:
-        session = self._sessions[guess.job.session]
-        token, chance = session.opined.choose(said)
-        session.drafted.append(token, said)
+    def _add(self, proposal: ModelProposal, candidates: Candidates) -> None:
+        session = self._sessions[proposal.job.session]
+        token, chance = session.ensemble.choose(candidates)
+        session.history.append(token, candidates)
         session.known.append(token)
-        guess.add(token, chance)
-        guess.done = guess.done or guess.survival[-1] < _LEAST_SURVIVAL
+        proposal.add(token, chance)
+        proposal.done = proposal.done or proposal.survival[-1] < _LEAST_SURVIVAL

@@ -38,7 +38,7 @@ class Match:
     own: bool
 
 
-class Following:
+class SessionLookups:
     """One session's lookups, which have followed all its confirmed tokens."""
 
     def __init__(self, own: SessionLookup, answers: AnswerLookup) -> None:
@@ -66,7 +66,7 @@ class Lookups:
         self._sessions: WeakKeyDictionary[DraftSession, SessionLookup] = WeakKeyDictionary()
         self._kinds: LruCache[Kind, _Answers] = LruCache(_Answers, MOST_KINDS)
 
-    def follow(self, job: DraftJob) -> Following | None:
+    def follow(self, job: DraftJob) -> SessionLookups | None:
         """The session's lookups, nearer to its confirmed tokens; None while they are not there yet.
 
         They are begun anew if the tokens are not those that they had.
@@ -86,4 +86,4 @@ class Lookups:
         if among is None:
             among = answers.lookups[job.session] = AnswerLookup(answers.recent)
         among.follow(confirmed, job.slice.prompt_len)
-        return Following(lookup, among) if len(lookup) == len(confirmed) else None
+        return SessionLookups(lookup, among) if len(lookup) == len(confirmed) else None

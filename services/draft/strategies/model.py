@@ -1,7 +1,7 @@
-"""A small model of the target's tokenizer guesses (`steps.py`).
+"""Draft with a small model that has the target's tokenizer.
 
-What it guessed is kept beside its keys and values: tokens of a session's next item that it has guessed
-already need no step.
+Draft tokens are kept beside the KV cache, so those that the next request of a session still needs cost no
+step.
 """
 
 from __future__ import annotations
@@ -12,48 +12,50 @@ from weakref import WeakKeyDictionary
 from galley.core.content import common_prefix_len
 from galley.core.lookup.calibration import Calibration
 from galley.core.lru import LruCache
-from services.draft.strategies.base import DraftJob, DraftSession, Guess
-from services.draft.strategies.drafted import Drafted
+from services.draft.strategies.base import DraftJob, DraftSession, Proposal
+from services.draft.strategies.history import DraftHistory
 from services.draft.strategies.lookups import Kind, kind_of
-from services.draft.strategies.steps import CONFIDENCES, ModelSteps, SteppedGuess, rules_of
+from services.draft.strategies.model_steps import CONFIDENCES, ModelProposal, ModelSteps, rules_of
 
-# Verdicts that the confidence itself weighs, and workloads whose acceptance is kept.
+# Weight of the prior, in verdicts; and workloads whose acceptance rate is kept.
 _STRENGTH = 8.0
 _WORKLOADS = 256
 
 
 class ModelStrategy:
-    """Drafts with a model; how often it is right is learnt by tenant and workload."""
+    """Draft with a model, calibrated by tenant and workload."""
 
     def __init__(self, steps: ModelSteps) -> None:
         self._steps = steps
-        # What was guessed of each session, with its buckets.
-        self._drafted: WeakKeyDictionary[DraftSession, Drafted[int]] = WeakKeyDictionary()
+        # Draft tokens of each session, with their confidence buckets.
+        self._history: WeakKeyDictionary[DraftSession, DraftHistory[int]] = WeakKeyDictionary()
         self._calibrations: LruCache[Kind, Calibration] = LruCache(_calibration, _WORKLOADS)
         self._overall: LruCache[bytes, Calibration] = LruCache(_calibration, _WORKLOADS)
 
-    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
-        """See `Strategy.begin`."""
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """Return proposals that hold the reusable tokens of earlier ones."""
         return [self._begin(job) for job in jobs]
 
-    def advance(self, guesses: Sequence[Guess]) -> None:
-        """See `Strategy.advance`; while a long prompt is being fed, its guess gets no token."""
-        for drawn in self._steps.advance([guess for guess in guesses if isinstance(guess, SteppedGuess)]):
-            job = drawn.guess.job
-            self._drafted[job.session].append(drawn.token, drawn.bucket)
-            drawn.guess.add(drawn.token, self._calibration_of(job).chance(drawn.bucket))
+    def advance(self, proposals: Sequence[Proposal]) -> None:
+        """Draft one token each, but none while a long prompt is being prefilled."""
+        for drawn in self._steps.advance(
+            [proposal for proposal in proposals if isinstance(proposal, ModelProposal)]
+        ):
+            job = drawn.proposal.job
+            self._history[job.session].append(drawn.token, drawn.bucket)
+            drawn.proposal.add(drawn.token, self._calibration_of(job).chance(drawn.bucket))
 
-    def _begin(self, job: DraftJob) -> SteppedGuess:
-        guess, session = self._steps.open(job), job.session
-        drafted = self._drafted.setdefault(session, Drafted())
+    def _begin(self, job: DraftJob) -> ModelProposal:
+        proposal, session = self._steps.open(job), job.session
+        history = self._history.setdefault(session, DraftHistory())
         calibration = self._calibration_of(job)
-        for verdict in drafted.compare(session, common_prefix_len(guess.cache.tokens, session.tokens)):
-            calibration.record(verdict.evidence, verdict.guessed == verdict.confirmed)
-        guess.settle()
-        for token, bucket in drafted.ready(len(session.tokens), guess.limit, rules_of(job.slice)):
-            guess.add(token, calibration.chance(bucket))
-        self._steps.cut_back(guess)
-        return guess
+        for verdict in history.compare(session, common_prefix_len(proposal.cache.tokens, session.tokens)):
+            calibration.record(verdict.evidence, verdict.drafted == verdict.confirmed)
+        proposal.settle()
+        for token, bucket in history.ready(len(session.tokens), proposal.limit, rules_of(job.slice)):
+            proposal.add(token, calibration.chance(bucket))
+        self._steps.cut_back(proposal)
+        return proposal
 
     def _calibration_of(self, job: DraftJob) -> Calibration:
         overall = self._overall.get(job.slice.key[0])

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 from galley.core.lookup.lookup import LookupResult
 from galley.core.lookup.proposal_outcomes import ProposalOutcomes
 from galley.core.lru import LruCache
-from services.draft.strategies.base import DraftJob, DraftSession, Guess
-from services.draft.strategies.lookups import MOST_KINDS, Following, Kind, Lookups, Match, kind_of
+from services.draft.strategies.base import DraftJob, DraftSession, Proposal
+from services.draft.strategies.lookups import MOST_KINDS, Kind, Lookups, Match, SessionLookups, kind_of
 from services.draft.strategies.matches import MatchChances
 
 # A token that survives more seldom is not worth its bytes.
@@ -21,7 +21,7 @@ _LEAST_SURVIVAL = 0.02
 
 
 class NgramStrategy:
-    """A guess is done when it begins, but where many tokens are new: those are followed a piece a step."""
+    """A proposal is done when it begins, but where many tokens are new: those are followed a piece a step."""
 
     def __init__(self, lookups: Lookups) -> None:
         self._lookups = lookups
@@ -29,34 +29,34 @@ class NgramStrategy:
         self._chances: LruCache[Kind, MatchChances] = LruCache(MatchChances, MOST_KINDS)
         self._overall: LruCache[bytes, MatchChances] = LruCache(MatchChances, MOST_KINDS)
 
-    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """See `Strategy.begin`."""
-        guesses = [Guess(job) for job in jobs]
-        self.advance(guesses)
-        return guesses
+        proposals = [Proposal(job) for job in jobs]
+        self.advance(proposals)
+        return proposals
 
-    def advance(self, guesses: Sequence[Guess]) -> None:
+    def advance(self, proposals: Sequence[Proposal]) -> None:
         """See `Strategy.advance`."""
-        for guess in guesses:
-            session = guess.job.session
+        for proposal in proposals:
+            session = proposal.job.session
             waiting = self._waiting.setdefault(session, ProposalOutcomes())
             waiting.confirm(session.tokens[: session.confirmed])
-            following = self._lookups.follow(guess.job)
-            guess.done = following is not None
+            following = self._lookups.follow(proposal.job)
+            proposal.done = following is not None
             if following is not None:
-                self._look_up(guess, following, waiting)
+                self._look_up(proposal, following, waiting)
 
-    def _look_up(self, guess: Guess, following: Following, waiting: ProposalOutcomes) -> None:
-        job = guess.job
+    def _look_up(self, proposal: Proposal, following: SessionLookups, waiting: ProposalOutcomes) -> None:
+        job = proposal.job
         ahead = job.session.tokens[job.session.confirmed :]
         match = following.find(ahead, job.k)
         chances = self._chances_of(job)
         tokens = _up_to_a_stop(match.found, job.slice.stop_token_ids)
-        guess.survival = _survival(chances, match, len(tokens))
-        guess.tokens = list(tokens[: len(guess.survival)])
-        if guess.tokens:
-            saw = partial(chances.saw, match)
-            waiting.add(job.session.confirmed, ahead, tuple(guess.tokens), saw)
+        proposal.survival = _survival(chances, match, len(tokens))
+        proposal.tokens = list(tokens[: len(proposal.survival)])
+        if proposal.tokens:
+            record = partial(chances.record, match)
+            waiting.add(job.session.confirmed, ahead, tuple(proposal.tokens), record)
 
     def _chances_of(self, job: DraftJob) -> MatchChances:
         overall = self._overall.get(job.slice.key[0])

@@ -1,18 +1,18 @@
-"""No guesses: plain decoding, through the same calls."""
+"""Propose nothing: plain decoding through the same calls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.draft.strategies.base import DraftJob, Guess
+from services.draft.strategies.base import DraftJob, Proposal
 
 
 class NoneStrategy:
-    """Always proposes nothing."""
+    """Return empty proposals."""
 
-    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
-        """See `Strategy.begin`."""
-        return [Guess(job, done=True) for job in jobs]
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """Return empty, finished proposals."""
+        return [Proposal(job, done=True) for job in jobs]
 
-    def advance(self, guesses: Sequence[Guess]) -> None:
-        """See `Strategy.advance`; no guess stays open."""
+    def advance(self, proposals: Sequence[Proposal]) -> None:
+        """Do nothing: no proposal is unfinished."""

@@ -1,4 +1,4 @@
-"""Proposes what the target will say, read from a file, with some tokens spoiled: for tests and benchmarks."""
+"""Propose known answers from a file, with some wrong tokens, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from galley.core.noise import SPOIL, words
-from services.draft.strategies.base import DraftJob, DraftSession, Guess
+from services.draft.strategies.base import DraftJob, DraftSession, Proposal
 
 
 class OracleStrategy:
-    """Knows whole sessions, prompt and answer, from `answers`: one JSON object {"tokens": [...]} a line.
+    """Know whole sessions, prompt and answer, from `answers`: one JSON object {"tokens": [...]} a line.
 
-    A token is spoiled with probability `spoil`, decided by the noise of (seed, position): the same for every
-    k and every repetition. The file is read on when a session matches nothing and the file has grown.
+    A token is replaced by a wrong one with probability `spoil`. The noise of (seed, position) decides, so the
+    result is the same for every k and repetition. New lines of the file are read when a session has no match.
     """
 
     def __init__(self, answers: Path, spoil: float) -> None:
@@ -25,26 +25,26 @@ class OracleStrategy:
         self._answers: list[list[int]] = []
         self._matched: WeakKeyDictionary[DraftSession, list[int]] = WeakKeyDictionary()
 
-    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
-        """See `Strategy.begin`."""
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """Return finished proposals from the known answers."""
         return [self._begin(job) for job in jobs]
 
-    def advance(self, guesses: Sequence[Guess]) -> None:
-        """See `Strategy.advance`; no guess stays open."""
+    def advance(self, proposals: Sequence[Proposal]) -> None:
+        """Do nothing: no proposal is unfinished."""
 
-    def _begin(self, job: DraftJob) -> Guess:
-        # By position: guesses ahead of the target, its own spoiled ones too, do not lead it astray.
+    def _begin(self, job: DraftJob) -> Proposal:
+        # Taken by position, so that wrong draft tokens ahead of the target change nothing.
         start = len(job.session.tokens)
         known = (self._answer_to(job.session) or [])[start : start + job.k]
         seed = job.slice.sampling.seed
         tokens = [self._spoiled(token, seed, start + i) for i, token in enumerate(known)]
-        return Guess(job, tokens, [(1 - self._spoil) ** (i + 1) for i in range(len(tokens))], done=True)
+        return Proposal(job, tokens, [(1 - self._spoil) ** (i + 1) for i in range(len(tokens))], done=True)
 
     def _spoiled(self, token: int, seed: int, position: int) -> int:
         word = int(words(seed, position, [0], SPOIL)[0])
         if word >= self._spoil * 2**32:
             return token
-        # Another one that every vocabulary of two has.
+        # A wrong token that exists in every vocabulary of at least two.
         return token - 1 if token else 1
 
     def _answer_to(self, session: DraftSession) -> list[int] | None:
@@ -60,11 +60,11 @@ class OracleStrategy:
         return answer
 
     def _search(self, tokens: list[int]) -> list[int] | None:
-        # The latest first: what was written anew holds.
+        # The latest line wins.
         return next((answer for answer in reversed(self._answers) if _begins(answer, tokens)), None)
 
     def _read_on(self) -> bool:
-        """Read the whole lines that were added; were there any?"""
+        """Read the complete lines that were added; return whether there were any."""
         with self._file.open("rb") as file:
             file.seek(self._read_bytes)
             added = file.read()

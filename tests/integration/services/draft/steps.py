@@ -21,9 +21,9 @@ from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
 from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
-from services.draft.strategies.base import DraftJob, Guess, Strategy
+from services.draft.strategies.base import DraftJob, Proposal, Strategy
 from services.draft.strategies.model import ModelStrategy
-from services.draft.strategies.steps import ModelSteps
+from services.draft.strategies.model_steps import ModelSteps
 from tests.fakes.tiny_model import VOCAB, load_tiny_model
 from tests.fakes.verify_items import slice_of
 
@@ -42,17 +42,17 @@ class Gated:
         self.steps: list[str] = []
         self.fails = False
 
-    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         return self._inner.begin(jobs)
 
-    def advance(self, guesses: Sequence[Guess]) -> None:
-        self.steps.append("".join(guess.job.slice.key[1] for guess in guesses))
+    def advance(self, proposals: Sequence[Proposal]) -> None:
+        self.steps.append("".join(proposal.job.slice.key[1] for proposal in proposals))
         self._begun.release()
         if not self._open and not self._allowed.acquire(timeout=PATIENCE_S):
             raise TimeoutError
         if self.fails:
             raise ValueError("secret")
-        self._inner.advance(guesses)
+        self._inner.advance(proposals)
 
     async def begun(self) -> None:
         """Return when a further step has begun."""

@@ -1,4 +1,4 @@
-"""What a session has drafted before saves steps, and changes no guess; what came of it is learnt."""
+"""What a session has drafted before saves steps, and changes no proposal; what came of it is learnt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.strategies.model import ModelStrategy
-from services.draft.strategies.steps import ModelSteps
+from services.draft.strategies.model_steps import ModelSteps
 from tests.fakes.tiny_model import VOCAB, load_tiny_model
 from tests.fakes.verify_items import GREEDY
 from tests.integration.services.draft.steps import Gated, Serving, item, serving
@@ -36,7 +36,7 @@ async def proposed(draft: Serving, asked: pb.ProposeItem) -> pb.ProposeResult:
     return answer.result
 
 
-async def guesses(draft: Serving, asked: pb.ProposeItem) -> list[int]:
+async def proposals(draft: Serving, asked: pb.ProposeItem) -> list[int]:
     return list((await proposed(draft, asked)).draft_tokens)
 
 
@@ -45,11 +45,11 @@ async def test_drafting_on_from_guesses_is_drafting_all_at_once(
     draft: tuple[Serving, Gated], sampling: pb.SamplingParams
 ) -> None:
     serves, gated = draft
-    whole = await guesses(serves, item(PROMPT, 12, "whole", sampling=sampling))
+    whole = await proposals(serves, item(PROMPT, 12, "whole", sampling=sampling))
     gated.steps.clear()
     tokens = list(PROMPT)
     for _ in range(4):
-        tokens += await guesses(serves, item(tokens, 3, "parts", ahead=len(tokens) - 5, sampling=sampling))
+        tokens += await proposals(serves, item(tokens, 3, "parts", ahead=len(tokens) - 5, sampling=sampling))
     assert tokens[5:] == whole
     assert len(gated.steps) == 12
 
@@ -59,13 +59,13 @@ async def test_what_was_guessed_already_needs_no_step(
     draft: tuple[Serving, Gated], sampling: pb.SamplingParams
 ) -> None:
     serves, gated = draft
-    whole = await guesses(serves, item(PROMPT, 12, "s", sampling=sampling))
+    whole = await proposals(serves, item(PROMPT, 12, "s", sampling=sampling))
     gated.steps.clear()
     # The target verified four of them only; then fewer are wanted than are known, then more.
-    assert await guesses(serves, item(PROMPT + whole[:4], 8, "s", sampling=sampling)) == whole[4:]
-    assert await guesses(serves, item(PROMPT + whole[:5], 2, "s", sampling=sampling)) == whole[5:7]
+    assert await proposals(serves, item(PROMPT + whole[:4], 8, "s", sampling=sampling)) == whole[4:]
+    assert await proposals(serves, item(PROMPT + whole[:5], 2, "s", sampling=sampling)) == whole[5:7]
     assert gated.steps == []
-    assert await guesses(serves, item(PROMPT + whole[:5], 4, "s", sampling=sampling)) == whole[5:9]
+    assert await proposals(serves, item(PROMPT + whole[:5], 4, "s", sampling=sampling)) == whole[5:9]
     assert len(gated.steps) == 2
 
 
@@ -73,8 +73,8 @@ async def test_other_sampling_is_other_guesses(draft: tuple[Serving, Gated]) -> 
     serves, _ = draft
     for seed in range(3):
         sampling = pb.SamplingParams(temperature=1.1, seed=seed)
-        again = await guesses(serves, item(PROMPT, 6, "s", sampling=sampling))
-        assert again == await guesses(serves, item(PROMPT, 6, f"alone {seed}", sampling=sampling))
+        again = await proposals(serves, item(PROMPT, 6, "s", sampling=sampling))
+        assert again == await proposals(serves, item(PROMPT, 6, f"alone {seed}", sampling=sampling))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -92,7 +92,7 @@ async def test_a_session_drafts_the_same_whatever_went_before_and_beside(
         for _ in range(12):
             ahead = chance.randrange(len(tokens))
             asked = item(tokens, chance.randrange(7), name, ahead=ahead, prompt_len=1, sampling=sampling)
-            came = await guesses(serves, asked)
+            came = await proposals(serves, asked)
             trace.append((asked, came))
             tokens = tokens + came[: chance.randrange(8)]
             if chance.random() < 0.4:
@@ -104,7 +104,7 @@ async def test_a_session_drafts_the_same_whatever_went_before_and_beside(
     traces = await asyncio.gather(*(wander(f"{seed} {i}") for i in range(5)))
     for i, (asked, came) in enumerate(one for trace in traces for one in trace):
         asked.slice.session_id, asked.ahead = f"alone {seed} {i}", 0
-        assert await guesses(serves, asked) == came
+        assert await proposals(serves, asked) == came
 
 
 @either

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from galley.core.errors import Broken
-from services.draft.strategies.base import DraftJob, DraftSession, Guess
+from services.draft.strategies.base import DraftJob, DraftSession, Proposal
 from services.draft.strategies.hybrid import HybridStrategy
 from services.draft.strategies.lookups import Lookups
-from services.draft.strategies.steps import CONFIDENCES, Drawn, ModelSteps, SteppedGuess
+from services.draft.strategies.model_steps import CONFIDENCES, Drawn, ModelProposal, ModelSteps
 from tests.fakes.tiny_model import load_tiny_model
 from tests.integration.services.draft.jobs import job_of
 
@@ -20,21 +20,24 @@ HALF = CONFIDENCES.index(0.55)
 
 
 class Counting(ModelSteps):
-    """A model that guesses the token above the last one, half sure; `steps` are counted."""
+    """A model that proposals the token above the last one, half sure; `steps` are counted."""
 
     def __init__(self, tiny: Path) -> None:
         super().__init__(load_tiny_model(tiny, kv_blocks=64))
         self.steps = 0
         self.reach = 64
 
-    def open(self, job: DraftJob) -> SteppedGuess:
-        guess = super().open(job)
-        guess.limit = guess.reach = min(job.k, self.reach)
-        return guess
+    def open(self, job: DraftJob) -> ModelProposal:
+        proposal = super().open(job)
+        proposal.limit = proposal.reach = min(job.k, self.reach)
+        return proposal
 
-    def advance(self, guesses: Sequence[SteppedGuess]) -> list[Drawn]:
+    def advance(self, proposals: Sequence[ModelProposal]) -> list[Drawn]:
         self.steps += 1
-        return [Drawn(guess, (guess.tokens or guess.job.session.tokens)[-1] + 1, HALF) for guess in guesses]
+        return [
+            Drawn(proposal, (proposal.tokens or proposal.job.session.tokens)[-1] + 1, HALF)
+            for proposal in proposals
+        ]
 
 
 @pytest.fixture
@@ -47,18 +50,18 @@ def hybrid(model: Counting) -> HybridStrategy:
     return HybridStrategy(Lookups(), model)
 
 
-def run(strategy: HybridStrategy, *jobs: DraftJob) -> list[Guess]:
-    guesses = strategy.begin(jobs)
-    while going := [guess for guess in guesses if not guess.done]:
+def run(strategy: HybridStrategy, *jobs: DraftJob) -> list[Proposal]:
+    proposals = strategy.begin(jobs)
+    while going := [proposal for proposal in proposals if not proposal.done]:
         strategy.advance(going)
-    return guesses
+    return proposals
 
 
 def ask(
     strategy: HybridStrategy, session: DraftSession, tokens: list[int], ahead: int = 0, **given: object
-) -> Guess:
-    (guess,) = run(strategy, job_of(session, tokens, 4, ahead=ahead, **given))  # type: ignore[arg-type]  # as given
-    return guess
+) -> Proposal:
+    (proposal,) = run(strategy, job_of(session, tokens, 4, ahead=ahead, **given))  # type: ignore[arg-type]  # as given
+    return proposal
 
 
 def teach(strategy: HybridStrategy, above: int, salt: bytes = b"") -> None:
@@ -70,11 +73,11 @@ def teach(strategy: HybridStrategy, above: int, salt: bytes = b"") -> None:
 
 
 def test_what_a_long_match_says_is_taken_without_a_step(hybrid: HybridStrategy, model: Counting) -> None:
-    guess = ask(hybrid, DraftSession(), [*range(30), *range(20)])
-    assert guess.tokens == [20, 21, 22, 23]
-    assert guess.done
+    proposal = ask(hybrid, DraftSession(), [*range(30), *range(20)])
+    assert proposal.tokens == [20, 21, 22, 23]
+    assert proposal.done
     assert model.steps == 0
-    assert guess.survival[0] > 0.8
+    assert proposal.survival[0] > 0.8
 
 
 def test_the_model_drafts_where_there_is_no_match_or_a_short_one(
@@ -108,7 +111,7 @@ def test_it_is_decided_for_each_job_of_a_step(hybrid: HybridStrategy, model: Cou
         job_of(DraftSession(), tokens, 4, prompt_len=len(tokens))
         for tokens in ([1, 2, 3], [*range(30), *range(20)], [51], [*range(100, 130), *range(100, 120)])
     ]
-    assert [guess.tokens[0] for guess in run(hybrid, *jobs)] == [4, 20, 52, 120]
+    assert [proposal.tokens[0] for proposal in run(hybrid, *jobs)] == [4, 20, 52, 120]
     assert model.steps == 4
 
 
@@ -162,16 +165,16 @@ def test_what_was_guessed_already_needs_no_step(hybrid: HybridStrategy, model: C
 def test_drafts_that_can_hardly_survive_are_not_drafted(hybrid: HybridStrategy, model: Counting) -> None:
     teach(hybrid, 2)
     model.steps = 0
-    guess = ask(hybrid, DraftSession(), [1, 2, 3])
-    assert len(guess.tokens) == model.steps < 4
-    assert guess.done
+    proposal = ask(hybrid, DraftSession(), [1, 2, 3])
+    assert len(proposal.tokens) == model.steps < 4
+    assert proposal.done
 
 
 def test_the_models_error_is_the_outcome_of_its_own_job(tiny: Path) -> None:
     class Sick(Counting):
-        def advance(self, guesses: Sequence[SteppedGuess]) -> list[Drawn]:
-            for guess in guesses:
-                guess.done, guess.error = True, Broken("sick")
+        def advance(self, proposals: Sequence[ModelProposal]) -> list[Drawn]:
+            for proposal in proposals:
+                proposal.done, proposal.error = True, Broken("sick")
             return []
 
     strategy = HybridStrategy(Lookups(), Sick(tiny))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.draft.strategies.base import DraftSession, Guess
+from services.draft.strategies.base import DraftSession, Proposal
 from services.draft.strategies.lookups import Lookups
 from services.draft.strategies.ngram import NgramStrategy
 from tests.integration.services.draft.jobs import job_of
@@ -29,9 +29,9 @@ class Talk:
         self.session = DraftSession()
         self.tokens = list(prompt)
         self._strategy, self._prompt_len, self._salt, self._workload = strategy, len(prompt), salt, workload
-        self.guess: Guess = self.ask()
+        self.proposal: Proposal = self.ask()
 
-    def ask(self, *confirmed: int, ahead: tuple[int, ...] = (), k: int = 4) -> Guess:
+    def ask(self, *confirmed: int, ahead: tuple[int, ...] = (), k: int = 4) -> Proposal:
         self.tokens += confirmed
         job = job_of(
             self.session,
@@ -42,20 +42,20 @@ class Talk:
             salt=self._salt,
             workload=self._workload,
         )
-        (self.guess,) = self._strategy.begin([job])
-        return self.guess
+        (self.proposal,) = self._strategy.begin([job])
+        return self.proposal
 
 
 def test_it_guesses_what_followed_and_says_how_likely_that_is() -> None:
-    guess = Talk(NgramStrategy(Lookups()), [5, 6, 7, 8, 9, 5, 6]).guess
-    assert guess.tokens == [7, 8, 9, 5]
-    assert guess.done
+    proposal = Talk(NgramStrategy(Lookups()), [5, 6, 7, 8, 9, 5, 6]).proposal
+    assert proposal.tokens == [7, 8, 9, 5]
+    assert proposal.done
     # A match of two: believed to go on with 2 / 4, then 3 / 5 of those, ...
-    assert guess.survival == pytest.approx([1 / 2, 3 / 10, 1 / 5, 1 / 7])
+    assert proposal.survival == pytest.approx([1 / 2, 3 / 10, 1 / 5, 1 / 7])
 
 
 def test_nothing_is_guessed_of_what_never_was() -> None:
-    assert Talk(NgramStrategy(Lookups()), [1, 2, 3, 4]).guess.tokens == []
+    assert Talk(NgramStrategy(Lookups()), [1, 2, 3, 4]).proposal.tokens == []
     assert Talk(NgramStrategy(Lookups()), [5, 6, 5]).ask(k=0).tokens == []
 
 
@@ -67,7 +67,7 @@ def test_guesses_end_after_a_stop_token() -> None:
 
 def test_what_is_ahead_is_followed_and_forgotten() -> None:
     talk = Talk(NgramStrategy(Lookups()), [5, 6, 7, 8, 9, 1, 5])
-    assert talk.guess.tokens == [6, 7, 8, 9]
+    assert talk.proposal.tokens == [6, 7, 8, 9]
     assert talk.ask(ahead=(6, 7), k=2).tokens == [8, 9]
     # It went otherwise: nothing of (6, 7) is known of the second 5.
     assert talk.ask(1).tokens == [5, 1, 5, 1]
@@ -78,21 +78,21 @@ def test_being_right_raises_survival() -> None:
     strategy = NgramStrategy(Lookups())
     period = [1, 2, 3, 4, 5, 6, 7, 8]
     talk = Talk(strategy, period * 3)
-    before = talk.guess.survival[0]
+    before = talk.proposal.survival[0]
     for i in range(80):
         talk.ask(period[i % 8])
     # In another session, because the match of this one has grown too.
-    assert Talk(strategy, period * 3).guess.survival[0] > before > 0.8
+    assert Talk(strategy, period * 3).proposal.survival[0] > before > 0.8
 
 
 def test_being_wrong_lowers_survival() -> None:
     strategy = NgramStrategy(Lookups())
-    before = Talk(strategy, [5, 6, 8, 9, 5]).guess.survival[0]
+    before = Talk(strategy, [5, 6, 8, 9, 5]).proposal.survival[0]
     talk = Talk(strategy, [0])
     for i in range(20):
         talk.ask(7)
         talk.ask(i + 10)  # never what followed a 7 before
-    assert 0 < Talk(strategy, [5, 6, 8, 9, 5]).guess.survival[0] < before / 2
+    assert 0 < Talk(strategy, [5, 6, 8, 9, 5]).proposal.survival[0] < before / 2
 
 
 def test_what_hardly_survives_is_not_proposed() -> None:
@@ -101,13 +101,13 @@ def test_what_hardly_survives_is_not_proposed() -> None:
     for i in range(400):
         talk.ask(7)
         talk.ask(i + 10)
-    assert Talk(strategy, [5, 6, 8, 9, 5]).guess.tokens == []
+    assert Talk(strategy, [5, 6, 8, 9, 5]).proposal.tokens == []
 
 
 def test_nothing_is_learnt_of_guesses_that_are_ahead() -> None:
     strategy = NgramStrategy(Lookups())
     talk = Talk(strategy, [5, 6, 7, 8, 9, 5])
-    before = list(talk.guess.survival)
+    before = list(talk.proposal.survival)
     for _ in range(50):
         talk.ask(ahead=(6, 7))
     assert talk.ask().survival == before
@@ -179,13 +179,13 @@ def test_kinds_are_bounded_the_last_used_stay() -> None:
 def test_a_long_prompt_is_followed_a_piece_a_step() -> None:
     strategy, session = NgramStrategy(Lookups()), DraftSession()
     tokens = [*range(3000), 1, 2]
-    (guess,) = strategy.begin([job_of(session, tokens, 3)])
+    (proposal,) = strategy.begin([job_of(session, tokens, 3)])
     steps = 0
-    while not guess.done:
-        assert guess.tokens == []
-        strategy.advance([guess])
+    while not proposal.done:
+        assert proposal.tokens == []
+        strategy.advance([proposal])
         steps += 1
-    assert (guess.tokens, steps) == ([3, 4, 5], 2)
+    assert (proposal.tokens, steps) == ([3, 4, 5], 2)
     # One that is given up meanwhile is taken up where it was left.
     other = DraftSession()
     begun = [strategy.begin([job_of(other, tokens, 3)])[0] for _ in range(3)]
@@ -195,7 +195,7 @@ def test_a_long_prompt_is_followed_a_piece_a_step() -> None:
 def test_a_long_session_takes_no_longer() -> None:
     """One new token of 8,000: as fast as the machine allows, and far from looking through all of them."""
     talk = Talk(NgramStrategy(Lookups()), [i * i % 1009 for i in range(8000)])
-    while not talk.guess.done:
+    while not talk.proposal.done:
         talk.ask()
     times = []
     for i in range(51):

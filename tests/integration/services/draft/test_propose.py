@@ -29,7 +29,7 @@ def item(tokens: list[int], k: int = 4, strategy: str = "", **given: Any) -> pb.
     return pb.ProposeItem(slice=slice_of(tokens, **given), k=k, strategy=strategy)
 
 
-async def guesses(draft: rpc.DraftAsyncStub, *items: pb.ProposeItem) -> list[list[int]]:
+async def proposals(draft: rpc.DraftAsyncStub, *items: pb.ProposeItem) -> list[list[int]]:
     answers = await propose(draft, *items)
     assert all(answer.HasField("result") for answer in answers), answers
     return [list(answer.result.draft_tokens) for answer in answers]
@@ -41,7 +41,7 @@ async def test_ngram_and_none_need_no_model() -> None:
         assert list(answer.result.draft_tokens) == [7, 8, 9]
         assert answer.result.position == answer.result.kv_len == len(REPEATING)
         assert answer.result.prefix_hash == prefix_hash(REPEATING)
-        assert await guesses(draft, item(REPEATING, 3, "none"), item(REPEATING, 0, session_id="t")) == [
+        assert await proposals(draft, item(REPEATING, 3, "none"), item(REPEATING, 0, session_id="t")) == [
             [],
             [],
         ]
@@ -53,12 +53,12 @@ async def test_a_tenant_is_proposed_nothing_of_anothers_answers() -> None:
         await propose(draft, answer)
         for salt, found in ((b"one", [52, 53]), (b"two", []), (b"", [])):
             asked = item([2, 50, 51], session_id="b", tenant_salt=salt, prompt_len=1)
-            assert await guesses(draft, asked) == [found]
+            assert await proposals(draft, asked) == [found]
 
 
 async def test_nothing_is_proposed_where_the_target_can_take_nothing() -> None:
     async with drafting() as draft:
-        assert await guesses(draft, item(REPEATING, 4, max_position=len(REPEATING) + 3)) == [[7, 8]]
+        assert await proposals(draft, item(REPEATING, 4, max_position=len(REPEATING) + 3)) == [[7, 8]]
 
 
 async def test_the_cache_is_addressed_by_content() -> None:
@@ -118,13 +118,13 @@ async def test_the_model_guesses_what_the_same_model_says(tiny: Path) -> None:
     prompt = [5, 9, 2, 33, 17]
     answer = greedy(tiny, prompt, 12)
     async with drafting(model=str(tiny), dtype="float32", default_strategy="model") as draft:
-        assert await guesses(draft, item(prompt, 6)) == [answer[:6]]
+        assert await proposals(draft, item(prompt, 6)) == [answer[:6]]
         # Rollback: what came true stays, what did not goes.
         other = [*prompt, *answer[:2], (answer[2] + 1) % (VOCAB - 1)]
-        assert await guesses(draft, item(other, 3, start=5)) == [greedy(tiny, other, 3)]
+        assert await proposals(draft, item(other, 3, start=5)) == [greedy(tiny, other, 3)]
         whole = prompt + answer[:4]
-        assert await guesses(draft, item(whole, 8, start=7)) == [answer[4:12]]
-        assert await guesses(draft, item(whole, 8, stop_token_ids=[answer[5]])) == [answer[4:6]]
+        assert await proposals(draft, item(whole, 8, start=7)) == [answer[4:12]]
+        assert await proposals(draft, item(whole, 8, stop_token_ids=[answer[5]])) == [answer[4:6]]
         info = await draft.GetDraftInfo(pb.GetDraftInfoRequest())
     assert list(info.strategies) == ["hybrid", "model", "ngram", "none"]
     assert (info.default_strategy, info.vocab_size, info.max_draft_tokens) == ("model", VOCAB, 8)
@@ -140,17 +140,17 @@ async def test_the_model_guesses_for_many_sessions_in_one_step(tiny: Path) -> No
     expected = [greedy(tiny, prompt, 1 + i % 3) for i, prompt in enumerate(prompts)]
     expected[3] = [7]
     async with drafting(model=str(tiny), dtype="float32") as draft:
-        assert await guesses(draft, *items) == expected
+        assert await proposals(draft, *items) == expected
 
 
 async def test_the_model_shares_the_targets_noise(tiny: Path) -> None:
     sampling = pb.SamplingParams(temperature=1.3, seed=11)
     async with drafting(model=str(tiny), dtype="float32", default_strategy="model") as draft:
-        (first,) = await guesses(draft, item([5, 9, 2, 33], 8, sampling=sampling))
-        (again,) = await guesses(draft, item([5, 9, 2, 33], 8, sampling=sampling, session_id="other"))
-        (later,) = await guesses(draft, item([5, 9, 2, 33, *first[:3]], 5, sampling=sampling))
+        (first,) = await proposals(draft, item([5, 9, 2, 33], 8, sampling=sampling))
+        (again,) = await proposals(draft, item([5, 9, 2, 33], 8, sampling=sampling, session_id="other"))
+        (later,) = await proposals(draft, item([5, 9, 2, 33, *first[:3]], 5, sampling=sampling))
         other_seed = pb.SamplingParams(temperature=1.3, seed=12)
-        (other,) = await guesses(draft, item([5, 9, 2, 33], 8, sampling=other_seed))
+        (other,) = await proposals(draft, item([5, 9, 2, 33], 8, sampling=other_seed))
     assert first == again
     assert later == first[3:]
     assert other != first
@@ -190,11 +190,11 @@ class TestOracle:
         path = tmp_path / "answers.jsonl"
         self.write(path, [1, 2, 3], self.answer)
         async with drafting(oracle_answers=path, default_strategy="oracle") as draft:
-            assert await guesses(draft, item(self.answer[:5], 3)) == [self.answer[5:8]]
-            assert await guesses(draft, item([9, 9], 3, session_id="new")) == [[]]
+            assert await proposals(draft, item(self.answer[:5], 3)) == [self.answer[5:8]]
+            assert await proposals(draft, item([9, 9], 3, session_id="new")) == [[]]
             self.write(path, [9, 9, 1, 2])
-            assert await guesses(draft, item([9, 9], 3, session_id="new")) == [[1, 2]]
-            assert await guesses(draft, item([9, 8], 3, session_id="new")) == [[]]
+            assert await proposals(draft, item([9, 9], 3, session_id="new")) == [[1, 2]]
+            assert await proposals(draft, item([9, 8], 3, session_id="new")) == [[]]
 
     async def test_spoiling_is_a_function_of_seed_and_position(self, tmp_path: Path) -> None:
         path = tmp_path / "answers.jsonl"
@@ -205,8 +205,8 @@ class TestOracle:
             assert list(answer.result.survival) == pytest.approx([0.6, 0.36, 0.216])
             for seed in range(40):
                 sampling = pb.SamplingParams(seed=seed)
-                (whole,) = await guesses(draft, item(self.answer[:5], 8, "oracle", sampling=sampling))
-                (part,) = await guesses(draft, item(self.answer[:8], 5, "oracle", sampling=sampling))
+                (whole,) = await proposals(draft, item(self.answer[:5], 8, "oracle", sampling=sampling))
+                (part,) = await proposals(draft, item(self.answer[:8], 5, "oracle", sampling=sampling))
                 assert part == whole[3:]
                 spoiled += [a != b for a, b in zip(whole, self.answer[5:13], strict=True)]
         assert 0.3 < sum(spoiled) / len(spoiled) < 0.5

@@ -9,7 +9,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.strategies.model import ModelStrategy
-from services.draft.strategies.steps import ModelSteps
+from services.draft.strategies.model_steps import ModelSteps
 from tests.fakes.tiny_model import load_tiny_model
 from tests.fakes.tracing import Asked, Kept, attributes_of, context_of, events_of, links_of, parent_of
 from tests.integration.services.draft.steps import gating, item, serving

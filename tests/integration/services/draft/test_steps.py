@@ -221,5 +221,5 @@ async def test_some_token_must_be_confirmed(tiny: Path, ahead: int) -> None:
         await stream.send(item(PROMPTS["a"], 1, "a", ahead=ahead), item(PROMPTS["a"], 1, "b", ahead=4))
         answers = [await stream.next() for _ in range(2)]
     refused, served = sorted(answers, key=lambda one: one.session_id)
-    assert refused.status.message == f"ahead: must be < 5, all tokens, is {ahead}"
+    assert refused.status.message == f"ahead: must be < 5 (all tokens), got {ahead}"
     assert list(served.result.draft_tokens) == greedy(tiny, PROMPTS["a"], 1)

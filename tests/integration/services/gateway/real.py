@@ -33,9 +33,9 @@ from services.draft.drafter import Drafter
 from services.draft.items import DraftInfo
 from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
-from services.draft.strategies.base import DraftJob, Guess
+from services.draft.strategies.base import DraftJob, Proposal
 from services.draft.strategies.model import ModelStrategy
-from services.draft.strategies.steps import ModelSteps
+from services.draft.strategies.model_steps import ModelSteps
 from services.gateway.service import build, interceptors
 from services.gateway.settings import GatewaySettings, Tuning
 from services.target.engine.paged import PagedEngine
@@ -69,10 +69,10 @@ class Stumbling:
         self.stumbles_at = 0
         self.stumble_s = 0.0
 
-    def begin(self, jobs: Sequence[DraftJob]) -> list[Guess]:
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         return self._inner.begin(jobs)
 
-    def advance(self, guesses: Sequence[Guess]) -> None:
+    def advance(self, guesses: Sequence[Proposal]) -> None:
         self._steps += 1
         if self._steps == self.stumbles_at:
             time.sleep(self.stumble_s)

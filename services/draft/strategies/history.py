@@ -1,4 +1,4 @@
-"""What a session's draft has guessed and on what evidence: to learn from, and to go on from."""
+"""Keep the draft tokens of a session with their evidence, to calibrate from and to reuse."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ E = TypeVar("E")
 
 
 class Verdict(NamedTuple, Generic[E]):
-    """What was guessed at a position, on what evidence, and what was confirmed there."""
+    """A draft token with its evidence, and the token that was confirmed at its position."""
 
     evidence: E
-    guessed: int
+    drafted: int
     confirmed: int
 
 
-class Drafted(Generic[E]):
-    """Tokens guessed for positions from `first` on, one after the other, each with its evidence.
-
-    Those before the session's end are guesses that the target has not answered yet.
-    """
+class DraftHistory(Generic[E]):
+    """Consecutive draft tokens from position `first` on, each with its evidence."""
 
     __slots__ = ("_evidence", "_first", "_rules", "_tokens")
 
@@ -33,15 +30,15 @@ class Drafted(Generic[E]):
         self._rules: object = None
 
     def append(self, token: int, evidence: E) -> None:
-        """The guess after the last one."""
+        """Add the next draft token."""
         self._tokens.append(token)
         self._evidence.append(evidence)
 
     def compare(self, session: DraftSession, agreed: int) -> list[Verdict[E]]:
-        """What was confirmed in place of the guesses that were asked about, up to the first wrong one.
+        """Return the verdicts on draft tokens that the session has answered, up to the first wrong one.
 
-        Forgets them. The session has not changed before position `agreed`, as far as it was known. Guesses
-        that it contradicts, or leaves behind, are forgotten too.
+        Drops these tokens, and those that the session contradicts or has passed. The session has not changed
+        before position `agreed` since the last call.
         """
         verdicts: list[Verdict[E]] = []
         if agreed >= self._first:
@@ -55,15 +52,15 @@ class Drafted(Generic[E]):
             self._first = len(session.tokens)
             self._cut(self._first)
         else:
-            told = max(0, session.confirmed - self._first)
-            self._first += told
-            del self._tokens[:told], self._evidence[:told]
+            answered = max(0, session.confirmed - self._first)
+            self._first += answered
+            del self._tokens[:answered], self._evidence[:answered]
         return verdicts
 
     def ready(self, position: int, most: int, rules: object) -> list[tuple[int, E]]:
-        """At most so many tokens with their evidence, known for `position` on; what is beyond is forgotten.
+        """Return at most `most` kept tokens from `position` on, with their evidence; drop the rest.
 
-        None if they were drawn by other `rules`. To be called after `compare`, with the session's end.
+        Tokens that were drawn by other `rules` are dropped. Call it after `compare`, with the session's end.
         """
         self._cut(position + (most if rules == self._rules else 0))
         self._rules = rules
