@@ -57,7 +57,7 @@ def test_an_unknown_id_a_missing_file_and_a_bad_line_are_one_line_each(tmp_path:
     path = write(scenes.resumed(), tmp_path / "t.jsonl")
     unknown = galley_trace("beef", "--file", str(path))
     assert unknown.exit_code == 1
-    assert unknown.stderr == f"error: no session and no trace 'beef' in {path}\n"
+    assert unknown.stderr == f"error: no session or trace 'beef' in {path}\n"
     missing = galley_trace("beef", "--file", str(tmp_path / "none.jsonl"))
     assert (missing.exit_code, missing.stderr) == (1, f"error: {tmp_path / 'none.jsonl'}: no such file\n")
     path.write_bytes(b'{}\n"galley.session.id"\n')
