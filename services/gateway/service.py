@@ -1,4 +1,4 @@
-"""Putting a gateway together, and taking it down again."""
+"""Build a gateway, drain and close it."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ _COPY_TIMEOUT_S = 1.0
 
 
 class GatewayService:
-    """What the server serves."""
+    """The service of a gateway process."""
 
     grpc_services: Sequence[str] = ("galley.v1.Generation",)
 
     def __init__(self, streams: Streams, parts: AsyncExitStack, drain_timeout_s: float) -> None:
-        """`parts` lets go of everything that the streams use."""
+        """`parts` closes everything that the streams use."""
         self._streams = streams
         self._parts = parts
         self._drain_timeout_s = drain_timeout_s
 
     async def drain(self) -> None:
-        """Refuse new streams; let the open ones end, or hand them over at a round boundary.
+        """Reject new streams; let the open ones end, or hand them over at a round boundary.
 
-        Cancelled, it cuts off what is left: whoever reads it is told to go on elsewhere.
+        If cancelled, end the remaining ones at once; their clients can resume at another gateway.
         """
         self._streams.refuse_new()
         try:
@@ -86,19 +86,19 @@ class GatewayService:
             await self._streams.wait_idle()
 
     async def close(self) -> None:
-        """Close connections."""
+        """Close all connections."""
         await self._parts.aclose()
 
 
 class OpenedStore(SessionStore, Protocol):
-    """A session store that a gateway waits for at its start."""
+    """A session store that the gateway can ping at start."""
 
     async def ping(self) -> None:
         """Raise StoreUnavailable unless the store answers."""
 
 
 def open_redis(settings: GatewaySettings) -> OpenedStore:
-    """The session store that the settings name."""
+    """Return the session store of the settings."""
     return RedisStore(
         settings.redis_url.get_secret_value(),
         settings.session_ttl_s,
@@ -115,10 +115,7 @@ ChannelOpener: TypeAlias = "Callable[[str], grpc.aio.Channel]"
 def build(
     settings: GatewaySettings, open_store: StoreOpener = open_redis, tuning: Tuning = TUNING
 ) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
-    """How `galley.common.server.server` makes a gateway of its settings; measurements pass another store.
-
-    Raises BadFile.
-    """
+    """Return the function that builds the service; measurements pass another store. Raise BadFile."""
     refuse_bad_files(settings.redis_url)
     channels = ReplicaChannels(settings)
 
@@ -129,7 +126,7 @@ def build(
 
 
 def interceptors(settings: GatewaySettings, tuning: Tuning = TUNING) -> Interceptors:
-    """Its own. Raises BadFile if a file of keys is of no use."""
+    """Return the interceptors of a gateway. Raise BadFile if a key file is unusable."""
     authentication = build_authentication(settings, tuning)
 
     def of_process(parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
@@ -225,13 +222,15 @@ def _streams(
 def _id_secret(settings: GatewaySettings) -> bytes:
     given = settings.id_secret.get_secret_value().encode()
     if not given:
-        _log.warning("no --id-secret: an idempotency key is good at this gateway alone, until it restarts")
+        _log.warning("no id secret: idempotency keys are valid at this gateway only, until it restarts")
     return given or secrets.token_bytes(32)
 
 
 def _targets(settings: GatewaySettings, tokenizer: Tokenizer, open_channel: ChannelOpener) -> TargetPool:
-    told = _addresses(settings.target)
-    source = StaticAddresses(told) if told else RegisteredAddresses(_registry(settings), TARGET_POOL)
+    addresses = _addresses(settings.target)
+    source = (
+        StaticAddresses(addresses) if addresses else RegisteredAddresses(_registry(settings), TARGET_POOL)
+    )
     return TargetPool(
         source,
         tokenizer.hash,
@@ -254,16 +253,16 @@ def _drafts(settings: GatewaySettings, tokenizer: Tokenizer, open_channel: Chann
 
 
 async def _meet_drafts(settings: GatewaySettings, drafts: DraftPool) -> None:
-    """Drafts that are away are paired with later; told ones, all of another tokenizer, are refused now."""
+    """Meet the drafts. Raise TokenizerMismatch if all configured ones have another tokenizer."""
     await drafts.start()
     if settings.draft and drafts.mismatch is not None:
         raise drafts.mismatch
     if settings.draft != NO_DRAFT and not drafts.strategies:
-        _log.warning("no draft yet", reason=drafts.problem)
+        _log.warning("no draft available", reason=drafts.problem)
 
 
-def _addresses(told: str) -> list[str]:
-    return [address.strip() for address in told.split(",") if address.strip()]
+def _addresses(setting: str) -> list[str]:
+    return [address.strip() for address in setting.split(",") if address.strip()]
 
 
 def _registry(settings: GatewaySettings) -> ReplicaRegistry:

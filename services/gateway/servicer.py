@@ -1,4 +1,4 @@
-"""The gRPC face of the gateway: requests in, streams out. Refusals happen before any work is done."""
+"""The gRPC service of the gateway. Requests are rejected before any work is done."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class GenerationServicer(rpc.GenerationServicer):
         with self.observers.stream(request, context, self.model.name, self.address) as observer:
             principal = caller()
             check_priority(request.priority, principal.limits.max_priority)
-            with self.streams.admit(principal, self._asked_tokens(request)) as place:
+            with self.streams.admit(principal, self._max_output_tokens(request)) as place:
                 runner = await self._begin(request, principal, self._deadline_ns(context))
                 self.streams.charge_prompt(place, runner)
                 async with aclosing(self._stream(runner, place, context, observer)) as events:
@@ -67,18 +67,18 @@ class GenerationServicer(rpc.GenerationServicer):
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ResumeResponse]:
-        """Take over a session and go on from the client's index."""
+        """Claim a session and continue from the client's index."""
         with self.observers.stream(request, context, self.model.name, self.address) as observer:
             principal = caller()
-            # What is left of the answer only the store knows: it is counted as it comes.
+            # Only the store knows how much of the answer is left: its tokens are counted as they come.
             with self.streams.admit(principal, 0) as place:
-                asked = parse_resume(request)
-                _name_in_logs(asked.session_id)
+                parsed = parse_resume(request)
+                _name_in_logs(parsed.session_id)
                 runner = await self.streams.claim(
-                    asked.session_id,
+                    parsed.session_id,
                     principal.name,
-                    asked.next_index,
-                    asked.seen_hash,
+                    parsed.next_index,
+                    parsed.seen_hash,
                     self._deadline_ns(context),
                 )
                 async with aclosing(self._stream(runner, place, context, observer)) as events:
@@ -98,7 +98,7 @@ class GenerationServicer(rpc.GenerationServicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, _context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetModelInfoResponse:
-        """What is served."""
+        """Return the description of the model."""
         check_model(request.model, self.model.request_model())
         return self.model.describe()
 
@@ -107,7 +107,7 @@ class GenerationServicer(rpc.GenerationServicer):
     ) -> SessionRunner:
         """Check the request, and store its session. Raises what refuses it."""
         # In a thread: a long prompt takes the tokenizer longer than other streams should wait.
-        asked = await asyncio.to_thread(
+        parsed = await asyncio.to_thread(
             parse_generate,
             request,
             self.model.limits,
@@ -115,13 +115,13 @@ class GenerationServicer(rpc.GenerationServicer):
             self.model.request_model(),
             _draw_seed,
         )
-        session_id = session_id_for(principal.name, asked.idempotency_key, self.id_secret)
+        session_id = session_id_for(principal.name, parsed.idempotency_key, self.id_secret)
         _name_in_logs(session_id)
-        spec = self.model.spec(asked, session_id, time.time_ns(), principal.tenant_salt)
-        return await self.streams.create(spec, principal.name, asked.body_hash, deadline_ns)
+        spec = self.model.spec(parsed, session_id, time.time_ns(), principal.tenant_salt)
+        return await self.streams.create(spec, principal.name, parsed.body_hash, deadline_ns)
 
-    def _asked_tokens(self, request: pb.GenerateRequest) -> int:
-        """The output that it may come to; no answer is longer than the context window."""
+    def _max_output_tokens(self, request: pb.GenerateRequest) -> int:
+        """Return the most output tokens of a request, at most the context window."""
         most = request.max_tokens if request.HasField("max_tokens") else self.model.limits.default_max_tokens
         return min(most, self.model.info.context_window)
 
@@ -136,7 +136,7 @@ class GenerationServicer(rpc.GenerationServicer):
         context: grpc.aio.ServicerContext[Any, Any],
         observer: RequestObserver,
     ) -> AsyncGenerator[pb.StreamEvent, None]:
-        """The events of a session; its work ends with the call, whichever way the call ends."""
+        """Yield the events of a session, whose work ends with the call."""
         pump = Pump(runner, context, self.streams, place)
         try:
             yield events_pb.started(runner.session, self.model.name)
@@ -155,7 +155,7 @@ def _name_in_logs(session_id: str) -> None:
 
 
 def _ending(end: ev.End) -> Ending:
-    """How the answer ended; raises what kept it from ending."""
+    """Return how the answer ended. Raise the error that kept it from ending."""
     if end.ending is None:
         raise end.error or Broken("a stream ended without a reason")
     return end.ending

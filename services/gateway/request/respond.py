@@ -1,4 +1,4 @@
-"""Core values as the messages of a stream."""
+"""Translate core values to the messages of a stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REASONS = {
 
 
 def started(session: Session, model: str) -> pb.StreamEvent:
-    """The first event of every stream."""
+    """Return the first event of a stream."""
     spec = session.spec
     return pb.StreamEvent(
         started=pb.Started(
@@ -29,7 +29,7 @@ def started(session: Session, model: str) -> pb.StreamEvent:
 
 
 def item(value: Chunk | NumericsChanged) -> pb.StreamEvent:
-    """What the machine emitted."""
+    """Return the event of an emitted item."""
     if isinstance(value, NumericsChanged):
         return pb.StreamEvent(
             numerics_changed=pb.NumericsChanged(index=value.index, fingerprint=value.fingerprint)
@@ -46,7 +46,7 @@ def item(value: Chunk | NumericsChanged) -> pb.StreamEvent:
 
 
 def finished(session: Session, ending: Ending) -> pb.StreamEvent:
-    """The last event of a stream that ended in order."""
+    """Return the last event of a stream that ended without an error."""
     message = pb.Finished(
         reason=_REASONS[ending.reason],
         usage=pb.Usage(

@@ -1,4 +1,4 @@
-"""The model that a gateway serves: what targets and drafts say of themselves, and the tokenizer that fits."""
+"""The model that a gateway serves: descriptions of targets and drafts, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from services.gateway.request.validate import GenerateSpec, Limits, Model
 if TYPE_CHECKING:
     from galley.common.models.tokenizer import Tokenizer
 
-# Of a request that fixes it, and does not say at what.
 _FIXED_K = 4
+"""Draft tokens a round in mode FIXED, where the request gives no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,53 +34,55 @@ class ServedModel:
 
     @property
     def info(self) -> pb.GetTargetInfoResponse:
-        """What the targets said of themselves when they were last met."""
+        """Return the description that holds for all targets."""
         return self.targets.info
 
     def request_model(self) -> Model:
-        """What a request is checked against."""
+        """Return what requests are validated against."""
         return Model(self.name, self.info.context_window, self.info.vocab_size, self._strategies())
 
     def _strategies(self) -> tuple[str, ...]:
-        """The drafts', once one has told them; until then every name may turn out to be one."""
+        """Return the strategies of the drafts; all known ones until a draft was met."""
         return self.drafts.strategies or STRATEGIES
 
-    def spec(self, asked: GenerateSpec, session_id: str, arrival_ns: int, tenant_salt: bytes) -> SessionSpec:
-        """The session that a request asks for."""
-        k, auto, strategy = self._speculation(asked)
-        own_ends = () if asked.ignore_eos else self.info.eos_token_ids
+    def spec(
+        self, request: GenerateSpec, session_id: str, arrival_ns: int, tenant_salt: bytes
+    ) -> SessionSpec:
+        """Return the session of a request."""
+        k, auto, strategy = self._speculation(request)
+        own_ends = () if request.ignore_eos else self.info.eos_token_ids
         return SessionSpec(
             session_id=session_id,
-            prompt=tuple(asked.prompt),
-            sampling=asked.sampling,
-            max_position=asked.max_position,
+            prompt=tuple(request.prompt),
+            sampling=request.sampling,
+            max_position=request.max_position,
             vocab_size=self.info.vocab_size,
-            stop_token_ids=frozenset({*asked.stop_token_ids, *own_ends}),
-            stop_strings=tuple(asked.stop),
-            min_tokens=asked.min_tokens,
-            logprobs=asked.logprobs,
+            stop_token_ids=frozenset({*request.stop_token_ids, *own_ends}),
+            stop_strings=tuple(request.stop),
+            min_tokens=request.min_tokens,
+            logprobs=request.logprobs,
             k=k,
             auto=auto,
             strategy=strategy,
-            workload=asked.workload,
+            workload=request.workload,
             arrival_ns=arrival_ns,
-            priority=asked.priority,
+            priority=request.priority,
             tenant_salt=tenant_salt,
-            continue_without_client=asked.continue_without_client,
+            continue_without_client=request.continue_without_client,
         )
 
-    def _speculation(self, asked: GenerateSpec) -> tuple[int, bool, str]:
-        """The most draft tokens a round, whether fewer may be asked for, and the strategy."""
-        wanted = asked.speculation
-        strategy = wanted.strategy or self.default_strategy
-        if wanted.mode == "off":
+    def _speculation(self, request: GenerateSpec) -> tuple[int, bool, str]:
+        """Return the most draft tokens a round, True if fewer may be proposed, and the strategy."""
+        speculation = request.speculation
+        strategy = speculation.strategy or self.default_strategy
+        if speculation.mode == "off":
             return 0, False, ""
-        if wanted.mode == "fixed":
-            return min(_FIXED_K, self.default_k) if wanted.k is None else wanted.k, False, strategy
-        return self.default_k if wanted.k is None else min(wanted.k, self.default_k), True, strategy
+        if speculation.mode == "fixed":
+            return min(_FIXED_K, self.default_k) if speculation.k is None else speculation.k, False, strategy
+        return self.default_k if speculation.k is None else min(speculation.k, self.default_k), True, strategy
 
     def describe(self) -> pb.GetModelInfoResponse:
-        """What clients may know."""
+        """Return the public description of the model."""
         return pb.GetModelInfoResponse(
             model=self.name,
             context_window=self.info.context_window,

@@ -1,4 +1,4 @@
-"""What a request may say. Everything is checked here, once, before any work is done for it."""
+"""Validate requests, once, before any work is done for them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the gateway serves. Token ids lie in [0, vocab_size), positions in [0, context_window)."""
+    """The served model. Token ids lie in [0, vocab_size), positions in [0, context_window)."""
 
     name: str
     context_window: int
@@ -71,7 +71,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSpec:
-    """How to speculate. `k` is None where the gateway chooses; an empty `strategy` is its default."""
+    """Speculation settings. `k` is None if the gateway chooses; an empty `strategy` is its default."""
 
     mode: Mode = "auto"
     k: int | None = None
@@ -103,7 +103,7 @@ class GenerateSpec:
 
 @dataclass(frozen=True, slots=True)
 class ResumeSpec:
-    """Where to go on; `seen_hash` is empty if it is not to be checked."""
+    """The index to resume at; an empty `seen_hash` is not checked."""
 
     session_id: str
     next_index: int
@@ -151,7 +151,7 @@ def parse_generate(
 
 
 def body_hash(request: pb.GenerateRequest) -> bytes:
-    """The blake2b-256 of the request without its idempotency key, the same for equal requests."""
+    """Return the blake2b-256 of the request without its idempotency key, the same for equal requests."""
     body = pb.GenerateRequest()
     body.CopyFrom(request)
     body.ClearField("idempotency_key")
@@ -159,17 +159,17 @@ def body_hash(request: pb.GenerateRequest) -> bytes:
 
 
 def parse_resume(request: pb.ResumeRequest) -> ResumeSpec:
-    """Raises InvalidField, or UnknownSession for what cannot be a session's id."""
+    """Validate a resume request. Raise InvalidField, or UnknownSession for a malformed session id."""
     session_id = parse_session_id(request.session_id)
     if len(request.seen_hash) not in {0, HASH_BYTES}:
         raise InvalidField(
-            "seen_hash", f"must be empty or {HASH_BYTES} bytes, is {len(request.seen_hash)} bytes"
+            "seen_hash", f"must be empty or {HASH_BYTES} bytes, got {len(request.seen_hash)} bytes"
         )
     return ResumeSpec(session_id, request.next_index, request.seen_hash)
 
 
 def parse_session_id(session_id: str) -> str:
-    """Raises InvalidField if it is empty, UnknownSession if it cannot be a session's id."""
+    """Return the session id. Raise InvalidField if it is empty, UnknownSession if it is malformed."""
     if not session_id:
         raise InvalidField("session_id", "must not be empty")
     if not _SESSION_ID.fullmatch(session_id):
@@ -178,22 +178,22 @@ def parse_session_id(session_id: str) -> str:
 
 
 def check_priority(priority: int, most: int | None) -> None:
-    """Raises InvalidField if it is above what the caller's requests may have; None: they may have any."""
+    """Raise InvalidField if the priority is above the caller's limit; None means no limit."""
     if most is not None and priority > most:
-        raise InvalidField("priority", f"must be <= {most} for this caller, is {priority}")
+        raise InvalidField("priority", f"must be <= {most} for this caller, got {priority}")
 
 
 def check_model(name: str, model: Model) -> None:
-    """Raises InvalidField unless `name` is empty or that of `model`."""
+    """Raise InvalidField unless `name` is empty or that of `model`."""
     if name not in {"", model.name}:
-        raise InvalidField("model", f"must be {model.name!r} or empty, is {_shown(name)}")
+        raise InvalidField("model", f"must be {model.name!r} or empty, got {_shown(name)}")
 
 
 def _check_fixed(request: pb.GenerateRequest, model: Model) -> None:
     if request.HasField("structured_output"):
         raise Unimplemented("structured_output")
     if request.HasField("n") and request.n != 1:
-        raise InvalidField("n", f"must be 1, is {request.n}")
+        raise InvalidField("n", f"must be 1, got {request.n}")
     check_model(request.model, model)
 
 
@@ -211,20 +211,18 @@ def _sampling(message: pb.SamplingParams, vocab_size: int, draw_seed: Callable[[
 
 def _stop(stop: Sequence[str], limits: Limits) -> tuple[str, ...]:
     if len(stop) > limits.max_stop_strings:
-        raise InvalidField("stop", f"must have at most {limits.max_stop_strings} entries, has {len(stop)}")
+        raise InvalidField("stop", f"must have at most {limits.max_stop_strings} entries, got {len(stop)}")
     for index, text in enumerate(stop):
         size = len(text.encode())
         if not 1 <= size <= limits.max_stop_bytes:
-            raise InvalidField(
-                f"stop[{index}]", f"must be of 1 to {limits.max_stop_bytes} bytes, is of {size}"
-            )
+            raise InvalidField(f"stop[{index}]", f"must be of 1 to {limits.max_stop_bytes} bytes, got {size}")
     return tuple(dict.fromkeys(stop))
 
 
 def _stop_token_ids(ids: Sequence[int], limits: Limits, vocab_size: int) -> tuple[int, ...]:
     if len(ids) > limits.max_stop_token_ids:
         bound = limits.max_stop_token_ids
-        raise InvalidField("stop_token_ids", f"must have at most {bound} entries, has {len(ids)}")
+        raise InvalidField("stop_token_ids", f"must have at most {bound} entries, got {len(ids)}")
     _check_ids("stop_token_ids", ids, vocab_size)
     return tuple(dict.fromkeys(ids))
 
@@ -232,27 +230,27 @@ def _stop_token_ids(ids: Sequence[int], limits: Limits, vocab_size: int) -> tupl
 def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     for index, token in enumerate(ids):
         if token >= vocab_size:
-            raise InvalidField(f"{field}[{index}]", f"token id must be in [0, {vocab_size}), is {token}")
+            raise InvalidField(f"{field}[{index}]", f"token id must be in [0, {vocab_size}), got {token}")
 
 
 def _logprobs(request: pb.GenerateRequest, limits: Limits) -> int | None:
     if not request.HasField("logprobs"):
         return None
     if request.logprobs > limits.max_logprobs:
-        raise InvalidField("logprobs", f"must be in [0, {limits.max_logprobs}], is {request.logprobs}")
+        raise InvalidField("logprobs", f"must be in [0, {limits.max_logprobs}], got {request.logprobs}")
     return request.logprobs
 
 
 def _speculation(message: pb.Speculation, limits: Limits, model: Model) -> SpeculationSpec:
     mode = _MODES.get(message.mode)
     if mode is None:
-        raise InvalidField("speculation.mode", f"must be a known mode, is {message.mode}")
+        raise InvalidField("speculation.mode", f"must be a known mode, got {message.mode}")
     k = message.k if message.HasField("k") else None
     if k is not None and k > limits.max_draft_tokens:
-        raise InvalidField("speculation.k", f"must be in [0, {limits.max_draft_tokens}], is {k}")
+        raise InvalidField("speculation.k", f"must be in [0, {limits.max_draft_tokens}], got {k}")
     if message.strategy and message.strategy not in model.strategies:
         known = ", ".join(model.strategies) or "none here"
-        raise InvalidField("speculation.strategy", f"must be one of {known}, is {_shown(message.strategy)}")
+        raise InvalidField("speculation.strategy", f"must be one of {known}, got {_shown(message.strategy)}")
     return SpeculationSpec(mode, k, message.strategy)
 
 
@@ -261,29 +259,29 @@ def _check_labels(request: pb.GenerateRequest, limits: Limits) -> None:
     _check_bytes("workload", request.workload, limits.max_workload_chars)
     if not _WORKLOAD.fullmatch(request.workload):
         raise InvalidField(
-            "workload", f"must be of letters, digits and _.:/- only, is {_shown(request.workload)}"
+            "workload", f"must be of letters, digits and _.:/- only, got {_shown(request.workload)}"
         )
 
 
 def _check_bytes(field: str, text: str, most: int) -> None:
     size = len(text.encode())
     if size > most:
-        raise InvalidField(field, f"must be at most {most} bytes, is {size} bytes")
+        raise InvalidField(field, f"must be at most {most} bytes, got {size} bytes")
 
 
 def _check_asked_length(request: pb.GenerateRequest, context_window: int) -> None:
-    """What can be said of the answer's length before the prompt is tokenized."""
+    """Check the output length as far as possible before the prompt is tokenized."""
     if not request.HasField("max_tokens"):
         return
     if not 1 <= request.max_tokens < context_window:
         raise InvalidField(
             "max_tokens",
             f"must be >= 1 and leave room for a prompt in the context window of {context_window} tokens, "
-            f"is {request.max_tokens}",
+            f"got {request.max_tokens}",
         )
     if request.min_tokens > request.max_tokens:
         raise InvalidField(
-            "min_tokens", f"must be <= max_tokens ({request.max_tokens}), is {request.min_tokens}"
+            "min_tokens", f"must be <= max_tokens ({request.max_tokens}), got {request.min_tokens}"
         )
 
 
@@ -323,7 +321,7 @@ def _chat_prompt(
 ) -> Sequence[int]:
     if not 1 <= len(messages) <= limits.max_messages:
         raise InvalidField(
-            "messages.messages", f"must have 1 to {limits.max_messages} entries, has {len(messages)}"
+            "messages.messages", f"must have 1 to {limits.max_messages} entries, got {len(messages)}"
         )
     for index, message in enumerate(messages):
         field = f"messages.messages[{index}].role"
@@ -332,7 +330,7 @@ def _chat_prompt(
         _check_bytes(field, message.role, limits.max_role_bytes)
     size = sum(len(message.content.encode()) for message in messages)
     if size > limits.max_text_bytes:
-        raise InvalidField("messages", f"must be at most {limits.max_text_bytes} bytes, are {size} bytes")
+        raise InvalidField("messages", f"must be at most {limits.max_text_bytes} bytes, got {size} bytes")
     return tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in messages])
 
 
@@ -353,10 +351,10 @@ def _max_tokens(request: pb.GenerateRequest, prompt_len: int, limits: Limits, co
         raise InvalidField(
             "max_tokens",
             f"prompt of {prompt_len} tokens leaves room for {room} in the context window of "
-            f"{context_window} tokens, is {max_tokens}",
+            f"{context_window} tokens, got {max_tokens}",
         )
     if request.min_tokens > max_tokens:
-        raise InvalidField("min_tokens", f"must be <= max_tokens ({max_tokens}), is {request.min_tokens}")
+        raise InvalidField("min_tokens", f"must be <= max_tokens ({max_tokens}), got {request.min_tokens}")
     return max_tokens
 
 

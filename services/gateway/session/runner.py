@@ -1,7 +1,6 @@
-"""The thin shell around the session machine: carries out its effects and tells it what came of them.
+"""The shell around the session machine: it executes the effects and reports their outcomes as events.
 
-One runner serves one stream. It decides nothing: what to do next is the machine's business, how to do it is
-the ports'.
+One runner serves one stream. The machine decides what to do next, and the ports know how to do it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """What a runner needs of the world."""
+    """The ports of a runner."""
 
     draft: DraftPort
     target: TargetPort
@@ -73,7 +72,7 @@ class SessionRunner:
         self._end: ev.End | None = None
 
     def tell(self, event: ev.Event) -> None:
-        """Put an event before the machine; never blocks."""
+        """Queue an event for the machine; never blocks."""
         self._inbox.put_nowait(event)
 
     async def run(self) -> ev.End:
@@ -95,7 +94,7 @@ class SessionRunner:
         for effect in effects:
             match effect:
                 case ev.Propose() | ev.CancelPropose() | ev.Verify() | ev.ExtendVerify() | ev.CancelVerify():
-                    self._ask_pools(effect)
+                    self._call_pool(effect)
                 case ev.Commit():
                     self._spawn(self._tell_result(partial(self.log.commit, effect, self._directory(effect))))
                 case ev.StoreFinish():
@@ -111,10 +110,10 @@ class SessionRunner:
                 case ev.End():
                     self._end = effect
 
-    def _ask_pools(
+    def _call_pool(
         self, effect: ev.Propose | ev.CancelPropose | ev.Verify | ev.ExtendVerify | ev.CancelVerify
     ) -> None:
-        """The machine has one item at each pool at most: extending and giving up mean that one."""
+        """Execute an effect for a replica; the machine has at most one request at each pool."""
         match effect:
             case ev.Propose():
                 self._proposing = self._spawn(self._propose(effect))
@@ -128,7 +127,7 @@ class SessionRunner:
                 self._following.cancel()
 
     async def _propose(self, effect: ev.Propose) -> None:
-        """Ask the draft; what does not come in time has failed."""
+        """Request a proposal; one that is late has failed."""
         timeout_ns = self._timeouts.draft_ns
         # The draft cuts its proposal in time for what is ready to travel back.
         remaining_ns = self._within(int(_DRAFT_SHARE * timeout_ns))
@@ -137,7 +136,7 @@ class SessionRunner:
             async with asyncio.timeout(timeout_ns / SECOND):
                 reply = await self._ports.draft.propose(self.session.spec, effect, remaining_ns)
         except TimeoutError:
-            reply = ev.Failed(effect.request_id, "no answer in time")
+            reply = ev.Failed(effect.request_id, "no response in time")
         if isinstance(reply, ev.CacheMissed):
             self._observer.missed(ev.Pool.DRAFT, reply.have, effect.slice.start)
         self.tell(reply)
@@ -149,11 +148,11 @@ class SessionRunner:
         self._verification = self._ports.target.verify(self.session.spec, effect, remaining_ns)
         self._following = self._spawn(self._follow(self._verification, effect))
 
-    async def _follow(self, verification: Verification, asked: ev.Verify) -> None:
-        """Tell the machine each answer.
+    async def _follow(self, verification: Verification, request: ev.Verify) -> None:
+        """Report each response to the machine.
 
-        As long as the item stands, an answer is due (one that has used up its credit is over): if none comes
-        in time, it has failed.
+        While the request is open, a response is due, for one without credit left has ended: a late one has
+        failed.
         """
         timeout_s = self._timeouts.verify_ns / SECOND
         try:
@@ -164,11 +163,11 @@ class SessionRunner:
                     else:
                         self._holder = verification.replica
                     if isinstance(answer, ev.CacheMissed):
-                        self._observer.missed(ev.Pool.TARGET, answer.have, asked.slice.start)
+                        self._observer.missed(ev.Pool.TARGET, answer.have, request.slice.start)
                     self.tell(answer)
                     timer.reschedule(asyncio.get_running_loop().time() + timeout_s)
         except TimeoutError:
-            failed = ev.Failed(asked.request_id, "no answer in time")
+            failed = ev.Failed(request.request_id, "no response in time")
             self._observer.target_failed(failed.message)
             self.tell(failed)
 
@@ -176,7 +175,7 @@ class SessionRunner:
         self.tell(await write())
 
     def _directory(self, effect: ev.Commit) -> KvDirectory:
-        """The target's is whose answer told how far its cache reaches, not who is asked next."""
+        """Return who caches the session; the target is the one whose response gave the cache length."""
         return KvDirectory(
             draft=_held(self._ports.draft.replica, effect.draft_cache_len),
             target=_held(self._holder, effect.target_cache_len),
@@ -192,7 +191,7 @@ class SessionRunner:
         return self._ports.clock.now_ns()
 
     def _remaining(self) -> int | None:
-        """At least a nanosecond: 0 on the wire is no deadline."""
+        """Return the time left, at least 1 ns: 0 on the wire is no deadline."""
         return None if self._deadline_ns is None else max(1, self._deadline_ns - self._now())
 
     def _within(self, timeout_ns: int) -> int:
@@ -227,11 +226,11 @@ class SessionRunner:
         return task
 
     def _reap(self, task: asyncio.Task[None]) -> None:
-        """A port that raises what it must not is our fault; the stream ends instead of hanging."""
+        """End the stream with an internal error if a port raised, which it must not."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a port raised", exc_info=error)
-            self.tell(ev.Interrupted(Broken(f"a port raised {type(error).__name__}")))
+            _log.error("session task failed", exc_info=error)
+            self.tell(ev.Interrupted(Broken(f"a session task raised {type(error).__name__}")))
 
     async def _stop(self) -> None:
         self.outbox.close()

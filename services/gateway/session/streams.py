@@ -32,7 +32,7 @@ SPEC_FIELD = "spec"
 
 
 class Streams:
-    """What a gateway has open. `ports_of` gives a session its own; `decode` turns token ids into text."""
+    """The open streams. `ports_of` returns the ports of a session; `decode` turns token ids into text."""
 
     def __init__(  # what it is made of
         self,
@@ -60,7 +60,7 @@ class Streams:
 
     @contextmanager
     def admit(self, principal: Principal, tokens: int) -> Iterator[AdmissionSlot]:
-        """Hold a place for one stream of at most so many output tokens.
+        """Hold an admission slot for one stream of at most `tokens` output tokens.
 
         Raises Overloaded or Unavailable, before any work is done.
         """
@@ -88,7 +88,7 @@ class Streams:
         return self._admission.held
 
     def keep(self, work: asyncio.Task[None], place: AdmissionSlot, used: Callable[[], int]) -> None:
-        """A session goes on without its client, if only to stop: it keeps its place until `work` is done."""
+        """Keep the slot of a session without its client until `work` is done, if only to stop."""
         place.is_kept = True
 
         def done(_: asyncio.Task[None]) -> None:
@@ -103,7 +103,7 @@ class Streams:
             self._idle.set()
 
     def charge_prompt(self, place: AdmissionSlot, runner: SessionRunner) -> None:
-        """Count its prompt, unless the session is one that was joined: then it has had an owner before."""
+        """Charge the prompt, unless the session was joined: then it had an owner before."""
         if runner.log.owner.epoch == 1:
             self._admission.charge(place, len(runner.session.spec.prompt), self._clock.now_ns())
 
@@ -122,12 +122,12 @@ class Streams:
         fields = {SPEC_FIELD: encode_spec(spec), **observer.stored_fields()}
         new = NewSession(spec.session_id, principal, body_hash, fields, spec.prompt)
         nonce = secrets.token_bytes(NONCE_BYTES)
-        asked_ns = self._clock.now_ns()
+        called_ns = self._clock.now_ns()
         stored = await self._store_call("create", lambda: self._store.create(new, nonce), deadline_ns)
         is_new = stored.ownership.epoch == 1  # so that what is stored is what was just encoded
         session = self._session(stored, Answer(spec, self._decode) if is_new else self._answer(stored))
-        observer.opened(session, stored, asked_ns)
-        return self._runner(session, stored, asked_ns, deadline_ns)
+        observer.opened(session, stored, called_ns)
+        return self._runner(session, stored, called_ns, deadline_ns)
 
     async def claim(
         self, session_id: str, principal: str, next_index: int, seen_hash: bytes, deadline_ns: int | None
@@ -137,7 +137,7 @@ class Streams:
         Raises UnknownSession, StoreUnavailable, InvalidField, or LogLost if what is stored cannot be read.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
-        asked_ns = self._clock.now_ns()
+        called_ns = self._clock.now_ns()
         stored = await self._store_call(
             "claim", lambda: self._store.claim(session_id, principal, nonce), deadline_ns
         )
@@ -145,8 +145,8 @@ class Streams:
         longest = session.spec.max_position - stored.prompt_len
         if next_index > longest:
             raise InvalidField("next_index", f"must be <= the {longest} tokens that the answer may have")
-        request_observer().opened(session, stored, asked_ns, next_index)
-        return self._runner(session, stored, asked_ns, deadline_ns)
+        request_observer().opened(session, stored, called_ns, next_index)
+        return self._runner(session, stored, called_ns, deadline_ns)
 
     async def abort(self, session_id: str, principal: str, deadline_ns: int | None) -> None:
         """End a session for good, here and in the store.
@@ -167,7 +167,7 @@ class Streams:
 
     @contextmanager
     def running(self, runner: SessionRunner) -> Iterator[None]:
-        """Within, Abort and drain reach the runner.
+        """Let Abort and drain reach the runner within this context.
 
         One that had the session here before need not wait for the store to say that it is fenced.
         """
@@ -184,7 +184,7 @@ class Streams:
             self._running.discard(runner)
 
     def refuse_new(self) -> None:
-        """From now on no stream is admitted."""
+        """Reject all further streams."""
         self._draining = True
 
     async def wait_idle(self) -> None:
@@ -227,7 +227,7 @@ class Streams:
         )
 
     def _answer(self, stored: StoredSession) -> Answer:
-        """The answer as its log tells it."""
+        """Return the answer that the token log holds. Raise LogLost if it cannot be read."""
         prompt = tuple(stored.tokens[: stored.prompt_len])
         output = stored.tokens[stored.prompt_len :]
         try:
@@ -236,13 +236,13 @@ class Streams:
             for token, record in zip(output, decode_records(stored.meta), strict=True):
                 answer.append(token, record)
         except (ValueError, KeyError, TypeError) as error:
-            raise LogLost("what is stored of this session cannot be read") from error
+            raise LogLost("the stored session cannot be read") from error
         return answer
 
     def _runner(
         self, session: Session, stored: StoredSession, held_ns: int, deadline_ns: int | None
     ) -> SessionRunner:
-        """The store held the session at `held_ns`, or later."""
+        """Return the runner of a session that the store held at `held_ns`, or later."""
         log = SessionLog(self._store, stored, self._clock, self._timeouts, held_ns, deadline_ns)
         ports = self._ports_of(stored, session)
         return SessionRunner(session, log, ports, self._timeouts, deadline_ns)

@@ -96,11 +96,11 @@ class RedisStore(SessionStore):
         await self._calls.command("PING")
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
-        """See `SessionStore`. Raises ValueError if a field has a name that the store uses itself."""
+        """Create the session, as `SessionStore.create` defines. Raise ValueError for reserved fields."""
         return await self._own(new.session_id, new.principal, nonce, *_content(new))
 
     async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
-        """See `SessionStore`."""
+        """Claim the session, as `SessionStore.claim` defines."""
         return await self._own(session_id, principal, nonce, b"", 0, b"")
 
     async def _own(
@@ -120,7 +120,7 @@ class RedisStore(SessionStore):
         meta: bytes,
         directory: KvDirectory = UNCHANGED,
     ) -> int:
-        """See `SessionStore`."""
+        """Append to the log, as `SessionStore.commit` defines."""
         reply = await self._run_owned(
             self._commit,
             owner,
@@ -133,23 +133,23 @@ class RedisStore(SessionStore):
         return int(reply[0])
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
-        """See `SessionStore`."""
+        """End the session, as `SessionStore.finish` defines."""
         await self._run_owned(self._finish, owner, expected_len, finish, self._finished_ttl_ms)
 
     async def recreate(self, owner: Ownership, new: NewSession) -> None:
-        """See `SessionStore`."""
+        """Recreate a lost session, as `SessionStore.recreate` defines."""
         await self._run_owned(self._recreate, owner, self._ttl_ms, new.principal, *_content(new))
 
     async def renew(self, owner: Ownership) -> None:
-        """See `SessionStore`."""
+        """Renew the expiry, as `SessionStore.renew` defines."""
         await self._run_owned(self._renew, owner, self._ttl_ms)
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
-        """See `SessionStore`."""
+        """End a session of any owner, as `SessionStore.abort` defines."""
         await self._run(self._abort, session_id, principal, finish, self._finished_ttl_ms)
 
     async def close(self) -> None:
-        """See `SessionStore`."""
+        """Close the connections after the calls under way."""
         await self._calls.close()
 
     async def _run_owned(self, script: Script, owner: Ownership, *args: bytes | str | int) -> list[Any]:
@@ -159,7 +159,7 @@ class RedisStore(SessionStore):
     async def _run(
         self, script: Script, session_id: str, *args: bytes | str | int, epoch: int = 0
     ) -> list[Any]:
-        """What the script answers after its "ok"; raises as its refusal says to an owner of `epoch`."""
+        """Return the script's reply after "ok". Raise the error of a refusal to an owner of `epoch`."""
         key = f"galley:{{{session_id}}}"
         reply, copied = await self._calls.run_copied(script, (key, f"{key}:log", f"{key}:meta"), *args)
         outcome, *rest = cast("list[Any]", reply)
@@ -171,7 +171,7 @@ class RedisStore(SessionStore):
 
 
 def _content(new: NewSession) -> list[bytes | str | int]:
-    """What a session is made of, as the scripts take it."""
+    """Return the content of a session as script arguments."""
     if not new.prompt or not new.body_hash:
         raise ValueError("a session needs a prompt and a body hash")
     fields = [part for pair in _pieces(new.fields) for part in pair]
@@ -179,7 +179,7 @@ def _content(new: NewSession) -> list[bytes | str | int]:
 
 
 def _pieces(fields: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
-    """The fields as they are kept: what is long in several, named `spec`, `spec#1`, `spec#2` ..."""
+    """Yield the fields as stored: a long one in several, named `spec`, `spec#1`, `spec#2` ..."""
     if taken := [name for name in fields if name in _OWN_FIELDS or _PIECE in name]:
         raise ValueError(f"names of fields that the store uses itself: {sorted(taken)}")
     for name, value in fields.items():
@@ -189,7 +189,7 @@ def _pieces(fields: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
 
 
 def _joined(values: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The inverse of `_pieces`, of all the fields of a session."""
+    """Return the fields of a session, joined from their pieces."""
     fields = {name: value for name, value in values.items() if name not in _OWN_FIELDS and _PIECE not in name}
     for name in fields:
         number = 1

@@ -306,7 +306,7 @@ def test_resume() -> None:
     assert parse_resume(pb.ResumeRequest(session_id=ID)) == ResumeSpec(ID, 0, b"")
     asked = pb.ResumeRequest(session_id=ID, next_index=7, seen_hash=b"h" * 16)
     assert parse_resume(asked) == ResumeSpec(ID, 7, b"h" * 16)
-    with pytest.raises(InvalidField, match="seen_hash: must be empty or 16 bytes, is 3 bytes"):
+    with pytest.raises(InvalidField, match="seen_hash: must be empty or 16 bytes, got 3 bytes"):
         parse_resume(pb.ResumeRequest(session_id=ID, seen_hash=b"abc"))
 
 
@@ -325,7 +325,7 @@ def test_an_empty_session_id_is_a_bad_field() -> None:
 def test_the_name_of_the_model() -> None:
     check_model("", MODEL)
     check_model("m", MODEL)
-    with pytest.raises(InvalidField, match="must be 'm' or empty, is 'M'"):
+    with pytest.raises(InvalidField, match="must be 'm' or empty, got 'M'"):
         check_model("M", MODEL)
 
 
