@@ -104,7 +104,7 @@ async def test_the_slow_draft(real: Callable[..., Real]) -> None:
     waited_ns, computed_ns = one.integer(names.DRAFT_PART), one.integer(names.DRAFT_COMPUTE_NS)
     assert 0.9 * HELD_NS < waited_ns <= one.duration_ns
     assert computed_ns >= HELD_NS
-    said = f"{ms(waited_ns)} ms of it went on waiting for draft {it.draft_address}"
+    said = f"it waited {ms(waited_ns)} ms for draft {it.draft_address}"
     assert f"{said}, which computed for {ms(computed_ns)} ms" in found.sentence
     assert waited_s >= waited_ns / 1e9
     must_be_seen("GalleySpeculationNotPaying", story, catalogue.DRAFT_WAIT, names.DRAFT_PART)
@@ -125,7 +125,7 @@ async def test_the_full_batch(real: Callable[..., Real]) -> None:
     assert 4 <= sessions <= 8
     computed_ns = one.integer(names.COMPUTE_PART)
     assert computed_ns >= 0.03e9 * (sessions - 1)
-    said = f"it computed for {ms(computed_ns)} ms, in a pass of {sessions} sessions and {sessions} rows"
+    said = f"it computed for {ms(computed_ns)} ms in a step of {sessions} sessions and {sessions} rows"
     assert said in found.sentence
     assert target.address in found.sentence
     assert found.round is not None
@@ -163,8 +163,8 @@ async def test_the_cold_cache(real: Callable[..., Real]) -> None:
     computed_ns = one.integer(names.COMPUTE_PART)
     assert (
         "after other sessions had taken the session's KV blocks, "
-        f"the target's cache had {reused} of {position} tokens, "
-        f"and reading the other {position - reused} took {ms(computed_ns)} ms"
+        f"the target's cache held {reused} of {position} tokens, "
+        f"and recomputing the other {position - reused} took {ms(computed_ns)} ms"
     ) in found.sentence
     assert target.address in found.sentence
     assert evicted > 0
@@ -191,8 +191,8 @@ async def test_the_moved_session(real: Callable[..., Real]) -> None:
     assert lost_ns > 0.9 * HELD_NS
     position, computed_ns = one.integer(names.ROUND_POSITION), one.integer(names.COMPUTE_PART)
     assert (
-        f"{ms(lost_ns)} ms passed until target {doomed.address} was given up (failed) and target "
-        f"{other.address} asked, which read {position} tokens again in {ms(computed_ns)} ms"
+        f"{ms(lost_ns)} ms passed until the session moved from target {doomed.address} to target "
+        f"{other.address} (failed), which recomputed {position} tokens in {ms(computed_ns)} ms"
     ) in found.sentence
     assert f"It moved from target {doomed.address} to {other.address} (failed)." in summary(story, found)
     assert {one.target for one in story.rounds} == {doomed.address, other.address}
@@ -221,7 +221,7 @@ async def test_the_slow_redis(real: Callable[..., Real]) -> None:
     found, _ = answer(story, Cause.SLOW_STORE)
     slowest_ns = max(one.commit_ns for one in story.rounds)
     assert slowest_ns > 0.8 * HELD_NS
-    assert "the store" in found.sentence
+    assert "the session store" in found.sentence
     assert f"took {ms(slowest_ns)} ms" in found.sentence
     assert story.requests[0].integer(names.SLOWEST_COMMIT_NS) == slowest_ns
     commits = [call for call in story.requests[0].all_calls if call.operation == "commit"]
