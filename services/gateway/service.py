@@ -31,8 +31,8 @@ from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import AddressSource, RegisteredAddresses, StaticAddresses
 from services.gateway.replicas.target_session import TargetSession
 from services.gateway.replicas.targets import TargetPool
-from services.gateway.request.served_model import ServedModel
 from services.gateway.request.validate import Limits
+from services.gateway.served_model import ServedModel
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import Streams

@@ -24,7 +24,6 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.auth.interceptor import caller
 from services.gateway.clock import SECOND
 from services.gateway.request import respond as events_pb
-from services.gateway.request.served_model import ServedModel
 from services.gateway.request.session_id import session_id_for
 from services.gateway.request.validate import (
     check_model,
@@ -33,6 +32,7 @@ from services.gateway.request.validate import (
     parse_resume,
     parse_session_id,
 )
+from services.gateway.served_model import ServedModel
 from services.gateway.session.pump import Pump
 from services.gateway.session.runner import SessionRunner
 from services.gateway.session.streams import Streams

@@ -14,8 +14,8 @@ from galley.core.store import StoredSession
 from services.gateway.clock import SECOND
 from services.gateway.replicas.membership import RegisteredAddresses
 from services.gateway.replicas.targets import TargetPool
-from services.gateway.request.served_model import ServedModel
 from services.gateway.request.validate import Limits
+from services.gateway.served_model import ServedModel
 from services.gateway.service import GatewayService
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
