@@ -89,6 +89,19 @@ class _Open:
         return Proposed(position, self.hash, tokens, survival, kv_len=position)
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The outcome of a request, its time in steps and its time in the queue.
+
+    `sessions` is the mean number of sessions in those steps, weighted by time.
+    """
+
+    outcome: ProposeOutcome
+    queue_ns: int
+    compute_ns: int
+    sessions: int = 1
+
+
 class Drafter:
     """Keep the tokens of sessions and run strategies on them; used by one thread at a time."""
 

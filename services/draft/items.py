@@ -9,8 +9,7 @@ from galley.core.content import Miss
 from galley.core.errors import GalleyError, InvalidField, Unimplemented
 from galley.core.scheduler.messages import Superseded
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.draft.drafter import ProposeJob
-from services.draft.loop import Done
+from services.draft.drafter import Done, ProposeJob
 
 # A draft without a model accepts every token id and length of the wire.
 ANY_VOCABULARY = 2**32

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -18,25 +17,12 @@ from galley.common.logs import log_internal
 from galley.common.metrics.registry import Registry
 from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.core.errors import DeadlinePassed, GalleyError, Overloaded, Unavailable
-from services.draft.drafter import Drafter, Proposed, ProposeJob, ProposeOutcome, Stepped
+from services.draft.drafter import Done, Drafter, Proposed, ProposeJob, ProposeOutcome, Stepped
 from services.draft.metrics import CountingDraftMeter, DraftMeter
 from services.draft.spans import BatchSpans
 
 MAX_WAITING = 1024
 _RETRY_AFTER_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The outcome of a request, its time in steps and its time in the queue.
-
-    `sessions` is the mean number of sessions in those steps, weighted by time.
-    """
-
-    outcome: ProposeOutcome
-    queue_ns: int
-    compute_ns: int
-    sessions: int = 1
 
 
 class _Ticket:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from galley.common.tracing.item_spans import LINK_ITEM, RESULT, SUPERSEDED, ItemSpan
 from galley.common.tracing.light_spans import LightSpan, SpanScope
@@ -17,10 +16,7 @@ from galley.core.content import Miss
 from galley.core.errors import GalleyError
 from galley.core.scheduler.messages import Superseded
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.draft.drafter import ProposeJob
-
-if TYPE_CHECKING:
-    from services.draft.loop import Done
+from services.draft.drafter import Done, ProposeJob
 
 POOL = "draft"
 

@@ -16,7 +16,7 @@ from galley.common.tracing.item_spans import (
     RESULT,
     SUPERSEDED,
     ItemSpan,
-    tell_failure,
+    record_failure,
 )
 from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.common.tracing.span_names import packed, unpacked
@@ -132,7 +132,7 @@ class Batch:
 
     def failed(self, error: GalleyError) -> trace.Span:
         """Note that the step failed with the error that its sessions get; return the span, for the log."""
-        tell_failure(self._span, error)
+        record_failure(self._span, error)
         return self._span
 
     def end(self) -> None:

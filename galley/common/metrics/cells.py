@@ -1,6 +1,6 @@
-"""What is counted: plain numbers, found once by their labels and then held on to.
+"""Cells: plain numbers that are looked up once by their labels.
 
-A number is written by one thread. Others may read it meanwhile, and find it as it was a moment ago.
+One thread writes a number. Others may read it and get a slightly older value.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ SpanRef: TypeAlias = tuple[int, int]
 
 
 def span_ref(span: SpanContext) -> SpanRef | None:
-    """What an exemplar names; None of a span that is not kept."""
+    """Return the ids for an exemplar; None if the span is not sampled."""
     return (span.trace_id, span.span_id) if span.is_valid and span.trace_flags.sampled else None
 
 
 class Count:
-    """Add to `value`."""
+    """A counter; add to `value`."""
 
     __slots__ = ("value",)
 
@@ -35,7 +35,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """One observation; `at_s` is of the Unix epoch."""
+    """One observation with its span; `at_s` is Unix time."""
 
     value: float
     span: SpanRef
@@ -44,7 +44,7 @@ class Exemplar:
 
 @dataclass(frozen=True, slots=True)
 class Distributed:
-    """A histogram as it was read: `counts[i]` up to `bounds[i]`, the last beyond all of them."""
+    """A histogram's values: `counts[i]` observations up to `bounds[i]`, the last count above all bounds."""
 
     bounds: Sequence[float]
     counts: Sequence[int]
@@ -53,7 +53,7 @@ class Distributed:
 
 
 class Distribution:
-    """A histogram; of each bucket, the last observation that has a span is its exemplar."""
+    """A histogram; the last observation with a span is its bucket's exemplar."""
 
     __slots__ = ("_bounds", "_counts", "_exemplars", "_total")
 
@@ -64,7 +64,7 @@ class Distribution:
         self._exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, span: SpanRef | None = None, at_s: float = 0.0) -> None:
-        """One more; `at_s` is when it was, in Unix time, unless it is now."""
+        """Count a value; `at_s` is its Unix time, 0 for now."""
         index = bisect_left(self._bounds, value)
         self._counts[index] += 1
         self._total += value
@@ -72,19 +72,19 @@ class Distribution:
             self._exemplars[index] = Exemplar(value, span, at_s or time.time())
 
     def read(self) -> Distributed:
-        """As it is now."""
+        """Return the current values."""
         return Distributed(self._bounds, tuple(self._counts), self._total, dict(self._exemplars))
 
 
 class Bound:
-    """Keeps one label to its values: first come, first named."""
+    """Bounds the values of one label; an open label keeps the first ones."""
 
     def __init__(self, label: Label) -> None:
         self._label = label
         self._seen: set[str] = set()
 
     def fit(self, value: str) -> str:
-        """The value to use. Raises ValueError for one that cannot be, where OTHER cannot either."""
+        """Return the value or OTHER. Raise ValueError if neither is a value of the label."""
         if not self._label.values:
             return self._of_open(value)
         if value in self._label.values:
@@ -116,7 +116,7 @@ class Series(Generic[CellT]):
             self.at(*values)
 
     def at(self, *values: str) -> CellT:
-        """The cell of these label values, cut to their bounds."""
+        """Return the cell of these label values, after bounding them."""
         fitting = tuple(bound.fit(value) for bound, value in zip(self._bounds, values, strict=True))
         cell = self._cells.get(fitting)
         if cell is None:
@@ -124,5 +124,5 @@ class Series(Generic[CellT]):
         return cell
 
     def cells(self) -> tuple[tuple[LabelValues, CellT], ...]:
-        """All that there are."""
+        """Return all cells with their label values."""
         return tuple(self._cells.items())

@@ -1,4 +1,4 @@
-"""When the certificates of a process end, as its files have them now."""
+"""Gauges of the expiry of a process's certificates, read from its files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Files = WatchedFiles[Material] | None
 
 
 def observe_served(registry: Registry, files: Files) -> None:
-    """Of the one that the server shows; nothing is said where there is none."""
+    """Register the expiry of the server's certificate; absent without one."""
     _observe(registry, SERVED_CERTIFICATE_EXPIRY, files)
 
 
 def observe_peers(registry: Registry, files: Files) -> None:
-    """Of the one that a gateway shows targets and drafts."""
+    """Register the expiry of the certificate that a gateway presents to replicas."""
     _observe(registry, PEER_CERTIFICATE_EXPIRY, files)
 
 

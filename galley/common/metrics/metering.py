@@ -1,4 +1,4 @@
-"""The metrics of a process: counted if somebody is to have them, by scrape or by push, or by both."""
+"""Metrics of a process, exported by scrape, by OTLP push, or by both."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from galley.common.metrics.scrape import ScrapeServer
 from galley.common.tracing.otlp import exports
 
 OFF = -1
-"""As a port: nothing is listened on."""
+"""Port value that disables the scrape server."""
 ANY_PORT = 0
-"""As a port: the system chooses."""
+"""Port value that lets the system choose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metering:
-    """`registry` is None where nobody is to have them; `address` is where they are fetched, if anywhere."""
+    """Exporters of a process. `registry` is None if metrics are off; `address` is the scrape server's."""
 
     registry: Registry | None = None
     address: str = ""
@@ -26,7 +26,7 @@ class Metering:
     _pusher: Pusher | None = None
 
     async def close(self) -> None:
-        """Send what is left, listen no more."""
+        """Push once more and stop the scrape server."""
         if self._pusher is not None:
             await self._pusher.close()
         if self._scrapes is not None:
@@ -34,9 +34,9 @@ class Metering:
 
 
 async def start_metering(service: str, host: str, port: int) -> Metering:
-    """Begin to give the metrics of `service`, if the catalogue names it; on `port` unless that is OFF.
+    """Start exporting the metrics of `service`; listen on `port` unless it is OFF.
 
-    Raises OSError if the port cannot be had.
+    Raise OSError if the port cannot be bound.
     """
     pushed = exports("metrics")
     if service not in SERVICES or (port == OFF and not pushed):

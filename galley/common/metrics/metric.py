@@ -1,4 +1,4 @@
-"""What a metric is: its names here and in Prometheus, its unit, and how many series it can come to."""
+"""Definition of a metric: names in OpenTelemetry and Prometheus, unit, labels and bounds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from itertools import product
 from typing import TypeAlias
 
 OTHER = "other"
-"""The value of a label that stands for all values beyond its bound."""
+"""Label value that stands for all values beyond the label's bound."""
 
 LabelValues: TypeAlias = tuple[str, ...]
 _UNITS = {"s": "seconds"}
 
 
 class Kind(enum.Enum):
-    """How numbers of a metric are to be read."""
+    """Type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -33,7 +33,7 @@ _SUFFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """`values` are all that it can have; where these are not known before, at most `most`, then OTHER."""
+    """A label. Without fixed `values` it keeps the first `most` values and replaces others by OTHER."""
 
     name: str
     description: str
@@ -42,12 +42,12 @@ class Label:
 
     @property
     def prometheus(self) -> str:
-        """Its name there."""
+        """Return the name in Prometheus."""
         return self.name.replace(".", "_")
 
     @property
     def bound(self) -> str:
-        """In words."""
+        """Return the possible values, for the table of metrics."""
         if not self.values:
             return f"at most {self.most}, then `{OTHER}`"
         return ", ".join(value or "(empty)" for value in self.values)
@@ -55,10 +55,10 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`services` give it. `unit` is as UCUM writes it; `buckets` are upper bounds, in that unit.
+    """A metric of `services`. `unit` is in UCUM; `buckets` are upper bounds in that unit.
 
-    `initial` are the series that are there from the start, at zero; None: all, if each label's values are
-    known. With `exemplars`, a bucket names a trace.
+    `initial` are the series that exist from the start, at zero; None means all, if all labels have fixed
+    values. With `exemplars`, buckets link to traces.
     """
 
     name: str
@@ -73,23 +73,23 @@ class Metric:
 
     @property
     def prometheus_unit(self) -> str:
-        """Empty for what is merely counted."""
+        """Return the unit's name, or an empty string for counts."""
         return _UNITS.get(self.unit, "")
 
     @property
     def prometheus(self) -> str:
-        """The name of its family there: as the type line of OpenMetrics has it."""
+        """Return the family name in Prometheus, as in the TYPE line of OpenMetrics."""
         name, unit = self.name.replace(".", "_"), self.prometheus_unit
         return f"{name}_{unit}" if unit and not name.endswith(f"_{unit}") else name
 
     @property
     def series(self) -> tuple[str, ...]:
-        """The names that queries use."""
+        """Return the series names that queries use."""
         return tuple(self.prometheus + suffix for suffix in _SUFFIXES[self.kind])
 
     @property
     def at_start(self) -> tuple[LabelValues, ...]:
-        """The label values of the series that are there before anything has happened."""
+        """Return the label values of the series that exist from the start."""
         if self.initial is not None:
             return self.initial
         if all(label.values for label in self.labels):

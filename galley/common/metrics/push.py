@@ -1,7 +1,7 @@
-"""Metrics sent by OTLP, each minute or as often as OTEL_METRIC_EXPORT_INTERVAL (ms) says.
+"""OTLP push of metrics, each minute or each OTEL_METRIC_EXPORT_INTERVAL (ms).
 
-The numbers are read in the event loop and sent by the SDK's exporter in a thread of its own: a collector that
-is away, or slow, holds up nothing.
+Values are read in the event loop and sent by the SDK's exporter in a thread, so that a slow or unreachable
+collector does not block the loop.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class _Exporter(ReloadingExporter, OTLPMetricExporter):
 
 
 class Pusher:
-    """Sends a registry's metrics from `start` to `close`, where they are sent once more."""
+    """Pushes a registry's metrics from `start` to `close`, and once more at `close`."""
 
     def __init__(self, registry: Registry, service_name: str) -> None:
-        """The environment names the collector. Raises ValueError on a bad interval, or a bad file."""
+        """Read the collector from the environment. Raise ValueError on a bad interval or TLS file."""
         self._registry = registry
         self._resource = resource_of(service_name)
         self._exporter = _Exporter()
@@ -53,11 +53,11 @@ class Pusher:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """In the event loop whose numbers are read."""
+        """Start pushing; call in the event loop that counts."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """What is known by now is sent, for at most FLUSH_S."""
+        """Push the last values, for at most FLUSH_S."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -74,10 +74,10 @@ class Pusher:
             await self._try_to_push()
 
     async def _try_to_push(self) -> None:
-        """A number that cannot be read must neither end the pushing nor how its service ends."""
+        """Push; log errors, which must not end the pushing or the service."""
         try:
             await self._push()
-        except Exception:  # noqa: BLE001  # whatever it is, the service goes on
+        except Exception:  # noqa: BLE001  # the service must go on
             _LOG.exception("metrics could not be pushed")
 
     async def _push(self) -> None:
@@ -86,7 +86,7 @@ class Pusher:
 
 
 async def _in_daemon(work: Callable[[], object]) -> None:
-    """Wait for `work` in a thread that no exit waits for; what it raises the exporter has logged."""
+    """Run `work` in a daemon thread and wait for it; the exporter logs its errors."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
     def run() -> None:
@@ -101,7 +101,7 @@ async def _in_daemon(work: Callable[[], object]) -> None:
 
 
 def as_otlp(readings: list[Reading], resource: Resource, began_ns: int, now_ns: int) -> sdk.MetricsData:
-    """In the SDK's own terms; times are of the Unix epoch."""
+    """Return the readings as the SDK's data; times are Unix nanoseconds."""
     metrics = [_metric(reading, began_ns, now_ns) for reading in readings]
     scope = InstrumentationScope("galley", __version__)
     return sdk.MetricsData([sdk.ResourceMetrics(resource, [sdk.ScopeMetrics(scope, metrics, "")], "")])
@@ -150,7 +150,7 @@ def _histogram(
 
 
 def _attributes(metric: Metric, values: LabelValues) -> dict[str, str]:
-    """A label that is empty says nothing, as in Prometheus."""
+    """Return the labels as attributes, without empty ones, as in Prometheus."""
     return {label.name: value for label, value in zip(metric.labels, values, strict=True) if value}
 
 
@@ -160,8 +160,8 @@ def _exemplar(exemplar: Exemplar) -> SdkExemplar:
 
 
 def _interval_ms() -> float:
-    told = os.environ.get(_INTERVAL, "")
-    interval_ms = float(told) if told else _INTERVAL_MS
+    value = os.environ.get(_INTERVAL, "")
+    interval_ms = float(value) if value else _INTERVAL_MS
     if not interval_ms > 0:
-        raise ValueError(f"{_INTERVAL} must be > 0, is {told}")
+        raise ValueError(f"{_INTERVAL}: must be > 0, got {value}")
     return interval_ms

@@ -1,4 +1,4 @@
-"""The metrics of one process: where they are counted, and where they are read from."""
+"""Registry of the metrics of one process."""
 
 from __future__ import annotations
 
@@ -19,70 +19,70 @@ Point: TypeAlias = "tuple[LabelValues, float | Distributed]"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a metric is now."""
+    """The current values of a metric."""
 
     metric: Metric
     points: Sequence[Point]
 
 
 class Registry:
-    """Of one service. To be read by the thread that counts, or a moment behind it."""
+    """The metrics of one service; read it in the thread that counts."""
 
     def __init__(self, service: str) -> None:
-        """`service` is as the catalogue names it."""
+        """Take the service's name in the catalogue."""
         self._service = service
         self._readers: dict[Metric, Callable[[], Sequence[Point]]] = {}
         self._bounds: dict[Label, Bound] = {}
-        self._settle: list[Callable[[], None]] = []
+        self._flushes: list[Callable[[], None]] = []
         self.observe(BUILD, lambda: [((__version__, service), 1)])
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Those that are given here."""
+        """Return the registered metrics."""
         return tuple(self._readers)
 
     def count(self, metric: Metric) -> Series[Count]:
-        """Where a counter is counted."""
+        """Register a counter and return its cells."""
         series = Series(metric, self._bounds_of(metric), Count)
         self._add(metric, lambda: [(values, cell.value) for values, cell in series.cells()])
         return series
 
     def distribute(self, metric: Metric) -> Series[Distribution]:
-        """Where a histogram is."""
+        """Register a histogram and return its cells."""
         series = Series(metric, self._bounds_of(metric), partial(Distribution, metric.buckets))
         self._add(metric, lambda: [(values, cell.read()) for values, cell in series.cells()])
         return series
 
     def observe(self, metric: Metric, read: Callable[[], Observed]) -> None:
-        """A metric whose numbers are somebody else's, who is asked for them each time."""
+        """Register a metric whose values `read` returns at each reading."""
         self._add(metric, lambda: _bounded(metric, read()))
 
     def read(self) -> list[Reading]:
-        """All metrics as they are now."""
-        for settle in self._settle:
-            settle()
+        """Return the current values of all metrics."""
+        for flush in self._flushes:
+            flush()
         return [Reading(metric, reader()) for metric, reader in self._readers.items()]
 
-    def before_reading(self, settle: Callable[[], None]) -> None:
-        """Have `settle` count what it has put off, whenever numbers are read."""
-        self._settle.append(settle)
+    def before_reading(self, flush: Callable[[], None]) -> None:
+        """Call `flush` before each reading."""
+        self._flushes.append(flush)
 
     def bound(self, label: Label) -> Bound:
-        """What all counters and histograms of this registry share of a label."""
+        """Return the bound of a label, shared by all counters and histograms."""
         return self._bounds.setdefault(label, Bound(label))
 
     def _bounds_of(self, metric: Metric) -> list[Bound]:
         return [self.bound(label) for label in metric.labels]
 
     def _add(self, metric: Metric, reader: Callable[[], Sequence[Point]]) -> None:
-        """Raises ValueError for a metric that is here already, or another service's."""
+        """Raise ValueError for a metric that is registered already, or another service's."""
         if metric in self._readers or self._service not in metric.services:
-            raise ValueError(f"{metric.name} is not to be added to {self._service}")
+            raise ValueError(f"{metric.name}: must be a metric of {self._service} that is not registered yet")
         self._readers[metric] = reader
 
 
 def _bounded(metric: Metric, observed: Observed) -> list[Point]:
-    """With labels cut to their bounds; counters that fall together are added, of gauges the largest is."""
+    """Bound the labels; add up counters with equal labels, and keep the largest of such gauges."""
     bounds = [Bound(label) for label in metric.labels]
     points: dict[LabelValues, float] = {}
     for values, value in observed:

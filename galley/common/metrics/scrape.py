@@ -46,8 +46,8 @@ class ScrapeServer:
             self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port} for metrics; is it in use?") from error
-        shown = f"[{host}]" if ":" in host else host
-        return f"{shown}:{self._server.sockets[0].getsockname()[1]}"
+        literal = f"[{host}]" if ":" in host else host
+        return f"{literal}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
         """Stop listening and end open requests."""

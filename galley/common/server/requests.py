@@ -32,7 +32,7 @@ _MAX_NOTICES = 1 << 14
 def failure_status(error: Exception, session_id: str, span: ItemSpan) -> pb.ItemStatus:
     """Return the status of a request that failed; record it in its span and log an internal error."""
     span.failed(error)
-    with use_span(span.named):
+    with use_span(span.log_span):
         log_internal(error, session_id=session_id)
     return item_status(error)
 

@@ -1,6 +1,6 @@
-"""The server's span of an item.
+"""The server span of a request in a stream of many sessions.
 
-An item is traced where it says so itself, by a `traceparent` that is sampled: no span is made of any other.
+A request has a span only if its `traceparent` is sampled.
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ from galley.core.content import Miss
 _FLAG = 54
 _ODD = frozenset("13579bdf")
 _OURS = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-01")
-"""What a gateway sends; to read whatever W3C allows costs eight times as much."""
+"""The form that gateways send; parsing all that W3C allows costs eight times as much."""
 
 RESULT, CACHE_MISS, SUPERSEDED, CANCELLED = "result", "cache_miss", "superseded", "cancelled"
 _ERROR = "error"
 LINK_ITEM = {names.LINK: names.LINK_ITEM}
-"""Of a link from a batch to the span of an item that takes part in it."""
+"""Attributes of a link from a batch to the span of a request in it."""
 
 
 class ItemSpan:
-    """From the coming of an item to its last answer; of an item that is not traced each call is an `if`.
+    """A span from the arrival of a request to its last response; `span` is None if it is not traced.
 
-    `span` is None where it is not. `outcome` says how it ended: given up, unless an answer says otherwise.
+    `outcome` is CANCELLED unless a response sets another.
     """
 
     def __init__(self, scope: SpanScope | None, name: str, parent: str, session_id: str) -> None:
-        """`parent` is the traceparent that came with the item; `scope` is None where traces are off."""
+        """Start the span; `parent` is the request's traceparent, and `scope` is None where traces are off."""
         self._parent = parent
         self.span = None if scope is None else _begin(scope, name, parent, session_id)
         self.outcome = CANCELLED
 
     @property
-    def named(self) -> trace.Span:
-        """Whom a log means: its span, or its caller's where it has none of its own."""
+    def log_span(self) -> trace.Span:
+        """Return the span that log lines name: the request's, or else its caller's."""
         if self.span is not None:
             return self.span
         return trace.get_current_span(context_from(self._parent)) if self._parent else trace.INVALID_SPAN
 
-    def missed(self, pool: str, miss: Miss, wanted: int) -> None:
-        """The cache of this replica, of the pool, does not hold the `wanted` tokens that it builds on."""
+    def missed(self, pool: str, miss: Miss, expected: int) -> None:
+        """Record a cache miss: the request builds on `expected` tokens."""
         self.outcome = CACHE_MISS
         if self.span is not None:
-            told: dict[str, AnyValue] = {names.POOL: pool, names.HAVE: miss.have, names.WANTED: wanted}
-            self.span.add_event(names.KV_MISSED, told)
+            facts: dict[str, AnyValue] = {names.POOL: pool, names.HAVE: miss.have, names.WANTED: expected}
+            self.span.add_event(names.KV_MISSED, facts)
 
     def failed(self, error: BaseException) -> None:
-        """It is answered with the status of this."""
+        """Record the error that the request is answered with."""
         if self.span is not None:
             self.outcome = _ERROR
-            tell_failure(self.span, error)
+            record_failure(self.span, error)
 
     def close(self, completer: Completer) -> None:
-        """It has had its last answer; `tell` says the rest of it."""
+        """End the span; `completer` sets its remaining attributes."""
         if self.span is not None:
             self.span.attributes[names.OUTCOME] = self.outcome
             self.span.completer = completer
@@ -70,7 +70,7 @@ class ItemSpan:
 
 
 def _begin(scope: SpanScope, name: str, parent: str, session_id: str) -> LightSpan | None:
-    """An item without a traceparent is traced with the call that brought it, if that is."""
+    """Start the span; without a traceparent, below the call that brought the request."""
     if parent and not is_sampled(parent):
         return None
     if (ours := _OURS.fullmatch(parent)) is not None:
@@ -90,10 +90,10 @@ def _begin(scope: SpanScope, name: str, parent: str, session_id: str) -> LightSp
 
 
 def is_sampled(parent: str) -> bool:
-    """Does this traceparent ask for spans? Cheap: what is none may seem to."""
+    """Return True if the traceparent is sampled; a cheap check that accepts some invalid ones."""
     return parent[_FLAG : _FLAG + 1] in _ODD
 
 
-def tell_failure(span: trace.Span, error: BaseException) -> None:
-    """Have the span end as one that failed, named by the status that callers get."""
+def record_failure(span: trace.Span, error: BaseException) -> None:
+    """Mark the span as failed with the status that callers get."""
     fail(span, error_type(error))

@@ -1,4 +1,4 @@
-"""What the `OTEL_*` environment says of exporting, the same for traces and metrics."""
+"""Settings of OTLP export from the `OTEL_*` environment, for traces and metrics."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ _LOG = logging.getLogger(__name__)
 Signal: TypeAlias = Literal["traces", "metrics"]
 
 FLUSH_S = 3.0
-"""How long a process waits at its end for a collector to take what is left: one that is away must not hold
-up an exit."""
+"""Longest time that a process waits at its end for the collector."""
 
 
 def exports(signal: Signal) -> bool:
-    """Whether this process is to send them somewhere."""
+    """Return True if the environment configures an OTLP exporter for the signal."""
     name = signal.upper()
-    if not told("ENDPOINT", signal)[1]:
+    if not variable("ENDPOINT", signal)[1]:
         return False
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if os.environ.get(f"OTEL_{name}_EXPORTER", "otlp").lower() == "none":
         return False
-    protocol = told("PROTOCOL", signal)[1] or "grpc"
+    protocol = variable("PROTOCOL", signal)[1] or "grpc"
     if protocol != "grpc":
-        _LOG.warning("%s are off: OTEL_EXPORTER_OTLP_PROTOCOL is %s, only grpc is served", signal, protocol)
+        _LOG.warning("%s are off: OTEL_EXPORTER_OTLP_PROTOCOL: must be grpc, got %s", signal, protocol)
         return False
     return True
 
 
 def resource_of(service_name: str) -> Resource:
-    """What all that this process sends says of it."""
+    """Return the resource attributes of this process."""
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415  # off costs nothing
 
     return Resource.create(
@@ -53,11 +52,11 @@ def resource_of(service_name: str) -> Resource:
 
 @cache
 def _instance_id() -> str:
-    """Of this life of the process."""
+    """Return a random id of this process."""
     return str(uuid4())
 
 
-def told(what: str, signal: Signal) -> tuple[str, str]:
-    """The signal's own setting, else that of all: the name of the variable, and what it says, if anything."""
+def variable(what: str, signal: Signal) -> tuple[str, str]:
+    """Return the name and value of the signal's own variable if it is set, else of the general one."""
     own, general = f"OTEL_EXPORTER_OTLP_{signal.upper()}_{what}", f"OTEL_EXPORTER_OTLP_{what}"
-    return (own, said) if (said := os.environ.get(own, "")) else (general, os.environ.get(general, ""))
+    return (own, value) if (value := os.environ.get(own, "")) else (general, os.environ.get(general, ""))

@@ -1,6 +1,6 @@
-"""Which requests are traced: as `OTEL_TRACES_SAMPLER` says, but for those that were forced.
+"""Sampling of requests: by `OTEL_TRACES_SAMPLER`, except for forced ones.
 
-Imports the SDK: to be imported where traces are on.
+Imports the SDK: import this module only where traces are on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from galley.core import names
 
 
 class GalleySampler(Sampler):
-    """`inner`, unless the request was forced."""
+    """Sample forced requests, and others by `inner`."""
 
     def __init__(self, inner: Sampler) -> None:
         self._inner = inner
@@ -32,21 +32,21 @@ class GalleySampler(Sampler):
         links: Sequence[Link] | None = None,
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
-        """See the class."""
+        """Return the decision of the SDK's interface."""
         if attributes is not None and attributes.get(names.FORCED):
             parent = trace.get_current_span(parent_context).get_span_context()
             return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes, parent.trace_state)
         return self._inner.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
 
     def get_description(self) -> str:
-        """For people."""
+        """Return a readable description."""
         return f"GalleySampler({self._inner.get_description()})"
 
 
 def follows_sampled_parents(sampler: Sampler) -> bool:
-    """Whether it keeps whatever is beneath a sampled span of another process, without being asked.
+    """Return True if the sampler keeps all spans below a sampled remote span, as `parentbased_…` ones do.
 
-    So do those that `OTEL_TRACES_SAMPLER` calls `parentbased_…`; how a sampler describes itself tells it.
+    The sampler's description says so.
     """
-    said = sampler.get_description()
-    return "ParentBased{" in said and ",remoteParentSampled:AlwaysOnSampler," in said
+    description = sampler.get_description()
+    return "ParentBased{" in description and ",remoteParentSampled:AlwaysOnSampler," in description

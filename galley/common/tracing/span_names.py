@@ -1,4 +1,4 @@
-"""How a message names a span: by its trace id, 16 bytes, and its span id, 8 bytes."""
+"""Packed ids of a span in messages: trace id (16 bytes) and span id (8 bytes)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ _SAMPLED = trace.TraceFlags(trace.TraceFlags.SAMPLED)
 
 
 def packed(trace_id: int, span_id: int) -> bytes:
-    """The name of a span."""
+    """Pack the ids of a span."""
     return trace_id.to_bytes(_TRACE_ID_BYTES) + span_id.to_bytes(_SPAN_ID_BYTES)
 
 
 def names_a_span(name: bytes) -> bool:
-    """Whether these bytes can be the name of any."""
+    """Return True if the bytes are valid packed ids."""
     if len(name) != _TRACE_ID_BYTES + _SPAN_ID_BYTES:
         return False
     return name[:_TRACE_ID_BYTES] != _NO_TRACE and name[_TRACE_ID_BYTES:] != _NO_SPAN
 
 
 def unpacked(name: bytes) -> trace.SpanContext:
-    """The span of another process that a message names; it is sampled, or it would have no name.
-
-    It is not valid if these bytes name none.
-    """
+    """Unpack the context of a remote, sampled span; an invalid context for other bytes."""
     if not names_a_span(name):
         return trace.INVALID_SPAN_CONTEXT
     trace_id, span_id = (int.from_bytes(part) for part in (name[:_TRACE_ID_BYTES], name[_TRACE_ID_BYTES:]))

@@ -24,32 +24,32 @@ from galley.version import __version__
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
-# Many sessions share such a stream: their items have spans of their own.
+# Many sessions share such a stream; their requests have spans of their own.
 _ITEM_STREAMS = frozenset({"VerifyStream", "ProposeStream"})
 # The gateway makes the spans of requests itself.
 _REQUESTS = frozenset({"Generate", "Resume"})
-# Asked again and again, by peers that look how a replica is doing.
+# Called repeatedly by peers that check a replica.
 _POLLED = frozenset({"GetTargetInfo", "GetDraftInfo"})
 
 
 @dataclass(frozen=True)
 class Telemetry:
-    """The traces of one process; `provider` is None where they are off, else `processor` takes its spans."""
+    """Traces of one process; `provider` and `processor` are None where they are off."""
 
     provider: TracerProvider | None = None
     processor: SpanProcessor | None = None
 
     @property
     def on(self) -> bool:
-        """Are spans exported?"""
+        """Return True if spans are exported."""
         return self.provider is not None
 
     def tracer(self, name: str) -> trace.Tracer:
-        """A tracer of this process; its spans cost nothing where telemetry is off."""
+        """Return a tracer; it records nothing where traces are off."""
         return self.provider.get_tracer(name) if self.provider else trace.NoOpTracer()
 
     def scope(self, name: str, schema_url: str = "") -> SpanScope | None:
-        """What `galley.common.tracing.light_spans` makes spans of; None where telemetry is off."""
+        """Return a scope that makes light spans; None where traces are off."""
         if self.provider is None or self.processor is None:
             return None
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
@@ -63,30 +63,30 @@ class Telemetry:
         return SpanScope(self.provider, scope, lambda span: processor.on_end(readable(span)))
 
     def client_interceptors(self) -> list[Any]:
-        """For `grpc.aio.insecure_channel(..., interceptors=)`: calls within a trace are spans of it.
+        """Return interceptors that trace calls of a channel, except calls that stream requests.
 
-        Not those that stream requests: their items have spans of their own, and gRPC does not always let go
-        of a stream that breaks beneath an interceptor.
+        Requests in streams have spans of their own, and gRPC does not always release a stream that breaks
+        below an interceptor.
         """
         if self.provider is None:
             return []
         from grpc.aio import UnaryStreamClientInterceptor, UnaryUnaryClientInterceptor  # noqa: PLC0415
         from opentelemetry.instrumentation.grpc import aio_client_interceptors  # noqa: PLC0415
 
-        made = aio_client_interceptors(tracer_provider=self.provider, filter_=_is_asked_for)  # type: ignore[no-untyped-call]  # untyped
+        made = aio_client_interceptors(tracer_provider=self.provider, filter_=_is_client_span)  # type: ignore[no-untyped-call]  # untyped
         kinds = (UnaryUnaryClientInterceptor, UnaryStreamClientInterceptor)
         return [interceptor for interceptor in made if isinstance(interceptor, kinds)]
 
     def server_interceptors(self) -> list[Any]:
-        """For `grpc.aio.server(interceptors=)`, before all others: unary calls are spans."""
+        """Return interceptors that trace unary calls of a server; put them before all others."""
         if self.provider is None:
             return []
         from opentelemetry.instrumentation.grpc import aio_server_interceptor  # noqa: PLC0415
 
-        return [aio_server_interceptor(tracer_provider=self.provider, filter_=_is_worth_a_span)]  # type: ignore[no-untyped-call]  # untyped
+        return [aio_server_interceptor(tracer_provider=self.provider, filter_=_is_server_span)]  # type: ignore[no-untyped-call]  # untyped
 
     def shutdown(self) -> None:
-        """Send what is left, for at most FLUSH_S."""
+        """Export the remaining spans, for at most FLUSH_S."""
         if self.provider is None:
             return
         worker = threading.Thread(target=self.provider.shutdown, name="telemetry-flush", daemon=True)
@@ -95,7 +95,7 @@ class Telemetry:
 
 
 def start_telemetry(service_name: str, *, as_global: bool = True) -> Telemetry:
-    """Read the `OTEL_*` environment; `as_global` makes the provider the process's own, for libraries."""
+    """Start traces by the `OTEL_*` environment; `as_global` sets the provider for libraries."""
     if not exports("traces"):
         return Telemetry()
     from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415  # off costs nothing
@@ -109,7 +109,7 @@ def start_telemetry(service_name: str, *, as_global: bool = True) -> Telemetry:
 
 
 def telemetry_to(processor: SpanProcessor, service_name: str) -> Telemetry:
-    """Traces that go to `processor`; sampled as the `OTEL_TRACES_SAMPLER*` environment says."""
+    """Return traces that `processor` takes, sampled by the `OTEL_TRACES_SAMPLER*` environment."""
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
 
     from galley.common.tracing.sampling import GalleySampler  # noqa: PLC0415
@@ -121,41 +121,41 @@ def telemetry_to(processor: SpanProcessor, service_name: str) -> Telemetry:
 
 
 def context_from(parent: str) -> Context:
-    """The context that `traceparent` names; an empty one if it names none."""
+    """Return the context of a traceparent; an empty one for an empty string."""
     return context_of({"traceparent": parent}) if parent else Context()
 
 
 def context_of(metadata: Mapping[str, str]) -> Context:
-    """The W3C context that a call brings; an empty one if it brings none, or none that can be read."""
+    """Return the W3C context in the metadata of a call; an empty one if there is no valid one."""
     if "traceparent" not in metadata:
         return Context()
     return _PROPAGATOR.extract(metadata, context=Context())
 
 
 def traceparent_of(span: SpanContext) -> str:
-    """The W3C traceparent that names a span."""
+    """Return the W3C traceparent of a span."""
     return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
 
 
 def fail(span: trace.Span, kind: str) -> None:
-    """What it stands for came to nothing: `kind` is a gRPC status in lower case."""
+    """Mark a span as failed; `kind` is a gRPC status in lower case."""
     span.set_attribute(names.ERROR_TYPE, kind)
     span.set_status(trace.StatusCode.ERROR)
 
 
 def w3c_metadata() -> tuple[tuple[str, str], ...]:
-    """What a call brings of the trace that it is made in; nothing where it is made in none."""
+    """Return the W3C metadata of the current trace; empty without one."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier)
     return tuple(carrier.items())
 
 
-def _is_asked_for(call: Any) -> bool:
-    """What a process does by itself, such as looking after its peers, is no trace."""
+def _is_client_span(call: Any) -> bool:
+    """Return True unless a process polls its peers by itself."""
     return _method(call) not in _POLLED or trace.get_current_span().get_span_context().is_valid
 
 
-def _is_worth_a_span(call: Any) -> bool:
+def _is_server_span(call: Any) -> bool:
     name = _method(call)
     if call.method.startswith("/grpc.") or name in _ITEM_STREAMS or name in _REQUESTS:
         return False
@@ -163,6 +163,6 @@ def _is_worth_a_span(call: Any) -> bool:
 
 
 def _method(call: Any) -> str:
-    """Of the details that gRPC has of a call, whose name it gives as text or bytes."""
+    """Return the method's name from gRPC's call details, which have text or bytes."""
     full = call.method.decode() if isinstance(call.method, bytes) else call.method
     return str(full).rpartition("/")[2]

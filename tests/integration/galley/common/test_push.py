@@ -106,7 +106,7 @@ async def test_an_interval_that_is_none_is_refused(
     collector: Collector, monkeypatch: pytest.MonkeyPatch, told: str
 ) -> None:
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", told)
-    with pytest.raises(ValueError, match="OTEL_METRIC_EXPORT_INTERVAL must be > 0"):
+    with pytest.raises(ValueError, match="OTEL_METRIC_EXPORT_INTERVAL: must be > 0"):
         await pushing()
 
 

@@ -30,7 +30,7 @@ def span_of(kept: Kept, parent: str) -> ItemSpan:
 def test_an_item_is_traced_by_its_own_traceparent(kept: Kept, parent: str) -> None:
     item = span_of(kept, parent)
     assert item.span is not None
-    assert item.named is item.span
+    assert item.log_span is item.span
     item.close(lambda span: span.attributes.update(told="late"))
     [span] = kept.named("x")
     assert trace.format_trace_id(context_of(span)[0]) == TRACE_ID
@@ -51,8 +51,8 @@ def test_no_other_item_is_traced(kept: Kept, parent: str) -> None:
     item.failed(Unavailable("gone"))
     item.close(lambda _: pytest.fail("nothing is to be told"))
     assert kept.named("x") == []
-    caller = trace.get_current_span(None) if parent != UNSAMPLED else item.named
-    assert item.named.get_span_context().is_valid == (parent == UNSAMPLED)
+    caller = trace.get_current_span(None) if parent != UNSAMPLED else item.log_span
+    assert item.log_span.get_span_context().is_valid == (parent == UNSAMPLED)
     assert not caller.is_recording()
 
 
