@@ -1,12 +1,11 @@
-"""What callers ask of one server at the same moment goes there in one write, and comes back in one read.
+"""Send commands of the same moment to one server in one write.
 
-A pass of the target confirms tokens of many sessions at once, and each of them is then logged. One at a time,
-taking a connection and waiting for it cost several times what the server does for a commit; together they
-cost little more than one.
+A step of the target confirms tokens of many sessions at once, and each is then committed. One at a time, a
+connection and a wait cost several times the work of the server; together they cost little more than one.
 
-A batch has a connection of its own from the pool, from its writing until its last reply is read, whoever of
-its callers has left by then: a connection with an unread reply is never given back. The replies are in the
-order of the commands, so an error reply is its own caller's alone; a connection that fails fails them all.
+A batch owns a connection from its write until its last reply is read, even if callers are cancelled, so a
+connection with an unread reply never returns to the pool. Replies come in the order of the commands: an error
+reply concerns its caller only, a failed connection concerns all.
 """
 
 from __future__ import annotations
@@ -24,69 +23,69 @@ Command = tuple[bytes | str | int, ...]
 Replies = list[object]
 
 _MOST = 64
-"""Commands of a batch: what more there is goes over another connection."""
+"""Most commands of a batch; further ones use another connection."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Call:
     commands: Sequence[Command]
     replies: asyncio.Future[Replies]
 
 
 class Batches:
-    """Of the server that the connections of `pool` lead to; for one event loop."""
+    """Batch the commands for the server of `pool`; for one event loop."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
-        self._waiting: list[_Asked] = []
+        self._waiting: list[_Call] = []
         self._running: set[asyncio.Task[None]] = set()
 
     async def ask(self, commands: Sequence[Command]) -> Replies:
-        """The replies to commands that go over one connection, in order; error replies among them.
+        """Return the replies to commands on one connection, in order, error replies included.
 
-        Several go by themselves: one of them may be a WAIT, and all that came after it would wait too.
+        Several commands form a batch of their own: one may be a WAIT, which would delay all after it.
 
         Raises redis-py's errors or OSError where the connection fails. A caller that is cancelled leaves the
         others theirs.
         """
         loop = asyncio.get_running_loop()
-        asked = _Asked(commands, loop.create_future())
+        call = _Call(commands, loop.create_future())
         if len(commands) > 1:
-            self._start([asked])
+            self._start([call])
         else:
             if not self._waiting:
                 loop.call_soon(self._begin)
-            self._waiting.append(asked)
-        return await asked.replies
+            self._waiting.append(call)
+        return await call.replies
 
     def _begin(self) -> None:
         waiting, self._waiting = self._waiting, []
         for at in range(0, len(waiting), _MOST):
             self._start(waiting[at : at + _MOST])
 
-    def _start(self, batch: Sequence[_Asked]) -> None:
+    def _start(self, batch: Sequence[_Call]) -> None:
         task = asyncio.create_task(self._run(batch))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _run(self, batch: Sequence[_Asked]) -> None:
-        left = [asked for asked in batch if not asked.replies.done()]
+    async def _run(self, batch: Sequence[_Call]) -> None:
+        left = [call for call in batch if not call.replies.done()]
         try:
-            replies = await self._replies([command for asked in left for command in asked.commands])
+            replies = await self._replies([command for call in left for command in call.commands])
         except asyncio.CancelledError:
-            for asked in left:
-                asked.replies.cancel()
+            for call in left:
+                call.replies.cancel()
             raise
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is theirs, and nobody may hang
-            for asked in left:
-                if not asked.replies.done():
-                    asked.replies.set_exception(error)
+        except Exception as error:  # noqa: BLE001  # each caller gets it; none may hang
+            for call in left:
+                if not call.replies.done():
+                    call.replies.set_exception(error)
         else:
             at = 0
-            for asked in left:
-                end = at + len(asked.commands)
-                if not asked.replies.done():
-                    asked.replies.set_result(replies[at:end])
+            for call in left:
+                end = at + len(call.commands)
+                if not call.replies.done():
+                    call.replies.set_result(replies[at:end])
                 at = end
 
     async def _replies(self, commands: Sequence[Command]) -> Replies:
@@ -94,12 +93,12 @@ class Batches:
             return []
         connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]  # is untyped
         try:
-            # One piece: to write many of them one by one takes longer than to join them.
+            # Joining them is faster than writing them one by one.
             packed = b"".join([pack_command(cast("Any", command)) for command in commands])
             await connection.send_packed_command(packed, check_health=False)
             return [await _reply(connection) for _ in commands]
         except BaseException:
-            # Replies may be on their way: they are nobody's any more.
+            # Replies may still arrive, and belong to nobody.
             await connection.disconnect(nowait=True)
             raise
         finally:

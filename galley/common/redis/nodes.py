@@ -1,12 +1,10 @@
-"""Which server a key is at: the one there is, the master that sentinels name, or a node of a cluster.
+"""Find the server of a key: the only one, the master that Sentinel names, or a node of a cluster.
 
-redis-py has clients for sentinels and clusters of its own. They choose a connection for each command; what
-must be said on one connection (ASKING before what it is for, WAIT after what it is about) cannot be said
-through them, so where a key is is found here, and its connections are redis-py's.
+redis-py's own clients choose a connection for each command, but ASKING and WAIT must use the connection of
+the command they belong to (docs/decisions/026). Connections are redis-py's.
 
-What is found is kept until a call fails (`lost`) or a node says better (`moved`). Whoever comes while it is
-being looked for waits for that look, and shares its failure: looks that followed one another, one a caller,
-would have the last wait for all of them.
+A location is kept until a call fails (`lost`) or a node redirects (`moved`). Callers that arrive during a
+lookup share it and its failure: one lookup a caller would make the last wait for all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _ONCE: dict[str, Any] = {
 
 
 class Node:
-    """One server, and the connections to it."""
+    """A server and the connections to it."""
 
     def __init__(self, address: Address, client: redis_asyncio.Redis) -> None:
         self.address = address
@@ -51,7 +49,7 @@ class Node:
 
     @contextmanager
     def in_use(self) -> Iterator[redis_asyncio.Redis]:
-        """Within, its connections are not closed."""
+        """Keep its connections open within the block."""
         self.busy += 1
         try:
             yield self.client
@@ -60,7 +58,7 @@ class Node:
 
 
 class Connector:
-    """Opens nodes as the URL says."""
+    """Open nodes as the URL says."""
 
     def __init__(
         self,
@@ -83,11 +81,11 @@ class Connector:
         self._pool: dict[str, Any] = {"timeout": call_timeout_s, "max_connections": max_connections}
 
     def node(self, host: str, port: int) -> Node:
-        """A node there; nothing is connected yet."""
+        """Return a node; nothing is connected yet."""
         return Node((host, port), self._client(*self._connections.to_server(host, port)))
 
     def sentinel(self) -> Sentinel:
-        """The sentinels that the URL names."""
+        """Return the sentinels of the URL."""
         sentinel = Sentinel([])  # type: ignore[no-untyped-call]  # is untyped
         sentinel.sentinels = [
             self._client(*self._connections.to_sentinel(host, port)) for host, port in self.url.hosts
@@ -102,21 +100,21 @@ class Connector:
 
 
 class _Shared(Generic[T]):
-    """Work of which there is one at a time, for all who ask meanwhile; how it ends is the same for all."""
+    """Run work once for all callers that arrive meanwhile; all get its result or error."""
 
     def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
         self._work = work
         self._under_way: asyncio.Future[T] | None = None
 
     async def done(self) -> T:
-        """What it returns or raises. A caller that is cancelled leaves the others theirs."""
+        """Return the result of the work. Cancelling one caller does not affect the others."""
         if self._under_way is None or self._under_way.done():
             self._under_way = asyncio.ensure_future(self._work())
         return await asyncio.shield(self._under_way)
 
 
 class Nodes(ABC):
-    """See the module. Raises redis-py's errors, or OSError, where nobody can say where a key is."""
+    """Find the node of a key. Raises redis-py's errors or OSError if it cannot be found."""
 
     def __init__(self, connector: Connector) -> None:
         self._connector = connector
@@ -125,30 +123,30 @@ class Nodes(ABC):
 
     @abstractmethod
     async def of(self, key: str | None) -> Node:
-        """Where `key` is; without one, any that says how the store is."""
+        """Return the node of `key`; without a key, any node."""
 
     @abstractmethod
     def lost(self, node: Node) -> None:
-        """A call there failed: look anew before the next."""
+        """Look the node up again before the next call, because a call to it failed."""
 
     @abstractmethod
     def moved(self, slot: int, node: Node) -> None:
-        """A node says that the slot is at this one."""
+        """Record that the slot is now at `node`."""
 
     def at(self, host: str, port: int) -> Node:
-        """The node there."""
+        """Return the node at this address."""
         if (host, port) not in self._open:
             self._open[host, port] = self._connector.node(host, port)
         return self._open[host, port]
 
     async def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         await self._keep_only(())
         for node in self._leaving:
             await _close(node)
 
     async def _keep_only(self, addresses: Sequence[Address]) -> None:
-        """Close the connections to all others, those in use when they are free."""
+        """Close the connections to all other nodes, those in use once they are free."""
         for address in self._open.keys() - set(addresses):
             self._leaving.append(self._open.pop(address))
         idle = [node for node in self._leaving if not node.busy]
@@ -162,14 +160,14 @@ async def _close(node: Node) -> None:
 
 
 class _Whole(Nodes):
-    """All keys are at one place."""
+    """Nodes of a store whose keys are all in one place."""
 
     def moved(self, slot: int, node: Node) -> None:
-        """See `Nodes`; a node of a cluster says so to who takes it for a server."""
+        """Ignore a redirect of a cluster that was configured as a single server."""
 
 
 class OneServer(_Whole):
-    """There is no other to go to."""
+    """The only server of the URL."""
 
     async def of(self, key: str | None) -> Node:  # noqa: ARG002  # all are there
         """See `Nodes`."""
@@ -181,7 +179,7 @@ class OneServer(_Whole):
 
 
 class SentinelMaster(_Whole):
-    """The master that the first of the sentinels to answer names."""
+    """The master that the first answering sentinel names."""
 
     def __init__(self, connector: Connector) -> None:
         super().__init__(connector)
@@ -212,7 +210,7 @@ class SentinelMaster(_Whole):
 
 
 class ClusterNodes(Nodes):
-    """The masters of a cluster, each with its slots, as the first node to answer tells them."""
+    """The masters of a cluster and their slots, as the first answering node reports them."""
 
     def __init__(self, connector: Connector) -> None:
         super().__init__(connector)
@@ -238,21 +236,21 @@ class ClusterNodes(Nodes):
         self._stale = True
 
     def lost(self, node: Node) -> None:
-        """See `Nodes`. It is the last to be asked where everything is."""
+        """Refresh before the next call, and ask this node last."""
         self._stale = True
         self._known.sort(key=lambda address: address == node.address)
 
     async def _refresh(self) -> None:
-        told = await self._ask()
+        slots = await self._ask()
         owners: list[Node | None] = [None] * SLOTS
-        for first, last, node in told.masters:
+        for first, last, node in slots.masters:
             owners[first : last + 1] = [node] * (last + 1 - first)
-        # Seeds come last: where all known ones are gone, their names may lead to others by now.
-        self._known = list(dict.fromkeys([told.by, *told.addresses, *self._connector.url.hosts]))
+        # The hosts of the URL come last: their names may resolve to other nodes by now.
+        self._known = list(dict.fromkeys([slots.by, *slots.addresses, *self._connector.url.hosts]))
         self._owners, self._stale = owners, False
         await self._keep_only(self._known)
 
-    async def _ask(self) -> _Told:
+    async def _ask(self) -> _Slots:
         problem: Exception | None = None
         for address in self._known:
             try:
@@ -263,19 +261,19 @@ class ClusterNodes(Nodes):
                     raise
                 problem = error
             else:
-                return _Told(self, address, slots)
+                return _Slots(self, address, slots)
         raise redis_errors.ConnectionError(f"no node of the cluster answers: {problem}")
 
 
-class _Told:
-    """What a node says of the cluster: CLUSTER SLOTS."""
+class _Slots:
+    """The reply of a node to CLUSTER SLOTS."""
 
     def __init__(self, nodes: Nodes, by: Address, slots: Sequence[Any]) -> None:
         self.by = by
         self.addresses: list[Address] = []
         self.masters: list[tuple[int, int, Node]] = []
         for first, last, *servers in slots:
-            # A node that does not know how it is reached leaves its host out: it is the one that was asked.
+            # A node that does not know its own host leaves it out: it is the node that replied.
             found = [((host or b"").decode() or by[0], port) for host, port, *_ in servers if host != b"?"]
             self.addresses += found
             if servers[0][0] != b"?":
@@ -283,7 +281,7 @@ class _Told:
 
 
 def nodes_of(connector: Connector) -> Nodes:
-    """The way to find nodes that the URL's form asks for."""
+    """Return the nodes for the kind of the URL."""
     match connector.url.kind:
         case "server":
             return OneServer(connector)

@@ -1,8 +1,8 @@
-"""`python -m galley.common.server.healthcheck ADDRESS`: exit 0 if the server says SERVING, else 1 and why.
+"""Check the health of a server by command: `python -m galley.common.server.healthcheck ADDRESS`.
 
-For whatever can only ask by running a command, such as Docker's HEALTHCHECK. Kubernetes asks the health
-service natively. Where the server speaks TLS, ask its `health_port`, or say whom to trust: by the flags, or
-by the same environment that `galley` reads.
+Exits 0 if the server is SERVING, else 1 with the reason. It serves Docker's HEALTHCHECK, which can only run a
+command; Kubernetes uses gRPC probes. If the server uses TLS, check its `health_port`, or give the files by
+flags or by the environment variables of `galley`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from galley.common.tls.files import BadFile, NamedFile
 _TIMEOUT_S = 3.0
 _FILES = ("tls_ca_file", "tls_cert_file", "tls_key_file")
 _FLAGS = {
-    "tls_ca_file": "authorities that the server's certificate may be of (PEM)",
-    "tls_cert_file": "certificate to show, where the server asks for one (PEM)",
-    "tls_key_file": "its key (PEM)",
-    "tls_server_name": "name in the server's certificate; else the host of ADDRESS",
+    "tls_ca_file": "PEM file of the authorities of the server certificate",
+    "tls_cert_file": "PEM file of the client certificate, if the server requires one",
+    "tls_key_file": "PEM file of the key of --tls-cert-file",
+    "tls_server_name": "name in the server certificate; empty uses the host of ADDRESS",
 }
 
 
 def problem_of(
     address: str, timeout_s: float = _TIMEOUT_S, tls: Material | None = None, server_name: str = ""
 ) -> str | None:
-    """What keeps the server at `address` (host:port) from serving; None if nothing does."""
+    """Return why the server at `address` (host:port) is not serving, or None if it is."""
     with _channel(address, tls, server_name) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
@@ -51,37 +51,37 @@ def _channel(address: str, tls: Material | None, server_name: str) -> grpc.Chann
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status; 2 if the arguments are wrong."""
-    asked = _parser().parse_args(argv)
+    """Return the exit status; 2 if the arguments are wrong."""
+    arguments = _parser().parse_args(argv)
     try:
-        tls = _tls(asked)
+        tls = _tls(arguments)
     except BadFile as error:
         sys.stderr.write(f"--{error.setting.replace('_', '-')}: {error.problem}\n")
         return 2
-    problem = problem_of(asked.address, tls=tls, server_name=asked.tls_server_name)
+    problem = problem_of(arguments.address, tls=tls, server_name=arguments.tls_server_name)
     if problem is not None:
-        sys.stderr.write(f"{asked.address}: {problem}\n")
+        sys.stderr.write(f"{arguments.address}: {problem}\n")
     return int(problem is not None)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m galley.common.server.healthcheck")
     parser.add_argument("address", metavar="ADDRESS", help="host:port")
-    for name, told in _FLAGS.items():
+    for name, text in _FLAGS.items():
         variable = f"GALLEY_{name.upper()}"
         parser.add_argument(
             "--" + name.replace("_", "-"),
             default=os.environ.get(variable, ""),
-            help=f"{told}; or {variable}",
+            help=f"{text}; or {variable}",
         )
     return parser
 
 
-def _tls(asked: argparse.Namespace) -> Material | None:
-    """What the flags ask for; raises BadFile."""
-    if not any(getattr(asked, name) for name in _FLAGS):
+def _tls(arguments: argparse.Namespace) -> Material | None:
+    """Return the TLS files of the flags, or None. Raises BadFile."""
+    if not any(getattr(arguments, name) for name in _FLAGS):
         return None
-    ca, cert, key = (NamedFile(name, getattr(asked, name)) for name in _FILES)
+    ca, cert, key = (NamedFile(name, getattr(arguments, name)) for name in _FILES)
     return TlsFiles(ca, cert, key).read()
 
 

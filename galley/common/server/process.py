@@ -1,4 +1,4 @@
-"""What a process asks of the system: to end with the one that started it, which threads, less memory."""
+"""Set up a process: its end with its parent, its threads, its memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _PR_SET_PDEATHSIG = 1
-# Some microseconds: as fast as a long spin where the cores are free.
+# Some microseconds; as fast as a long spin if the cores are free.
 _SPINS = "2000"
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have the kernel send SIGTERM to this process when its parent ends; Linux only, elsewhere nothing.
+    """Have the kernel send SIGTERM to this process when its parent ends; does nothing except on Linux.
 
-    `parent_pid` is the expected parent, if known: it may have ended before this was called. Raises OSError
+    `parent_pid` is the expected parent, if known, which may have ended already. Raises OSError
     if the kernel refuses.
     """
     if sys.platform != "linux":
@@ -38,10 +38,9 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def hand_back_free_memory() -> None:
-    """Return to the system what glibc keeps of freed memory; under another C library, nothing.
+    """Return freed memory from glibc to the system; does nothing under another C library.
 
-    What is freed beneath something that lives on glibc keeps for itself: after loading a model, which leaves
-    much behind, that is memory that this process will not ask for again.
+    glibc keeps freed memory below live objects. After a model is loaded, this process needs it no more.
     """
     if sys.platform != "linux":
         return
@@ -73,12 +72,11 @@ def thread_environment(count: int) -> dict[str, str]:
 
 
 async def in_passing_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """What `function` returns or raises, called in a thread that ends with it.
+    """Call `function` in a thread that ends with it.
 
-    For all that computes before the thread that runs the steps does: OpenMP keeps a team for each thread that
-    ever used it, and with more threads than cores none of them waits for the next loop awake. A step of 8
-    sessions on two threads took 31 ms beside another's team, 20 without. Cancelled, it is no longer
-    waited for, but runs to its end.
+    Use it for computation before the thread of the steps starts: OpenMP keeps a team for each thread that
+    used it, and idle teams slow the steps (31 ms instead of 20 for 8 sessions on two threads). If this is
+    cancelled, the function still runs to its end.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="passing")
     try:

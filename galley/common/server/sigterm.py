@@ -1,4 +1,4 @@
-"""To be told to end while a process still imports what it runs."""
+"""Handle SIGTERM while a process still imports its modules. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import signal
 
 
 def heed_sigterm() -> None:
-    """End at SIGTERM, with 0, until the service says what else to do; call before what takes time to import.
+    """Exit 0 at SIGTERM until the service installs its own handler; call before slow imports.
 
-    The first process of a container is one that the kernel spares from signals it has no handler for: told to
-    end in its first seconds it would go on until it is killed, when its grace is over.
+    The kernel drops signals without a handler for the first process of a container. Without this, a container
+    that is stopped in its first seconds would run until it is killed.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # nothing is open yet

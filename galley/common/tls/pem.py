@@ -1,7 +1,7 @@
-"""What certificates and keys must be to be of use, said before they are used.
+"""Check certificates and keys before they are used.
 
-gRPC says of a bad file only that a port cannot be bound, or that handshakes fail. Imports `cryptography`: to
-be imported where TLS is on.
+gRPC reports a bad file only as a port that cannot be bound or as failed handshakes. Imports `cryptography`,
+so import this only if TLS is on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TIME = "%Y-%m-%d %H:%M:%S UTC"
 
 
 class Pair(NamedTuple):
-    """The contents of a certificate with its chain, and of its key; `expires` is the end of the former."""
+    """The contents of a certificate with its chain, and of its key; the certificate ends at `expires`."""
 
     chain: bytes
     key: bytes
@@ -31,14 +31,14 @@ class Pair(NamedTuple):
 
 
 def read_authorities(file: NamedFile) -> bytes:
-    """The content of a bundle of authorities. Raises BadFile."""
+    """Return the content of a bundle of authorities. Raises BadFile."""
     content = file.read()
     _certificates(file, content)
     return content
 
 
 def read_pair(cert: NamedFile, key: NamedFile, *, serves: bool) -> Pair:
-    """What a server that `serves`, or else a client, can show by now. Raises BadFile."""
+    """Return a pair that is valid now for a server (`serves`) or a client. Raises BadFile."""
     chain, private = cert.read(), key.read()
     own = _certificates(cert, chain)[0]
     _check_time(cert, own, datetime.now(UTC))
@@ -66,7 +66,7 @@ def _check_time(file: NamedFile, own: x509.Certificate, now: datetime) -> None:
 
 
 def _check_purpose(file: NamedFile, own: x509.Certificate, *, serves: bool) -> None:
-    """Who is shown one that is for other ends turns it away; one that names none is for all."""
+    """Raise BadFile if the certificate names usages, and not the needed one: peers would refuse it."""
     needed, name = (
         (ExtendedKeyUsageOID.SERVER_AUTH, "serverAuth")
         if serves
@@ -81,7 +81,7 @@ def _check_purpose(file: NamedFile, own: x509.Certificate, *, serves: bool) -> N
 
 
 def _public_key_of(file: NamedFile, own: x509.Certificate) -> PublicKeyTypes:
-    """Of a certificate. Kinds that are not known here, gRPC's TLS refuses in every handshake."""
+    """Return the key of a certificate, if it is of a kind that gRPC accepts in handshakes."""
     try:
         key = own.public_key()
     except (ValueError, UnsupportedAlgorithm):
@@ -95,7 +95,7 @@ def _public_key_of(file: NamedFile, own: x509.Certificate) -> PublicKeyTypes:
 
 
 def _public_key(file: NamedFile, content: bytes) -> PublicKeyTypes:
-    """Of a private key. What is wrong is said in our own words: others' might show some of it."""
+    """Return the public part of a private key; errors are our own, as others might show the key."""
     try:
         return load_pem_private_key(content, password=None).public_key()
     except TypeError:
