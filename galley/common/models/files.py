@@ -1,7 +1,7 @@
-"""What of a model's directory may be read: files that lie in it, and no code.
+"""Check which files of a model's directory may be read: files inside it, and no code.
 
-A model comes from somebody else. Its directory may hold links; those that lead out of it would have us read,
-and tell of, whatever they point at. The hub's own cache is made of links, from a snapshot to its blobs.
+Models are untrusted. A link out of the directory would disclose the file that it points to. The hub's cache
+consists of links from a snapshot to its blobs, which are allowed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
 
 def foreign_file(directory: Path, patterns: Iterable[str]) -> str | None:
-    """Which of the files that match may not be read, and why; None if all may."""
+    """Return which matching file may not be read, and why; None if all may."""
     homes = _homes(directory)
     for path in sorted({path for pattern in patterns for path in directory.glob(pattern)}):
         try:
@@ -35,5 +35,5 @@ def _homes(directory: Path) -> list[Path]:
 
 
 def code_asked_for(config: Mapping[str, Any]) -> str | None:
-    """What a model's JSON file says if code from its repository is to be run for it; None if none is."""
+    """Return why the model needs code from its repository, or None if it needs none."""
     return "needs code from its repository (auto_map), which is never run" if config.get("auto_map") else None

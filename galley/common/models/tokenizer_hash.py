@@ -1,4 +1,4 @@
-"""One name for a tokenizer, the same in every service, so that a pair that does not fit is refused."""
+"""Hash tokenizers, so that a draft and a target with different ones are not paired."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NoTokenizer(CallerFault):
 
 
 def tokenizer_hash(directory: Path) -> str:
-    """The blake2b-128, in hex, of what each token id stands for, added tokens included.
+    """Return the blake2b-128, in hex, of the text of each token id, added tokens included.
 
     Draft and target agree on tokens exactly if they agree on this table. How text is cut into tokens is the
     gateway's business alone, and not part of it. Raises NoTokenizer.

@@ -1,9 +1,7 @@
-"""Calls to Redis (7.0's command set; Valkey too), and server-side scripts kept by their hash.
+"""Call Redis 7.0 or Valkey, and run server-side scripts by their hash.
 
-Calls that are made at the same moment go together (`redis_batches.py`).
-
-A cancelled caller never leaves a connection with an unread reply: each command runs in a task of its own
-that is shielded from its caller and ends when the reply is read or the socket times out.
+Calls of the same moment are sent together (`batches.py`). A cancelled caller never leaves a connection with
+an unread reply: each command runs in a shielded task that ends when the reply is read or times out.
 """
 
 from __future__ import annotations
@@ -49,20 +47,20 @@ _CLOSED = "the handler is closed"
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script and the hash by which the server knows it once it has run."""
+    """A script and its hash, by which the server finds it once it has run."""
 
     text: str
     sha: str
 
 
 def script_of(text: str) -> Script:
-    """`text` with its hash."""
+    """Return `text` with its hash."""
     return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """How many replicas must have a change, and how long is waited until they do."""
+    """The number of replicas that must have a change, and the longest wait for them."""
 
     replicas: int
     timeout_s: float = 1.0
@@ -84,7 +82,7 @@ class RedisCalls:
         max_connections: int,
         copies: Copies | None = None,
     ) -> None:
-        """`copies` is what `run_copied` waits for."""
+        """Create calls; `run_copied` waits for `copies`."""
         self._copies = copies
         self._nodes = nodes_of(
             Connector(
@@ -97,22 +95,22 @@ class RedisCalls:
         self._running: set[asyncio.Task[Any]] = set()
 
     async def command(self, *command: bytes | str | int, key: str | None = None) -> object:
-        """The reply; `key` is the one that it is about, where it is about one.
+        """Return the reply; `key` is the key that the command concerns, if any.
 
-        Raises StoreUnavailable if it may come another time, else Broken.
+        Raises StoreUnavailable if a retry may help, else Broken.
         """
         [reply] = await self._shielded(self._attempt(key, [command]))
         return reply
 
     async def run(self, script: Script, keys: Sequence[str], *args: bytes | str | int) -> object:
-        """What the script answers; raises as `command` does."""
+        """Return the reply of the script. Raises as `command` does."""
         [reply] = await self._shielded(self._evaluate(script, keys, args))
         return reply
 
     async def run_copied(
         self, script: Script, keys: Sequence[str], *args: bytes | str | int
     ) -> tuple[object, bool]:
-        """The same, and whether as many replicas as are asked for have what it wrote, and all before it."""
+        """Return the reply, and whether enough replicas have what the script and earlier calls wrote."""
         if self._copies is None:
             return await self.run(script, keys, *args), True
         wait = ("WAIT", self._copies.replicas, max(1, int(self._copies.timeout_s * 1000)))
@@ -120,7 +118,7 @@ class RedisCalls:
         return reply, cast("int", have) >= self._copies.replicas
 
     async def close(self) -> None:
-        """Let go of connections, after the calls under way."""
+        """Close the connections after the running calls."""
         while self._running:
             await asyncio.wait(self._running)
         await self._nodes.close()
@@ -135,7 +133,7 @@ class RedisCalls:
             return await self._attempt(keys[0], [("EVAL", script.text, *rest), *then])
 
     async def _attempt(self, key: str | None, commands: Sequence[Command]) -> list[object]:
-        """Send the commands on one connection, to where `key` is; their replies."""
+        """Send the commands on one connection to the node of `key`; return their replies."""
         node: Node | None = None
         try:
             node = await self._nodes.of(key)
@@ -150,18 +148,18 @@ class RedisCalls:
             raise StoreUnavailable("the session store does not answer", str(error)) from error
 
     async def _redirected(self, node: Node, commands: Sequence[Command]) -> list[object]:
-        """Go where a node of a cluster says that the key is."""
+        """Follow the redirects of a cluster."""
         asking = False
         for _ in range(_MAX_REDIRECTIONS):
             try:
                 return await _sent(node, commands, asking=asking)
             except redis_errors.AskError as error:
                 asking = not isinstance(error, redis_errors.MovedError)
-                # An empty host means: where you asked.
+                # An empty host means the node that replied.
                 node = self._nodes.at(error.host or node.address[0], error.port)
                 if not asking:
                     self._nodes.moved(error.slot_id, node)
-        raise redis_errors.ClusterError("the nodes of the cluster send one another's callers round")
+        raise redis_errors.ClusterError("the nodes of the cluster redirect in a circle")
 
     async def _shielded(self, attempt: Awaitable[T]) -> T:
         task = asyncio.ensure_future(attempt)
@@ -172,11 +170,11 @@ class RedisCalls:
     def _forget(self, task: asyncio.Future[Any]) -> None:
         self._running.discard(cast("asyncio.Task[Any]", task))
         if not task.cancelled():
-            task.exception()  # seen: its caller may have gone away
+            task.exception()  # retrieved, as its caller may have gone away
 
 
 async def _sent(node: Node, commands: Sequence[Command], *, asking: bool) -> list[object]:
-    """The replies; a connection that is found closed when it is written to was lost as any other."""
+    """Return the replies; a connection that is closed when written to raises ConnectionError."""
     try:
         return await _send(node, commands, asking=asking)
     except RuntimeError as error:

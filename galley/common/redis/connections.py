@@ -30,7 +30,7 @@ class _Contexts:
         self._files = WatchedFiles(self._named, self._read)
 
     def get(self) -> ssl.SSLContext:
-        """Of the files as they are, or as they last were of use."""
+        """Return the context of the current files, or of the last usable ones."""
         return self._files.current()
 
     def _read(self) -> ssl.SSLContext:
@@ -54,7 +54,7 @@ class _TlsConnection(SSLConnection):
 
 
 class Connections:
-    """The class and the arguments of each connection that `url` wants."""
+    """Choose class and arguments of the connections of `url`."""
 
     def __init__(self, url: RedisUrl) -> None:
         """Raises BadFile."""
@@ -62,7 +62,7 @@ class Connections:
         self._contexts = None if url.tls is None else _Contexts(url.tls)
 
     def to_server(self, host: str, port: int) -> tuple[Kind, dict[str, Any]]:
-        """To the server there (ignored for a unix socket)."""
+        """Return them for a server; host and port are ignored for a unix socket."""
         arguments = {**self._url.credentials.arguments(), "db": self._url.database}
         if self._url.path:
             # It is no Connection by type only.
@@ -71,7 +71,7 @@ class Connections:
         return self._tcp(host, port, arguments)
 
     def to_sentinel(self, host: str, port: int) -> tuple[Kind, dict[str, Any]]:
-        """To the sentinel there."""
+        """Return them for a sentinel."""
         return self._tcp(host, port, self._url.sentinel_credentials.arguments())
 
     def _tcp(self, host: str, port: int, arguments: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
