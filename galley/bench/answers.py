@@ -85,7 +85,7 @@ class Answer:
 
     @property
     def counted_s(self) -> float:
-        """From the request to the last counted token."""
+        """Return the seconds from the request to the last counted token."""
         return self.at_s[self.counted - 1] if self.counted else self.wall_s
 
     @property

@@ -66,7 +66,7 @@ class AsyncClient:
         force_trace: bool = False,
         interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
     ) -> None:
-        """Raises ValueError if there is no address, or a file of `tls` cannot be used (BadTlsFile)."""
+        """Prepare the client. Raises ValueError without an address, BadTlsFile for an unusable TLS file."""
         try:
             self.addresses, over_tls = parse_addresses(addresses)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""What may be written to a terminal."""
+"""Remove what a terminal would obey from text."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _QUIT_KEYS = b"qQ\x03\x04"
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What is shown: services that export metrics, and the registry if there is one."""
+    """The services that export metrics, and the registry if there is one."""
 
     services: tuple[Service, ...]
     interval_s: float
@@ -92,10 +92,10 @@ async def live(sources: Sources, console: Console) -> None:
     scraper, done = Scraper(sources), asyncio.Event()
     loop = asyncio.get_running_loop()
     screen = await scraper.refresh()
-    with Live(console=console, screen=True, auto_refresh=False) as shown, quit_key(done):
+    with Live(console=console, screen=True, auto_refresh=False) as display, quit_key(done):
 
         def draw() -> None:
-            shown.update(render(screen, console.width, console.height), refresh=True)
+            display.update(render(screen, console.width, console.height), refresh=True)
 
         async def show() -> None:
             nonlocal screen

@@ -15,7 +15,7 @@ HISTORY = 60
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What one frame shows; `history` holds the tokens per second of this frame and earlier ones."""
+    """The content of one frame; `history` holds tokens per second of this frame and earlier ones."""
 
     overview: Overview
     replicas: list[Replica]

@@ -78,7 +78,7 @@ def mean(samples: Samples, histogram: str, **labels: str) -> float | None:
 
 
 def quantile(samples: Samples, histogram: str, share: float) -> float | None:
-    """As Prometheus's histogram_quantile: linear within the bucket, the highest bound for what lies above.
+    """Return a quantile as Prometheus's histogram_quantile does: linear within a bucket.
 
     None where nothing was observed. `share` lies in (0, 1].
     """

@@ -27,7 +27,7 @@ _DESCRIPTION = (
 
 
 def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Service]]:
-    """How to build the service of these settings. Raises BadFile."""
+    """Return the function that builds the service. Raises BadFile."""
     refuse_bad_files(settings.redis_url)
 
     async def build_service(server: grpc.aio.Server, parts: Parts) -> Service:

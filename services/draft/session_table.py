@@ -1,4 +1,4 @@
-"""What a replica keeps of each session, bounded by number and by tokens: least recently used goes first."""
+"""Keep a value a session, bounded by sessions and tokens; the least recently used goes first."""
 
 from __future__ import annotations
 

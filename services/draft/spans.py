@@ -53,17 +53,17 @@ class ProposeSpan(ItemSpan):
 
 
 def _set_item_attributes(asked: tuple[int, str] | None, done: Done | None, span: LightSpan) -> None:
-    told = span.attributes
+    attributes = span.attributes
     if asked is not None:
-        told[names.K], told[names.STRATEGY] = asked
+        attributes[names.K], attributes[names.STRATEGY] = asked
     if done is None:
         return
-    told[names.QUEUE_NS] = done.queue_ns
-    told[names.COMPUTE_NS] = done.compute_ns
-    told[names.BATCH_SESSIONS] = done.sessions
+    attributes[names.QUEUE_NS] = done.queue_ns
+    attributes[names.COMPUTE_NS] = done.compute_ns
+    attributes[names.BATCH_SESSIONS] = done.sessions
     if not isinstance(done.outcome, Miss | Superseded | GalleyError):
-        told[names.DRAFTED] = len(done.outcome.draft_tokens)
-        told[names.KV_LEN] = done.outcome.kv_len
+        attributes[names.DRAFTED] = len(done.outcome.draft_tokens)
+        attributes[names.KV_LEN] = done.outcome.kv_len
 
 
 class BatchSpans:

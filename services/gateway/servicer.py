@@ -150,7 +150,7 @@ class GenerationServicer(rpc.GenerationServicer):
 
 
 def _name_in_logs(session_id: str) -> None:
-    """In all that is logged of this call from now on, by whoever works for it: each has its own context."""
+    """Add the session to all log lines of this call; each call has its own context."""
     bind_contextvars(session_id=session_id)
 
 

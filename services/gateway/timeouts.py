@@ -1,4 +1,4 @@
-"""How long a session waits for the store, the replicas and the client. Times are nanoseconds."""
+"""The waits of a session for the store, the replicas and the client, in nanoseconds."""
 
 from __future__ import annotations
 

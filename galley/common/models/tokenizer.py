@@ -56,7 +56,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
-        """Of a local directory, or of a model on the hub, whose tokenizer files are then downloaded.
+        """Load from a local directory, or from a hub model, whose tokenizer files are then downloaded.
 
         Raises FileNotFoundError if there is no tokenizer.json, ValueError if one of the files is broken, lies
         elsewhere, or asks for code.

@@ -21,10 +21,10 @@ _SETTING = "redis_url"
 
 
 class _Contexts:
-    """What redis-py asks for the context of a connection; certificates and host names are always checked."""
+    """The TLS context of redis-py connections; certificates and host names are always checked."""
 
     def __init__(self, tls: Tls) -> None:
-        """Raises BadFile."""
+        """Read the TLS files. Raises BadFile."""
         self._tls = tls
         self._named = [NamedFile(_SETTING, path) for path in (tls.ca, tls.cert, tls.key) if path]
         self._files = WatchedFiles(self._named, self._read)
@@ -57,7 +57,7 @@ class Connections:
     """Choose class and arguments of the connections of `url`."""
 
     def __init__(self, url: RedisUrl) -> None:
-        """Raises BadFile."""
+        """Read the TLS files. Raises BadFile."""
         self._url = url
         self._contexts = None if url.tls is None else _Contexts(url.tls)
 

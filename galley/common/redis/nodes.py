@@ -170,12 +170,12 @@ class OneServer(_Whole):
     """The only server of the URL."""
 
     async def of(self, key: str | None) -> Node:  # noqa: ARG002  # all are there
-        """See `Nodes`."""
+        """Return the server of the URL."""
         hosts = self._connector.url.hosts
         return self.at(*(hosts[0] if hosts else ("", 0)))
 
     def lost(self, node: Node) -> None:
-        """See `Nodes`."""
+        """Do nothing."""
 
 
 class SentinelMaster(_Whole):
@@ -188,7 +188,7 @@ class SentinelMaster(_Whole):
         self._look = _Shared(self._discover)
 
     async def of(self, key: str | None) -> Node:  # noqa: ARG002  # all are there
-        """See `Nodes`."""
+        """Return the current master."""
         return self._master or await self._look.done()
 
     async def _discover(self) -> Node:
@@ -198,12 +198,12 @@ class SentinelMaster(_Whole):
         return self._master
 
     def lost(self, node: Node) -> None:
-        """See `Nodes`."""
+        """Look the master up again if it was this node."""
         if node is self._master:
             self._master = None
 
     async def close(self) -> None:
-        """See `Nodes`."""
+        """Close the connections to the master and to the sentinels."""
         await super().close()
         for sentinel in self._sentinel.sentinels:
             await sentinel.aclose(close_connection_pool=True)
@@ -220,7 +220,7 @@ class ClusterNodes(Nodes):
         self._look = _Shared(self._refresh)
 
     async def of(self, key: str | None) -> Node:
-        """See `Nodes`."""
+        """Return the node that owns the slot of `key`."""
         if self._stale:
             await self._look.done()
         slot = 0 if key is None else key_slot(key.encode())
@@ -231,7 +231,7 @@ class ClusterNodes(Nodes):
         return node
 
     def moved(self, slot: int, node: Node) -> None:
-        """See `Nodes`."""
+        """Note the new owner of a slot and refresh the table soon."""
         self._owners[slot] = node
         self._stale = True
 

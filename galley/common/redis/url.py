@@ -1,4 +1,4 @@
-"""Where Redis is, and how it is spoken to: one URL says all of it.
+"""Parse the URL that says where Redis is and how to connect.
 
     redis://user:password@host:6379/0                     one server
     unix:///run/redis.sock?db=0                           one server
@@ -45,7 +45,7 @@ class Credentials:
     password: str = field(default="", repr=False)
 
     def arguments(self) -> dict[str, Any]:
-        """For a connection."""
+        """Return the keyword arguments of a connection."""
         return {"username": self.user or None, "password": self.password or None}
 
 
@@ -60,7 +60,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """What a URL says. `hosts` are the server, the sentinels or some of the cluster; or there is a `path`."""
+    """A parsed URL. `hosts` are the server, the sentinels or some cluster nodes; or `path` is a socket."""
 
     kind: Kind
     hosts: tuple[tuple[str, int], ...] = ()

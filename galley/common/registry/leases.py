@@ -227,7 +227,7 @@ def _keys(pool: LeasePool[Any], address: str) -> tuple[str, str]:
 
 
 def _encode(lease: ReplicaLease) -> tuple[dict[str, str], dict[str, bytes]]:
-    """One field a fact, but for the incarnation; apart, those that are sent only when they change.
+    """Encode a lease as hash fields; fields that rarely change come second and are sent on change.
 
     Numbers in decimal, lists with commas, hashes one after the other.
     """

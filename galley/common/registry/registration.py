@@ -54,7 +54,7 @@ class Registration(Generic[LeaseT]):
         await self._publish()
 
     async def close(self) -> None:
-        """Withdraw, and stop."""
+        """Withdraw the lease and stop the service."""
         self._stopping.set()
         await self._task  # not cancelled: its last publication must not come after the withdrawal
         lease = self._lease()
@@ -107,7 +107,7 @@ class Registered:
 
     @property
     def grpc_services(self) -> Sequence[str]:
-        """Those of the service."""
+        """Return the gRPC services of the registered service."""
         return self.service.grpc_services
 
     async def drain(self) -> None:

@@ -58,7 +58,7 @@ class Service(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a service may use while it is built; `metrics` is None where nothing is counted."""
+    """The parts that a service may use while it is built; `metrics` is None if metrics are off."""
 
     readiness: Readiness = field(default_factory=lambda: Readiness(None))
     telemetry: Telemetry = field(default_factory=Telemetry)

@@ -95,12 +95,12 @@ def index_of(lines: Lines) -> Index:
     return Index(_entry(span) for span in found if span.is_request)
 
 
-def find(lines: Lines, wanted: str) -> Selection:
-    """Find the session or trace whose id is or starts with `wanted`. Raises NotFound, BadTraceFile."""
+def find(lines: Lines, id_prefix: str) -> Selection:
+    """Find the session or trace whose id is or starts with `id_prefix`. Raises NotFound, BadTraceFile."""
     index = index_of(lines)
     sessions = {entry.session_id for entry in index.entries} - {""}
     traces = {entry.trace_id for entry in index.entries}
-    kind, name = _the_one(wanted, sessions, traces) or ("trace", _trace_by_prefix(lines, wanted))
+    kind, name = _the_one(id_prefix, sessions, traces) or ("trace", _trace_by_prefix(lines, id_prefix))
     if kind == "trace":
         of_trace = index.sessions_from(name)
         if len(of_trace) != 1:
@@ -109,38 +109,38 @@ def find(lines: Lines, wanted: str) -> Selection:
     return Selection(*_collect(lines, index.traces_of_session(name), name), index, name)
 
 
-def _the_one(wanted: str, sessions: set[str], traces: set[str]) -> tuple[str, str] | None:
+def _the_one(id_prefix: str, sessions: set[str], traces: set[str]) -> tuple[str, str] | None:
     """Return ("session" or "trace", id); None if no request matches."""
-    if wanted in sessions:
-        return "session", wanted
-    if wanted.lower() in traces:
-        return "trace", wanted.lower()
-    matches = [("session", one) for one in sessions if one.startswith(wanted)]
-    matches += [("trace", one) for one in traces if one.startswith(wanted.lower())]
+    if id_prefix in sessions:
+        return "session", id_prefix
+    if id_prefix.lower() in traces:
+        return "trace", id_prefix.lower()
+    matches = [("session", one) for one in sessions if one.startswith(id_prefix)]
+    matches += [("trace", one) for one in traces if one.startswith(id_prefix.lower())]
     if len(matches) > 1:
-        raise _ambiguous(wanted, [f"{kind} {name}" for kind, name in matches])
+        raise _ambiguous(id_prefix, [f"{kind} {name}" for kind, name in matches])
     return matches[0] if matches else None
 
 
-def _trace_by_prefix(lines: Lines, wanted: str) -> str:
+def _trace_by_prefix(lines: Lines, id_prefix: str) -> str:
     """Find a trace without our requests: of another system, or of a killed gateway."""
-    prefix = wanted.lower()
+    prefix = id_prefix.lower()
     found: set[str] = set()
     if re.fullmatch("[0-9a-f]{1,32}", prefix):
         for line in lines:
             ids = (match.decode().lower() for match in _TRACE_ID.findall(line.raw))
             found |= {trace_id for trace_id in ids if trace_id.startswith(prefix)}
     if not found:
-        raise NotFound(f"no session or trace {wanted!r} in {lines.path}")
+        raise NotFound(f"no session or trace {id_prefix!r} in {lines.path}")
     if len(found) > 1:
-        raise _ambiguous(wanted, [f"trace {trace_id}" for trace_id in found])
+        raise _ambiguous(id_prefix, [f"trace {trace_id}" for trace_id in found])
     return found.pop()
 
 
-def _ambiguous(wanted: str, matches: Collection[str]) -> NotFound:
-    shown = ", ".join(sorted(matches)[:_SHOWN_MATCHES])
+def _ambiguous(id_prefix: str, matches: Collection[str]) -> NotFound:
+    listed = ", ".join(sorted(matches)[:_SHOWN_MATCHES])
     more = ", ..." if len(matches) > _SHOWN_MATCHES else ""
-    return NotFound(f"{wanted!r} begins several ids: {shown}{more}")
+    return NotFound(f"{id_prefix!r} begins several ids: {listed}{more}")
 
 
 # -------------------------------------------------------------------------------------- the spans --

@@ -42,10 +42,10 @@ def plain_lines(spans: Sequence[Span]) -> Iterator[Text]:
         children[parent].append(span) if parent in keys and parent != span.key else roots.append(span)
     began_ns = min((span.start_ns for span in spans), default=0)
     waiting = [(span, 0) for span in reversed(roots)]
-    shown = 0
-    while waiting and shown < _MAX_PLAIN:
+    printed = 0
+    while waiting and printed < _MAX_PLAIN:
         span, depth = waiting.pop()
-        shown += 1
+        printed += 1
         at = ms(span.start_ns - began_ns)
         indent = "  " * min(depth, _MAX_DEPTH)
         yield Text(
@@ -53,5 +53,5 @@ def plain_lines(spans: Sequence[Span]) -> Iterator[Text]:
             f"({one_line(span.process.service, 40)})"
         )
         waiting += [(child, depth + 1) for child in reversed(children[span.key])]
-    if len(spans) > shown:
-        yield Text(f"{'...':>9} {count(len(spans) - shown, 'more span')}", style="dim")
+    if len(spans) > printed:
+        yield Text(f"{'...':>9} {count(len(spans) - printed, 'more span')}", style="dim")

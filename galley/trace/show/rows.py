@@ -25,7 +25,7 @@ _NS = "_ns"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much of a request is shown; `events` are those outside rounds."""
+    """Limits on the rows of a request; `events` are those outside rounds."""
 
     head: int = 16
     tail: int = 12
@@ -118,8 +118,8 @@ def describe_event(event: Event) -> str:
     """Describe an event on one line."""
     if event.name == names.SESSION_MOVED:
         return f"{event.name}: {moved(event)}"
-    shown = list(event.attributes.items())[:_SHOWN_ATTRIBUTES]
-    facts = ", ".join(f"{_label(key)} {_value(key, value)}" for key, value in shown)
+    first = list(event.attributes.items())[:_SHOWN_ATTRIBUTES]
+    facts = ", ".join(f"{_label(key)} {_value(key, value)}" for key, value in first)
     return one_line(event.name) + (f": {facts}" if facts else "")
 
 

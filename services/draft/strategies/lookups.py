@@ -1,4 +1,4 @@
-"""Where the last tokens stood before: in each session's own tokens, and in recent answers of its kind.
+"""Find earlier occurrences of the last tokens, in a session and in recent answers of its workload.
 
 Answers are looked up in by sessions of their own tenant and workload alone.
 """
@@ -52,7 +52,7 @@ class SessionLookups:
 
 
 class _Answers:
-    """Of one kind; the lookups are kept here, so that nobody else keeps the answers of a dropped kind."""
+    """The recent answers of one workload, and the lookups over them."""
 
     def __init__(self) -> None:
         self.recent = RecentAnswers()
@@ -60,7 +60,7 @@ class _Answers:
 
 
 class Lookups:
-    """Of all sessions of a draft; strategies share one."""
+    """The lookups of all sessions of a draft, shared by its strategies."""
 
     def __init__(self) -> None:
         self._sessions: WeakKeyDictionary[DraftSession, SessionLookup] = WeakKeyDictionary()

@@ -30,13 +30,13 @@ class NgramStrategy:
         self._overall: LruCache[bytes, MatchChances] = LruCache(MatchChances, MOST_KINDS)
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """See `Strategy.begin`."""
+        """Start a proposal; see `Strategy.begin`."""
         proposals = [Proposal(job) for job in jobs]
         self.advance(proposals)
         return proposals
 
     def advance(self, proposals: Sequence[Proposal]) -> None:
-        """See `Strategy.advance`."""
+        """Extend the proposals; see `Strategy.advance`."""
         for proposal in proposals:
             session = proposal.job.session
             waiting = self._waiting.setdefault(session, ProposalOutcomes())
@@ -64,7 +64,7 @@ class NgramStrategy:
 
 
 def _survival(chances: MatchChances, match: Match, count: int) -> list[float]:
-    """Of at most `count` tokens after such a match, which grows with each that comes true."""
+    """Return the chances that each of `count` tokens after such a match is right."""
     survival: list[float] = []
     surviving = 1.0
     for i in range(count):

@@ -31,7 +31,7 @@ _MODES: Mapping[int, Mode] = MappingProxyType(
 
 
 class PromptTokenizer(Protocol):
-    """What validation needs of a tokenizer; see `galley.common.models.tokenizer.Tokenizer`."""
+    """The part of a tokenizer that validation needs."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text to be completed."""

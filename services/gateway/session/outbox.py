@@ -23,14 +23,14 @@ Item: TypeAlias = Chunk | NumericsChanged
 
 
 class Outbox:
-    """Items of one session, for one reader. `tell` gets Sent, and Interrupted if the client stalls."""
+    """Items of one session, for one reader. `report` gets Sent, and Interrupted if the client stalls."""
 
-    def __init__(self, clock: Clock, stall_ns: int, tell: Callable[[ev.Event], None]) -> None:
+    def __init__(self, clock: Clock, stall_ns: int, report: Callable[[ev.Event], None]) -> None:
         """`stall_ns` is how long the client may leave its stream unread."""
         self.stall_s = stall_ns / SECOND
         self.stalled: ClientStalled | None = None
         self._clock = clock
-        self._tell = tell
+        self._report = report
         self._observer = request_observer()
         self._items: deque[tuple[Item | ev.End, int]] = deque()
         """Each with the time when it was put."""
@@ -114,7 +114,7 @@ class Outbox:
         if not isinstance(item, ev.End):
             self._observer.sent(waited_ns)
         if isinstance(item, Chunk):
-            self._tell(ev.Sent(item.index + len(item.tokens)))
+            self._report(ev.Sent(item.index + len(item.tokens)))
 
     def _waited_ns(self, index: int) -> int:
         """Return how long an item has waited for room, since it was put and the one before it was sent."""
@@ -133,7 +133,7 @@ class Outbox:
         self.stalled = self.stalled_error()
         self.close()
         self._notify()
-        self._tell(ev.Interrupted(self.stalled))
+        self._report(ev.Interrupted(self.stalled))
 
     def stalled_error(self) -> ClientStalled:
         """Return the error of a client that does not read."""

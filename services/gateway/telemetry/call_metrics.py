@@ -23,7 +23,7 @@ _OWN_LIMITS = frozenset({OWN_STREAMS, OWN_TOKENS})
 
 @dataclass(slots=True)
 class CallResult:
-    """What is counted of one call; `model` is the requested one, None if a session is resumed."""
+    """The counted outcome of one call; `model` is the requested one, None for a resume."""
 
     operation: str
     model: str | None

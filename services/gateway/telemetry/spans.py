@@ -29,7 +29,7 @@ _SPAN_ID_INDEX = len("00-") + 32 + len("-")
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """What is recorded: rounds (`slow` means longer than `slow_ns`), and whether prompts and answers are."""
+    """The recorded rounds (`slow` means longer than `slow_ns`), and whether text is recorded."""
 
     rounds: Literal["all", "slow", "none"] = "all"
     slow_ns: int = 250_000_000
