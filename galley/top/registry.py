@@ -27,7 +27,7 @@ class Leases:
         return Registered([_target(lease) for lease in targets], [_draft(lease) for lease in drafts])
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the registry."""
         await self._registry.close()
 
 

@@ -1,4 +1,4 @@
-"""The real clock."""
+"""The clock of the process, for the core's ports."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from services.draft.strategies.base import DraftJob, Proposal
 
 
 class NoneStrategy:
-    """Return empty proposals."""
+    """Propose nothing, so that the target decodes plainly."""
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """Return empty, finished proposals."""

@@ -43,7 +43,7 @@ class AddressSource(Protocol):
         """Return the addresses, each with its lease if there is one. Raise StoreUnavailable."""
 
     async def close(self) -> None:
-        """Close connections."""
+        """Close the connections to all replicas."""
 
 
 class StaticAddresses:

@@ -152,7 +152,7 @@ class RequestStream(Generic[RequestT, ResponseT]):
             opened.cancel()
 
     async def close(self) -> None:
-        """End the stream."""
+        """End the stream; open requests fail."""
         connections = [*self._retired, self._current]
         self._retired = []
         for connection in connections:
