@@ -78,7 +78,7 @@ def at_most(name: str, what: str, measured: Interval, bound: float, unit: str = 
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the versions on which a run was made."""
+    """Return the machine and the versions on which a run was made."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -105,7 +105,7 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit measured, "-dirty" behind it if the tree differs; "unknown" outside a repository."""
+    """Return the commit, with "-dirty" if the tree differs, or "unknown" outside a repository."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")

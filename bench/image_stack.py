@@ -69,7 +69,7 @@ class Stack:
         return round(time.monotonic() - began, 1), found[1]
 
     def stop(self, role: str) -> int | None:
-        """The exit status after SIGTERM; None if it did not end in time."""
+        """Return the exit status after SIGTERM; None if it did not end in time."""
         try:
             return self._running[role].stop(_STOP_S)
         except subprocess.TimeoutExpired:
@@ -113,7 +113,7 @@ def _together(stack: Stack) -> dict[str, Any]:
 
 
 async def _answers(gateway: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same request, decoded plainly and by the draft."""
+    """Return the answers to one request, decoded plainly and with the draft."""
     async with AsyncClient(gateway) as client:
         async with asyncio.timeout(_START_S):
             while not (await client.model_info()).strategies:  # noqa: ASYNC110  # nobody calls back

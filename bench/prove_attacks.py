@@ -101,7 +101,7 @@ class Proof:
         self._expect(peak < _MOST_EVER, f"{peak} MiB were in use")
 
     def end(self) -> None:
-        """The process must stop in order, with nothing left; what it wrote must be readable."""
+        """Stop the process; nothing may be left, and its files must be readable."""
         self.record["spans"] = sum(len(list(spans_in(line.document()))) for line in Lines(self._stack.traces))
         outcome = self._stack.stop()
         self._expect(outcome == {"tasks": 0, "errors": []}, f"it ended with {outcome}")
@@ -160,7 +160,7 @@ class Proof:
             self.record["connections_held"] = (await self._stack.told()).strangers
 
     async def _repeat(self, name: str, part: Callable[[], Awaitable[None]]) -> None:
-        """The first round takes what it needs; those after it must not take more."""
+        """Run `part` several times; rounds after the first must not take more memory."""
         memory = []
         began_s = time.monotonic()
         for _ in range(_ROUNDS):

@@ -104,7 +104,7 @@ def ratio_of(result: dict[str, object]) -> float:
 
 
 def _draft_ns(one_ms: float, sessions: int) -> int:
-    """A draft's step: a sixteenth more for each further session."""
+    """Return a draft's step: a sixteenth more for each further session."""
     return round(one_ms * MS * (15 + sessions) / 16)
 
 

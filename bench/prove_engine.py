@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def real_size(model_dir: Path) -> FuzzSize:
-    """A small pool and short contexts for the default model, so that its sessions lose their blocks too."""
+    """Return settings with a small pool and short contexts, so that sessions lose blocks."""
     import json  # noqa: PLC0415  # one use
 
     vocab = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))["vocab_size"]

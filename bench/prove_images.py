@@ -81,7 +81,7 @@ def build(workshop: Workshop) -> dict[str, float]:
 
 
 def unpacked(workshop: Workshop, role: str, held: ExitStack) -> Container:
-    """A role's image as a folder, until `held` is closed."""
+    """Return a role's image as a folder, until `held` is closed."""
     container, root = workshop.unpack(image(role))
     held.callback(workshop.remove, container)
     return Container(root, workshop.config(image(role)))

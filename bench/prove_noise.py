@@ -85,7 +85,7 @@ def draw(count: int, until_s: float) -> Found:
 
 
 def check(words: np.ndarray[tuple[int, ...], np.dtype[np.uint32]]) -> Found:
-    """The noise of these words, looked at."""
+    """Return the violations in the noise of these words."""
     noise = gumbel(words)
     slack = 1e-9  # the bounds come from another library's logarithm
     beyond = (noise < GUMBEL_MIN - slack) | (noise > GUMBEL_MAX + slack)

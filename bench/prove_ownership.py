@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def contests(rounds: int) -> Tally:
-    """A quarter of the rounds for each credit and kind of contest, rounded up."""
+    """Run a quarter of the rounds for each credit and kind of contest, rounded up."""
     tally = Tally()
     for credit in CREDITS:
         with (

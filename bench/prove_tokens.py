@@ -137,7 +137,7 @@ class Proof:
     async def run(
         self, stacks: Sequence[Clients], kind: str, options: GenerateOptions, cases: Sequence[Case]
     ) -> None:
-        """The cases of one kind of sampling; each stack takes the next one when it is done with one."""
+        """Run the cases of one kind of sampling; each stack takes the next when it is free."""
         expected = await self._expected(stacks[0], kind, options)
         for clients in stacks:
             clients.teach([[*p, *a] for p, a in zip(self._prompt_tokens, expected, strict=True)])

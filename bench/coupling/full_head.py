@@ -39,7 +39,7 @@ class SpreadHead(nn.Module):
 
 
 def load_assistant(draft_dir: Path, target_dir: Path, dtype: torch.dtype) -> Any:
-    """The draft in `draft_dir` as a causal language model of the target's whole vocabulary.
+    """Return the draft in `draft_dir` as a causal language model of the target's whole vocabulary.
 
     An ordinary model is loaded as it is. Raises UnsupportedModel for a trained draft of another target.
     """

@@ -30,7 +30,7 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 async def answers_at_one(
     side: GatewaySide, prompts: Sequence[Prompt], max_tokens: int, seed: int
 ) -> list[Answer]:
-    """An answer to each prompt at temperature 1; seeds go up by one. Speculation changes no token of it."""
+    """Return an answer to each prompt at temperature 1, with ascending seeds."""
     return [
         await side.answer("auto", Request(replace(prompt, label="heldout"), 1.0, seed + at, max_tokens))
         for at, prompt in enumerate(prompts)
@@ -85,7 +85,7 @@ async def scored(
     models: tuple[Any, Any],
     tell: Callable[[str], None],
 ) -> list[Heldout]:
-    """The distributions of `models` (target, draft) behind the guesses; computed in a thread."""
+    """Return the distributions of `models` (target, draft) behind the guesses; computed in a thread."""
     found = []
     for answer, prompt, guess in zip(answers, prompts, guessed, strict=True):
         found.append(await asyncio.to_thread(_score, answer, prompt, guess, models))

@@ -85,7 +85,7 @@ def _idle(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def narrow_model(directory: Path, layers: int) -> CausalModel:
-    """A Llama of random weights, two heads wide."""
+    """Return a Llama of random weights, two heads wide."""
     config = LlamaConfig(
         vocab_size=_VOCAB,
         hidden_size=_HIDDEN,

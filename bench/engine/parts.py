@@ -58,7 +58,7 @@ class TorchAttention:
             self._attend(self._query, keys, values)
 
     def by_sequence(self) -> None:
-        """A call a sequence and layer."""
+        """Attend with one call for each sequence and layer."""
         for keys, values in self._kv:
             for at in range(len(self._query)):
                 self._attend(self._query[at : at + 1], keys[at : at + 1], values[at : at + 1])
@@ -69,7 +69,7 @@ class TorchAttention:
 
 
 def invariance(model: CausalModel, config: Any, pairs: int) -> list[dict[str, Any]]:
-    """The cost of invariance for each of INVARIANCE_CASES, as seconds of each pair.
+    """Return the seconds of each pair for each of INVARIANCE_CASES: the cost of invariance.
 
     Attention is what a step takes longer over its context than over none: step(context) - step(0), and
     likewise for torch's. The cost of invariance is our attention minus torch's, of step(context). What else
@@ -125,7 +125,7 @@ def sampling(model: CausalModel, prompts: Sequence[Sequence[int]], pairs: int) -
 def _text_step(
     model: CausalModel, prompts: Sequence[Sequence[int]]
 ) -> tuple[Callable[[], Tensor], list[list[int]]]:
-    """A step whose chunks are the last tokens of prompts, all before them in the cache."""
+    """Return a step whose chunks are the last tokens of prompts, all before them in the cache."""
     block_tokens = model.kv.block_tokens
     chunks, histories, first = [], [], 0
     for prompt in prompts[: SAMPLED.sessions]:
@@ -185,7 +185,7 @@ def contexts(model: CausalModel, pairs: int) -> dict[str, Any]:
 
 
 def pools(small: CausalModel, large: CausalModel, pairs: int) -> dict[str, Any]:
-    """The same step in two pools; in the large one its blocks lie far apart."""
+    """Return the same step in two pools; in the large one its blocks lie far apart."""
     stride = large.kv.blocks // POOL_CASE.blocks(large.kv.block_tokens)
     work = {"small": OurStep(small, POOL_CASE), "large": OurStep(large, POOL_CASE, stride=stride)}
     times = alternate(work, pairs)

@@ -92,7 +92,7 @@ class TransformersModel:
         self.dtype = dtype
 
     def forms(self, case: Case) -> dict[str, Callable[[], object]]:
-        """The step in each of the cache classes; the contexts are equal, so nothing is padded."""
+        """Return the step for each cache class; the contexts are equal, so nothing is padded."""
         return {"StaticCache": self._static(case), "DynamicCache": self._dynamic(case)}
 
     def _fed(self, case: Case) -> Tensor:
@@ -142,5 +142,5 @@ class TransformersModel:
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int]) -> None:
-        """A prompt into an empty cache, the logits of its last token."""
+        """Feed a prompt into an empty cache; compute the logits of its last token."""
         self.model(input_ids=torch.tensor([list(tokens)]), use_cache=True, logits_to_keep=1)

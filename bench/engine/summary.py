@@ -59,7 +59,7 @@ class StepRow:
 
 
 def step_rows(threads: int, measured: Measured) -> list[StepRow]:
-    """A row for each case, in the order in which they were measured."""
+    """Return a row for each case, in the order in which they were measured."""
     floor = roofline_ms(measured)
     rows = []
     for found in measured.get("steps", ()):
@@ -82,14 +82,14 @@ def step_rows(threads: int, measured: Measured) -> list[StepRow]:
 
 
 def roofline_ms(measured: Measured) -> float | None:
-    """The least time of a step: all weights read once at the bandwidth that torch's sum reaches."""
+    """Return the least time of a step: all weights read once at the bandwidth that torch's sum reaches."""
     if "bandwidth" not in measured:
         return None
     return float(measured["weights_bytes"] / max(measured["bandwidth"].values()) * MS)
 
 
 def row_costs(rows: Iterable[StepRow], threads: int, context: int) -> str:
-    """The row-cost curve as `RowCostCurve.parse` reads it: the quickest split of each number of rows."""
+    """Return the row-cost curve for `RowCostCurve.parse`: the quickest split of each number of rows."""
     best: dict[int, float] = {}
     for row in rows:
         if (row.threads, row.context) == (threads, context):

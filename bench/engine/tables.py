@@ -90,7 +90,7 @@ def _part_table(threads: int, measured: Mapping[str, Any]) -> Table:
 
 
 def draw(path: Path, rows: Sequence[StepRow], measured: Mapping[int, Mapping[str, Any]]) -> None:
-    """The row-cost curve beside transformers and the roofline, the ratios, the cost of context."""
+    """Plot the row-cost curve beside transformers and the roofline, the ratios, the cost of context."""
     figure = Figure(figsize=(15, 5), layout="constrained")
     FigureCanvasAgg(figure)
     curve, ratios, contexts = figure.subplots(1, 3)

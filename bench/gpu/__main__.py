@@ -119,7 +119,7 @@ def differing(model: CausalModel, texts: Sequence[Sequence[int]], company: int) 
 def _fed(
     model: CausalModel, texts: Sequence[Sequence[int]], sizes: Sequence[int]
 ) -> list[list[tuple[int, ...]]]:
-    """The tokens drawn after each position of each text, one a temperature, all texts fed in each pass."""
+    """Return the tokens drawn after each position of each text, one for each temperature."""
     each = -(-max(map(len, texts)) // BLOCK_TOKENS)
     tables = [list(range(i * each, (i + 1) * each)) for i in range(len(texts))]
     drawn: list[list[tuple[int, ...]]] = [[] for _ in texts]
@@ -157,7 +157,7 @@ def texts_of(model_dir: Path, count: int, length: int) -> list[list[int]]:
 
 
 def load_sides(model_dir: Path, device: str, names: Sequence[str]) -> dict[str, CausalModel]:
-    """A model a side, all with room for the largest step."""
+    """Return a model for each side, all with room for the largest step."""
     blocks = max(Case(*split, context).blocks(BLOCK_TOKENS) for split in SPLITS for context in CONTEXTS)
     return {
         name: CausalModel.load(

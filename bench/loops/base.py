@@ -1,4 +1,4 @@
-"""This tree beside an earlier revision: speed, CPU time a token and start-up, in alternating blocks.
+"""Measure this tree beside an earlier revision: speed, CPU time a token and start-up, in alternating blocks.
 
 Each life exports the revision into a folder of its own and runs `galley up` of both trees, one after the
 other (start-up is timed alone), then asks both in turn. A caller uses only what the wire has had since

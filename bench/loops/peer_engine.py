@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _keep_standard_output() -> TextIO:
-    """The real standard output for answers alone; everything else that is printed goes to standard error."""
+    """Return the real standard output; everything else that is printed goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers

@@ -28,7 +28,7 @@ class MeasuredSettings(GatewaySettings):
 def build_measured(
     settings: MeasuredSettings,
 ) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
-    """The gateway, with its store behind a TimedStore."""
+    """Return the gateway, with its store behind a TimedStore."""
 
     def open_store(given: GatewaySettings) -> OpenedStore:
         real = settings.bench_store == "redis"

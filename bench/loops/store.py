@@ -40,7 +40,7 @@ class InstantStore(SessionStore):
         """Return at once."""
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
-        """A new session, always."""
+        """Create a session."""
         self._logs[new.session_id] = _Log(new, list(new.prompt))
         return StoredSession(
             Ownership(new.session_id, 1, nonce or _NONCE),
@@ -51,7 +51,7 @@ class InstantStore(SessionStore):
         )
 
     async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
-        """The session as it stands."""
+        """Return the session; raise UnknownSession if it is not the principal's."""
         log = self._logs.get(session_id)
         if log is None or log.new.principal != principal:
             raise UnknownSession(session_id)
@@ -144,7 +144,7 @@ class TimedStore(SessionStore):
         await self._store.abort(session_id, principal, finish)
 
     async def close(self) -> None:
-        """The other's, and the file."""
+        """Close the other store and the file."""
         await self._store.close()
         os.close(self._out)
 

@@ -118,7 +118,7 @@ def rate(arrivals: Sequence[Arrival], span: Span) -> float:
 
 
 def pace_s(arrivals: Sequence[Arrival]) -> float:
-    """The mean time of one token after an answer's first."""
+    """Return the mean time of one token after an answer's first."""
     return sum(one.gap_s or 0.0 for one in arrivals) / sum(one.tokens for one in arrivals)
 
 

@@ -13,7 +13,7 @@ from bench.soak.outcome import Span
 
 
 def draw(path: Path, samples: Sequence[Sample], spans: dict[str, Span], rates: Sequence[float]) -> None:
-    """A panel for each process, for Redis, blocks, keys, and for `rates`: tokens/s around each sample."""
+    """Plot each process, Redis, blocks, keys, and `rates`: tokens/s around each sample."""
     figure = Figure(figsize=(13, 12), layout="constrained")
     FigureCanvasAgg(figure)
     begin_s = samples[0].at_s

@@ -140,7 +140,7 @@ class References:
         self._answers: dict[str, tuple[int, ...]] = {}
 
     def learn(self, name: str, answer: Sequence[int]) -> None:
-        """This is what is right."""
+        """Record the right answer."""
         self._answers[name] = tuple(answer)
 
     def agree(self, request: Request, tokens: Sequence[int], *, whole: bool) -> bool:

@@ -83,7 +83,7 @@ class Soak:
     max_sessions: int = 0
 
     async def learn(self) -> None:
-        """The answers of the catalogue: plain decoding, few at a time."""
+        """Record the catalogue's answers by plain decoding, a few at a time."""
         few = asyncio.Semaphore(_LEARNERS)
 
         async def learn(request: Request) -> None:
@@ -124,7 +124,7 @@ class Soak:
         ]
 
     async def highest(self, probes: list[Probe]) -> int:
-        """The most streams that hold, of shares of what the gateway admits. RuntimeError if none does."""
+        """Return the most streams that hold. Raises RuntimeError if no share of the limit does."""
         most = self.max_sessions - _SPARE
         asked = [self.options.streams] if self.options.streams else [int(most * share) for share in _SHARES]
         for streams in asked:
@@ -179,7 +179,7 @@ class Soak:
             yield
 
     async def overload(self, streams: int) -> Overload:
-        """The load, so many times the load, and the load."""
+        """Run the load, a multiple of it, and the load again."""
         options, ordinary, extra, lag_s = self.options, Heard(), Heard(), list[float]()
         async with calling(self.callers(streams, ordinary), _SPREAD_S):
             await asyncio.sleep(2 * _SPREAD_S)

@@ -136,5 +136,5 @@ def _pool_of(samples: Samples) -> str:
 
 
 def _pool_named(name: str) -> str:
-    """Return the pool by a part's name in a local stack: target, target-2 …"""
+    """Return the pool by a part's name in a local stack, such as target-2."""
     return next((pool for pool in POOLS if name == pool or name.startswith(f"{pool}-")), "")

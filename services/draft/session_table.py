@@ -34,11 +34,11 @@ class SessionTable(Generic[T]):
         return self._total
 
     def peek(self, key: SessionKey) -> T | None:
-        """The session, if it is here; not counted as a use."""
+        """Return the session, or None; this does not count as a use."""
         return self._sessions.get(key)
 
     def admit(self, key: SessionKey, tokens: int, busy: Container[SessionKey]) -> T:
-        """The session, new or not, with room for `tokens` in all; evicts idle ones that are not `busy`.
+        """Return the session, new or not, with room for `tokens`; evict idle ones that are not `busy`.
 
         Raises Overloaded, having changed nothing, if that does not make room.
         """

@@ -59,7 +59,7 @@ class TargetService(rpc.TargetServicer):
         limits: Limits,
         metrics: Registry | None = None,
     ) -> None:
-        """`times` are the engine's measured step times; `spans` is None if traces are off.
+        """Serve `engine`; `times` are its measured step times, `spans` is None if traces are off.
 
         Make it within the running event loop.
         """

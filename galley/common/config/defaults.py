@@ -12,6 +12,6 @@ _DRAFTS = Path(__file__).parents[3] / "services" / "draft" / "models"
 
 
 def shipped_draft(model: str) -> Path | None:
-    """The directory of the draft that was trained for the default model, if `model` names that one."""
+    """Return the directory of the draft that was trained for the default model, if `model` names that one."""
     directory = _DRAFTS / DEFAULT_MODEL
     return directory if model in {"", DEFAULT_MODEL} and directory.is_dir() else None

@@ -35,7 +35,7 @@ _REFUSALS = (
 
 
 def local_now() -> datetime:
-    """The time that `strftime_now` formats: the host's, as transformers takes it."""
+    """Return the time that `strftime_now` formats: the host's, as transformers takes it."""
     return datetime.now().astimezone()
 
 
@@ -55,7 +55,7 @@ class ChatTemplate:
         self._max_chars = max_chars
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt up to where the assistant's answer begins.
+        """Return the prompt up to where the assistant's answer begins.
 
         Raises InvalidField("messages") if the template refuses them or writes more than `max_chars`.
         """

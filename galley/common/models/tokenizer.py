@@ -103,7 +103,7 @@ class Tokenizer:
         return list(self._fast.encode(rendered, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` without control tokens; unfinished UTF-8 reads as U+FFFD."""
+        """Return the text of `ids` without control tokens; unfinished UTF-8 reads as U+FFFD."""
         return str(self._fast.decode(list(ids), skip_special_tokens=True))
 
 
@@ -151,7 +151,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _add_missing_tokens(fast: FastTokenizer, config: dict[str, Any]) -> None:
-    """Some models name control tokens in tokenizer_config.json only; never give one a new id."""
+    """Add control tokens that only tokenizer_config.json names; never give one a new id."""
     for key, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
         content = entry["content"]
         known = fast.token_to_id(content)

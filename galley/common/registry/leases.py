@@ -153,7 +153,7 @@ class ReplicaRegistry:
         await self._calls.run(_WITHDRAW, _keys(pool, address), incarnation)
 
     async def read(self, pool: LeasePool[LeaseT]) -> list[LeaseT]:
-        """The replicas whose lease has not ended, by address."""
+        """Return the replicas whose lease has not expired, by address."""
         members = cast("set[bytes]", await self._calls.command("SMEMBERS", _set(pool), key=_set(pool)))
         if not members:
             return []
@@ -169,7 +169,7 @@ class ReplicaRegistry:
 def target_lease(
     address: str, info: pb.GetTargetInfoResponse, cached_prefixes: Iterable[bytes] = ()
 ) -> TargetLease:
-    """The lease of a target that says this of itself; of the prefixes, the first MAX_CACHED_PREFIXES."""
+    """Return the lease of a target, with its first MAX_CACHED_PREFIXES cached prefixes."""
     return TargetLease(
         address=address,
         incarnation=info.incarnation,
@@ -195,7 +195,7 @@ def target_lease(
 def draft_lease(
     address: str, info: pb.GetDraftInfoResponse, *, sessions: int = 0, queue_depth: int = 0
 ) -> DraftLease:
-    """The lease of a draft that says this of itself."""
+    """Return the lease of a draft."""
     return DraftLease(
         address=address,
         incarnation=info.incarnation,

@@ -136,7 +136,7 @@ def registered(
     lease: Callable[[], LeaseT],
     last_sessions: Callable[[], Awaitable[None]] | None = None,
 ) -> Service:
-    """The service, registered from now on if there is a registry to tell; see `start_registration`."""
+    """Return the service, registered if there is a registry (`start_registration`)."""
     url = settings.redis_url.get_secret_value()
     if not url:
         return service

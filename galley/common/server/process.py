@@ -58,7 +58,7 @@ def limit_threads(count: int) -> None:
 
 
 def thread_environment(count: int) -> dict[str, str]:
-    """The environment of a process whose numeric kernels use `count` threads.
+    """Return the environment of a process whose numeric kernels use `count` threads.
 
     Threads that wait for one another spin only for a moment: where another process, or another thread of
     this one, has the core, a long spin takes the time away from what is waited for, and steps stall.

@@ -141,7 +141,7 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """This gateway is shutting down: end after this round; the session can be resumed."""
+    """The gateway is shutting down: end after this round; the session can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)

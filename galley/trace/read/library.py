@@ -147,9 +147,7 @@ def _ambiguous(id_prefix: str, matches: Collection[str]) -> NotFound:
 
 
 def _collect(lines: Lines, traces: set[str], session_id: str = "") -> tuple[list[Span], bool]:
-    """The spans of the traces, the passes that are linked with them or name the session, and those passes'
-    ranks.
-    """
+    """Return the spans of the traces, and the steps and ranks that served them."""
     of_ours = _any_of(traces | {session_id} - {""})
     kept = list(_first(_spans(lines, of_ours, lambda span: _concerns(span, traces, session_id))))
     passes = {span.trace_id for span in kept} - traces

@@ -57,7 +57,7 @@ def _is_named(holder: OtlpSpan | OtlpSpan.Link) -> bool:
 
 
 def document_of(request: ExportTraceServiceRequest) -> dict[str, Any]:
-    """The request as a JSON object."""
+    """Return the request as a JSON object."""
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415  # readers need no protobuf
 
     document: dict[str, Any] = MessageToDict(request, use_integers_for_enums=True)
@@ -73,7 +73,7 @@ def document_of(request: ExportTraceServiceRequest) -> dict[str, Any]:
 
 
 def spans_in(document: Any, keep: Callable[[Any], bool] | None = None) -> Iterator[Span]:
-    """The spans of a JSON object, or those of which `keep` says so, given the span's own JSON.
+    """Return the spans of a JSON object; with `keep`, those whose JSON it returns True for.
 
     Fields that are not known are passed over, as are spans without ids. Raises Malformed.
     """

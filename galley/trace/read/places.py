@@ -23,7 +23,7 @@ def trace_dir() -> Path:
 
 
 def new_file(directory: Path) -> Path:
-    """The path of a file that begins now; of those before it only the newest few are kept. Raises OSError."""
+    """Return the path of a new file; only the newest few of the others are kept. Raises OSError."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for old in _newest_first(directory)[_KEPT - 1 :]:
         old.unlink(missing_ok=True)
@@ -33,7 +33,7 @@ def new_file(directory: Path) -> Path:
 
 
 def newest_file(directory: Path) -> Path | None:
-    """The file that was written to last."""
+    """Return the file that was written to last."""
     return next(iter(_newest_first(directory)), None)
 
 

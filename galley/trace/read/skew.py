@@ -73,7 +73,7 @@ class _Edge:
 def align(
     spans: Sequence[Span], by_key: Mapping[SpanKey, Span], first: Sequence[Process]
 ) -> tuple[Sequence[Span], tuple[Shift, ...]]:
-    """The spans by one clock: that of the processes `first`, or of whoever is met first."""
+    """Return the spans on one clock: that of the processes `first`, or of the first span."""
     edges: dict[tuple[Process, Process], _Edge] = defaultdict(_Edge)
     for span in spans:
         parent = by_key.get((span.trace_id, span.parent_id))

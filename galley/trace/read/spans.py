@@ -37,11 +37,11 @@ class Event:
     attributes: Attributes = field(default_factory=dict)
 
     def text(self, key: str) -> str:
-        """The attribute, if it is a string; else empty."""
+        """Return the attribute, if it is a string; else empty."""
         return _text(self.attributes, key)
 
     def integer(self, key: str) -> int:
-        """The attribute, if it is a number of at least 0; else 0."""
+        """Return the attribute, if it is a number of at least 0; else 0."""
         return _integer(self.attributes, key)
 
 
@@ -88,25 +88,25 @@ class Span:
         return max(0, self.end_ns - self.start_ns)
 
     def text(self, key: str) -> str:
-        """The attribute, if it is a string; else empty."""
+        """Return the attribute, if it is a string; else empty."""
         return _text(self.attributes, key)
 
     def integer(self, key: str) -> int:
-        """The attribute, if it is a number of at least 0; else 0."""
+        """Return the attribute, if it is a number of at least 0; else 0."""
         return _integer(self.attributes, key)
 
     def known(self, key: str) -> int | None:
-        """The attribute, if it is a number of at least 0; else None."""
+        """Return the attribute, if it is a number of at least 0; else None."""
         value = self.attributes.get(key)
         return value if _is_count(value) else None
 
     def share(self, key: str) -> float:
-        """The attribute, if it is a number in [0, 1]; else 0."""
+        """Return the attribute, if it is a number in [0, 1]; else 0."""
         value = self.attributes.get(key)
         return float(value) if isinstance(value, (int, float)) and 0 <= value <= 1 else 0.0
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """The numbers of at least 0 in the attribute, if it is a list; else none."""
+        """Return the numbers of at least 0 in the attribute, if it is a list; else none."""
         values = self.attributes.get(key)
         if not isinstance(values, tuple):
             return ()
@@ -118,7 +118,7 @@ class Span:
         return self.attributes.get(names.PROVIDER) == names.GALLEY and names.OPERATION in self.attributes
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """The attribute as strings, if it is a list; else none."""
+        """Return the attribute as strings, if it is a list; else none."""
         values = self.attributes.get(key)
         return tuple(str(value) for value in values) if isinstance(values, tuple) else ()
 

@@ -17,7 +17,7 @@ _MAX_DEPTH = 12
 
 
 def list_lines(entries: Sequence[Entry]) -> Iterator[Text]:
-    """The newest first; one that was refused before it had a session by its trace."""
+    """Yield the lines of the list; a request refused before it had a session shows its trace."""
     yield Text(
         f"{'began':8} {'session (or trace)':32} {'took':>9} {'tokens':>6} {'slowest round':>14}  outcome",
         style="bold",

@@ -67,9 +67,9 @@ class Lookups:
         self._kinds: LruCache[Kind, _Answers] = LruCache(_Answers, MOST_KINDS)
 
     def follow(self, job: DraftJob) -> SessionLookups | None:
-        """The session's lookups, nearer to its confirmed tokens; None while they are not there yet.
+        """Advance the session's lookups towards its confirmed tokens; return None until they are complete.
 
-        They are begun anew if the tokens are not those that they had.
+        They start again if earlier tokens have changed.
         """
         answers = self._kinds.get(kind_of(job))
         confirmed = job.session.tokens[: job.session.confirmed]

@@ -184,7 +184,7 @@ class CachedJwks(KeySource):
         stale_s: float = STALE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`refresh_s` is the age at which keys are fetched again, `stale_s` their age limit."""
+        """Fetch keys again after `refresh_s` seconds, and use none older than `stale_s` seconds."""
         self._fetch = fetch
         self._refresh_s = refresh_s
         self._stale_s = stale_s

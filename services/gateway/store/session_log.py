@@ -46,7 +46,7 @@ class SessionLog:
         held_ns: int,
         deadline_ns: int | None = None,
     ) -> None:
-        """The store held the session at `held_ns`; `deadline_ns` is that of the call, None for none."""
+        """Take over a session that the store held at `held_ns`; `deadline_ns` is the call's, or None."""
         self.owner = stored.ownership
         self.new = stored.to_new_session()
         self._store = store
