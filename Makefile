@@ -162,7 +162,7 @@ test: lint check-generated helm-lint unit integration e2e ## all that CI runs
 
 unit: setup ## tests in memory: no sockets, no model (under a minute)
 	@echo "== unit tests"
-	@$(BIN)/python -m pytest tests/unit
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/unit
 
 integration: helm ## tests of real servers and processes with tiny models, and of chart and repository
 	@echo "== integration tests"
@@ -189,7 +189,7 @@ lint: setup ## style, types, import walls, the wire
 	@echo "== import walls"
 	@$(BIN)/lint-imports
 	@echo "== words"
-	@$(BIN)/python scripts/words.py --count
+	@$(BIN)/python scripts/words.py
 	@echo "== buf"
 	@$(BIN)/buf lint
 

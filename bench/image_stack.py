@@ -37,16 +37,16 @@ class Stack:
 
     def _environment(self, role: str, store: str) -> dict[str, str]:
         prefix = f"GALLEY_{role.upper()}"
-        told = {f"{prefix}_PORT": str(self.ports[role]), f"{prefix}_REDIS_URL": store}
-        told[f"{prefix}_HEALTH_PORT"] = str(free_port())
+        environment = {f"{prefix}_PORT": str(self.ports[role]), f"{prefix}_REDIS_URL": store}
+        environment[f"{prefix}_HEALTH_PORT"] = str(free_port())
         if role == "gateway":
             # Nobody starts it again if the target takes longer to load on a busy machine.
-            told[f"{prefix}_STARTUP_TIMEOUT_S"] = str(3 * _START_S)
+            environment[f"{prefix}_STARTUP_TIMEOUT_S"] = str(3 * _START_S)
         else:
-            told[f"{prefix}_ADVERTISE"] = f"{_HOST}:{self.ports[role]}"
+            environment[f"{prefix}_ADVERTISE"] = f"{_HOST}:{self.ports[role]}"
         if role == "draft":
-            told[f"{prefix}_TOKENIZER"] = "/models/default"
-        return told
+            environment[f"{prefix}_TOKENIZER"] = "/models/default"
+        return environment
 
     def start(self, role: str) -> None:
         """Run the image's entrypoint in a container."""
@@ -60,12 +60,12 @@ class Stack:
         done = container.run(container.probe, self._environments[role])
         return done.returncode, done.stderr.strip()
 
-    def until(self, role: str, status: int, said: str = "") -> tuple[float, str]:
-        """Probe until it says so; how many seconds that took, and what was said. Raises TimeoutError."""
+    def until(self, role: str, status: int, message: str = "") -> tuple[float, str]:
+        """Probe until status and message match; return seconds and message. Raises TimeoutError."""
         began = time.monotonic()
-        while (found := self.probe(role))[0] != status or said not in found[1]:
+        while (found := self.probe(role))[0] != status or message not in found[1]:
             if time.monotonic() - began > _START_S:
-                raise TimeoutError(f"{role}: probe: {found}; log: {self._said(role)}")
+                raise TimeoutError(f"{role}: probe: {found}; log: {self._log_end(role)}")
         return round(time.monotonic() - began, 1), found[1]
 
     def stop(self, role: str) -> int | None:
@@ -75,7 +75,7 @@ class Stack:
         except subprocess.TimeoutExpired:
             return None
 
-    def _said(self, role: str) -> str:
+    def _log_end(self, role: str) -> str:
         return (self._logs / role).read_text()[-_LOG_END:]
 
 

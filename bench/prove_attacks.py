@@ -142,8 +142,8 @@ class Proof:
             self._expect(end in {"8", "13", "reset", "closed"}, f"a header bomb ({name}) ends {end}")
         await floods.endless_headers(gateway, 16_384)
         bomb = floods.gzip_bomb(60 * MIB)
-        for status, told in await floods.gzip_bombs(gateway, _MODEL_INFO, bomb, 50):
-            self._expect(status == "3", f"a gzip bomb ends {status} ({told})")
+        for status, message in await floods.gzip_bombs(gateway, _MODEL_INFO, bomb, 50):
+            self._expect(status == "3", f"a gzip bomb ends {status} ({message})")
 
     async def _idle_streams(self, count: int) -> None:
         async with AsyncExitStack() as opened:

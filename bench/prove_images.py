@@ -100,12 +100,14 @@ def faults_of(held_by: dict[str, dict[str, Any]], allowed: dict[str, dict[str, s
         faults.append("gateway: has torch")
     if held_by["gateway"]["megabytes"] > GATEWAY_MB:
         faults.append(f"gateway: {held_by['gateway']['megabytes']} MB, of at most {GATEWAY_MB}")
-    for role, told in allowed.items():
+    for role, facts in allowed.items():
         expected = {
             folder: "written" if folder in _WRITABLE else "Read-only file system" for folder in _TRIED
         }
         expected |= {"Uid": "10001 10001 10001 10001", "Groups": "", "CapEff": "0" * 16, "NoNewPrivs": "1"}
-        faults += [f"{role}: {name}: {told[name]}" for name, value in expected.items() if told[name] != value]
+        faults += [
+            f"{role}: {name}: {facts[name]}" for name, value in expected.items() if facts[name] != value
+        ]
     return faults
 
 

@@ -83,13 +83,13 @@ async def scored(
     prompts: Sequence[Sequence[int]],
     guessed: Sequence[Sequence[int | None]],
     models: tuple[Any, Any],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> list[Heldout]:
     """Return the distributions of `models` (target, draft) behind the guesses; computed in a thread."""
     found = []
     for answer, prompt, guess in zip(answers, prompts, guessed, strict=True):
         found.append(await asyncio.to_thread(_score, answer, prompt, guess, models))
-        tell(f"closed form {len(found)}/{len(answers)}: {len(answer.tokens)} positions")
+        report(f"closed form {len(found)}/{len(answers)}: {len(answer.tokens)} positions")
     return found
 
 

@@ -58,7 +58,7 @@ def _passes(model: CausalModel, runs: int) -> tuple[list[float], list[float]]:
         )
         for session in range(SESSIONS):
             prompt = [(7 * session + 3 * at + run) % (_VOCAB - 2) + 2 for at in range(CONTEXT)]
-            engine.ask(prompt, 4 * _PASSES, 0.0, 0)
+            engine.add(prompt, 4 * _PASSES, 0.0, 0)
         while engine.unheard:
             engine.step()
         times = [engine.step() for _ in range(_PASSES)]

@@ -57,8 +57,8 @@ class EngineAlone:
         """Sessions under way that have heard nothing yet."""
         return sum(not heard.tokens for heard in self._heard.values())
 
-    def ask(self, prompt: Sequence[int], max_tokens: int, temperature: float, seed: int) -> Heard:
-        """Let a new session in; what it hears grows from pass to pass."""
+    def add(self, prompt: Sequence[int], max_tokens: int, temperature: float, seed: int) -> Heard:
+        """Add a session; its tokens grow from step to step."""
         self._count += 1
         request = VerifyRequest(
             key=(b"", str(self._count)),

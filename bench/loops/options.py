@@ -86,10 +86,10 @@ def add_flags(parser: argparse.ArgumentParser, default: Options) -> None:
         if field.name not in helps:
             continue
         value = getattr(default, field.name)
-        shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else value
         kind = kinds.get(field.name) or (type(value) if value is not None else str)
         flag = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(flag, type=kind, default=value, help=f"{helps[field.name]} (default: {shown})")
+        parser.add_argument(flag, type=kind, default=value, help=f"{helps[field.name]} (default: {text})")
     parser.add_argument("--quick", action="store_true", help="one short pair; no record, no goals")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the record")
 

@@ -32,7 +32,7 @@ def answer_block(engine: EngineAlone, block: dict[str, Any]) -> dict[str, Any]:
         while waiting and engine.running < block["streams"]:
             prompt, max_tokens = waiting.pop(0)
             seed = block["seed"] + len(answers)
-            answers.append(engine.ask(prompt, max_tokens, block["temperature"], seed))
+            answers.append(engine.add(prompt, max_tokens, block["temperature"], seed))
         if not waiting and engine.running < block["streams"] and busy_s is None:
             busy_s = time.perf_counter() - began_s
         engine.step()

@@ -150,12 +150,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = None if root is None else result_path("soak", root)
     began_s = time.monotonic()
 
-    def tell(said: str) -> None:
+    def log(message: str) -> None:
         console.print(
-            f"{time.monotonic() - began_s:.0f} s: {said}", style="dim", markup=False, soft_wrap=True
+            f"{time.monotonic() - began_s:.0f} s: {message}", style="dim", markup=False, soft_wrap=True
         )
 
-    outcome = asyncio.run(measure(options, tell))
+    outcome = asyncio.run(measure(options, log))
     report(outcome, [] if options.quick else goals_of(outcome), options, console, record)
     return 0
 

@@ -200,13 +200,13 @@ class Misreader:
             async for _ in stream:
                 await asyncio.sleep(self._pause_s or 0)
         except GalleyRpcError as error:
-            await self._told(kind, error)
+            await self._count_failure(kind, error)
         else:
             self._heard.count(f"{kind}: read to the end")
         finally:
             stream.cancel()
 
-    async def _told(self, kind: str, error: GalleyRpcError) -> None:
+    async def _count_failure(self, kind: str, error: GalleyRpcError) -> None:
         if error.code is grpc.StatusCode.UNAVAILABLE and "left unread" in error.message:
             self._heard.count(f"{kind}: {UNREAD}")
             return

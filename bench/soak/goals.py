@@ -124,6 +124,6 @@ def _none(name: str, what: str, which: Sequence[str]) -> Goal:
 
 
 def _few(what: str, by_part: Mapping[str, int | None]) -> Goal:
-    told = ", ".join(f"{part} {count}" for part, count in by_part.items())
+    counts = ", ".join(f"{part} {count}" for part, count in by_part.items())
     met = all(count is not None and count <= _MORE for count in by_part.values())
-    return Goal("left", what, told, f"<= {_MORE} each", bool(by_part) and met)
+    return Goal("left", what, counts, f"<= {_MORE} each", bool(by_part) and met)

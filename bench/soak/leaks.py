@@ -33,7 +33,7 @@ _LOUD = frozenset({"error", "critical"})
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What was left `gone_s` after the last call, or at the end of the wait."""
+    """State that was left `gone_s` after the last call, or at the end of the wait."""
 
     gone_s: float
     session_keys: int
@@ -114,8 +114,8 @@ async def stop_services(stack: Stack) -> float:
 
 def tasks_left(log: Path) -> int | None:
     """Return the number of tasks that a service logged at its end; None if it logged none."""
-    said = [line["tasks"] for line in _lines(log) if line.get("event") == "server stopped"]
-    return int(said[-1]) if said else None
+    counts = [line["tasks"] for line in _lines(log) if line.get("event") == "server stopped"]
+    return int(counts[-1]) if counts else None
 
 
 def errors_in(log: Path) -> list[str]:

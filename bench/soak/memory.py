@@ -97,14 +97,14 @@ class Watcher:
 
     async def look(self) -> Sample:
         """Take one sample now."""
-        # In a thread: of gigabytes, the kernel takes some time to tell.
+        # In a thread: the kernel needs some time for gigabytes.
         processes = await asyncio.to_thread(lambda: {name: held(pid) for name, pid in self.pids.items()})
-        told = await self.redis.info("memory")
+        memory = await self.redis.info("memory")
         info = await self.target.GetTargetInfo(self.info)
         return Sample(
             at_s=time.monotonic(),
             processes=processes,
-            redis_bytes=int(told["used_memory"]),
+            redis_bytes=int(memory["used_memory"]),
             session_keys=len(await session_keys(self.redis)),
             blocks_free=info.kv_blocks_free,
             blocks_total=info.kv_blocks_total,

@@ -148,10 +148,10 @@ def harm(heard: Heard, blocks: Sequence[Block]) -> tuple[Interval, Interval]:
 def back_after_s(overload: Overload) -> float | None:
     """Return the seconds until the pace of the next half minute is back; None: not in the time watched."""
     arrivals = [*overload.ordinary.arrivals, *overload.extra.arrivals]
-    wanted = LEAST_BACK * rate(arrivals, overload.before)
+    required = LEAST_BACK * rate(arrivals, overload.before)
     after, end_s = 0, overload.during.last_s
     while end_s + after + _BACK_WINDOW_S <= overload.after.last_s:
-        if rate(arrivals, Span(end_s + after, end_s + after + _BACK_WINDOW_S)) >= wanted:
+        if rate(arrivals, Span(end_s + after, end_s + after + _BACK_WINDOW_S)) >= required:
             return float(after)
         after += 1
     return None

@@ -57,14 +57,14 @@ async def soaked_stack(options: SoakOptions, logs: Path) -> AsyncIterator[Stack]
         *("--client-timeout-s", f"{options.client_timeout_s:g}"),
         *("--session-ttl-s", f"{options.ttl_s:g}", "--finished-ttl-s", f"{options.ttl_s:g}"),
     )
-    asked = StackOptions(
+    stack_options = StackOptions(
         model=options.model,
         dtype=options.dtype,
         threads=options.threads,
         extra_args={"gateway": gateway},
         log_dir=logs,
     )
-    async with Stack(asked, parts=parts) as stack:
+    async with Stack(stack_options, parts=parts) as stack:
         yield stack
 
 
@@ -78,7 +78,7 @@ class Soak:
     watcher: Watcher
     known: Sequence[Request]
     mix: Mix
-    tell: Callable[[str], None]
+    log: Callable[[str], None]
     references: References = field(default_factory=References)
     max_sessions: int = 0
 
@@ -126,10 +126,10 @@ class Soak:
     async def highest(self, probes: list[Probe]) -> int:
         """Return the most streams that hold. Raises RuntimeError if no share of the limit does."""
         most = self.max_sessions - _SPARE
-        asked = [self.options.streams] if self.options.streams else [int(most * share) for share in _SHARES]
-        for streams in asked:
+        loads = [self.options.streams] if self.options.streams else [int(most * share) for share in _SHARES]
+        for streams in loads:
             probes.append(await self.probe(streams))
-            self.tell(str(probes[-1]))
+            self.log(str(probes[-1]))
             if probes[-1].holds:
                 return streams
         raise RuntimeError("no load holds")
@@ -154,7 +154,7 @@ class Soak:
             for pair in range(self.options.pairs):
                 for misread in (True, False) if pair % 2 else (False, True):
                     outcome.blocks.append(await self._block(pair, heard, misread=misread))
-                self.tell(f"pair {pair + 1} of {self.options.pairs}")
+                self.log(f"pair {pair + 1} of {self.options.pairs}")
             outcome.soaked = Span(began_s, time.monotonic())
 
     async def _block(self, pair: int, heard: Heard, *, misread: bool) -> Block:
@@ -220,14 +220,14 @@ async def _watch_lag(late_s: list[float]) -> None:
         late_s.append(max(0.0, time.monotonic() - due_s))
 
 
-async def measure(options: SoakOptions, tell: Callable[[str], None]) -> Outcome:
+async def measure(options: SoakOptions, log: Callable[[str], None]) -> Outcome:
     """All of it. Raises PartFailed if a part of the stack dies, RuntimeError if no load holds."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="galley-soak-") as folder:
         logs = Path(folder)
         async with AsyncExitStack() as held:
             stack = await held.enter_async_context(soaked_stack(options, logs))
-            soak = await _connect(options, stack, held, tell)
+            soak = await _connect(options, stack, held, log)
             async with _until_left([asyncio.create_task(soak.watcher.run())]):
                 await stack.run(_phases(soak, outcome))
             drained_s = await stop_services(stack)
@@ -236,7 +236,7 @@ async def measure(options: SoakOptions, tell: Callable[[str], None]) -> Outcome:
 
 
 async def _connect(
-    options: SoakOptions, stack: Stack, held: AsyncExitStack, tell: Callable[[str], None]
+    options: SoakOptions, stack: Stack, held: AsyncExitStack, log: Callable[[str], None]
 ) -> Soak:
     redis = await held.enter_async_context(
         redis_asyncio.Redis(unix_socket_path=stack.address("valkey"), decode_responses=False)
@@ -255,24 +255,24 @@ async def _connect(
     ]
     known = catalogue(options.known, options.seed)
     modes = speculations(draft_model_of(stack.options) is not None)
-    return Soak(options, stack, clients, watcher, known, Mix(known, modes, options.seed + 1), tell)
+    return Soak(options, stack, clients, watcher, known, Mix(known, modes, options.seed + 1), log)
 
 
 async def _phases(soak: Soak, outcome: Outcome) -> None:
-    options, tell, watcher = soak.options, soak.tell, soak.watcher
-    tell("learning what is right")
+    options, log, watcher = soak.options, soak.log, soak.watcher
+    log("learning what is right")
     await soak.learn()
-    tell("filling the target's pool")
+    log("filling the target's pool")
     sent = 0 if options.quick else await soak.fill()
-    tell("looking for the highest load that holds")
+    log("looking for the highest load that holds")
     outcome.streams = await soak.highest(outcome.probes)
     await asyncio.sleep(_SETTLE_S)
     idle = (await watcher.look()).processes
-    tell(f"soaking with {outcome.streams} streams")
+    log(f"soaking with {outcome.streams} streams")
     await soak.soak(outcome)
-    tell(f"{options.fold} times as many")
+    log(f"{options.fold} times as many")
     outcome.overload = await soak.overload(outcome.streams)
-    tell("looking what is left")
+    log("looking what is left")
     store = f"unix://{soak.stack.address('valkey')}"
     outcome.left = await left_idle(watcher, soak.clients[0], store, idle, options.ttl_s)
     outcome.samples = list(watcher.samples)

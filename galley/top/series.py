@@ -49,8 +49,8 @@ def added(parts: Iterable[Samples]) -> Samples:
 
 def total(samples: Samples, name: str, **labels: str) -> float | None:
     """Return the sum over all rows with these labels; None if there is no such row."""
-    wanted = set(labels.items())
-    found = [value for pairs, value in samples.get(name, {}).items() if wanted <= set(pairs)]
+    required = set(labels.items())
+    found = [value for pairs, value in samples.get(name, {}).items() if required <= set(pairs)]
     return sum(found) if found else None
 
 

@@ -88,7 +88,7 @@ class DraftService(rpc.DraftServicer):
         outcome = "cancelled"
         try:
             job = read_item(item, self._info)
-            span.asked(job)
+            span.requested(job)
             self._recent.add(job.slice.key, time.monotonic_ns())
             done = await self._loop.submit(job, item.slice.remaining_ns, span.span)
             span.answered(job, done)

@@ -27,12 +27,12 @@ class ProposeSpan(ItemSpan):
     def __init__(self, spans: SpanScope | None, item: pb.ProposeItem) -> None:
         super().__init__(spans, names.PROPOSE, item.slice.traceparent, item.slice.session_id)
         # k and strategy only: the job holds a session's tokens.
-        self._asked: tuple[int, str] | None = None
+        self._request: tuple[int, str] | None = None
         self._done: Done | None = None
 
-    def asked(self, job: ProposeJob) -> None:
-        """Keep what a valid request asks for."""
-        self._asked = job.k, job.strategy
+    def requested(self, job: ProposeJob) -> None:
+        """Keep k and strategy of a valid request."""
+        self._request = job.k, job.strategy
 
     def answered(self, job: ProposeJob, done: Done) -> None:
         """Keep the outcome; errors are for `failed`."""
@@ -49,13 +49,13 @@ class ProposeSpan(ItemSpan):
     def end(self) -> None:
         """End the span of an answered or cancelled request."""
         if self.span is not None:
-            self.close(partial(_set_item_attributes, self._asked, self._done))
+            self.close(partial(_set_item_attributes, self._request, self._done))
 
 
-def _set_item_attributes(asked: tuple[int, str] | None, done: Done | None, span: LightSpan) -> None:
+def _set_item_attributes(request: tuple[int, str] | None, done: Done | None, span: LightSpan) -> None:
     attributes = span.attributes
-    if asked is not None:
-        attributes[names.K], attributes[names.STRATEGY] = asked
+    if request is not None:
+        attributes[names.K], attributes[names.STRATEGY] = request
     if done is None:
         return
     attributes[names.QUEUE_NS] = done.queue_ns

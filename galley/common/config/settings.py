@@ -111,11 +111,11 @@ class _FlagSource(CliSettingsSource[Any]):
         """Return the description of a field, and its default unless that is empty."""
         text = field.description or ""
         default = field.get_default(call_default_factory=True)
-        shown = default.get_secret_value() if isinstance(default, SecretStr) else default
-        if isinstance(shown, bool):
-            shown = str(shown).lower()
-        if shown not in ("", None):
-            text += f" Default: {shown}."
+        value = default.get_secret_value() if isinstance(default, SecretStr) else default
+        if isinstance(value, bool):
+            value = str(value).lower()
+        if value not in ("", None):
+            text += f" Default: {value}."
         return text.replace("%", "%%")
 
 

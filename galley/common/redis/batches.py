@@ -40,7 +40,7 @@ class Batches:
         self._waiting: list[_Call] = []
         self._running: set[asyncio.Task[None]] = set()
 
-    async def ask(self, commands: Sequence[Command]) -> Replies:
+    async def execute(self, commands: Sequence[Command]) -> Replies:
         """Return the replies to commands on one connection, in order, error replies included.
 
         Several commands form a batch of their own: one may be a WAIT, which would delay all after it.

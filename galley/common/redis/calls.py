@@ -186,7 +186,7 @@ async def _sent(node: Node, commands: Sequence[Command], *, asking: bool) -> lis
 async def _send(node: Node, commands: Sequence[Command], *, asking: bool) -> list[object]:
     with node.in_use():
         whole = [("ASKING",), *commands] if asking else commands
-        replies = await node.batches.ask(whole)
+        replies = await node.batches.execute(whole)
     for reply in replies:
         if isinstance(reply, Exception):
             raise reply

@@ -241,7 +241,7 @@ class ClusterNodes(Nodes):
         self._known.sort(key=lambda address: address == node.address)
 
     async def _refresh(self) -> None:
-        slots = await self._ask()
+        slots = await self._read_slots()
         owners: list[Node | None] = [None] * SLOTS
         for first, last, node in slots.masters:
             owners[first : last + 1] = [node] * (last + 1 - first)
@@ -250,7 +250,7 @@ class ClusterNodes(Nodes):
         self._owners, self._stale = owners, False
         await self._keep_only(self._known)
 
-    async def _ask(self) -> _Slots:
+    async def _read_slots(self) -> _Slots:
         problem: Exception | None = None
         for address in self._known:
             try:

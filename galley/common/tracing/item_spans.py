@@ -52,7 +52,7 @@ class ItemSpan:
         """Record a cache miss: the request builds on `expected` tokens."""
         self.outcome = CACHE_MISS
         if self.span is not None:
-            facts: dict[str, AnyValue] = {names.POOL: pool, names.HAVE: miss.have, names.WANTED: expected}
+            facts: dict[str, AnyValue] = {names.POOL: pool, names.HAVE: miss.have, names.EXPECTED: expected}
             self.span.add_event(names.KV_MISSED, facts)
 
     def failed(self, error: BaseException) -> None:

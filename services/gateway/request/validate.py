@@ -186,7 +186,7 @@ def check_priority(priority: int, most: int | None) -> None:
 def check_model(name: str, model: Model) -> None:
     """Raise InvalidField unless `name` is empty or that of `model`."""
     if name not in {"", model.name}:
-        raise InvalidField("model", f"must be {model.name!r} or empty, got {_shown(name)}")
+        raise InvalidField("model", f"must be {model.name!r} or empty, got {_quoted(name)}")
 
 
 def _check_fixed(request: pb.GenerateRequest, model: Model) -> None:
@@ -250,7 +250,7 @@ def _speculation(message: pb.Speculation, limits: Limits, model: Model) -> Specu
         raise InvalidField("speculation.k", f"must be in [0, {limits.max_draft_tokens}], got {k}")
     if message.strategy and message.strategy not in model.strategies:
         known = ", ".join(model.strategies) or "none here"
-        raise InvalidField("speculation.strategy", f"must be one of {known}, got {_shown(message.strategy)}")
+        raise InvalidField("speculation.strategy", f"must be one of {known}, got {_quoted(message.strategy)}")
     return SpeculationSpec(mode, k, message.strategy)
 
 
@@ -259,7 +259,7 @@ def _check_labels(request: pb.GenerateRequest, limits: Limits) -> None:
     _check_bytes("workload", request.workload, limits.max_workload_chars)
     if not _WORKLOAD.fullmatch(request.workload):
         raise InvalidField(
-            "workload", f"must be of letters, digits and _.:/- only, got {_shown(request.workload)}"
+            "workload", f"must be of letters, digits and _.:/- only, got {_quoted(request.workload)}"
         )
 
 
@@ -358,5 +358,5 @@ def _max_tokens(request: pb.GenerateRequest, prompt_len: int, limits: Limits, co
     return max_tokens
 
 
-def _shown(text: str, most: int = 64) -> str:
+def _quoted(text: str, most: int = 64) -> str:
     return repr(text if len(text) <= most else text[:most] + "...")

@@ -56,7 +56,7 @@ class SessionRunner:
         """`deadline_ns` is a time of the clock port, None for none."""
         self.session = session
         self.log = log
-        self.outbox = Outbox(ports.clock, timeouts.client_ns, self.tell)
+        self.outbox = Outbox(ports.clock, timeouts.client_ns, self.post)
         self._ports = ports
         self._timeouts = timeouts
         self._deadline_ns = deadline_ns
@@ -71,7 +71,7 @@ class SessionRunner:
         self._holder: Replica | None = None
         self._end: ev.End | None = None
 
-    def tell(self, event: ev.Event) -> None:
+    def post(self, event: ev.Event) -> None:
         """Queue an event for the machine; never blocks."""
         self._inbox.put_nowait(event)
 
@@ -139,7 +139,7 @@ class SessionRunner:
             reply = ev.Failed(effect.request_id, "no response in time")
         if isinstance(reply, ev.CacheMissed):
             self._observer.missed(ev.Pool.DRAFT, reply.have, effect.slice.start)
-        self.tell(reply)
+        self.post(reply)
 
     def _verify(self, effect: ev.Verify) -> None:
         # One verdict is of no use after its timeout; what goes on, as long as the client wants it.
@@ -164,15 +164,15 @@ class SessionRunner:
                         self._holder = verification.replica
                     if isinstance(answer, ev.CacheMissed):
                         self._observer.missed(ev.Pool.TARGET, answer.have, request.slice.start)
-                    self.tell(answer)
+                    self.post(answer)
                     timer.reschedule(asyncio.get_running_loop().time() + timeout_s)
         except TimeoutError:
             failed = ev.Failed(request.request_id, "no response in time")
             self._observer.target_failed(failed.message)
-            self.tell(failed)
+            self.post(failed)
 
     async def _tell_result(self, write: Callable[[], Awaitable[ev.Event]]) -> None:
-        self.tell(await write())
+        self.post(await write())
 
     def _directory(self, effect: ev.Commit) -> KvDirectory:
         """Return who caches the session; the target is the one whose response gave the cache length."""
@@ -206,7 +206,7 @@ class SessionRunner:
 
     def _call_at(self, at_ns: int, event: ev.Event) -> None:
         delay = max(0, at_ns - self._now()) / SECOND
-        self._timers.append(asyncio.get_running_loop().call_later(delay, self.tell, event))
+        self._timers.append(asyncio.get_running_loop().call_later(delay, self.post, event))
 
     async def _flush(self, end: ev.End) -> ev.End:
         """Return how the stream ends for a client that may stall before it has read the last tokens."""
@@ -230,7 +230,7 @@ class SessionRunner:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("session task failed", exc_info=error)
-            self.tell(ev.Interrupted(Broken(f"a session task raised {type(error).__name__}")))
+            self.post(ev.Interrupted(Broken(f"a session task raised {type(error).__name__}")))
 
     async def _stop(self) -> None:
         self.outbox.close()

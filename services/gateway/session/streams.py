@@ -163,7 +163,7 @@ class Streams:
                 if not any(runner.log.new.principal == principal for runner in self._of(session_id)):
                     raise
         for runner in self._of(session_id):
-            runner.tell(ev.Aborted())
+            runner.post(ev.Aborted())
 
     @contextmanager
     def running(self, runner: SessionRunner) -> Iterator[None]:
@@ -174,10 +174,10 @@ class Streams:
         session_id = runner.session.spec.session_id
         for before in self._of(session_id):
             if before.log.owner.epoch < runner.log.owner.epoch:
-                before.tell(ev.Interrupted(Fenced(session_id)))
+                before.post(ev.Interrupted(Fenced(session_id)))
         self._running.add(runner)
         if self._draining:
-            runner.tell(ev.Draining())
+            runner.post(ev.Draining())
         try:
             yield
         finally:
@@ -194,12 +194,12 @@ class Streams:
     def hand_over(self) -> None:
         """Have every stream end at its next round boundary, resumable."""
         for runner in self._running:
-            runner.tell(ev.Draining())
+            runner.post(ev.Draining())
 
     def cut_off(self) -> None:
         """End every stream at once, wherever it stands; resumable, for nothing of it is here alone."""
         for runner in self._running:
-            runner.tell(ev.Interrupted(Unavailable("this gateway is shutting down; resume at another")))
+            runner.post(ev.Interrupted(Unavailable("this gateway is shutting down; resume at another")))
 
     @contextmanager
     def _aborting(self, principal: str) -> Iterator[None]:

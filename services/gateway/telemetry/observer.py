@@ -107,9 +107,11 @@ class RequestObserver:
         if self._counts is not None:
             self._counts.committed(took_ns, error)
 
-    def missed(self, pool: ev.Pool, have: int, wanted: int) -> None:
-        """Report a replica that holds `have` tokens of the session, where `wanted` were expected."""
-        self.trace.event(names.KV_MISSED, {names.POOL: pool.value, names.HAVE: have, names.WANTED: wanted})
+    def missed(self, pool: ev.Pool, have: int, expected: int) -> None:
+        """Report a replica that holds `have` tokens of the session, where `expected` were due."""
+        self.trace.event(
+            names.KV_MISSED, {names.POOL: pool.value, names.HAVE: have, names.EXPECTED: expected}
+        )
         if self._counts is not None:
             self._counts.missed(pool.value)
 

@@ -29,8 +29,8 @@ async def to_its_end(stream: TokenStream, heard: Heard, staying: Gateway) -> boo
 
 @any_credit
 async def test_no_stream_fails_where_a_gateway_drains_under_load(world: World) -> None:
-    leaving, staying = await world.gateway(draft="none", drain_timeout_s=1), await world.gateway()
-    world.target.pass_s = 0.005
+    leaving, staying = await world.gateway(draft="none", drain_timeout_s=4), await world.gateway()
+    world.target.pass_s = 0.02  # the short ones end within 0.7 s, the long ones not within 8 s
     lengths = [(SHORT, LONG)[number % 2] + number for number in range(STREAMS)]
     streams = [leaving.ask(max_tokens=length, seed=length) for length in lengths]
     everyone = [Heard() for _ in streams]

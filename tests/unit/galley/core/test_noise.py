@@ -132,7 +132,7 @@ def test_seed_position_token_and_domain_all_matter() -> None:
 
 @pytest.mark.parametrize("token", [-1, 2**34])
 def test_a_token_beyond_the_counter_is_refused(token: int) -> None:
-    with pytest.raises(ValueError, match=r"token id must be in \[0, 2\*\*34\)"):
+    with pytest.raises(ValueError, match=r"token_ids: must be in \[0, 2\*\*34\)"):
         noise.words(0, 0, [token])
 
 

@@ -115,7 +115,7 @@ async def run(runner: SessionRunner) -> ev.End:
 async def test_an_item_is_given_up_though_its_client_went_before_its_task_began() -> None:
     targets = Targets()
     runner = await runner_of(targets, Store())
-    runner.tell(ev.Interrupted(Cancelled("the client went away")))
+    runner.post(ev.Interrupted(Cancelled("the client went away")))
     end = await run(runner)
     assert isinstance(end.error, Cancelled)
     [item] = targets.items
