@@ -102,7 +102,7 @@ def test_an_event_goes_to_the_round_of_its_time_however_long_ago_the_call_began(
 
 def test_what_gateway_and_replica_both_tell_is_told_once() -> None:
     scene = Scene()
-    missed = event(names.KV_MISSED, BEGAN_NS + ns(5), pool="target", have=0, wanted=100)
+    missed = event(names.KV_MISSED, BEGAN_NS + ns(5), pool="target", have=0, expected=100)
     scene.request().round(events=[missed], calls=True, seen_there=[missed]).end()
     (one,) = scene.story().rounds
     assert [happened.name for happened in one.events] == [names.KV_MISSED]
