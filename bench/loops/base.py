@@ -1,8 +1,8 @@
 """Measure this tree beside an earlier revision: speed, CPU time a token and start-up, in alternating blocks.
 
-Each life exports the revision into a folder of its own and runs `galley up` of both trees, one after the
-other (start-up is timed alone), then asks both in turn. A caller uses only what the wire has had since
-version 1, so any revision with a `galley up` can be the base.
+The revision is exported into a folder of its own. Each life runs `galley up` of both trees, one after the
+other (start-up is timed alone, with compiled kernels on disk), then asks both in turn. A caller uses only
+what the wire has had since version 1, so any revision with a `galley up` can be the base.
 """
 
 from __future__ import annotations
@@ -48,11 +48,14 @@ def arm_of(tree: str, speculation: str) -> str:
 @asynccontextmanager
 async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
     """Start both trees, the first one alternating with the life."""
-    trees = {BASE: _export(run.options.base, run.folder / f"base-{run.life}"), THIS: BENCH.parent}
-    order = (BASE, THIS) if run.life % 2 else (THIS, BASE)
+    trees = {BASE: _export(run.options.base), THIS: BENCH.parent}
+    if not run.life:
+        for tree, folder in trees.items():  # compiles the kernels, which is not what is compared
+            async with _up(run, f"{tree}-cold", folder):
+                run.report(f"{tree} has started once")
     sides: dict[str, LoopSide] = {}
     async with AsyncExitStack() as held:
-        for tree in order:
+        for tree in (BASE, THIS) if run.life % 2 else (THIS, BASE):
             process, address, took_s = await held.enter_async_context(_up(run, tree, trees[tree]))
             run.facts.setdefault(f"start_{tree}_s", []).append(round(took_s, 3))
             client = await held.enter_async_context(AsyncClient(address))
@@ -62,18 +65,18 @@ async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
         yield sides
 
 
-def _export(revision: str, folder: Path) -> Path:
-    """Write the files of a revision to a folder. Raises CalledProcessError for an unknown revision."""
-    archive = subprocess.run(
-        ("git", "archive", revision, "galley", "services", "pyproject.toml", "README.md")
-        if _has(revision, "galley")
-        else ("git", "archive", revision, "services", "pyproject.toml", "README.md"),
-        cwd=BENCH.parent,
-        check=True,
-        capture_output=True,
-    )
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-        files.extractall(folder, filter="data")
+def _export(revision: str) -> Path:
+    """Write the files of a revision to a folder of its own, where compiled kernels find them again."""
+    sha = subprocess.run(
+        ("git", "rev-parse", revision), cwd=BENCH.parent, check=True, capture_output=True, text=True
+    ).stdout.strip()
+    folder = BENCH / ".base" / sha
+    if not (folder / "pyproject.toml").exists():
+        tops = [top for top in ("galley", "services", "pyproject.toml") if _has(revision, top)]
+        command = ("git", "archive", sha, *tops)
+        archive = subprocess.run(command, cwd=BENCH.parent, check=True, capture_output=True)
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+            files.extractall(folder, filter="data")
     return folder
 
 
