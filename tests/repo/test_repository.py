@@ -56,7 +56,7 @@ def test_the_prompt_reaches_the_demo_as_it_was_typed(prompt: str, tmp_path: Path
 def test_help_lists_every_public_target() -> None:
     listed = set(re.findall(r"\x1b\[1m([a-z-]+)", run("make").stdout))
     assert {"setup", "demo", "test", "lint", "proto", "manifests", "check-generated"} <= listed
-    assert {"helm-lint", "bench-round", "prove-noise", "prove-tokens", "clean"} <= listed
+    assert {"helm-lint", "bench-loops", "prove-noise", "prove-tokens", "clean"} <= listed
 
 
 def test_nothing_committed_names_a_machine() -> None:

@@ -38,5 +38,5 @@ def test_the_address_of_a_store_of_ones_own_is_on_no_command_line() -> None:
 
 
 def test_a_replica_has_a_rank() -> None:
-    with pytest.raises(ValueError, match="at least one rank"):
+    with pytest.raises(ValueError, match="tensor_parallel: must be at least 1"):
         Stack(StackOptions(tensor_parallel=0))
