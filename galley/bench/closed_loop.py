@@ -107,7 +107,7 @@ def speed_of(blocks: Sequence[LoopBlock]) -> float:
 
 
 class LoopSide(Protocol):
-    """Answers loads."""
+    """A side of a comparison, which answers loads."""
 
     async def run(self, load: Load) -> LoopBlock:
         """Run one load to its end."""

@@ -158,7 +158,7 @@ class Recovery:
         self._pause_s = retries.first_pause_s
 
     def reset(self) -> None:
-        """Note that tokens came: the next break has the whole patience again."""
+        """Note that tokens came: the next break may be retried for the full time again."""
         self._broken_since_s = None
         self._pause_s = self._retries.first_pause_s
 

@@ -41,7 +41,7 @@ from services.gateway.telemetry.observer import RequestObserver, RequestObserver
 
 @dataclass(frozen=True, slots=True)
 class GenerationServicer(rpc.GenerationServicer):
-    """Serves `galley.v1.Generation`; `address` is where, as traces name it: host:port."""
+    """Serve `galley.v1.Generation`; `address` (host:port) names the gateway in traces."""
 
     streams: Streams
     model: ServedModel

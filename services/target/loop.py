@@ -50,7 +50,7 @@ class Ticket:
 
 
 class StepLoop:
-    """Runs steps while there is work; make it within the running event loop."""
+    """Run steps while there is work; create it within the running event loop."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ class StepMeter:
 
 
 class CountingStepMeter(StepMeter):
-    """Counts steps in a registry, which reads the scheduler's and the table's own counts when scraped."""
+    """Count steps in a registry, which reads the scheduler's and the table's own counts when scraped."""
 
     def __init__(self, registry: Registry, scheduler: Scheduler, table: KvTable) -> None:
         self._sessions = registry.distribute(catalogue.BATCH_SESSIONS).at()

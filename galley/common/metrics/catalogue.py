@@ -12,7 +12,7 @@ from galley.common.metrics.metric import Kind, Label, LabelValues, Metric
 
 
 class _Of:
-    """Makes the metrics of one service."""
+    """Make the metrics of one service."""
 
     def __init__(self, service: str) -> None:
         self._services = (service,)

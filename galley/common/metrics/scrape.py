@@ -33,7 +33,7 @@ class _Refused(Exception):
 
 
 class ScrapeServer:
-    """Serves a registry; use it in the event loop that counts."""
+    """Serve a registry; use it in the event loop that counts."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

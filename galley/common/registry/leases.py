@@ -1,16 +1,16 @@
-"""The registry of replicas in Redis: who serves where, in which state. Leases end by the server's clock.
+"""The registry of replicas in Redis: addresses, states and leases, which end by the server's clock.
 
 Keys (those of one pool share a hash tag, so that a cluster keeps them together):
 
     galley:replicas:{pool}                  set of the addresses that are or were registered
-    galley:replicas:{pool}:<address>        hash, one field a fact; expires with the lease
-    galley:replicas:{pool}:<address>:born   when the latest life there was born; expires a day after its last
-                                            publication
+    galley:replicas:{pool}:<address>        hash, one field for each value; expires with the lease
+    galley:replicas:{pool}:<address>:born   start time of the latest process there; expires a day after
+                                            its last update
 
-A life is born when it asks for the server's time, before it publishes: so lives have an order whatever comes
-late of one that has died, and one that another has come after stays replaced.
+A process gets its start time from the server before it registers. So processes at one address have an order,
+a late update of a dead one is ignored, and a replaced process stays replaced.
 
-Nothing in it is secret.
+The registry holds no secrets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LeaseT = TypeVar("LeaseT", bound=ReplicaLease)
 
 @dataclass(frozen=True, slots=True)
 class LeasePool(Generic[LeaseT]):
-    """A pool by its name in the registry, and what its replicas say of themselves."""
+    """A pool: its name in the registry and the type of its leases."""
 
     name: str
     lease: type[LeaseT]
@@ -47,7 +47,7 @@ _LOG = get_logger(__name__)
 
 _BORN_MS = 24 * 3600 * 1000
 
-# KEYS: born. Answers when a life that asks now is born, in microseconds: after all that have registered.
+# KEYS: born. Returns a start time in microseconds, later than that of every registered process.
 _BEAR = script_of("""
 local now = redis.call('TIME')
 local last = tonumber(redis.call('GET', KEYS[1]) or 0)
@@ -55,7 +55,7 @@ return math.max(now[1] * 1000000 + now[2], last + 1)
 """)
 
 # KEYS: set, hash, born. ARGV: lease_ms, incarnation, its birth, born_ms, then name, value of each fact.
-# Answers 1 if this life of the replica was registered already, 0 if not, -1 if another has come after it.
+# Returns 1 if this process was registered already, 0 if not, -1 if a later one has replaced it.
 _PUBLISH = script_of("""
 if tonumber(ARGV[3]) < tonumber(redis.call('GET', KEYS[3]) or 0) then return -1 end
 local known = redis.call('HGET', KEYS[2], 'incarnation') == ARGV[2]
@@ -67,7 +67,7 @@ redis.call('PEXPIRE', KEYS[2], ARGV[1])
 return known and 1 or 0
 """)
 
-# KEYS: set, hash. ARGV: incarnation. Another life at the same address is left alone.
+# KEYS: set, hash. ARGV: incarnation. Another process at the same address is left alone.
 _WITHDRAW = script_of("""
 if redis.call('HGET', KEYS[2], 'incarnation') ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[2])
@@ -75,7 +75,7 @@ redis.call('SREM', KEYS[1], string.sub(KEYS[2], #KEYS[1] + 2))
 return 1
 """)
 
-# KEYS: set, then the hash of each of its members. Answers the hashes; sweeps members whose lease has ended.
+# KEYS: set, then the hash of each member. Returns the hashes; removes members whose lease has ended.
 _READ = script_of("""
 local facts = {}
 for at = 2, #KEYS do
@@ -91,7 +91,7 @@ return facts
 
 
 class Replaced(ServerFault):
-    """A later life of the replica has registered at the same address; this one may not speak for it."""
+    """A later process has registered at the same address; this one must not update its lease."""
 
     def __init__(self, address: str) -> None:
         super().__init__(f"another process has registered at {address} since")
@@ -116,13 +116,13 @@ class ReplicaRegistry:
         self._born: dict[tuple[str, str, str], int] = {}
 
     async def publish(self, pool: LeasePool[LeaseT], lease: LeaseT) -> None:
-        """Register the replica, or renew its lease with what it says now.
+        """Register the replica, or renew its lease with its current values.
 
         Raises Replaced if it is no longer the one that serves at its address, and never will be.
         """
         key = (pool.name, lease.address)
         facts, hashes = _encode(lease)
-        # Forgotten until all went well: what is there after a call that failed is not known.
+        # Forget it until the call succeeds: after a failed call the stored state is unknown.
         changed = self._published.pop(key, None) != hashes
         known = await self._publish(pool, lease, {**facts, **(hashes if changed else {})})
         if not known and not changed:  # the lease had ended, and its hashes with it
@@ -148,7 +148,7 @@ class ReplicaRegistry:
         return self._born[life]
 
     async def withdraw(self, pool: LeasePool[Any], address: str, incarnation: str) -> None:
-        """End the lease now, if it is of this life of the replica."""
+        """End the lease now, if it belongs to this process."""
         self._published.pop((pool.name, address), None)
         await self._calls.run(_WITHDRAW, _keys(pool, address), incarnation)
 
@@ -162,7 +162,7 @@ class ReplicaRegistry:
         return [lease for flat in found if (lease := _lease(pool, flat)) is not None]
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections to Redis."""
         await self._calls.close()
 
 
@@ -249,17 +249,17 @@ def _written(value: object) -> str:
 
 
 def _lease(pool: LeasePool[LeaseT], flat: list[bytes]) -> LeaseT | None:
-    """None, and a word in the log, for what another release wrote and this one cannot read."""
-    facts = dict(zip((name.decode() for name in flat[::2]), flat[1::2], strict=True))
+    """Decode a lease; log and return None for one that another release wrote and this one cannot read."""
+    values = dict(zip((name.decode() for name in flat[::2]), flat[1::2], strict=True))
     try:
-        return pool.lease(**{item.name: _read(item.type, facts[item.name]) for item in fields(pool.lease)})
+        return pool.lease(**{item.name: _read(item.type, values[item.name]) for item in fields(pool.lease)})
     except (KeyError, ValueError) as error:
-        _LOG.warning("a lease that cannot be read", address=facts.get("address"), problem=str(error))
+        _LOG.warning("lease unreadable", address=values.get("address"), error=str(error))
         return None
 
 
 def _read(kind: Any, value: bytes) -> Any:
-    """`kind` is the annotation as it stands in the lease."""
+    """Decode a field; `kind` is its annotation in the lease class."""
     match kind:
         case "str":
             return value.decode()

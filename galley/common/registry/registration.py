@@ -1,7 +1,6 @@
-"""A replica's registration: it tells Redis each second that it lives, and how it is doing.
+"""Keep a replica registered in Redis: renew its lease and load about once a second.
 
-It is the first to know that the replica leaves: the replica says that it drains before it does, and withdraws
-before it is gone.
+A replica announces that it drains before it refuses sessions, and withdraws its lease before it stops.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _LOG = get_logger(__name__)
 
 
 class Registration(Generic[LeaseT]):
-    """Keeps one replica registered from `start` to `close`; with Redis away, until it is back.
+    """The registration of one replica, from `start` to `close`; it retries while Redis is away.
 
-    Once another has come after it, it publishes no more: a registry that has forgotten all would believe it.
+    Once a later process has replaced it, it stops renewing for good, even if the registry loses its data.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Registration(Generic[LeaseT]):
         self._task = asyncio.create_task(self._keep())
 
     async def drain(self) -> None:
-        """Say, at once, that no new sessions are taken; returns when it was said or Redis is away."""
+        """Announce at once that no new sessions are accepted; return when Redis has it or is away."""
         self._draining = True
         await self._publish()
 
@@ -88,11 +87,11 @@ class Registration(Generic[LeaseT]):
     def _log_once(self, error: GalleyError) -> None:
         if not self._away:
             self._away = True
-            _LOG.warning("not registered", problem=str(error))
+            _LOG.warning("registration failed", error=str(error))
 
 
 class Registered:
-    """A `Service` that says that it drains before it does, and withdraws before it is gone."""
+    """A `Service` that announces its drain first, and withdraws its lease before it stops."""
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class Registered:
         registration: Registration[Any],
         last_sessions: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`last_sessions`, where given, waits for live sessions before the service refuses their items."""
+        """`last_sessions`, if given, waits for live sessions before the service refuses their requests."""
         self.service = service
         self._registration = registration
         self._last_sessions = last_sessions
@@ -111,18 +110,18 @@ class Registered:
         return self.service.grpc_services
 
     async def drain(self) -> None:
-        """Take no new sessions, let the live ones end, and hand over those that are left."""
+        """Accept no new sessions, let the live ones end, and hand over the rest."""
         await self._registration.drain()
         if self._last_sessions is not None:
             await self._last_sessions()
         await self.service.drain()
 
     async def withdraw(self) -> None:
-        """Be no longer registered, now; what is under way is left to its fate."""
+        """Withdraw the lease now, whatever is under way."""
         await self._registration.close()
 
     async def close(self) -> None:
-        """Withdraw, and give everything back."""
+        """Withdraw the lease and close the service."""
         try:
             await self._registration.close()
         finally:
@@ -152,8 +151,8 @@ def start_registration(
 ) -> Registration[LeaseT]:
     """Register the replica that serves at the address of its lease, as gateways reach it.
 
-    Call in its event loop, where `lease` is called about once a second, and must be quick. Call `drain` when
-    it begins to drain and `close` when it has stopped.
+    Call it in the replica's event loop. `lease` is called there about once a second and must be quick. Call
+    `drain` when the replica begins to drain, and `close` when it has stopped.
     """
     registry = ReplicaRegistry(redis_url, lease_s=lease_s, call_timeout_s=_CALL_TIMEOUT_S)
     return Registration(registry, pool, lease, lease_s * _SHARE_OF_LEASE)

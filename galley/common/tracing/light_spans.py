@@ -53,7 +53,7 @@ Completer: TypeAlias = "Callable[[LightSpan], None]"
 
 
 class SpanScope:
-    """Makes the spans of one instrumentation scope; `export` takes those that have ended."""
+    """Make the spans of one instrumentation scope; `export` takes those that have ended."""
 
     def __init__(
         self, provider: TracerProvider, scope: InstrumentationScope, export: Callable[[LightSpan], None]

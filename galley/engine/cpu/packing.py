@@ -75,7 +75,7 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 
 class Linears:
-    """Makes linear layers of weights, packed where that keeps rows independent; tries each shape once."""
+    """Make linear layers of weights, packed where that keeps rows independent; tries each shape once."""
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self._serves = serves(dtype, device)

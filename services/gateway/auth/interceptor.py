@@ -51,7 +51,7 @@ class Authenticator(Protocol):
 
 
 class NoAuthentication(Authenticator):
-    """Gives all callers one principal."""
+    """Give all callers one principal."""
 
     async def authenticate(self, credentials: Credentials) -> Principal:  # noqa: ARG002  # whatever it is
         """Return ANONYMOUS."""

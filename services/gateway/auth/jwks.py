@@ -142,7 +142,7 @@ def _algorithms(public: object) -> frozenset[str]:
 
 
 class KeySource(Protocol):
-    """Gives the current keys of an issuer."""
+    """The source of an issuer's current keys."""
 
     async def current(self) -> KeySet:
         """Return the known keys. Raise AuthenticationUnavailable if there are none, or they are too old."""

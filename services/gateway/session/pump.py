@@ -22,7 +22,7 @@ _log = get_logger(__name__)
 
 
 class Pump:
-    """Runs a session in a task of its own, while the call's handler reads its outbox.
+    """Run a session in a task of its own, while the call's handler reads its outbox.
 
     gRPC takes no item while what it has is unread. If that lasts for as long as a client may take, the
     session stops and the call ends: its handler, and with it its place; its status waits in gRPC for the

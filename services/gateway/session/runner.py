@@ -43,7 +43,7 @@ class Ports:
 
 
 class SessionRunner:
-    """Runs one session until its stream ends."""
+    """Run one session until its stream ends."""
 
     def __init__(
         self,

@@ -84,7 +84,7 @@ class Streams:
 
     @property
     def held(self) -> int:
-        """Places that are taken."""
+        """Return the number of slots in use."""
         return self._admission.held
 
     def keep(self, work: asyncio.Task[None], place: AdmissionSlot, used: Callable[[], int]) -> None:

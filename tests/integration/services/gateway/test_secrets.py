@@ -175,7 +175,7 @@ class Mesh:
         """Wait until each replica has said in its log that it is not let in."""
         logs = [self.logs[role] for role in ("target", "draft")]
         async with asyncio.timeout(PATIENCE_S):
-            while not all(b"not registered" in log.read_bytes() for log in logs):  # noqa: ASYNC110  # a file
+            while not all(b"registration failed" in log.read_bytes() for log in logs):  # noqa: ASYNC110  # a file
                 await asyncio.sleep(0.05)
 
 
@@ -272,9 +272,9 @@ async def test_a_replica_that_cannot_register_says_so_without_its_password(
 ) -> None:
     url = secret_file(world.directory, "url", url_of(shared_store, PASSWORD))
     flags = ("--tokenizer", str(world.tokenizer), "--redis-url-file", url)
-    status, said = await run("services.draft", *flags, until=b"not registered")
+    status, said = await run("services.draft", *flags, until=b"registration failed")
     assert status == 0
-    assert b"not registered" in said
+    assert b"registration failed" in said
     assert PASSWORD.encode() not in said
 
 
