@@ -32,6 +32,7 @@ from galley.bench.gateway import AUTO, OFF, GatewayLoop
 from galley.bench.stats import Interval, median_interval, ratio_interval
 from galley.bench.summary import speed_ratio
 from galley.client.client import AsyncClient
+from galley.stack import guard
 
 BASE, THIS = "base", "this"
 SPECULATIONS = (OFF, AUTO)
@@ -99,9 +100,11 @@ async def _up(
     environment = {**os.environ, "PYTHONPATH": str(folder), "XDG_RUNTIME_DIR": str(runtime)}
     options = run.options
     flags = ["--port", str(port), "--threads", str(options.threads), "--dtype", options.dtype]
+    # However the benchmark ends, the stack ends with it.
+    guarded = (sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), "0")
     with (run.folder / f"{tree}-{run.life}.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", cli, "up", "--model", str(run.model_dir), *flags),
+            *(*guarded, sys.executable, "-P", "-m", cli, "up", "--model", str(run.model_dir), *flags),
             env=environment,
             cwd=runtime,
             stdin=asyncio.subprocess.DEVNULL,
