@@ -63,6 +63,7 @@ def violations(root: Path) -> Iterator[Violation]:
         for top in WORDED
         for path in sorted((root / top).rglob("*.py"))
         if not path.relative_to(root).as_posix().startswith(GENERATED)
+        and not any(part.startswith(".") for part in path.relative_to(root).parts)  # exports, environments
     ]
     packages = [source for source in sources if source.path.parts[0] in PACKAGES]
     for source in sources:
