@@ -45,9 +45,9 @@ def stack_pids(stack: Stack) -> dict[str, int]:
     return {part: stack.pid(part) for part in stack.parts if part in SERVERS}
 
 
-def stack_loop(stack: Stack, client: AsyncClient, speculation: str | None = None) -> GatewayLoop:
+def stack_loop(stack: Stack, client: AsyncClient) -> GatewayLoop:
     """Return a side that asks the stack's gateway; CPU seconds are those of all its servers."""
-    return GatewayLoop(client, Cpu(list(stack_pids(stack).values())).seconds, speculation)
+    return GatewayLoop(client, Cpu(list(stack_pids(stack).values())).seconds)
 
 
 @dataclass(frozen=True, slots=True)
