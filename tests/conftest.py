@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from galley.common.config.defaults import DEFAULT_MODEL
@@ -19,6 +23,24 @@ pytest_plugins = ["tests.plugins.skips"]
 # A shell's background jobs ignore SIGINT, and hand that down; a process that a test interrupts must not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _logging_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what a command run in this process does to logging; no logger is cached for the next test."""
+    configure, before = structlog.configure, structlog.get_config()
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+
+    @functools.wraps(configure)
+    def configure_uncached(**options: object) -> None:
+        configure(**{**options, "cache_logger_on_first_use": False})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(structlog, "configure", configure_uncached)
+    yield
+    configure(**before)
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
@@ -198,18 +197,11 @@ def test_a_span_keeps_its_last_events_and_links(collector: Collector) -> None:
 
 
 def test_a_library_that_repeats_itself_is_heard_once(capsys: pytest.CaptureFixture[str]) -> None:
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
-    try:
-        start_logging("galley-test")
-        for number in range(3):
-            logging.getLogger("opentelemetry.exporter").error("cannot export, try %s", number)
-            logging.getLogger("another").error("try %s", number)
-        logging.getLogger("opentelemetry.exporter").error("another thing")
-    finally:
-        root.handlers[:] = before
-        root.setLevel(level)
-        structlog.reset_defaults()
+    start_logging("galley-test")
+    for number in range(3):
+        logging.getLogger("opentelemetry.exporter").error("cannot export, try %s", number)
+        logging.getLogger("another").error("try %s", number)
+    logging.getLogger("opentelemetry.exporter").error("another thing")
     said = [json.loads(line)["event"] for line in capsys.readouterr().err.splitlines()]
     assert said == ["cannot export, try 0", "try 0", "try 1", "try 2", "another thing"]
 
