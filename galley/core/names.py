@@ -172,7 +172,7 @@ FROM: Final = "galley.from"
 TO: Final = "galley.to"
 REASON: Final = "galley.reason"
 HAVE: Final = "galley.have"
-EXPECTED: Final = "galley.wanted"
+EXPECTED: Final = "galley.expected"
 STALLED_NS: Final = "galley.stalled_ns"
 INDEX: Final = "galley.index"
 

@@ -94,7 +94,7 @@ def overview_of(readings: Iterable[Reading]) -> Overview:
         commit=times(window, names.COMMIT),
         refused=_count(now, window, names.REFUSED),
         failovers=_count(now, window, names.FAILOVERS),
-        failed=_count(now, window, names.STREAMS, fault=names.OURS),
+        failed=_count(now, window, names.STREAMS, fault=names.SERVER_FAULT),
         breakers=breakers_of(gateways),
     )
 

@@ -32,11 +32,11 @@ PLAIN_TIME: Final = _only(catalogue.PLAIN_TIME)
 DECODE_TIME: Final = _only(catalogue.DECODE_TIME)
 COMMIT: Final = catalogue.COMMIT_DURATION.prometheus
 STREAMS: Final = _only(catalogue.STREAMS)
-REFUSED: Final = _only(catalogue.ADMISSION_REFUSED)
+REFUSED: Final = _only(catalogue.ADMISSION_REJECTED)
 FAILOVERS: Final = _only(catalogue.FAILOVERS)
 BREAKER: Final = catalogue.BREAKER_STATE.prometheus
 WORKLOAD: Final = labels.WORKLOAD.prometheus
-OURS: Final = labels.OURS
+SERVER_FAULT: Final = labels.SERVER_FAULT
 POOL: Final = labels.POOL.prometheus
 REPLICA: Final = labels.REPLICA.prometheus
 

@@ -8,7 +8,7 @@ from scripts.monitoring.grafana import Dashboard, Panel, Query, Row
 from scripts.monitoring.queries import gauge, largest, left_s, quantile, rate, ratio
 
 _SERVED = 'fault!="caller"'
-_OURS = 'fault="ours"'
+_OURS = 'fault="server"'
 
 ERRORS = ratio(rate(of.STREAMS, where=_OURS), rate(of.STREAMS, where=_SERVED))
 SPEED_UP = ratio(rate(of.PLAIN_TIME), rate(of.DECODE_TIME))

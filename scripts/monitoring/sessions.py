@@ -30,7 +30,7 @@ SESSIONS = Dashboard(
                 Panel(
                     "Rejected requests",
                     "Requests per second that admission rejected, by reason.",
-                    (Query(rate(of.ADMISSION_REFUSED, "reason"), "{{reason}}"),),
+                    (Query(rate(of.ADMISSION_REJECTED, "reason"), "{{reason}}"),),
                     stacked=True,
                     runbook="GalleyErrorBudgetBurn",
                 ),

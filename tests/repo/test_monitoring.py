@@ -95,7 +95,7 @@ def test_a_name_that_there_is_not_would_be_noticed() -> None:
     for text in (
         "rate(galley_rounds[5m])",
         'galley_streams_total{fault="his"}',
-        'galley_streams_total{blame="ours"}',
+        'galley_streams_total{blame="server"}',
         'gen_ai_server_time_to_first_token_seconds_bucket{le="1.1"}',
         "sum by (colour) (galley_rounds_total)",
         "galley:no:such_record",

@@ -189,8 +189,8 @@ STREAMS = _GATEWAY.counter(
     initial=of.ENDS,
 )
 RESUMES = _GATEWAY.counter("galley.resumes", "{call}", "Finished calls of Resume, by status.", of.OUTCOME)
-ADMISSION_REFUSED = _GATEWAY.counter(
-    "galley.admission.refused",
+ADMISSION_REJECTED = _GATEWAY.counter(
+    "galley.admission.rejected",
     "{call}",
     "Calls that admission rejected before any work was done.",
     of.REFUSED,
@@ -235,7 +235,7 @@ PEER_CERTIFICATE_EXPIRY = _GATEWAY.gauge(
 )
 CACHE_MISSES = _GATEWAY.counter(
     "galley.cache.misses",
-    "{item}",
+    "{request}",
     "Requests to replicas that were answered with a cache miss, preempted ones included.",
     of.POOL,
 )
@@ -248,7 +248,7 @@ DRAFT_QUEUE_AGE = _DRAFT.histogram(
     of.WAIT_S,
     "Time from the arrival of a proposal request to its first step.",
 )
-DRAFT_QUEUE_DEPTH = _DRAFT.gauge("galley.draft.queue.depth", "{item}", "Unanswered proposal requests.")
+DRAFT_QUEUE_DEPTH = _DRAFT.gauge("galley.draft.queue.depth", "{request}", "Unanswered proposal requests.")
 DRAFT_BATCH_SESSIONS = _DRAFT.histogram(
     "galley.draft.batch.sessions", "{session}", of.BATCH, "Sessions in a step."
 )
@@ -260,7 +260,7 @@ DRAFT_STEP_DURATION = _DRAFT.histogram(
 )
 DRAFT_PROPOSALS = _DRAFT.counter(
     "galley.draft.proposals",
-    "{item}",
+    "{request}",
     "Proposal requests, by outcome.",
     of.STRATEGY,
     of.PROPOSED,
@@ -276,7 +276,7 @@ BATCH_DURATION = _TARGET.histogram("galley.batch.duration", "s", of.STEP_S, "Dur
 BATCH_PREFILL_ROWS = _TARGET.counter("galley.batch.prefill_rows", "{row}", "Rows that read prompts.")
 BATCH_DRAFT_ROWS = _TARGET.counter("galley.batch.draft_rows", "{row}", "Rows that verified draft tokens.")
 LINGER = _TARGET.counter("galley.linger", "s", "Time for which steps waited for draft tokens that were due.")
-QUEUE_DEPTH = _TARGET.gauge("galley.queue.depth", "{item}", "Open requests.")
+QUEUE_DEPTH = _TARGET.gauge("galley.queue.depth", "{request}", "Open requests.")
 QUEUE_AGE = _TARGET.histogram(
     "galley.queue.age",
     "s",
@@ -296,7 +296,7 @@ KV_REUSED_TOKENS = _TARGET.counter(
 )
 KV_MISSES = _TARGET.counter(
     "galley.kv.misses",
-    "{item}",
+    "{request}",
     "Requests whose prefix was not cached, answered with a cache miss.",
 )
 PREEMPTIONS = _TARGET.counter(
@@ -307,7 +307,7 @@ PREEMPTIONS = _TARGET.counter(
 EVICTIONS = _TARGET.counter("galley.evictions", "{block}", "Cached blocks that were evicted.")
 OUT_OF_BLOCKS = _TARGET.counter(
     "galley.out_of_blocks",
-    "{item}",
+    "{request}",
     "Requests that were delayed, rejected or preempted because no KV block was free.",
 )
 

@@ -11,7 +11,7 @@ SERVICES = (GATEWAY, DRAFT, TARGET)
 
 NO_WORKLOAD = "none"
 OK = "ok"
-NOBODYS, CALLERS, OURS = "none", "caller", "ours"
+NO_FAULT, CALLER_FAULT, SERVER_FAULT = "none", "caller", "server"
 
 WORKLOAD = Label("workload", f"`workload` of the request; `{NO_WORKLOAD}` if it has none", most=32)
 STRATEGY = Label(
@@ -61,28 +61,28 @@ RESPONSE_MODEL = Label("gen_ai.response.model", "name of the served model, if a 
 
 # Statuses of calls with their fault.
 ENDS: tuple[tuple[str, str], ...] = (
-    (OK, NOBODYS),
-    ("cancelled", CALLERS),
-    ("invalid_argument", CALLERS),
-    ("deadline_exceeded", CALLERS),
-    ("not_found", CALLERS),
-    ("already_exists", CALLERS),
-    ("failed_precondition", CALLERS),
-    ("resource_exhausted", CALLERS),
-    ("resource_exhausted", OURS),
-    ("unimplemented", CALLERS),
-    ("unavailable", CALLERS),
-    ("unavailable", OURS),
-    ("data_loss", OURS),
-    ("internal", OURS),
+    (OK, NO_FAULT),
+    ("cancelled", CALLER_FAULT),
+    ("invalid_argument", CALLER_FAULT),
+    ("deadline_exceeded", CALLER_FAULT),
+    ("not_found", CALLER_FAULT),
+    ("already_exists", CALLER_FAULT),
+    ("failed_precondition", CALLER_FAULT),
+    ("resource_exhausted", CALLER_FAULT),
+    ("resource_exhausted", SERVER_FAULT),
+    ("unimplemented", CALLER_FAULT),
+    ("unavailable", CALLER_FAULT),
+    ("unavailable", SERVER_FAULT),
+    ("data_loss", SERVER_FAULT),
+    ("internal", SERVER_FAULT),
 )
 ERRORS = tuple(dict.fromkeys(end for end, _ in ENDS if end != OK))
 OUTCOME = Label("outcome", "`ok`, or the status in lower case", values=(OK, *ERRORS))
 FAULT = Label(
     "fault",
     "`caller`: bad request, own limits, cancelled, unread, or deadline passed; "
-    "`ours`: all other errors, full gateways and shutdowns included",
-    values=(NOBODYS, CALLERS, OURS),
+    "`server`: all other errors, full gateways and shutdowns included",
+    values=(NO_FAULT, CALLER_FAULT, SERVER_FAULT),
 )
 ERROR_TYPE = Label("error.type", "status in lower case; empty for success", values=("", *ERRORS))
 PROPOSED = Label(

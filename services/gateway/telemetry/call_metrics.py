@@ -9,7 +9,7 @@ from opentelemetry.trace import SpanContext
 
 from galley.common.metrics import catalogue
 from galley.common.metrics.cells import span_ref
-from galley.common.metrics.labels import CALLERS, ENDS, NOBODYS, OK, OURS
+from galley.common.metrics.labels import CALLER_FAULT, ENDS, NO_FAULT, OK, SERVER_FAULT
 from galley.common.metrics.metric import OTHER
 from galley.common.metrics.registry import Registry
 from galley.common.wire.status import error_type
@@ -31,7 +31,7 @@ class CallResult:
     is_new: bool = False
     has_session: bool = False
     outcome: str = OK
-    fault: str = NOBODYS
+    fault: str = NO_FAULT
     duration_ns: int = 0
     later_tokens: int = 0  # those after the first message
     later_ns: int = 0  # from the first message to the last, without stalls of the client
@@ -47,7 +47,7 @@ class CallMetrics:
         self._later_tokens = registry.distribute(catalogue.TIME_PER_OUTPUT_TOKEN)
         self._streams = registry.count(catalogue.STREAMS)
         self._resumes = registry.count(catalogue.RESUMES)
-        self._rejected = registry.count(catalogue.ADMISSION_REFUSED)
+        self._rejected = registry.count(catalogue.ADMISSION_REJECTED)
 
     def not_admitted(self, reason: str) -> None:
         """Count a call that admission rejected."""
@@ -79,11 +79,11 @@ class CallMetrics:
 def end_of(error: BaseException | None) -> tuple[str, str]:
     """Return how a call ended and whose fault that is, as label values of the catalogue."""
     if error is None:
-        return OK, NOBODYS
+        return OK, NO_FAULT
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        return "cancelled", CALLERS
-    end = error_type(error), CALLERS if _is_callers(error) else OURS
-    return end if end in ENDS else ("internal", OURS)
+        return "cancelled", CALLER_FAULT
+    end = error_type(error), CALLER_FAULT if _is_callers(error) else SERVER_FAULT
+    return end if end in ENDS else ("internal", SERVER_FAULT)
 
 
 def _is_callers(error: BaseException) -> bool:

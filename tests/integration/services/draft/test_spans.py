@@ -108,7 +108,7 @@ async def test_a_miss_a_refusal_and_a_failure_say_so(tiny: Path) -> None:
         assert span.status.status_code is StatusCode.ERROR
         assert "secret" not in span.to_json()
     assert list(events_of(missed)) == [
-        ("kv.missed", {"galley.pool": "draft", "galley.have": 0, "galley.wanted": 1})
+        ("kv.missed", {"galley.pool": "draft", "galley.have": 0, "galley.expected": 1})
     ]
     assert attributes_of(missed)["galley.outcome"] == "cache_miss"
     assert missed.status.status_code is StatusCode.UNSET

@@ -175,18 +175,18 @@ async def test_a_full_gateway_is_our_fault_and_so_is_one_that_drains(world: Worl
     await anext(stream)
     assert it.number(catalogue.SESSIONS_OPEN) == 1
     assert (await refused(hear(it.gateway.ask()))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert it.number(catalogue.ADMISSION_REFUSED, "streams") == 1
+    assert it.number(catalogue.ADMISSION_REJECTED, "streams") == 1
     world.target.gate.open()
     must_be_true(await hear(stream))
     await it.gateway.idle()
     assert it.number(catalogue.SESSIONS_OPEN) == 0
     it.gateway.running.service._streams.refuse_new()  # type: ignore[attr-defined]  # as a drain begins
     assert (await refused(hear(it.gateway.ask()))).code is grpc.StatusCode.UNAVAILABLE
-    assert it.number(catalogue.ADMISSION_REFUSED, "draining") == 1
+    assert it.number(catalogue.ADMISSION_REJECTED, "draining") == 1
     assert it.ends() == {
         ("ok", "none"): 1,
-        ("resource_exhausted", "ours"): 1,
-        ("unavailable", "ours"): 1,
+        ("resource_exhausted", "server"): 1,
+        ("unavailable", "server"): 1,
     }
 
 

@@ -138,7 +138,7 @@ async def test_what_the_cache_has_is_told_of_a_hit_and_of_a_miss(
     _, missed = kept.named(ITEM)
     assert attributes_of(missed)["galley.outcome"] == "cache_miss"
     assert list(events_of(missed)) == [
-        ("kv.missed", {"galley.pool": "target", "galley.have": 4, "galley.wanted": 5})
+        ("kv.missed", {"galley.pool": "target", "galley.have": 4, "galley.expected": 5})
     ]
     assert missed.status.status_code is StatusCode.UNSET
     await verify(target, item_of([*PROMPT, *first.result.tokens]))

@@ -163,9 +163,9 @@ def test_times_are_of_what_was_observed_between() -> None:
 def test_counts_and_what_is_held_against_replicas() -> None:
     def told(refused: int) -> str:
         return (
-            f'galley_admission_refused_total{{reason="share"}} {refused}\ngalley_sessions_open 1\n'
+            f'galley_admission_rejected_total{{reason="share"}} {refused}\ngalley_sessions_open 1\n'
             'galley_streams_total{outcome="ok",fault="none"} 5\n'
-            'galley_streams_total{outcome="unavailable",fault="ours"} 2\n'
+            'galley_streams_total{outcome="unavailable",fault="server"} 2\n'
             'galley_streams_total{outcome="cancelled",fault="caller"} 4\n'
             'galley_breaker_state{pool="draft",replica="10.0.0.2:5"} 2\n'
             'galley_breaker_state{pool="draft",replica="10.0.0.3:5"} 0\n'
