@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 
@@ -78,7 +79,7 @@ def slow(sessions: int) -> int:
 
 
 def goodput(scenario: Scenario, k: int, *, auto: bool) -> float:
-    """Over a few lots of right and wrong tokens: one alone moves by a few per cent."""
+    """Sum over a few seeds: a single one moves by a few per cent."""
     return sum(Pool(replace(scenario, seed=seed), k, auto=auto).goodput() for seed in SEEDS)
 
 
@@ -93,24 +94,19 @@ SCENARIOS = {
     "every row costs": Scenario(good, LINEAR, slow, tokens=200),
     "rows are free, eight sessions": Scenario(good, FLAT, slow, sessions=8, tokens=120),
     "rows cost in steps, eight sessions": Scenario(nearly_perfect, STEPS, slow, sessions=8, tokens=200),
-    "a pass is soon over": Scenario(nearly_perfect, SHORT, slow, tokens=300),
+    "short steps": Scenario(nearly_perfect, SHORT, slow, tokens=300),
 }
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_auto_comes_within_a_twentieth_of_the_best_fixed_choice_in_hindsight(name: str) -> None:
+def test_auto_is_within_a_twentieth_of_the_best_fixed_k(name: str) -> None:
     fixed = {k: goodput(SCENARIOS[name], k, auto=False) for k in FIXED}
     assert goodput(SCENARIOS[name], 16, auto=True) >= 0.95 * max(fixed.values()), fixed
 
 
 @pytest.mark.parametrize(("k", "auto", "share"), [(4, False, 0.8), (16, True, 0.6)], ids=["k4", "auto"])
-def test_over_slow_links_a_draft_that_copies_keeps_four_fifths_of_its_speed(
-    k: int, auto: bool, share: float
-) -> None:
-    """20 ms each way between all of them (the issue's "Slow links"), a draft as the oracle is.
-
-    AUTO, which is quicker on short links, loses more: the first hint is as late for it.
-    """
+def test_a_copying_draft_keeps_most_of_its_speed_over_slow_links(k: int, auto: bool, share: float) -> None:
+    """AUTO, which is faster on short links, loses more: its first hint is as late."""
     near, far = (
         Pool(
             Scenario(lambda _: 0.95, MEASURED, quick, tokens=256, hop_ns=hop_ns, copies=True), k, auto=auto
@@ -120,7 +116,7 @@ def test_over_slow_links_a_draft_that_copies_keeps_four_fifths_of_its_speed(
     assert far >= share * near
 
 
-def test_where_drafts_are_of_no_use_the_draft_is_hardly_asked() -> None:
+def test_useless_drafts_are_hardly_requested() -> None:
     pool = Pool(Scenario(useless, MEASURED, slow, sessions=8, tokens=200), 16, auto=True)
     pool.goodput()
     stats = pool.streams[0].session.stats
@@ -128,136 +124,122 @@ def test_where_drafts_are_of_no_use_the_draft_is_hardly_asked() -> None:
     assert stats.verified <= 0.1 * stats.rounds
 
 
-def session_of(book: SharedStatistics, name: str = "s") -> Speculation:
+def session_of(shared: SharedStatistics, name: str = "s") -> Speculation:
     spec = SessionSpec(name, (1, 2, 3), SamplingParams(), 400, 1 << 16, k=16, auto=True)
-    return Speculation(spec, book)
+    return Speculation(spec, shared)
 
 
-def taught(
-    book: SharedStatistics,
+def trained(
+    shared: SharedStatistics,
     alpha: float,
     *,
-    pass_ms: float,
+    step_ms: float,
     token_ms: float,
     sharing: int = 1,
     row_ms: float = 0,
 ) -> Speculation:
-    """A session of many such passes and drafts."""
+    """A session of many such steps and drafts."""
     chance = random.Random(1)
-    session = session_of(book)
+    session = session_of(shared)
     for _ in range(400):
         session.record_token(chance.random() < alpha)
-        session.record_step(round(pass_ms * MS), 1, round(row_ms * MS), 1)
+        shared.record_step(round(step_ms * MS), 1, round(row_ms * MS), 1)
         session.record_proposal(4, 0, round((4 * token_ms + 0.4) * MS), round(4 * token_ms * MS), sharing)
     return session
 
 
-def test_where_sessions_are_alike_what_sets_one_apart_is_not_believed() -> None:
-    chance = random.Random(1)
-    book = SharedStatistics()
-    alike = [session_of(book, f"s{i}") for i in range(16)]
-    for _ in range(60):
-        for session in alike:
-            session.record_token(chance.random() < 0.5)
-    told = [session.alpha for session in alike]
-    seen = [session.statistics.alpha for session in alike]
-    assert max(told) - min(told) < (max(seen) - min(seen)) / 2
+class Sessions:
+    """Sessions of one workload, whose draft tokens are right with a given chance."""
+
+    def __init__(self, count: int) -> None:
+        self.shared = SharedStatistics()
+        self.all = [session_of(self.shared, f"s{i}") for i in range(count)]
+        self._chance = random.Random(1)
+
+    def judge(self, rounds: int, *alphas: float) -> list[float]:
+        """Record tokens of each session, of the alphas in turn; return their estimates."""
+        for _ in range(rounds):
+            for i, session in enumerate(self.all):
+                session.record_token(self._chance.random() < alphas[i % len(alphas)])
+        return [session.alpha for session in self.all]
 
 
-def test_where_sessions_differ_each_is_taken_for_what_it_is() -> None:
-    chance = random.Random(1)
-    book = SharedStatistics()
-    sessions = [session_of(book, f"s{i}") for i in range(16)]
-    for _ in range(60):
-        for i, session in enumerate(sessions):
-            session.record_token(chance.random() < (0.95 if i % 2 else 0.1))
-    assert min(session.alpha for session in sessions[1::2]) > 0.75
-    assert max(session.alpha for session in sessions[::2]) < 0.3
+def test_equal_sessions_keep_close_to_their_workload() -> None:
+    sessions = Sessions(16)
+    estimates = sessions.judge(60, 0.5)
+    own = [session.statistics.alpha for session in sessions.all]
+    assert max(estimates) - min(estimates) < (max(own) - min(own)) / 2
 
 
-def test_a_session_whose_drafts_are_of_no_use_is_soon_known_among_good_ones() -> None:
-    chance = random.Random(1)
-    book = SharedStatistics()
-    for i in range(16):
-        session = session_of(book, f"s{i}")
-        for _ in range(60):
-            session.record_token(chance.random() < 0.8)
-    other = session_of(book, "other")
+def test_different_sessions_have_their_own_estimates() -> None:
+    estimates = Sessions(16).judge(60, 0.1, 0.95)
+    assert min(estimates[1::2]) > 0.75
+    assert max(estimates[::2]) < 0.3
+
+
+def test_a_session_with_useless_drafts_is_detected_among_good_ones() -> None:
+    sessions = Sessions(16)
+    sessions.judge(60, 0.8)
+    other = session_of(sessions.shared, "other")
     assert other.alpha > 0.7
     for _ in range(16):
         other.record_token(False)
     assert other.alpha < 0.35
 
 
-def test_a_run_of_bad_luck_does_not_move_what_all_sessions_are_like() -> None:
-    chance = random.Random(1)
-    book = SharedStatistics()
-    sessions = [session_of(book, f"s{i}") for i in range(32)]
-    far = 0.0
-    for round_ in range(120):
-        for session in sessions:
-            session.record_token(chance.random() < 0.5)
-        if round_ > 8:
-            far = max(far, *(abs(session.alpha - 0.5) for session in sessions))
-    assert far < 0.1
+def test_chance_does_not_move_the_estimates_of_all_sessions() -> None:
+    sessions = Sessions(32)
+    sessions.judge(9, 0.5)
+    for _ in range(111):
+        assert max(abs(alpha - 0.5) for alpha in sessions.judge(1, 0.5)) < 0.1
 
 
-def test_a_workload_that_collapses_is_soon_noticed_by_its_sessions_and_its_return_too() -> None:
-    chance = random.Random(1)
-    book = SharedStatistics()
-    sessions = [session_of(book, f"s{i}") for i in range(8)]
-
-    def after(rounds: int, alpha: float) -> float:
-        for _ in range(rounds):
-            for session in sessions:
-                session.record_token(chance.random() < alpha)
-        return sum(session.alpha for session in sessions) / len(sessions)
-
-    assert after(100, 0.8) == pytest.approx(0.8, abs=0.06)
-    assert after(40, 0.0) < 0.25
-    assert after(60, 0.8) > 0.6
+def test_a_workload_that_collapses_and_returns_is_detected() -> None:
+    sessions = Sessions(8)
+    assert mean(sessions.judge(100, 0.8)) == pytest.approx(0.8, abs=0.06)
+    assert mean(sessions.judge(40, 0.0)) < 0.25
+    assert mean(sessions.judge(60, 0.8)) > 0.6
 
 
-def test_rows_ahead_of_a_guess_are_spent_only_if_it_comes_true() -> None:
-    session = taught(SharedStatistics(), 0.8, pass_ms=20, token_ms=1, row_ms=12)
+def test_rows_ahead_count_only_if_the_tokens_before_are_accepted() -> None:
+    session = trained(SharedStatistics(), 0.8, step_ms=20, token_ms=1, row_ms=12)
     assert session.tokens_to_draft(0, 1.0, 60, 0) > 0
     assert session.tokens_to_draft(1, 0.5, 60, 0) > 0
 
 
-def test_no_more_is_asked_for_at_once_than_is_drafted_in_a_pass() -> None:
-    long = taught(SharedStatistics(), 0.98, pass_ms=40, token_ms=1.5).tokens_to_draft(0, 1.0, 60, 0)
-    short = taught(SharedStatistics(), 0.98, pass_ms=9, token_ms=1.5).tokens_to_draft(0, 1.0, 60, 0)
+def test_a_proposal_is_no_longer_than_a_step_takes_to_draft() -> None:
+    long = trained(SharedStatistics(), 0.98, step_ms=40, token_ms=1.5).tokens_to_draft(0, 1.0, 60, 0)
+    short = trained(SharedStatistics(), 0.98, step_ms=9, token_ms=1.5).tokens_to_draft(0, 1.0, 60, 0)
     assert long >= 16
     assert 6 <= short <= 8, "and what is confirmed while messages are on their way"
 
 
 def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
-    """While drafting is as cheap as ever, and worth it for whom the draft has read already."""
-    book = SharedStatistics()
-    session = taught(book, 0.8, pass_ms=20, token_ms=1)
+    shared = SharedStatistics()
+    session = trained(shared, 0.8, step_ms=20, token_ms=1)
     session.record_proposal(4, 500, 5 * MS + 500 * MS, 4 * MS + 500 * MS, 1)
-    new = session_of(book, "new")
+    new = session_of(shared, "new")
     assert new.tokens_to_draft(0, 1.0, 60, 4) > 0
     assert new.tokens_to_draft(0, 1.0, 60, 500) > 0, "in 60 tokens it will have been worth it"
     assert new.tokens_to_draft(0, 1.0, 4, 4) > 0
     assert new.tokens_to_draft(0, 1.0, 4, 500) == 0
 
 
-def test_where_drafts_are_of_no_use_few_sessions_have_their_prompts_read() -> None:
-    book = SharedStatistics()
-    taught(book, 0.0, pass_ms=20, token_ms=1).record_proposal(4, 500, 205 * MS, 204 * MS, 1)
-    asked = 0
+def test_few_sessions_probe_useless_drafts_with_long_prompts() -> None:
+    shared = SharedStatistics()
+    trained(shared, 0.0, step_ms=20, token_ms=1).record_proposal(4, 500, 205 * MS, 204 * MS, 1)
+    requested = 0
     for i in range(200):
-        session = session_of(book, f"s{i}")
+        session = session_of(shared, f"s{i}")
         for _ in range(10):
-            asked += session.tokens_to_draft(0, 1.0, 10, 500) > 0
+            requested += session.tokens_to_draft(0, 1.0, 10, 500) > 0
             session.record_verdict(offered=False, verified=0)
-    assert 1 <= asked <= 12, "reading 200 ms, for 3 % of 40 s"
+    assert 1 <= requested <= 12, "reading 200 ms, for 3 % of 40 s"
 
 
-def test_ahead_of_a_doubtful_guess_a_draft_works_if_nobody_else_wants_it() -> None:
+def test_drafting_ahead_of_an_uncertain_token_needs_an_idle_draft() -> None:
     def ahead(sharing: int) -> int:
-        session = taught(SharedStatistics(), 0.5, pass_ms=10, token_ms=4, sharing=sharing)
+        session = trained(SharedStatistics(), 0.5, step_ms=10, token_ms=4, sharing=sharing)
         return session.tokens_to_draft(1, 0.2, 60, 0)
 
     assert ahead(1) > 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import accumulate
 
 from galley.core.content import PrefixHasher, SessionKey
-from galley.core.hints import NOTHING, Hint, HintTail, PendingHint
+from galley.core.hints import NOTHING, Hint, HintTail
 from galley.core.scheduler.hint_statistics import AcceptanceEstimate, HintTiming
 from galley.core.scheduler.messages import Extend, VerifyRequest
 
@@ -23,6 +24,57 @@ class SessionStatistics:
         """Start with the statistics of all sessions, `overall`."""
         self.acceptance: AcceptanceEstimate = AcceptanceEstimate(overall.acceptance if overall else None)
         self.hint_timing: HintTiming = HintTiming(overall.hint_timing if overall else None)
+
+
+class PendingHint:
+    """The hint of a session, advanced while the session grows."""
+
+    __slots__ = ("_acceptance", "_after_mismatch", "_anchored", "_followed", "hint", "is_exhausted")
+
+    def __init__(self, hint: Hint, acceptance: AcceptanceEstimate, *, anchored: bool = False) -> None:
+        """Take a hint. `anchored`: its prefix is known to agree, so it need not be hashed."""
+        self.hint = hint
+        self.is_exhausted = not hint.draft_tokens
+        self._acceptance = acceptance
+        self._anchored = anchored
+        self._followed = 0
+        self._after_mismatch = False
+
+    def follow(self, tokens: Sequence[int], hasher: PrefixHasher) -> HintTail:
+        """Return the part left for a session of these confirmed tokens, which only grow.
+
+        Return nothing before the session reaches the anchor. Set `is_exhausted` once the hint disagrees for
+        good or is used up.
+        """
+        passed = len(tokens) - self.hint.position
+        if self.is_exhausted or passed < 0:
+            return NOTHING
+        self.is_exhausted = not (
+            self._has_root(tokens, hasher)
+            and self._holds(tokens, passed)
+            and passed < len(self.hint.draft_tokens)
+        )
+        return NOTHING if self.is_exhausted else self.hint.tail(passed, after_mismatch=self._after_mismatch)
+
+    def _has_root(self, tokens: Sequence[int], hasher: PrefixHasher) -> bool:
+        if not self._anchored:
+            self._anchored = hasher.digest(tokens, self.hint.position) == self.hint.prefix_hash
+        return self._anchored
+
+    def _holds(self, tokens: Sequence[int], passed: int) -> bool:
+        """Return True if the hint has agreed with the tokens since its anchor, except for single ones."""
+        draft_tokens, anchor = self.hint.draft_tokens, self.hint.position
+        while self._followed < min(passed, len(draft_tokens)):
+            agrees = tokens[anchor + self._followed] == draft_tokens[self._followed]
+            self._followed += 1
+            if self._after_mismatch:
+                self._acceptance.record_recovery(right=agrees)
+            else:
+                self._acceptance.record_token(right=agrees, predicted=self.hint.chance(self._followed - 1))
+            if self._after_mismatch and not agrees:
+                return False
+            self._after_mismatch = not agrees
+        return True
 
 
 class ActiveRequest:

@@ -70,7 +70,7 @@ class Delivery:
         """Return what is logged and not emitted. Raise LogLost if it contradicts what the client has."""
         logged = self.logged_output
         if self._emitted == 0 and logged >= self.stream_from:
-            if not self._agrees_with_client():
+            if self._seen_hash and self._answer.output_hash(self.stream_from) != self._seen_hash:
                 raise LogLost("the answer is not the one whose first tokens the client has seen")
             self._emitted = self.stream_from
         if logged <= self._emitted or logged <= self.stream_from:
@@ -78,9 +78,6 @@ class Delivery:
         items = tuple(self._answer.chunks(self._emitted, logged))
         self._emitted = logged
         return Emit(items)
-
-    def _agrees_with_client(self) -> bool:
-        return not self._seen_hash or self._answer.output_hash(self.stream_from) == self._seen_hash
 
     def sent(self, index: int) -> None:
         """Record that the client was sent all output tokens below `index`."""

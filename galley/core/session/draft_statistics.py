@@ -1,7 +1,6 @@
 """Running means of how good and how fast drafts are: per session, per workload and per strategy.
 
-A new session starts with the means of its workload (`SharedStatistics`). No clock: times are arguments, in
-nanoseconds.
+A new session starts with the means of its workload (`SharedStatistics`). Times are in nanoseconds.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from dataclasses import dataclass, replace
 from galley.core.lru import LruCache
 
 _LOAD = 0.05  # weight of the newest value in the load
-
 _PRIOR_TOKENS = 5  # the prior counts as this many tokens
-
 _DEVIATION = 0.01  # prior: sessions differ, and every deviation shows
 _WORKLOADS = 1024
 
@@ -137,7 +134,10 @@ class SharedStatistics:
         return self._drafts.get((strategy, None))
 
     def record_step(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
-        """Record a target step shared by `sessions`, in which one session got `confirmed` tokens."""
+        """Record a target step shared by `sessions`, in which one session got `confirmed` tokens.
+
+        One more draft token adds `row_ns` to it.
+        """
         self.step_ns = _mean(self.step_ns, compute_ns, _LOAD)
         self.share_ns = _mean(self.share_ns, compute_ns / max(1, sessions), _LOAD)
         self.row_ns = _mean(self.row_ns, row_ns, _LOAD)

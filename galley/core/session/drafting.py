@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from galley.core.answer.answer import Answer
 from galley.core.content import common_prefix_len
 from galley.core.hints import MAX_HINT_TOKENS, NOTHING, Hint, HintTail
 from galley.core.names import NO_STRATEGY
 from galley.core.session.events import CacheMissed, Propose, Proposed, Slice
+from galley.core.session.speculation import Speculation
 
 MAX_MISSES = 3
 """Cache misses in a row that a replica may answer one request with."""
@@ -37,20 +37,6 @@ class PendingProposal:
     requested_ns: int
 
 
-class ProposalObserver(Protocol):
-    """Learns how good proposals are."""
-
-    @property
-    def can_recover(self) -> bool:
-        """True if the tokens after a wrong one are mostly right."""
-
-    def record_token(self, right: bool) -> None:
-        """Record a proposed token: right, or the first that was wrong."""
-
-    def record_recovery(self, right: bool) -> None:
-        """Record whether the token after a wrong one was right."""
-
-
 class Drafting:
     """The drafting state of one session. Times in nanoseconds.
 
@@ -60,7 +46,7 @@ class Drafting:
     `k` and `strategy` are those of the last request and the last proposal.
     """
 
-    def __init__(self, cooldown_ns: int, max_cooldown_ns: int, observer: ProposalObserver) -> None:
+    def __init__(self, cooldown_ns: int, max_cooldown_ns: int, speculation: Speculation) -> None:
         self.pending: PendingProposal | None = None
         self.hint: Hint | None = None
         self.hint_since_ns = 0
@@ -69,7 +55,7 @@ class Drafting:
         self.cache_len = 0
         self.k = 0
         self.strategy = NO_STRATEGY
-        self._observer = observer
+        self._speculation = speculation
         self._misses = 0
         # After a wrong token: the position of the next one, and the hint's token there.
         self._recovery: tuple[int, int] | None = None
@@ -135,7 +121,10 @@ class Drafting:
         Return the pending proposal if it became useless: it continues from a wrong token, or proposes only
         tokens that are confirmed already. It is no longer pending then.
         """
-        self._check_recovery(tokens)
+        if self._recovery is not None and len(tokens) > self._recovery[0]:
+            position, proposed = self._recovery
+            self._speculation.record_recovery(tokens[position] == proposed)
+            self._recovery = None
         if self.pending is not None and self.pending.position + self.pending.k <= len(tokens):
             return self.give_up()
         hint = self.hint
@@ -145,7 +134,7 @@ class Drafting:
         agreeing = common_prefix_len(hint.draft_tokens, tokens[hint.position :])
         refused = agreeing < min(passed, len(hint.draft_tokens))
         for right in (*[True] * agreeing, *[False] * refused):
-            self._observer.record_token(right)
+            self._speculation.record_token(right)
         if refused:
             return self._refuse(hint, tokens, agreeing)
         if passed > 0:
@@ -161,18 +150,12 @@ class Drafting:
         left = hint.draft_tokens[passed:]
         if left:
             self._recovery = (len(tokens), left[0])
-        if not left or not self._observer.can_recover:
+        if not left or not self._speculation.can_recover:
             return self.give_up() if continues else None
         self.hint = _advanced(hint, passed)
         if continues:
             self._wrong_at = wrong
         return None
-
-    def _check_recovery(self, tokens: Sequence[int]) -> None:
-        if self._recovery is not None and len(tokens) > self._recovery[0]:
-            position, proposed = self._recovery
-            self._observer.record_recovery(tokens[position] == proposed)
-            self._recovery = None
 
     def give_up(self) -> PendingProposal | None:
         """Stop waiting for the pending proposal, and return it."""

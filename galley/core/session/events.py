@@ -81,7 +81,6 @@ class Verified:
     row_ns: int = 0
     prefill_ns: int = 0
     plain_ns: int = 0
-    batch_rows: int = 0
     kv_reused: int = 0
     batch_span: bytes = b""
 
@@ -300,10 +299,8 @@ class RoundEnded:
     lingering. `orchestration_ns` is what neither replica accounts for: without credit the round less their
     computing, with credit the wait for the verdict less the target's queueing and computing.
 
-    `k` is how many tokens were last requested, 0 if none; `strategy` made those that were sent ("none" if
-    none were). `overlap` says whether draft tokens were ready when the round began. `plain_ns`, `prefill_ns`,
-    `kv_reused`, `batch_span` and `batch_sessions` are the verdict's. With `reads_prompt`, the target read
-    more than the session's last token before this verdict.
+    `k` is how many tokens were last requested; `strategy` made those that were sent ("none" if none were).
+    With `reads_prompt`, the target read more than the session's last token before this verdict.
     """
 
     position: int
@@ -343,10 +340,9 @@ class RoundEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoundParts:
-    """The time of a round: waiting for the draft, queueing at the target, computing there, and the rest.
+    """The time of a round: waiting for the draft (or lingering), queueing, computing and the rest.
 
-    A target that lingers waits for a draft. What the target did before the round began does not count: with
-    credit, a step may begin before the last verdict has arrived.
+    With credit, a step may begin before the round does; that time does not count.
     """
 
     draft_ns: int

@@ -25,9 +25,9 @@ A Commit always comes before the Emit of the same tokens. Times are nanoseconds.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Final
 
 from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec
 from galley.core.errors import Broken, GalleyError, LogLost, TargetUnavailable, Unavailable
@@ -58,25 +58,28 @@ class Phase(enum.Enum):
     ENDED = "over"
 
 
-_LIVE: Final = frozenset(Phase) - {Phase.ENDED}
-# With credit, a proposal may be pending in each of them but DRAFTING.
-_WORKING: Final = frozenset({Phase.READY, Phase.DRAFTING, Phase.VERIFYING, Phase.BACKING_OFF})
+# Tuples, because the hash of an enum's member is slow.
+# With credit, a proposal may be pending in each of _WORKING but DRAFTING.
+_WORKING: Final = (Phase.VERIFYING, Phase.READY, Phase.DRAFTING, Phase.BACKING_OFF)
+_LIVE: Final = (*_WORKING, Phase.SEALING, Phase.FINISHING)
 
-TRANSITIONS: Final[Mapping[type, frozenset[Phase]]] = {
-    ev.Proposed: _WORKING,
-    ev.CacheMissed: _WORKING,
-    ev.Failed: _WORKING,
-    ev.Verified: frozenset({Phase.VERIFYING}),
-    ev.TimerFired: frozenset({Phase.BACKING_OFF}),
-    ev.FinishStored: frozenset({Phase.FINISHING}),
-    ev.Committed: _LIVE,
-    ev.Sent: _LIVE,
-    ev.Draining: _LIVE,
-    ev.StoreFailed: _LIVE,
-    ev.Interrupted: _LIVE,
-    ev.Aborted: _LIVE,
+TRANSITIONS: Final[Mapping[type[ev.Event], tuple[tuple[Phase, ...], str]]] = {
+    ev.Proposed: (_WORKING, "_on_proposed"),
+    ev.CacheMissed: (_WORKING, "_on_missed"),
+    ev.Failed: (_WORKING, "_on_failed"),
+    ev.Verified: ((Phase.VERIFYING,), "_on_verified"),
+    ev.TimerFired: ((Phase.BACKING_OFF,), "_on_timer"),
+    ev.FinishStored: ((Phase.FINISHING,), "_on_finish_stored"),
+    ev.Committed: (_LIVE, "_on_committed"),
+    ev.Sent: (_LIVE, "_on_sent"),
+    ev.Draining: (_LIVE, "_on_draining"),
+    ev.StoreFailed: (_LIVE, "_on_store_failed"),
+    ev.Interrupted: (_LIVE, "_on_interrupted"),
+    ev.Aborted: (_LIVE, "_on_aborted"),
 }
-"""The phases in which each event may occur. Any other combination raises Broken."""
+"""The phases in which each event may occur, and the method that handles it. Anything else raises Broken."""
+
+_RESPONSES: Final = (ev.Proposed, ev.Verified, ev.CacheMissed, ev.Failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +162,17 @@ class Session:
         """Handle one event. Raise Broken if it cannot occur in this phase."""
         if self.phase is Phase.ENDED or self._is_stale(event):
             return []
-        if self.phase not in TRANSITIONS.get(type(event), ()):
+        phases, handler = TRANSITIONS[type(event)]
+        if self.phase not in phases:
             raise Broken(f"session: event {type(event).__name__} in phase {self.phase.name}")
-        self._HANDLERS[type(event)](self, event, now)
+        getattr(self, handler)(event, now)
         return self._take_effects()
 
     def _is_stale(self, event: ev.Event) -> bool:
         """Return True for a response to a request that was cancelled or has been answered."""
-        if not isinstance(event, ev.Proposed | ev.Verified | ev.CacheMissed | ev.Failed):
-            return False
-        return not (self._drafting.is_pending(event.request_id) or self._verifying.is_open(event.request_id))
+        return isinstance(event, _RESPONSES) and not (
+            self._drafting.is_pending(event.request_id) or self._verifying.is_open(event.request_id)
+        )
 
     # ---------------------------------------------------------------------------------- rounds --
 
@@ -183,7 +187,8 @@ class Session:
             self._cancel_draft(self._drafting.give_up())
             self._seal()
         elif self._is_draining:
-            self._leave()
+            if not self._delivery.unlogged:
+                self._end_with(Unavailable("this gateway is shutting down; resume at another"))
         elif self._room() > 0:
             self._start_round(now)
 
@@ -195,24 +200,17 @@ class Session:
 
     def _start_round(self, now: int) -> None:
         self._begin_round(now)
-        awaited = self._drafting.pending is not None and not self._tail().draft_tokens
-        if awaited and not self._verifying.credit:
+        if self._round.overlap == "miss" and not self._verifying.credit:
             self.phase = Phase.DRAFTING
         else:
             self._verify(now)
 
     def _begin_round(self, now: int) -> None:
         self._round = Round(now, with_credit=self._verifying.credit > 0)
-        ready = bool(self._tail().draft_tokens)
-        self._draft_ahead(now)
-        if ready:
+        if self._draft_ahead(now):
             self._round.overlap = "hit"
         elif self._drafting.pending is not None:
             self._round.overlap = "miss"
-
-    def _next_request_id(self) -> int:
-        self._last_request_id += 1
-        return self._last_request_id
 
     # ------------------------------------------------------------------------------- the draft --
 
@@ -220,19 +218,23 @@ class Session:
         """Return the proposed tokens that follow the confirmed ones."""
         return self._drafting.tail(self.answer.tokens)
 
-    def _draft_ahead(self, now: int) -> None:
-        """Request the tokens that follow, unless a proposal is pending or the draft is cooling down."""
+    def _draft_ahead(self, now: int) -> bool:
+        """Request the tokens that follow, unless a proposal is pending or the draft is cooling down.
+
+        Return True if draft tokens are ready.
+        """
         drafting, tail = self._drafting, self._tail()
-        if drafting.pending is None and not drafting.is_cooling_down(now):
-            k = 0 if tail.draft_tokens and drafting.is_exhausted else self._tokens_to_draft(tail)
+        is_ready, can_draft = bool(tail.draft_tokens), not drafting.is_cooling_down(now)
+        if drafting.pending is None and can_draft:
+            k = 0 if is_ready and drafting.is_exhausted else self._tokens_to_draft(tail)
             if k > 0:
                 self._request_draft(k, tail, now)
-            elif not tail.draft_tokens:
+            elif not is_ready:
                 drafting.k = 0
         # After an empty proposal the target neither waits nor gets a message per request: it takes hints
         # at any time. While it has a hint, another is due as soon as that one has its verdict.
-        coming = drafting.pending is not None and not drafting.was_empty
-        self._hint_due = coming or (bool(tail.draft_tokens) and not drafting.is_cooling_down(now))
+        self._hint_due = (drafting.pending is not None and not drafting.was_empty) or (is_ready and can_draft)
+        return is_ready
 
     def _tokens_to_draft(self, tail: HintTail) -> int:
         ready = len(tail.draft_tokens)
@@ -241,7 +243,8 @@ class Session:
         return self._speculation.tokens_to_draft(ready, ready_survival, self._room() - 1 - ready, unread)
 
     def _request_draft(self, k: int, tail: HintTail, now: int) -> None:
-        self._effects.append(self._drafting.request(self._next_request_id(), self.answer, tail, k, now))
+        self._last_request_id += 1
+        self._effects.append(self._drafting.request(self._last_request_id, self.answer, tail, k, now))
 
     def _cancel_draft(self, pending: PendingProposal | None) -> None:
         if pending is not None:
@@ -310,9 +313,10 @@ class Session:
 
     def _request_verify(self) -> None:
         self.phase = Phase.VERIFYING
+        self._last_request_id += 1
         tail = self._tail()
         verify = self._verifying.request(
-            self._next_request_id(), self.answer, tail, self._room(), hint_due=self._hint_due
+            self._last_request_id, self.answer, tail, self._room(), hint_due=self._hint_due
         )
         sent = len(verify.draft_tokens)
         self._round.drafted += sent
@@ -355,7 +359,7 @@ class Session:
         if not reads_prompt:
             # Prompts are read whatever is drafted: a token that is confirmed sooner does not save that time.
             step_ns = max(0, event.timing.compute_ns - event.prefill_ns)
-            self._speculation.record_step(step_ns, event.sessions, event.row_ns, confirmed)
+            self._speculation.shared.record_step(step_ns, event.sessions, event.row_ns, confirmed)
         self._speculation.record_verdict(offered=offered, verified=event.verified)
         self._cancel_draft(self._drafting.confirm(self.answer.tokens))
         strategy = self._drafting.strategy
@@ -369,7 +373,7 @@ class Session:
         """Return True if the target had a hint when its step began."""
         if event.verified or not self._tail().draft_tokens:
             return event.verified > 0
-        arrived_ns = self._drafting.hint_since_ns + self._speculation.message_ns
+        arrived_ns = self._drafting.hint_since_ns + self._speculation.shared.message_ns
         return arrived_ns <= now - event.timing.compute_ns
 
     def _append(self, event: ev.Verified) -> int:
@@ -497,11 +501,6 @@ class Session:
         self._is_draining = True
         self._advance(now)
 
-    def _leave(self) -> None:
-        """Leave the session to another gateway once all confirmed tokens are logged."""
-        if not self._delivery.unlogged:
-            self._end_with(Unavailable("this gateway is shutting down; resume at another"))
-
     def _on_store_failed(self, event: ev.StoreFailed, _now: int) -> None:
         if isinstance(event.error, LogBehind):
             self._repair_log(event.error.have)
@@ -555,18 +554,3 @@ class Session:
     def _take_effects(self) -> list[ev.Effect]:
         effects, self._effects = self._effects, []
         return effects
-
-    _HANDLERS: ClassVar[Mapping[type, Callable[[Session, Any, int], None]]] = {
-        ev.Proposed: _on_proposed,
-        ev.CacheMissed: _on_missed,
-        ev.Failed: _on_failed,
-        ev.Verified: _on_verified,
-        ev.TimerFired: _on_timer,
-        ev.FinishStored: _on_finish_stored,
-        ev.Committed: _on_committed,
-        ev.Sent: _on_sent,
-        ev.Draining: _on_draining,
-        ev.StoreFailed: _on_store_failed,
-        ev.Interrupted: _on_interrupted,
-        ev.Aborted: _on_aborted,
-    }

@@ -7,13 +7,8 @@ target works, takes time from other sessions alone. But the draft has to read a 
 short answer may not be worth that.
 
 A session requests as many tokens as are worth it, down to none. Then it requests a few now and again, to
-notice when drafts have become good or the load low. How many are verified is the target's decision; only the
-result is seen here.
-
-Beside the tokens for the next step, more are drafted ahead: so that the step after it finds some if all are
-accepted, and so that a slow link does not leave the target without.
-
-No clock: times are arguments, in nanoseconds.
+notice when drafts have become good or the load low. Beside the tokens for the next step, more are drafted
+ahead: for the step after it, and because a link may be slow. Times are arguments, in nanoseconds.
 """
 
 from __future__ import annotations
@@ -56,7 +51,7 @@ class Speculation:
         self._auto = spec.auto
         self._workload = shared.for_workload(spec.strategy, spec.workload)
         self._parents = (self._workload, shared.for_strategy(spec.strategy))
-        self._shared = shared
+        self.shared = shared
         self.statistics = replace(self._workload, tokens=0)
         self._right_in_a_row = 0
 
@@ -70,7 +65,7 @@ class Speculation:
         self.statistics.record_proposal(received, unread, compute_ns, sessions, _SESSION)
         for parent in self._parents:
             parent.record_proposal(received, unread, compute_ns, sessions, _WORKLOAD)
-        self._shared.record_proposal(latency_ns, compute_ns)
+        self.shared.record_proposal(latency_ns, compute_ns)
 
     def record_token(self, right: bool) -> None:
         """Record a proposed token: right, or the first that was wrong."""
@@ -92,11 +87,6 @@ class Speculation:
         return self.statistics.recovery >= _RECOVERS
 
     @property
-    def message_ns(self) -> float:
-        """The time that a request to the draft takes besides the draft's computing."""
-        return self._shared.message_ns
-
-    @property
     def alpha(self) -> float:
         """The chance that a draft token is right if all before it were.
 
@@ -104,13 +94,6 @@ class Speculation:
         """
         workload = self._workload
         return workload.alpha + workload.deviation_weight * (self.statistics.alpha - workload.alpha)
-
-    def record_step(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
-        """Record a target step shared by `sessions` that confirmed `confirmed` tokens of this one.
-
-        One more draft token adds `row_ns` to such a step.
-        """
-        self._shared.record_step(compute_ns, sessions, row_ns, confirmed)
 
     def record_verdict(self, *, offered: bool, verified: int) -> None:
         """Record a verdict; `offered` if the target had draft tokens for it."""
@@ -152,20 +135,16 @@ class Speculation:
         return count
 
     def _probe_after(self, reading_ns: float) -> float:
-        """Return after how many verdicts to try drafts again; at once while as many as a probe were right.
-
-        Counts the verdicts of the session and of its workload: where answers are short, few sessions try for
-        all.
-        """
-        if self._right_in_a_row >= _PROBE_TOKENS or not self._shared.share_ns:
+        """Return after how many verdicts to try drafts again; at once while as many as a probe were right."""
+        if self._right_in_a_row >= _PROBE_TOKENS or not self.shared.share_ns:
             return 1
-        spared_ns = _PROBE_SHARE * self._shared.share_ns
+        spared_ns = _PROBE_SHARE * self.shared.share_ns
         after = (_REQUEST_NS + _PROBE_TOKENS * self.statistics.share_ns) / spared_ns
         return min(max(after, _FIRST_PROBE), _LAST_PROBE) + reading_ns / spared_ns
 
     def _worthwhile(self, most: int, reached: float, reading_ns: float = 0.0) -> int:
         """Return how many further tokens are worth drafting: none unless one step's are worth a request."""
-        if not self._shared.share_ns:
+        if not self.shared.share_ns:
             return most  # nothing is measured yet
         gains = self._step_gains(reached, most)
         if (
@@ -184,8 +163,8 @@ class Speculation:
         The step has them with chance `reached`: if all tokens before them are accepted. Otherwise they cost
         no row. A row delays all tokens that the step confirms.
         """
-        share_ns, alpha = self._shared.share_ns, self.alpha
-        row_ns = self._shared.row_ns * self._shared.confirmed_per_step
+        share_ns, alpha = self.shared.share_ns, self.alpha
+        row_ns = self.shared.row_ns * self.shared.confirmed_per_step
         others_ns = self.statistics.others_ns if reached < 1.0 else 0.0
         gains: list[float] = []
         chance = alpha
@@ -201,20 +180,20 @@ class Speculation:
         than a step had better come in two parts: the step uses the first while the second is drafted.
         """
         # On a slow link, the target confirms some before the proposal arrives.
-        return self._best() + self._confirmed_in(2 * self.message_ns)
+        return self._best() + self._confirmed_in(2 * self.shared.message_ns)
 
     def _best(self) -> int:
         if not self._auto:
             return self._k
         statistics = self.statistics
-        took_ns = self._shared.step_ns + self.message_ns
-        if not self._shared.step_ns or not statistics.token_ns:
+        took_ns = self.shared.step_ns + self.shared.message_ns
+        if not self.shared.step_ns or not statistics.token_ns:
             return min(self._k, _FIRST_TOKENS)
-        token_ns = statistics.token_ns + self._shared.row_ns
+        token_ns = statistics.token_ns + self.shared.row_ns
         alpha = self.alpha
         confirmed, chance = 1.0, 1.0
         best, best_rate = 0, confirmed / took_ns
-        most = min(self._k, math.ceil(self._shared.step_ns / statistics.token_ns))
+        most = min(self._k, math.ceil(self.shared.step_ns / statistics.token_ns))
         for count in range(1, most + 1):
             chance *= alpha
             confirmed += chance
@@ -227,7 +206,7 @@ class Speculation:
     def _depth(self) -> int:
         """Return how many tokens may be ready: those of two steps, a bonus token, and those in transit."""
         per_step = self._per_step()
-        on_the_way = self._confirmed_in(2 * self._shared.latency_ns + self.message_ns)
+        on_the_way = self._confirmed_in(2 * self.shared.latency_ns + self.shared.message_ns)
         return min(2 * per_step + 1 + on_the_way, max(_MOST_AHEAD, per_step))
 
     def _per_step(self) -> int:
@@ -235,7 +214,7 @@ class Speculation:
 
     def _confirmed_in(self, time_ns: float) -> int:
         """Return how many tokens the target could confirm in that time, if it never lacks drafts."""
-        if not self._shared.step_ns:
+        if not self.shared.step_ns:
             return 0
         confirmed = expected_confirmed(self.alpha, self._per_step())
-        return math.ceil(confirmed * time_ns / self._shared.step_ns)
+        return math.ceil(confirmed * time_ns / self.shared.step_ns)

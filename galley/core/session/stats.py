@@ -64,11 +64,6 @@ def plain_ns(done: RoundEnded) -> int:
     return done.confirmed * (one_ns - once_ns) + once_ns
 
 
-def mean_acceptance_length(accepted: int, rounds: int) -> float:
-    """Return the mean number of tokens that a round confirms: 1 + accepted / rounds; 0 without rounds."""
-    return 1 + accepted / rounds if rounds else 0.0
-
-
 def _count_below(counts: list[int], length: int) -> None:
     counts.extend([0] * (length - len(counts)))
     for index in range(length):

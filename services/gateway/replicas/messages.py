@@ -141,7 +141,6 @@ def verify_event(request_id: int, answer: pb.VerifyAnswer) -> VerifyEvent:
         row_ns=result.row_ns,
         prefill_ns=result.prefill_ns,
         plain_ns=result.plain_ns,
-        batch_rows=result.batch_rows,
         kv_reused=result.kv_reused,
         batch_span=result.batch_span,
     )

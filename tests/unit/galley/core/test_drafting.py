@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.content import prefix_hash
@@ -19,18 +20,18 @@ PROMPT = (1, 2, 3)
 class Observer:
     can_recover: bool
     seen: list[bool] = field(default_factory=list)
-    shaken: list[bool] = field(default_factory=list)
+    recoveries: list[bool] = field(default_factory=list)
 
     def record_token(self, right: bool) -> None:
         self.seen.append(right)
 
     def record_recovery(self, right: bool) -> None:
-        self.shaken.append(right)
+        self.recoveries.append(right)
 
 
-def drafting(judge: Observer) -> tuple[Drafting, Answer]:
-    """Tokens 4 to 9 have been proposed, and more is asked for after them."""
-    here = Drafting(1, 1, judge)
+def drafting(observer: Any) -> tuple[Drafting, Answer]:
+    """Tokens 4 to 9 are proposed, and a request continues after them."""
+    here = Drafting(1, 1, observer)
     answer = Answer(SessionSpec("s", PROMPT, SamplingParams(), 100, 100), lambda tokens: "x" * len(tokens))
     here.hint = Hint(3, prefix_hash(PROMPT), (4, 5, 6, 7, 8, 9), (0.9, 0.8, 0.7, 0.6, 0.5, 0.4))
     here.cache_len = 9
@@ -45,26 +46,26 @@ def confirm(here: Drafting, answer: Answer, *tokens: int) -> PendingProposal | N
     return here.confirm(answer.tokens)
 
 
-def proposed(asked: PendingProposal, *tokens: int) -> ev.Proposed:
-    return ev.Proposed(asked.request_id, asked.position, asked.prefix_hash, tokens, cache_len=13)
+def proposed(pending: PendingProposal, *tokens: int) -> ev.Proposed:
+    return ev.Proposed(pending.request_id, pending.position, pending.prefix_hash, tokens, cache_len=13)
 
 
 def offered(here: Drafting, answer: Answer) -> tuple[int, ...]:
     return () if here.hint is None else remaining(here.hint, answer.tokens).draft_tokens
 
 
-def test_a_wrong_token_ends_a_hint_and_what_was_asked_after_it() -> None:
-    judge = Observer(can_recover=False)
-    here, answer = drafting(judge)
+def test_a_wrong_token_ends_a_hint_and_the_request_after_it() -> None:
+    observer = Observer(can_recover=False)
+    here, answer = drafting(observer)
     given_up = confirm(here, answer, 4, 55)
     assert given_up is not None
     assert (here.hint, here.pending, here.cache_len) == (None, None, 4)
-    assert judge.seen == [True, False]
+    assert observer.seen == [True, False]
 
 
-def test_where_drafts_recover_what_is_left_of_it_stays() -> None:
-    judge = Observer(can_recover=True)
-    here, answer = drafting(judge)
+def test_where_drafts_recover_the_rest_of_a_hint_stays() -> None:
+    observer = Observer(can_recover=True)
+    here, answer = drafting(observer)
     assert confirm(here, answer, 4, 55) is None
     assert here.hint is not None
     assert remaining(here.hint, answer.tokens).draft_tokens == (6, 7, 8, 9)
@@ -75,34 +76,34 @@ def test_where_drafts_recover_what_is_left_of_it_stays() -> None:
     assert here.cache_len == 4
 
 
-def test_it_is_learnt_whether_they_do_from_hints_that_were_dropped_too() -> None:
-    judge = Observer(can_recover=False)
-    here, answer = drafting(judge)
+def test_recovery_is_recorded_for_dropped_hints_too() -> None:
+    observer = Observer(can_recover=False)
+    here, answer = drafting(observer)
     confirm(here, answer, 4, 55)
     confirm(here, answer, 6)
-    assert judge.shaken == [True]
-    judge = Observer(can_recover=True)
-    here, answer = drafting(judge)
+    assert observer.recoveries == [True]
+    observer = Observer(can_recover=True)
+    here, answer = drafting(observer)
     confirm(here, answer, 4, 55)
     confirm(here, answer, 66)
-    assert judge.shaken == [False]
-    assert judge.seen == [True, False, False]
+    assert observer.recoveries == [False]
+    assert observer.seen == [True, False, False]
 
 
-def test_a_hint_that_is_used_up_is_forgotten_and_what_was_asked_after_it_is_not() -> None:
-    judge = Observer(can_recover=False)
-    here, answer = drafting(judge)
-    asked = here.pending
-    assert asked is not None
+def test_an_exhausted_hint_is_dropped_but_not_the_request_after_it() -> None:
+    observer = Observer(can_recover=False)
+    here, answer = drafting(observer)
+    pending = here.pending
+    assert pending is not None
     assert confirm(here, answer, 4, 5, 6, 7, 8, 9, 10) is None
-    assert (here.hint, here.pending) == (None, asked)
-    here.receive(proposed(asked, 10, 11, 12, 13), answer, 0.5, 0)
+    assert (here.hint, here.pending) == (None, pending)
+    here.receive(proposed(pending, 10, 11, 12, 13), answer, 0.5, 0)
     assert offered(here, answer) == (11, 12, 13)
     assert confirm(here, answer, 11, 12, 13, 14) is None
     assert offered(here, answer) == ()
 
 
-def test_what_is_asked_for_tokens_that_are_confirmed_by_now_is_given_up() -> None:
+def test_a_request_for_confirmed_tokens_is_given_up() -> None:
     here, answer = drafting(Observer(can_recover=True))
     given_up = confirm(here, answer, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)
     assert given_up is not None
