@@ -1,4 +1,4 @@
-"""Who gets a gateway's places, and that a time to come back is one at which it pays."""
+"""Admission to slots, and retry delays after which a slot is free."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from galley.core.admission.admission import Admission, AdmissionSlot
+from galley.core.admission.admission import Admission, AdmissionSlot, TokenBucket
 from galley.core.admission.principal import ANONYMOUS, Principal, PrincipalLimits
-from galley.core.admission.token_bucket import TokenBucket
 from galley.core.errors import Overloaded
 
 SECOND = 1_000_000_000
@@ -42,7 +41,7 @@ def test_a_principal_has_no_more_streams_than_its_own_limit() -> None:
     refused(admission, mine, now=2)
 
 
-def test_a_place_is_left_once() -> None:
+def test_a_slot_is_released_once() -> None:
     admission, mine = Admission(2), named("me", max_sessions=1)
     [place] = entered(admission, mine, 1)
     admission.leave(place, 1)
@@ -52,13 +51,13 @@ def test_a_place_is_left_once() -> None:
     refused(admission, mine, now=2)
 
 
-def test_all_places_may_be_one_principals_while_nobody_waits() -> None:
+def test_one_principal_may_hold_all_slots_while_nobody_waits() -> None:
     admission = Admission(4)
     entered(admission, named("me"), 4)
     assert "4 streams of this gateway" in str(refused(admission, named("me")))
 
 
-def test_places_pass_to_those_who_wait_until_each_has_its_share() -> None:
+def test_slots_pass_to_waiting_principals_up_to_their_share() -> None:
     admission, greedy, late = Admission(4), named("greedy"), named("late")
     places = entered(admission, greedy, 4)
     refused(admission, late)
@@ -72,7 +71,7 @@ def test_places_pass_to_those_who_wait_until_each_has_its_share() -> None:
     entered(admission, greedy, 1, now=SECOND)
 
 
-def test_calls_that_came_to_no_session_do_not_shorten_the_time_to_come_back() -> None:
+def test_calls_without_a_session_do_not_shorten_the_retry_delay() -> None:
     admission = Admission(1)
     for used in (1, None, None):
         place = admission.enter(ANONYMOUS, 1, 0)
@@ -82,7 +81,7 @@ def test_calls_that_came_to_no_session_do_not_shorten_the_time_to_come_back() ->
     assert refused(admission, ANONYMOUS, now=40 * SECOND).retry_after_s == pytest.approx(30)
 
 
-def test_who_does_not_come_back_is_not_waited_for() -> None:
+def test_a_principal_that_does_not_retry_stops_waiting() -> None:
     admission, greedy = Admission(2), named("greedy")
     places = entered(admission, greedy, 2)
     back_s = refused(admission, named("gone")).retry_after_s
@@ -91,7 +90,7 @@ def test_who_does_not_come_back_is_not_waited_for() -> None:
     entered(admission, greedy, 1, now=int((back_s + 6) * SECOND))
 
 
-def test_callers_that_are_not_told_apart_share_nothing_out() -> None:
+def test_anonymous_callers_count_as_one_principal() -> None:
     admission = Admission(2)
     places = entered(admission, ANONYMOUS, 2)
     refused(admission, ANONYMOUS)
@@ -99,7 +98,7 @@ def test_callers_that_are_not_told_apart_share_nothing_out() -> None:
     entered(admission, ANONYMOUS, 1, now=1)
 
 
-def test_what_was_not_used_is_given_back_at_the_end() -> None:
+def test_unused_tokens_are_returned_at_the_end() -> None:
     admission, mine = Admission(10), named("me", tokens_per_s=1, burst_tokens=100)
     place = admission.enter(mine, 100, 0)
     assert refused(admission, mine, 50).retry_after_s == pytest.approx(50)
@@ -116,7 +115,7 @@ def test_a_prompt_counts_and_may_leave_debt() -> None:
     assert refused(admission, mine).retry_after_s == pytest.approx(5.1)
 
 
-def test_what_asks_for_more_than_the_burst_is_served_from_a_full_bucket() -> None:
+def test_more_than_the_burst_is_taken_from_a_full_bucket() -> None:
     admission, mine = Admission(10), named("me", tokens_per_s=10, burst_tokens=100)
     place = admission.enter(mine, 1000, 0)
     place.used = 1000
@@ -126,12 +125,12 @@ def test_what_asks_for_more_than_the_burst_is_served_from_a_full_bucket() -> Non
     assert refused(admission, mine, 1, now=31 * SECOND).retry_after_s == pytest.approx(59.1)
 
 
-def test_a_burst_that_is_not_said_is_a_minutes_worth() -> None:
+def test_the_default_burst_is_a_minutes_worth() -> None:
     assert PrincipalLimits(tokens_per_s=2).burst == 120
     assert PrincipalLimits(tokens_per_s=0.001).burst == 1
 
 
-def test_new_limits_of_a_principal_hold_from_its_next_call_and_its_streams_still_count() -> None:
+def test_new_limits_apply_from_the_next_call() -> None:
     admission = Admission(10)
     before = admission.enter(named("me", max_sessions=5), 1, 0)
     less = named("me", max_sessions=1)
@@ -148,7 +147,7 @@ def test_new_limits_of_a_principal_hold_from_its_next_call_and_its_streams_still
 )
 @example(calls=[(157, 0, 0.2109375), (1, 501, 0.0)], per_s=1.0, burst=1)
 @settings(max_examples=60)
-def test_a_wait_that_was_told_is_true_and_the_rate_is_kept(
+def test_retry_delays_are_exact_and_keep_the_rate(
     calls: list[tuple[int, int, float]], per_s: float, burst: int
 ) -> None:
     bucket, now, used = TokenBucket(per_s, burst, 0), 0, 0
@@ -157,19 +156,19 @@ def test_a_wait_that_was_told_is_true_and_the_rate_is_kept(
         wait_ns = bucket.try_take(tokens, now)
         if wait_ns:
             now += wait_ns
-            assert bucket.try_take(tokens, now) == 0, "it was told to come back now"
+            assert bucket.try_take(tokens, now) == 0, "retry_after has passed"
         came = int(tokens * share)
         bucket.spend(came - tokens, now)
         used += came
-        # What asks for more than the burst may have it, once.
+        # More than the burst is taken once.
         assert used <= burst + per_s * now / SECOND + max(0, tokens - burst) + 1
 
 
-def test_callers_who_are_sent_away_come_back_when_there_is_room() -> None:
-    """Twenty times as many callers as places, each of whom comes back when it was told to."""
+def test_refused_callers_find_a_slot_when_they_retry() -> None:
+    """Twenty times as many callers as slots, each of which retries at retry_after."""
     rng = random.Random(5)
     admission, length_ns = Admission(10), 2 * SECOND
-    events = [(rng.randrange(SECOND), caller, "asks") for caller in range(200)]
+    events = [(rng.randrange(SECOND), caller, "enters") for caller in range(200)]
     heapq.heapify(events)
     attempts = served = 0
     places: dict[int, AdmissionSlot] = {}
@@ -185,9 +184,9 @@ def test_callers_who_are_sent_away_come_back_when_there_is_room() -> None:
         try:
             places[caller] = admission.enter(ANONYMOUS, 1, now)
         except Overloaded as error:
-            heapq.heappush(events, (now + int(error.retry_after_s * SECOND), caller, "asks"))
+            heapq.heappush(events, (now + int(error.retry_after_s * SECOND), caller, "enters"))
         else:
             heapq.heappush(events, (now + length_ns + rng.randrange(SECOND // 10), caller, "leaves"))
     assert served == 200
     assert admission.held == 0
-    assert attempts < 4 * 200, "most were told a time at which there was room"
+    assert attempts < 4 * 200, "most retries found a slot"
