@@ -22,7 +22,7 @@ _NORMAL_95 = 1.959964
 
 
 def match_chance(target_probs: _Floats, draft_probs: _Floats) -> float:
-    """Return the closed form for distributions [vocab], in O(V log V); see match_probability.
+    """Return the closed form for distributions [vocab], in O(V log V).
 
     max(p_j / p_i, q_j / q_i) is the first where p_j / q_j >= p_i / q_i: in the order of these ratios the
     inner sum is a part of p from the end and a part of q from the start. Tokens that either never draws add

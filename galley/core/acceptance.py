@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from galley.core.content import common_prefix_len
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -16,14 +18,6 @@ class Verdict:
 
     tokens: tuple[int, ...]
     accepted: int
-
-
-def accepted_length(draft_tokens: Sequence[int], sampled: Sequence[int]) -> int:
-    """Return the length of the longest common prefix of the draft's and the target's tokens."""
-    for i, (draft_token, token) in enumerate(zip(draft_tokens, sampled, strict=False)):
-        if draft_token != token:
-            return i
-    return min(len(draft_tokens), len(sampled))
 
 
 def confirm(
@@ -42,7 +36,7 @@ def confirm(
     disagreement. `output_len` output tokens were confirmed before. A stop token among the first `min_tokens`
     output tokens does not end the answer.
     """
-    accepted = accepted_length(draft_tokens, sampled)
+    accepted = common_prefix_len(draft_tokens, sampled)
     room = max(0, max_position - position)
     tokens = tuple(sampled[: min(accepted + 1, room)])
     for i, token in enumerate(tokens):
@@ -50,28 +44,3 @@ def confirm(
             tokens = tokens[: i + 1]
             break
     return Verdict(tokens, min(accepted, len(tokens)))
-
-
-def match_probability(target_probs: Sequence[float], draft_probs: Sequence[float]) -> float:
-    """Return the chance that draft and target sample the same token when they share their Gumbel noise.
-
-    Sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i) (Daliri et al., arXiv 2408.07978). Tokens that
-    one of them never samples add nothing. Takes O(vocabulary squared): for small vocabularies.
-    """
-    pairs = list(zip(target_probs, draft_probs, strict=True))
-    return sum(
-        1.0 / sum(max(p_j / p_i, q_j / q_i) for p_j, q_j in pairs)
-        for p_i, q_i in pairs
-        if p_i > 0.0 and q_i > 0.0
-    )
-
-
-def total_variation(target_probs: Sequence[float], draft_probs: Sequence[float]) -> float:
-    """Return half the summed absolute difference of two distributions, in [0, 1]."""
-    return 0.5 * sum(abs(p - q) for p, q in zip(target_probs, draft_probs, strict=True))
-
-
-def match_probability_bound(target_probs: Sequence[float], draft_probs: Sequence[float]) -> float:
-    """Return a lower bound of `match_probability`: (1 - TV) / (1 + TV) (arXiv 2408.07978)."""
-    distance = total_variation(target_probs, draft_probs)
-    return (1.0 - distance) / (1.0 + distance)

@@ -18,14 +18,10 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import binomtest, chi2, chisquare
 
+from bench.coupling.closed_form import match_chance, optimal_chance
 from galley.core import noise
-from galley.core.acceptance import (
-    Verdict,
-    accepted_length,
-    confirm,
-    match_probability,
-    match_probability_bound,
-)
+from galley.core.acceptance import Verdict, confirm
+from galley.core.content import common_prefix_len
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw
 from tests.integration.galley.engine.sampling_reference import sample
@@ -103,7 +99,7 @@ def _row_by_row(
     logits: torch.Tensor, guesses: Sequence[int], context_of_row: Callable[[int], Draw]
 ) -> Verdict:
     sampled = [sample(logits[i : i + 1], context_of_row(i), ())[0] for i in range(len(logits))]
-    accepted = accepted_length(guesses, sampled)
+    accepted = common_prefix_len(guesses, sampled)
     return Verdict(tuple(sampled[: accepted + 1]), accepted)
 
 
@@ -168,7 +164,7 @@ def check_distribution(tokens: Ints) -> None:
 
 def check_match_rate(draws: Draws) -> None:
     """Accepted of verified guesses, against the closed form."""
-    closed_form = match_probability(TARGET.tolist(), DRAFT.tolist())
+    closed_form = match_chance(TARGET, DRAFT)
     assert binomtest(draws.accepted, draws.verified, closed_form).pvalue > P_BOUND
 
 
@@ -190,7 +186,8 @@ def test_guesses_match_as_often_as_the_closed_form_says() -> None:
     assert draws.verified > 60_000
     check_match_rate(draws)
     measured = binomtest(draws.accepted, draws.verified).proportion_ci(1 - P_BOUND)
-    assert match_probability_bound(TARGET.tolist(), DRAFT.tolist()) < measured.low
+    optimal = optimal_chance(TARGET, DRAFT)
+    assert optimal / (2 - optimal) < measured.low, "the bound (1 - TV) / (1 + TV)"
 
 
 def test_mutant_ratio_test_with_shared_noise_is_caught() -> None:
